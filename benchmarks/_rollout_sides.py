@@ -150,7 +150,7 @@ class Processes:
         """``make(sequences)``, which is pickled, makes the side with so many sequences at a time."""
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(count)]
-        self._share = at_a_time // count
+        self._share = -(-at_a_time // count)
         self._processes = [
             context.Process(target=_serve, args=(make, self._share, far), daemon=True) for _, far in pipes
         ]
@@ -183,13 +183,14 @@ class Processes:
             pipe.close()
         for process in self._processes:
             process.join(timeout=60.0)
+            process.terminate()
 
 
 def _serve(make: Callable[[int], Side], share: int, pipe: Any) -> None:
     torch.set_num_threads(1)
     side = make(share)
     pipe.send(side.name)
-    with contextlib.suppress(EOFError):
+    with contextlib.suppress(EOFError, BrokenPipeError):
         while True:
             pipe.send(side.run(pipe.recv()))
     side.close()

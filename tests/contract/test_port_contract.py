@@ -138,6 +138,15 @@ def test_a_call_that_is_not_waited_for_gives_pending_results(stage):
     assert pending[1].result() == 2
 
 
+def test_pending_results_can_be_waited_for_and_stay_where_they_are(stage):
+    group = stage.trainer(ROLLOUT=2).RG_ROLLOUT
+    pending = group.later([1, 2])
+    assert pending.wait() is None
+    assert pending.result() == [1, 2]
+    with pytest.raises(InvocationError, match="OddError: from rank"):
+        group.late_boom().wait()
+
+
 def test_pending_results_can_be_awaited(stage):
     async def wait():
         pending = trainer.RG_ROLLOUT.later([1, 2])

@@ -2,17 +2,19 @@
 """Log-probs by chunks: the values and gradients of all logits at once, in memory that does not grow with them."""
 
 import json
+import warnings
 from functools import partial
 
 import numpy as np
 import pytest
 import torch
+from processes import run
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model import chunked_head
 from dlrover.python.rl.engine.model.chunked_head import ChunkedHead, chunked_logprobs
@@ -49,7 +51,12 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(count, trains, has
         return [*(each.detach() for each in outputs), *(leaf.grad for leaf in leaves if leaf is not None)]
 
     whole = outcome(lambda *leaves: score(functional.linear(*leaves), targets))
-    chunks = outcome(lambda *leaves: chunked_logprobs(*leaves, targets, score, rows))
+
+    def compute(*leaves):
+        logprobs, entropies = chunked_logprobs(*leaves, targets, score, rows)
+        return logprobs[0], entropies
+
+    chunks = outcome(compute)
     for found, expected in zip(chunks, whole, strict=True):
         assert torch.allclose(found, expected, rtol=0, atol=1e-12)
 
@@ -95,6 +102,52 @@ def test_an_engine_trains_the_same_weights(tmp_path, monkeypatch, settings, cand
     monkeypatch.setattr(chunked_head, "CHUNK_ELEMENTS", 7 * 300)
     for found, whole in zip(train(model, TrainSettings(**settings), candidates), expected, strict=True):
         np.testing.assert_allclose(found, whole, rtol=0, atol=2e-6)
+
+
+def _steps(rank, world_size, port, model, precision, chunk, drawn):
+    """On this rank's rows: the weights after two steps, and the warnings."""
+    chunked_head.CHUNK_ELEMENTS = chunk
+    settings = TrainSettings(precision=precision)
+    rendezvous = Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=120)
+    engine = Fsdp2TrainEngine(model, OptimizerConfig(name="sgd", lr=0.1), settings, rendezvous)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            engine.step(batch_of(drawn).split(world_size)[rank], Loss(), 0.7)
+    named = [tensor.detach().numpy().copy() for _, tensor in engine.named_weights()]
+    engine.close()
+    return named, [str(one.message) for one in said if "FSDP" in str(one.message)]
+
+
+@pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-3)])
+def test_ranks_that_shard_the_model_train_the_same_weights(tmp_path, precision, tolerance):
+    model = write_tiny_model(tmp_path / "T", hidden=32, layers=2, max_positions=64)
+    chunks, whole = (run(2, _steps, model, precision, chunk, 6) for chunk in (7 * 300, 1 << 29))
+    for (found, said), (expected, _) in zip(chunks, whole, strict=True):
+        assert said == []
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=tolerance)
+
+
+def test_an_entropy_that_is_only_measured_has_no_gradient(tmp_path, monkeypatch):
+    """Else each step computes one of zeros."""
+    model = write_tiny_model(tmp_path / "T", hidden=32, layers=1, max_positions=64)
+    monkeypatch.setattr(chunked_head, "CHUNK_ELEMENTS", 7 * 300)
+    given, backward = [], chunked_head._ChunkedLogprobs.backward
+
+    def noting(ctx, by_logprob, by_entropy):
+        given.append((by_logprob is not None, by_entropy is not None))
+        return backward(ctx, by_logprob, by_entropy)
+
+    class Measuring(Loss):
+        def __call__(self, logprobs, columns):
+            return -(columns["weight"] * logprobs).sum(), {"entropy": columns["entropy"].sum()}
+
+    monkeypatch.setattr(chunked_head._ChunkedLogprobs, "backward", staticmethod(noting))
+    engine = Fsdp2TrainEngine(model, OptimizerConfig(lr=1e-3))
+    assert engine.step(batch_of(), Measuring()).metrics["entropy"] > 0
+    engine.step(batch_of(), Loss())
+    assert given == [(True, False), (True, True)]
 
 
 class Largest(TorchDispatchMode):

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jobs under ``examples/recipes``: checked without weights, data, GPUs or network, as their pages say."""
 
-import re
 import resource
 import subprocess
 import sys
@@ -28,12 +27,9 @@ def test_a_recipe_has_no_error_and_its_page_has_the_memory_that_it_takes(recipe,
     with looking_up(Lookup.NONE):
         found = inspect_job(load_job(recipe))
     assert found.errors == ()
-    table = found.about[found.about.index("memory of each device, GB of 80:") + 2 :]
-    assert [line.split()[0] for line in table if not line.startswith("  REWARD")]
-    for line in table:
-        role, peak = line.split()[0], line.split()[-1]
-        assert float(peak) < 80
-        assert re.search(rf"\b{re.escape(peak)}\b", page_of(recipe)), f"{role} takes {peak} GB"
+    table = found.about[found.about.index("memory of each device, GB of 80:") :]
+    assert "\n".join(table) in page_of(recipe)
+    assert len(table) > 2 and all(float(line.split()[-1]) < 80 for line in table[2:])
     assert all(nbytes is not None for nbytes in found.state_bytes.values())
 
 
@@ -50,4 +46,4 @@ def test_the_largest_is_checked_in_ten_seconds_by_the_command():
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert found.returncode == 0, found.stderr
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 10, "of processor time"
-    assert "ACTOR x32" in found.stdout and "commits: ACTOR 32 x 27.3 GB" in found.stdout
+    assert "ACTOR x48" in found.stdout and "commits: ACTOR 48 x 18.2 GB" in found.stdout

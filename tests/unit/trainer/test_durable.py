@@ -19,7 +19,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.trainer.durable import DurablePort
-from dlrover.python.rl.trainer.port import Call, Outcome, Ref, Renewed, RestartInfo, RoleTraits, gather
+from dlrover.python.rl.trainer.port import Call, Outcome, Pending, Ref, Renewed, RestartInfo, RoleTraits, gather
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.steps import dump_state, load_state
 
@@ -97,6 +97,28 @@ def test_a_call_to_a_member_that_died_is_made_to_its_replacement(port):
     assert [call.after for _, _, call in port.inner.calls] == [None, (1, 0)] * 2
     assert port.recovery.asked == [("A", 0, 1)]
     assert handles[0].handles == {0: "new"}
+
+
+def test_a_call_can_be_waited_for_without_its_value_and_is_recovered_then_too(port):
+    class Sized(Played):
+        """As RayPort: of a sized call the row count can be had alone."""
+
+        def submit(self, role, rank, call):
+            ref = super().submit(role, rank, call)
+            ref.size = Outcome(error=ref.token.error) if ref.token.error else Outcome("its size")
+            return ref
+
+        def wait(self, refs, timeout_s):
+            fetched.extend(ref.token.value for ref in refs if ref.token.error is None)
+            return super().wait(refs, timeout_s)
+
+    fetched = []
+    port.inner = port._sender.inner = Sized(["value", died(), "again", "value"])
+    pending = Pending([port.submit("A", 0, Call((1, n), "go", (), {}, sized=True)) for n in range(2)])
+    pending.wait()
+    assert set(fetched) == {"its size"}
+    assert port.recovery.asked == [("A", 0, 1)]
+    assert pending.result() == ["value", "value"]
 
 
 def test_init_is_repeated_first(port):

@@ -88,7 +88,7 @@ class DistillationTrainer(PolicyTrainer):
         longest = cls.longest_row(cfg)
         teachers = {RLRoleType(name): teacher.model for name, teacher in cfg.teachers.items()}
         frozen = {
-            role: ModelUse("frozen", model, roles[role], longest=longest, can_shard=True)
+            role: ModelUse("frozen", model, roles[role], longest=longest, sharded_class="ShardedTeacherWorkload")
             for role, model in teachers.items()
             if role in roles
         }

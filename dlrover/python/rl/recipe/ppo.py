@@ -75,10 +75,9 @@ class PPOTrainer(PolicyTrainer):
     def load_models(self) -> list[Pending]:
         pending, cfg = super().load_models(), self.cfg
         if self.uses("values"):
-            init_model = self.RG_CRITIC.init_model.options(blocking=False)
             loss = self.algorithm.value_loss  # type: ignore[attr-defined]  # an algorithm that needs values has one
             model, optimizer = cfg.critic.model or cfg.model, cfg.critic.optimizer.over(self.update_count)
-            pending.append(init_model(model, cfg.engine, optimizer, loss, cfg.seed))
+            pending.append(self.begin_loading(self.RG_CRITIC, model, cfg.engine, optimizer, loss, cfg.seed))
         return pending
 
     def update(self, step: int, batch: StepBatch, rows: Batch, aux: AuxResults) -> dict[str, float]:
@@ -107,7 +106,7 @@ class PPOTrainer(PolicyTrainer):
         if RLRoleType.CRITIC in roles:
             model, members = cfg.critic.model or cfg.model, roles[RLRoleType.CRITIC]
             uses[RLRoleType.CRITIC] = ModelUse(
-                "trained", model, members, cfg.critic.optimizer, longest=cls.longest_row(cfg)
+                "trained", model, members, cfg.critic.optimizer, head="token", longest=cls.longest_row(cfg)
             )
         return uses
 

@@ -137,6 +137,13 @@ class LoggedCall:
         self.call = self.previous = None
 
 
+@dataclass(frozen=True)
+class CallProbe:
+    """The token of a ref that is waited for without fetching its value."""
+
+    call: LoggedCall
+
+
 @dataclass(repr=False)
 class CallLog:
     """The calls in ``init`` and up to the first step (``setup``), for the whole run, and those of the open ``step``.

@@ -36,6 +36,7 @@ from dlrover.python.rl.trainer.call_log import (
     GRACE_S,
     LOST_CALL_ERRORS,
     CallLog,
+    CallProbe,
     CallSender,
     CallState,
     LoggedCall,
@@ -120,14 +121,20 @@ class DurablePort:
             if is_logged:
                 self.log.add(logged)
             run: Ref = logged.ref
-            return run.rebind(self, logged)
+            ref = run.rebind(self, logged)
+            ref.size = CallProbe(logged) if call.sized else None
+            return ref
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         """The deadline starts again after each recovery."""
-        calls: list[LoggedCall] = [ref.token for ref in refs]
+        probes = [isinstance(ref.token, CallProbe) for ref in refs]
+        calls: list[LoggedCall] = [
+            ref.token.call if probe else ref.token for ref, probe in zip(refs, probes, strict=True)
+        ]
         while True:
             runs = [call.ref for call in calls]
-            outcomes = self.inner.wait(runs, timeout_s)
+            awaited = [run.probe() if probe else run for run, probe in zip(runs, probes, strict=True)]
+            outcomes = self.inner.wait(awaited, timeout_s)
             death = self._find_death_behind(outcomes)
             with self._lock:
                 if death is not None:

@@ -152,6 +152,10 @@ class Pending(list[Ref]):
         values = gather(self._refs, timeout)[:: self._replica]
         return values if self.post_func is None else self.post_func(values)
 
+    def wait(self) -> None:
+        """Wait until every member has succeeded; the results stay where they are. Raises as :func:`gather`."""
+        gather([ref.probe() for ref in self._refs], None)
+
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.to_thread(self.result).__await__()
 

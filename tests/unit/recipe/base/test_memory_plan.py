@@ -103,7 +103,9 @@ def test_members_that_shard_a_model_hold_their_part_and_two_layers_of_the_rest(s
     one, eight = (bytes_of(small, ModelUse("trained", "", members), ON_CUDA) for members in (1, 8))
     assert eight.optimizer == one.optimizer / 8 and eight.gradients == one.gradients / 8
     assert eight.weights == 4 * small.parameters / 8
-    assert (one.gathered, eight.gathered) == (0.0, 2 * (small.parameters - 22 * small.layer))
+    gradients = 2 * (small.layer + small.outside) + 4 * small.layer
+    assert (one.gathered, eight.gathered) == (0.0, 2 * (2 * small.layer + small.outside) + gradients)
+    assert (one.exchange, eight.exchange) == (2 * small.tensor, 8 * small.outside)
     copies = replace(ON_CUDA, parallel=ParallelSizes(ddp_size=8))
     assert bytes_of(small, ModelUse("trained", "", 8), copies).optimizer == one.optimizer
     split = replace(ON_CUDA, parallel=ParallelSizes(tensor_parallel_size=2, context_parallel_size=2))
@@ -121,8 +123,12 @@ def test_recomputed_activations_are_those_of_one_layer_and_each_layers_input(sma
 def test_logits_of_a_large_vocabulary_take_one_chunk(small):
     twice = replace(small, vocabulary=2 * small.vocabulary)
     found, larger = (bytes_of(shape, ModelUse("trained", ""), ON_CUDA).logits for shape in (small, twice))
-    assert found == 4 * (1 << 29) + 4 * small.vocabulary * 896
-    assert larger - found == 4 * small.vocabulary * 896  # the gradient of the output layer alone
+    assert found == 4 * (1 << 29) + 6 * small.vocabulary * 896
+    assert larger - found == 6 * small.vocabulary * 896  # the gradient of the output layer alone
+    lora = ModelUse("trained", "", lora=LoraSettings())
+    assert bytes_of(small, lora, ON_CUDA).logits == 4 * (1 << 29), "which has none"
+    capped = replace(small, raw_logits=False)
+    assert bytes_of(capped, ModelUse("trained", ""), ON_CUDA).logits == 4 * 16384 * small.vocabulary
     few = replace(ON_CUDA, max_tokens_per_microbatch=1024)
     assert bytes_of(small, ModelUse("trained", ""), few).logits == 4 * 1024 * small.vocabulary
 
@@ -138,7 +144,7 @@ def test_a_rollout_has_weights_and_the_cache_of_what_it_decodes_at_once(small):
 
 def plan(monkeypatch, shape, uses, engine, gigabytes):
     monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: shape)
-    return MemoryPlan.of(uses, replace(engine, device_memory_gb=gigabytes), None)
+    return MemoryPlan.of(uses, replace(engine, device_memory_gb=gigabytes), "", None)
 
 
 @pytest.mark.parametrize(
@@ -147,9 +153,9 @@ def plan(monkeypatch, shape, uses, engine, gigabytes):
         (40, 16384, ""),
         (30, 16384, "engine.max_tokens_per_microbatch=8192"),
         (16, 16384, "engine.gradient_checkpointing=true"),
-        (13.2, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=4096"),
+        (13.6, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=4096"),
         (12, 16384, "engine.max_tokens_per_microbatch=1024"),
-        (9, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=1024 workload.actor.num=2"),
+        (9.5, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=8192 workload.actor.num=2"),
         (1, 16384, "no setting here makes it fit"),
     ],
 )
@@ -161,33 +167,62 @@ def test_what_cannot_fit_is_refused_with_the_smallest_change_that_would(monkeypa
     )
     for error in found:
         assert error.where == "config.engine"
-        assert f"of a device of {gigabytes:.1f} (" in error.what
+        assert f" of a device's {gigabytes:.1f} (" in error.what
 
 
 def test_the_change_that_is_named_fits(monkeypatch, small):
-    checkpointed = replace(ON_CUDA, gradient_checkpointing=True, max_tokens_per_microbatch=1024)
-    assert plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 2)}, checkpointed, 9).find_errors() == []
-    assert plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 1)}, checkpointed, 9).find_errors() != []
+    checkpointed = replace(ON_CUDA, gradient_checkpointing=True, max_tokens_per_microbatch=8192)
+    assert plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 2)}, checkpointed, 9.5).find_errors() == []
+    assert plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 1)}, checkpointed, 9.5).find_errors() != []
 
 
 def test_a_reference_that_does_not_fit_is_sharded(monkeypatch, small):
-    uses = {REFERENCE: ModelUse("frozen", "", 4, can_shard=True)}
+    uses = {REFERENCE: ModelUse("frozen", "", 4, sharded_class="ShardedReferenceWorkload")}
     few = replace(ON_CUDA, max_tokens_per_microbatch=1024)
     (error,) = plan(monkeypatch, small, uses, few, 1.4).find_errors()
-    assert error.what.endswith("it fits with engine.shard_frozen=true")
+    change = "engine.shard_frozen=true workload.reference.class=ShardedReferenceWorkload"
+    assert error.what.endswith(f"it fits with {change}")
+    (error,) = plan(monkeypatch, small, {REFERENCE: replace(uses[REFERENCE], members=1)}, few, 1.4).find_errors()
+    assert error.what.endswith(f"it fits with {change} workload.reference.num=2")
     sharded = replace(few, shard_frozen=True)
     assert plan(monkeypatch, small, uses, sharded, 1.4).find_errors() == []
     found = bytes_of(small, uses[REFERENCE], sharded)
     assert found.weights == 2 * small.parameters / 4 and found.gathered == 2 * (small.parameters - 22 * small.layer)
-    copy = replace(uses[REFERENCE], can_shard=False)
+    copy = replace(uses[REFERENCE], sharded_class="")
     assert bytes_of(small, copy, sharded) == bytes_of(small, copy, few)
 
 
 def test_a_rollout_that_cannot_hold_one_sequence_is_split(monkeypatch, small):
     uses = {ROLLOUT: ModelUse("rollout", "", longest=32768)}
     (error,) = plan(monkeypatch, small, uses, ON_CUDA, 1.6).find_errors()
-    assert error.what.endswith("it fits with engine.rollout_tensor_parallel_size=2")
+    change = "engine.rollout_tensor_parallel_size=2 workload.rollout.resource.gpu=2"
+    assert error.what.endswith(f"(weights 1.0, and the cache of one sequence); it fits with {change}")
     assert plan(monkeypatch, small, uses, ON_CUDA, 4).find_errors() == []
+
+
+def test_a_model_of_scores_has_no_logits_and_no_output_layer_of_its_own(small):
+    untied = replace(small, parameters=small.parameters + small.tensor)
+    for shape in (small, untied):
+        found = bytes_of(shape, ModelUse("trained", "", head="token"), ON_CUDA)
+        assert found.weights == 6 * small.parameters and found.logits == 4 * 16384
+
+
+def test_the_policys_configuration_stands_for_the_policys_model_alone(model):
+    uses = {ACTOR: ModelUse("trained", "hub/policy"), REFERENCE: ModelUse("frozen", "hub/other")}
+    assert [role for role, *_ in MemoryPlan(uses, ON_CUDA, "hub/policy", model).known()] == [ACTOR]
+
+
+def test_sizes_that_do_not_divide_the_members_and_other_engines_are_left_out(model):
+    uses = {ACTOR: ModelUse("trained", model, 8), ROLLOUT: ModelUse("rollout", model)}
+    for engine in (replace(ON_CUDA, parallel=ParallelSizes(ddp_size=16)), replace(ON_CUDA, train="deepspeed")):
+        assert [role for role, *_ in MemoryPlan(uses, engine).known()] == [ROLLOUT]
+
+
+def test_where_the_jobs_devices_are_not_known_this_machines_are_a_warning(monkeypatch, small):
+    monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: small)
+    made = MemoryPlan({ACTOR: ModelUse("trained", "")}, ON_CUDA, device_bytes=16e9)
+    assert made.find_errors() == []
+    assert made.lines()[-1].startswith("  it may not fit here: ACTOR needs 34.4 GB")
 
 
 def test_people_get_a_table_by_role_and_owner(monkeypatch, small):
@@ -202,7 +237,7 @@ def test_people_get_a_table_by_role_and_owner(monkeypatch, small):
 
 def test_nothing_is_said_or_refused_without_a_shape_or_a_device(monkeypatch, small):
     uses = {ACTOR: ModelUse("trained", "some/hub-name")}
-    assert MemoryPlan.of(uses, replace(ON_CUDA, device_memory_gb=1), None).lines() == []
+    assert MemoryPlan.of(uses, replace(ON_CUDA, device_memory_gb=1), "", None).lines() == []
     if not torch.cuda.is_available():
         assert plan(monkeypatch, small, uses, ON_CUDA, None).find_errors() == []
     assert math.isfinite(bytes_of(small, uses[ACTOR], ON_CUDA).peak)

@@ -52,6 +52,7 @@ class EngineInfo:
     top_token_ids: bool = True  # evaluates with `top`, as teachers of whole distributions do
     sgd: bool = True  # has SGD besides AdamW
     bare_head: bool = True  # trains a token head without a bias, as reward models have
+    may_be_remote: bool = False  # with the option `url` it has the backend elsewhere
     redivides: bool = True  # goes on from the states of another number of ranks, and of another layout
 
 
@@ -106,8 +107,7 @@ def engine_place(point: ExtensionPoint, name: str) -> str:
         info = _read_info(point, name)
     except ClassNotFound as error:
         raise EngineError(str(error)) from error
-    may_be_remote = "url" in getattr(info.options, "__dataclass_fields__", ())  # that of SGLang
-    if not may_be_remote and (absent := absent_package(point, name, {})):
+    if not info.may_be_remote and (absent := absent_package(point, name, {})):
         raise MissingExtra(info.distribution or absent, absent)
     return point.place(name)
 

@@ -258,7 +258,9 @@ class DeepSpeedBackend:
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         for name, parameter in self._names.items():
-            local = self.parked.locate(self._part(parameter)).to(dtype)
+            local = self.parked.locate(self._part(parameter))
+            if local.dtype != (dtype or local.dtype):
+                local = local.to(self._settings.device).to(dtype)
             yield name, self._whole(parameter, local) if self._stage == 3 else local
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self._buffers.items())
 

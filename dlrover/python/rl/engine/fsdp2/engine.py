@@ -137,9 +137,11 @@ class Fsdp2Backend(ShardedBackend):
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self.buffers.items())
 
     def _whole(self, shard: ParameterShard, dtype: Any = None) -> Any:
-        local = self.parked.locate(shard.master).to(dtype)
+        local = self.parked.locate(shard.master)
         divided = shard.sharded or shard.tensor_dim is not None
-        return shard.whole(local.to(self._settings.device), self.shards.grid) if divided else local
+        if divided or local.dtype != (dtype or local.dtype):  # casts on the device
+            local = local.to(self._settings.device).to(dtype)
+        return shard.whole(local, self.shards.grid) if divided else local
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         shapes = {shard.name: shard.shape for shard in self.shards}

@@ -122,7 +122,7 @@ class MegatronShards:
         for index, item in enumerate(self._table):
             stage = item.stage(self._shape, layout.pipeline)
             if stage == self._stage.place.pipeline:
-                tensors = join(item, self._gather(item, local(self._own[index]).to(device, dtype)), self._shape)
+                tensors = join(item, self._gather(item, local(self._own[index]).to(device).to(dtype)), self._shape)
             else:
                 tensors = [torch.empty(size, dtype=dtype, device=device) for size in item.shapes]
             for name, tensor in zip(item.sources, tensors, strict=True):

@@ -16,18 +16,18 @@ from torch.nn import functional
 CHUNK_ELEMENTS = 1 << 29
 """Logits at a time; fewer are computed whole, and kept for the backward pass."""
 
-_UNCHANGED_BY = frozenset(
+RAW_LOGITS = frozenset(
     {"llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3"}
 )
-"""Types of models that return what their output layer gives as it is: others scale or cap their logits."""
+"""Types of models that are known to return what their output layer gives as it is: others scale or cap their logits."""
 
 Score: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 """From logits ``[tokens, vocab]`` and targets to log-probs ``[tokens, n]`` and entropies ``[tokens]``, or None."""
 
 
 def chunked_logprobs(hidden: Any, weight: Any, bias: Any, targets: Any, score: Score, rows: int) -> tuple[Any, Any]:
-    """``score`` of the logits of ``hidden`` (``[tokens, width]``), of ``rows`` tokens at a time. The gradient of
-    ``weight`` is summed in float32 (float64 for float64)."""
+    """``score`` of the logits of ``hidden`` (``[tokens, width]``), of ``rows`` tokens at a time: log-probs ``[1,
+    tokens, n]``, and entropies. The gradient of ``weight`` is summed in float32 (float64 for float64)."""
     return _ChunkedLogprobs.apply(hidden, weight, bias, targets, score, rows)
 
 
@@ -41,21 +41,23 @@ class _ChunkedLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         parts = [score(functional.linear(hidden[part], weight, bias), targets[part]) for part in _parts(hidden, rows)]
         logprobs, entropies = zip(*parts, strict=True)
-        return torch.cat(logprobs), None if entropies[0] is None else torch.cat(entropies)
+        # Stacked, which copies: FSDP2 refuses a view as the output of a module.
+        return torch.stack([torch.cat(logprobs)]), None if entropies[0] is None else torch.cat(entropies)
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Any, by_entropy: Any) -> tuple[Any, ...]:
         hidden, weight, bias, targets = ctx.saved_tensors
+        slopes = (None if by_logprob is None else by_logprob[0], by_entropy)
         wide = torch.float64 if weight.dtype == torch.float64 else torch.float32
         by_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         by_weight = torch.zeros_like(weight, dtype=wide) if ctx.needs_input_grad[1] else None
         by_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and ctx.needs_input_grad[2] else None
         for part in _parts(hidden, ctx.rows):
+            logits = functional.linear(hidden[part], weight, bias).requires_grad_()
             with torch.enable_grad():
-                logits = functional.linear(hidden[part], weight, bias).detach().requires_grad_()
-                scored = zip(ctx.score(logits, targets[part]), (by_logprob, by_entropy), strict=True)
-                outputs, slopes = zip(*((out, slope[part]) for out, slope in scored if slope is not None), strict=True)
-                (gradient,) = torch.autograd.grad(outputs, logits, slopes)
+                scored = zip(ctx.score(logits, targets[part]), slopes, strict=True)
+                outputs, by = zip(*((out, slope[part]) for out, slope in scored if slope is not None), strict=True)
+            (gradient,) = torch.autograd.grad(outputs, logits, by)
             if by_hidden is not None:
                 by_hidden[part] = gradient @ weight
             if by_weight is not None:
@@ -77,13 +79,14 @@ class ChunkedHead:
     def __init__(self, layer: Any) -> None:
         self._layer = layer
         self._request: tuple[Any, Score, int] | None = None
+        self.entropies: Any = None
         layer.forward = self._forward
 
     @classmethod
     def of(cls, model: Any) -> "ChunkedHead | None":
         """None for a model whose logits are not those of its output layer."""
         layer = getattr(model, "lm_head", None)
-        if model.config.model_type not in _UNCHANGED_BY or type(layer) is not torch.nn.Linear:
+        if model.config.model_type not in RAW_LOGITS or type(layer) is not torch.nn.Linear:
             return None
         return cls(layer)
 
@@ -94,17 +97,17 @@ class ChunkedHead:
 
     @contextmanager
     def scoring(self, targets: Any, score: Score, rows: int) -> Iterator[None]:
-        """Inside, the model's "logits" of ``len(targets)`` tokens are their log-probs, and then the entropy if
-        ``score`` gives one: ``[1, tokens, n]``."""
+        """Inside, the model's "logits" of ``len(targets)`` tokens are their log-probs, ``[1, tokens, n]``, and
+        ``entropies`` theirs: apart, since one that is only measured has no gradient."""
         self._request = targets, score, rows
         try:
             yield
         finally:
-            self._request = None
+            self._request = self.entropies = None
 
     def _forward(self, hidden: Any) -> Any:
         weight, bias = self._layer.weight, self._layer.bias
         if self._request is None:
             return functional.linear(hidden, weight, bias)
-        logprobs, entropies = chunked_logprobs(hidden[0], weight, bias, *self._request)
-        return (logprobs if entropies is None else torch.cat([logprobs, entropies[:, None]], dim=1))[None]
+        logprobs, self.entropies = chunked_logprobs(hidden[0], weight, bias, *self._request)
+        return logprobs

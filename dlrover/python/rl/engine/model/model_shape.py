@@ -2,8 +2,9 @@
 """The sizes of a language model, from its configuration alone."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,13 @@ import huggingface_hub
 import torch
 
 from dlrover.python.rl.engine.api.base import LoraSettings
+from dlrover.python.rl.engine.model.chunked_head import RAW_LOGITS
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 """Types of models whose shape follows from the configuration alone, which takes no time."""
+
+_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,24 @@ class ModelShape:
     keys: int
     intermediate: int  # width of all MLPs that a token passes in a layer
     vocabulary: int
-    adapted: int = 0  # sum of the two sizes of each matrix that adapters may have, by default
+    adaptable: Mapping[str, int] = field(default_factory=dict)
+    """The last part of a layer's name to the sum of both sizes of its matrices, which an adapter has times its rank."""
+
+    raw_logits: bool = False  # those of the output layer, which may come in chunks
+
+    def adapter_parameters(self, lora: LoraSettings) -> int:
+        return lora.rank * sum(self.adaptable.get(name, 0) for name in lora.targets)
+
+    @property
+    def outside(self) -> int:
+        """Parameters outside of the layers."""
+        return max(self.parameters - self.layers * self.layer, 0)
+
+    def with_score_head(self) -> "ModelShape":
+        """The same with a head of one score in place of an output layer of its own."""
+        head = self.vocabulary * self.hidden
+        own = head if self.outside >= 2 * head else 0
+        return replace(self, parameters=self.parameters - own, vocabulary=1)
 
     @classmethod
     def of_dense(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -40,25 +61,28 @@ class ModelShape:
         heads, layers, kind = config["num_attention_heads"], config["num_hidden_layers"], config["model_type"]
         width = config.get("head_dim") or hidden // heads
         queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
-        matrices = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), *[(hidden, inner)] * 3]
+        sizes = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), *[(hidden, inner)] * 3]
+        matrices = dict(zip(_MATRICES, sizes, strict=True))
         vectors = 2 * hidden + (queries + 2 * keys if kind == "qwen2" else 0) + (2 * width if kind == "qwen3" else 0)
         if config.get("attention_bias"):
             vectors += queries + 2 * keys + hidden
         if config.get("mlp_bias"):
             vectors += 2 * inner + hidden
-        layer = sum(rows * columns for rows, columns in matrices) + vectors
+        products = [rows * columns for rows, columns in sizes]
+        layer = sum(products) + vectors
         embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
         return cls(
             embeddings + layers * layer + hidden,
             layers,
             layer,
-            max(vocabulary * hidden, *(rows * columns for rows, columns in matrices)),
+            max(vocabulary * hidden, *products),
             hidden,
             queries,
             keys,
             inner,
             vocabulary,
-            layers * sum(map(sum, matrices)),
+            {name: layers * sum(pair) for name, pair in matrices.items()},
+            kind in RAW_LOGITS,
         )
 
     @classmethod
@@ -75,7 +99,10 @@ class ModelShape:
         lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == layers]
         experts = int(getattr(text, "num_experts_per_tok", None) or 0)
         inner = experts * int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
-        targets = LoraSettings().targets
+        adaptable: Counter[str] = Counter()
+        for name, part in module.named_modules():
+            if isinstance(part, torch.nn.Linear) and part is not getattr(module, "lm_head", None):
+                adaptable[name.rpartition(".")[2]] += sum(part.weight.shape)
         return cls(
             sum(parameter.numel() for parameter in module.parameters()),
             layers,
@@ -86,11 +113,8 @@ class ModelShape:
             int(getattr(text, "num_key_value_heads", None) or heads) * width,
             inner or int(text.intermediate_size),
             int(text.vocab_size),
-            sum(
-                sum(part.weight.shape)
-                for name, part in module.named_modules()
-                if isinstance(part, torch.nn.Linear) and name.rpartition(".")[2] in targets
-            ),
+            dict(adaptable),
+            text.model_type in RAW_LOGITS,
         )
 
 
@@ -98,7 +122,7 @@ def shape_of(model: str, fallback: str | None = None) -> ModelShape | None:
     """That of a folder, of a hub's model in this machine's cache, or of ``fallback``, a ``config.json`` or its folder;
     None if there is none, or it is not of a language model."""
     file = _config_file(model) or (_config_file(fallback) if fallback else None)
-    return None if file is None else _read_shape(file)
+    return None if file is None else _read_shape(file, file.stat().st_mtime_ns)
 
 
 def _config_file(model: str) -> Path | None:
@@ -115,7 +139,7 @@ def _config_file(model: str) -> Path | None:
 
 
 @cache
-def _read_shape(file: Path) -> ModelShape | None:
+def _read_shape(file: Path, _written_ns: int) -> ModelShape | None:
     try:
         plain = json.loads(file.read_text())
         if plain.get("model_type") in DENSE:

@@ -208,9 +208,8 @@ class OutputReader:
             return token_logprobs(logits, targets, temperature, entropy)
 
         with head.scoring(targets if targets.ndim > 1 else targets[:, None], score, rows):
-            scored = self._packed(model, part)
-        logprobs = scored[:, :-1] if entropy else scored
-        return logprobs if targets.ndim > 1 else logprobs[:, 0], scored[:, -1] if entropy else None
+            logprobs = self._packed(model, part)
+            return logprobs if targets.ndim > 1 else logprobs[:, 0], head.entropies
 
     def _packed(self, model: Any, part: "_Part") -> Any:
         everything = len(part.reads) == len(part.inputs)

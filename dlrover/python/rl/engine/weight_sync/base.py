@@ -16,6 +16,7 @@ through the trainer. Behind the bytes the sender puts a :class:`Seal`. ``receive
 host memory and compared with the seal, or raises: an engine never sees a part, and a device holds at most a bucket.
 """
 
+import inspect
 import struct
 import time
 import weakref
@@ -81,7 +82,7 @@ class WeightSource(Protocol):
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         """Name and whole tensor of each weight, always in the same order; a collective of all train ranks. With a torch
-        ``dtype`` weights are cast to it, before they are gathered where that is possible."""
+        ``dtype`` parameters are cast to it before they are gathered; without that argument, once they are here."""
 
 
 class TensorEntry(NamedTuple):
@@ -266,7 +267,14 @@ class SenderBase:
 
     def _named_weights(self, source: WeightSource) -> Iterator[tuple[str, Any]]:
         dtype = self.settings.dtype
-        return source.named_weights() if dtype is None else source.named_weights(dtype)
+        if dtype is None:
+            return source.named_weights()
+        if "dtype" in inspect.signature(source.named_weights).parameters:
+            return source.named_weights(dtype)
+        return (
+            (name, tensor.to(dtype) if tensor.is_floating_point() else tensor)
+            for name, tensor in source.named_weights()
+        )
 
     def _address(self) -> dict[str, Any]:
         return {}

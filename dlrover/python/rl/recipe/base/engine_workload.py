@@ -10,8 +10,9 @@ memory::
 The kernel releases the lock of a member that dies.
 
 There is no deadlock: members that share one device share all their devices (a bundle of the placement, or the device of
-their local rank), and each locks them in the same order. Ranks of one role that meet in collectives may wait inside
-their locks for each other; only the actor does, and no two such roles of one group may be called at the same time.
+their local rank), and each locks them in the same order. Ranks of one role that meet in collectives (an actor, a
+critic, a sharded reference) wait inside their locks for each other, so the trainers load and call one such role after
+another.
 """
 
 import functools
@@ -260,8 +261,9 @@ class TrainedWorkload(EngineWorkload):
     @classmethod
     def state_bytes(cls, config: Any, world_size: int) -> int | None:
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
-        lora, fallback = engine.lora if cls.has_adapters else None, config.get("model_config")
-        whole = trained_bytes(*cls._trained(config), lora, fallback)
+        model, optimizer = cls._trained(config)
+        fallback = config.get("model_config") if model == config["model"] else None
+        whole = trained_bytes(model, optimizer, engine.lora if cls.has_adapters else None, fallback)
         sizes = engine.parallel or ParallelSizes(ddp_size=world_size if _holds_copies(engine, engine.device) else 1)
         return None if whole is None else whole // (world_size // sizes.ddp_size)
 

@@ -63,7 +63,7 @@ def trained_bytes(
         shape = shape_of(model, fallback)
         if shape is None:
             return None
-        parameters = shape.parameters if lora is None else lora.rank * shape.adapted
+        parameters = shape.parameters if lora is None else shape.adapter_parameters(lora)
     elif lora is not None:
         adapted = [shape for name, shape in shapes.items() if _layer_of(name) in lora.targets]
         parameters = sum(lora.rank * sum(shape) for shape in adapted if len(shape) == _MATRIX)

@@ -120,10 +120,9 @@ class ExampleTrainer(RecipeTrainer):
 
     def load_models(self) -> list[Pending]:
         cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
-        begin = self.RG_ACTOR.init_model.options(blocking=False)
-        loading = [begin(cfg.model, cfg.engine, optimizer, self.algorithm, cfg.seed)]
+        loading = [self.begin_loading(self.RG_ACTOR, cfg.model, cfg.engine, optimizer, self.algorithm, cfg.seed)]
         if _uses_reference(self.algorithm) and RLRoleType.REFERENCE in self.actor_handles:
-            loading.append(self.RG_REFERENCE.init_model.options(blocking=False)(cfg.model, cfg.engine))
+            loading.append(self.begin_loading(self.RG_REFERENCE, cfg.model, cfg.engine))
         return loading
 
     def fit(self) -> None:
@@ -221,7 +220,7 @@ class ExampleTrainer(RecipeTrainer):
 
     @classmethod
     def longest_row(cls, cfg: ExampleConfig) -> int:
-        return cfg.data.max_length
+        return cfg.data.max_length * cfg.data.segment_rows  # a pair is in one pass
 
     @classmethod
     def describe_step(cls, cfg: ExampleConfig) -> str:

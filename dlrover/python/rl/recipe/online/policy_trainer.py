@@ -176,17 +176,17 @@ class PolicyTrainer(RecipeTrainer):
         """Let the roles load their models; the actor's result comes first, the rollouts' second."""
         cfg = self.cfg
         optimizer = cfg.optimizer.over(self.update_count)
-        actor = self.RG_ACTOR.init_model.options(blocking=False)
+        engine = cfg.engine.with_receivers(len(self.RG_ROLLOUT))
         pending = [
-            actor(cfg.model, cfg.engine.with_receivers(len(self.RG_ROLLOUT)), optimizer, self.algorithm, cfg.seed),
-            self.RG_ROLLOUT.init_model.options(blocking=False)(cfg.model, cfg.engine, cfg.rollout),
+            self.begin_loading(self.RG_ACTOR, cfg.model, engine, optimizer, self.algorithm, cfg.seed),
+            self.begin_loading(self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout),
         ]
         if cfg.rollout.env_path is None:
             arguments = (cfg.reward,) if cfg.reward.model is None else (cfg.reward, cfg.engine)
             pending.append(self.RG_REWARD.init_verifier.options(blocking=False)(*arguments))
         for role, init in {output.role: output.init for output in self.needed_outputs}.items():
             if init is not None:
-                pending.append(self.group(role).init_model.options(blocking=False)(*init))
+                pending.append(self.begin_loading(self.group(role), *init))
         return pending
 
     @property
@@ -216,7 +216,7 @@ class PolicyTrainer(RecipeTrainer):
                 method = getattr(group, output.method).options(blocking=False)
                 pending = method(batch.shard_evenly(group.data_parallel_size), *output.args)
                 # Another role that meets in collectives may share its devices: one after the other.
-                pending.result()  # waits: for a pass over the rows, which a limit bounds
+                pending.wait()  # waits: for a pass over the rows, which a limit bounds
             else:
                 method = bind_method(group, output.method, len(batch.scored), blocking=False)
                 pending = method(batch.samples, *output.args)
@@ -337,8 +337,9 @@ class PolicyTrainer(RecipeTrainer):
     def model_uses(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
         uses = super().model_uses(cfg, roles)
         if cfg.reward.model is not None and RLRoleType.REWARD in roles:
+            members = roles[RLRoleType.REWARD]
             uses[RLRoleType.REWARD] = ModelUse(
-                "frozen", cfg.reward.model, roles[RLRoleType.REWARD], longest=cls.longest_row(cfg)
+                "frozen", cfg.reward.model, members, head="token", longest=cls.longest_row(cfg)
             )
         return uses
 

@@ -30,7 +30,8 @@ from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, ModelUse
 from dlrover.python.rl.recipe.base.model_facts import describe_engines, validate_model
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
-from dlrover.python.rl.trainer.port import COMMIT, Call, Outcome, Port, Ref
+from dlrover.python.rl.trainer.port import COMMIT, Call, Outcome, Pending, Port, Ref
+from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.steps import Attempt, Steps
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
@@ -184,7 +185,7 @@ def _pending_arguments(call: Call) -> Iterator[Ref]:
 _METHODS = {
     "generation": ("generate", "sample", "fetch", "summarize"),
     "reward": ("score",),
-    "reference": ("logprobs",),
+    "reference": ("logprobs", "reference_logprobs"),
     "teacher": ("teacher_logprobs",),
     "critic": ("values",),
     "update": ("train", "update"),
@@ -216,6 +217,19 @@ class RecipeTrainer(BaseTrainer):
 
     cfg: Any
     machine: Machine
+
+    _meeting: Pending | None = None
+
+    def begin_loading(self, group: RoleGroup, *arguments: Any) -> Pending:
+        """``init_model`` of a role. Those whose ranks meet load one after the other: where they share devices, ranks of
+        one would have a device that ranks of the other wait for."""
+        meets = len(group) > 1 and group.workload_class.needs_own_process
+        if meets and self._meeting is not None:
+            self._meeting.wait()  # waits: for a model, which the member's limit bounds
+        pending: Pending = group.init_model.options(blocking=False)(*arguments)
+        if meets:
+            self._meeting = pending
+        return pending
 
     @classmethod
     @abstractmethod
@@ -312,15 +326,21 @@ class RecipeTrainer(BaseTrainer):
     @classmethod
     def _plan_memory(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> MemoryPlan:
         uses = cls.model_uses(cfg, roles) if cfg.engine.device.startswith("cuda") else {}
-        return MemoryPlan.of(uses, cfg.engine, cfg.model_config)
+        return MemoryPlan.of(uses, cfg.engine, cfg.model, cfg.model_config)
 
     @classmethod
     def model_uses(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
         """The models of the job's roles."""
         made = {
-            RLRoleType.ACTOR: ModelUse("trained", cfg.model, optimizer=cfg.optimizer, lora=cfg.engine.lora),
+            RLRoleType.ACTOR: ModelUse(
+                "trained",
+                cfg.model,
+                optimizer=cfg.optimizer,
+                lora=cfg.engine.lora,
+                head="token" if cls.bare_head else "causal",
+            ),
             RLRoleType.ROLLOUT: ModelUse("rollout", cfg.model),
-            RLRoleType.REFERENCE: ModelUse("frozen", cfg.model, can_shard=True),
+            RLRoleType.REFERENCE: ModelUse("frozen", cfg.model, sharded_class="ShardedReferenceWorkload"),
         }
         longest = cls.longest_row(cfg)
         return {role: replace(use, members=roles[role], longest=longest) for role, use in made.items() if role in roles}

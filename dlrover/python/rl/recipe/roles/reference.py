@@ -2,7 +2,7 @@
 """REFERENCE and TEACHER: frozen models that compute log-probs of the policy's samples."""
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, ClassVar
 
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.config.typed import salvage
@@ -17,12 +17,19 @@ from dlrover.python.rl.trainer.workload import trainer_invocation
 class ReferenceWorkload(EngineWorkload):
     """REFERENCE: a frozen copy of the initial policy."""
 
+    sharded_class: ClassVar[str] = "ShardedReferenceWorkload"
+    """The class of which each member holds a part."""
+
     @classmethod
     def check_config(cls, config: Any) -> Iterable[ConfigError]:
         engine, _ = salvage(EngineConfig, config.get("engine") or {}, "config.engine")
-        if engine is None or engine.shard_frozen == cls.needs_own_process:
+        if engine is None:
             return []
-        what = f"needs the class Sharded{cls.__name__}" if engine.shard_frozen else f"has to be true for {cls.__name__}"
+        if engine.shard_frozen and engine.train != "fsdp2":
+            return [ConfigError("config.engine.shard_frozen", f"needs fsdp2: {engine.train} holds copies")]
+        if engine.shard_frozen == cls.needs_own_process:
+            return []
+        what = f"needs the class {cls.sharded_class}" if engine.shard_frozen else f"has to be true for {cls.__name__}"
         return [ConfigError("config.engine.shard_frozen", what)]
 
     def init_model(self, model: str, engine: EngineConfig) -> None:
@@ -39,6 +46,8 @@ class ReferenceWorkload(EngineWorkload):
 
 class TeacherWorkload(ReferenceWorkload):
     """TEACHER, or another role that ``config.teachers`` names."""
+
+    sharded_class = "ShardedTeacherWorkload"
 
     @trainer_invocation(blocking=False)
     @on_device
