@@ -144,10 +144,10 @@ class Transformers:
 
 
 class Processes:
-    """Another side in several processes of one thread each, which have every so many-th sequence."""
+    """Another side in ``count`` processes of one thread; process ``i`` has the sequences ``i``, ``i + count``, ..."""
 
     def __init__(self, count: int, make: Callable[[int], Side], at_a_time: int) -> None:
-        """``make(sequences)``, which is pickled, makes the side with so many sequences at a time."""
+        """``make(n)``, which is pickled, makes the side with ``n`` sequences at a time."""
         context = multiprocessing.get_context("spawn")
         pipes = [context.Pipe() for _ in range(count)]
         self._share = -(-at_a_time // count)
@@ -166,10 +166,10 @@ class Processes:
         count = len(self._pipes)
         for number, pipe in enumerate(self._pipes):
             pipe.send(Work(work.name, work.prompts[number::count], work.lengths[number::count], self._share))
-        drawn = [0] * len(work.lengths)
+        counts = [0] * len(work.lengths)
         for number, pipe in enumerate(self._pipes):
-            drawn[number::count] = self._answer(pipe)
-        return drawn
+            counts[number::count] = self._answer(pipe)
+        return counts
 
     @staticmethod
     def _answer(pipe: Any) -> Any:

@@ -163,7 +163,7 @@ def test_a_sync_that_breaks_off_leaves_the_old_version_serving(tmp_path, model_p
 def test_rollouts_in_bf16_get_two_bytes_a_parameter_and_serve_the_same_bits(kind, tmp_path, model_path):
     engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), TrainSettings(precision="bf16"))
     step(engine)
-    drawn = []
+    found = []
     for dtype, width in ((torch.bfloat16, 2), (None, 4)):
         wire = Wire(kind, tmp_path / str(width), settings=dataclasses.replace(PATIENT, dtype=dtype))
         stamp, (received,) = wire.sync(engine)
@@ -171,9 +171,9 @@ def test_rollouts_in_bf16_get_two_bytes_a_parameter_and_serve_the_same_bits(kind
         assert received.stamp == stamp
         rollout = TorchRolloutEngine(model_path, RolloutSettings(precision="bf16"))
         rollout.receive(received)
-        drawn.append(completions(rollout))
+        found.append(completions(rollout))
         wire.close()
-    assert drawn[0] == drawn[1]
+    assert found[0] == found[1]
 
 
 @pytest.mark.feature(105)

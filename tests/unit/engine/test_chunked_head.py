@@ -68,8 +68,8 @@ def batch_of(rows=6, length=20, candidates=0):
         "action_mask": Ragged.from_rows([np.arange(length) >= 4 for _ in range(rows)]),
     }
     if candidates:
-        drawn = [generator.integers(0, 256, (length, candidates)) for _ in range(rows)]
-        columns["candidates"] = Ragged.from_rows(drawn)
+        ids = [generator.integers(0, 256, (length, candidates)) for _ in range(rows)]
+        columns["candidates"] = Ragged.from_rows(ids)
     return Batch({**columns, "weight": np.full(rows, 1 / 96, dtype=np.float32)})
 
 
@@ -104,7 +104,7 @@ def test_an_engine_trains_the_same_weights(tmp_path, monkeypatch, settings, cand
         np.testing.assert_allclose(found, whole, rtol=0, atol=2e-6)
 
 
-def _steps(rank, world_size, port, model, precision, chunk, drawn):
+def _steps(rank, world_size, port, model, precision, chunk, rows):
     """On this rank's rows: the weights after two steps, and the warnings."""
     chunked_head.CHUNK_ELEMENTS = chunk
     settings = TrainSettings(precision=precision)
@@ -113,7 +113,7 @@ def _steps(rank, world_size, port, model, precision, chunk, drawn):
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         for _ in range(2):
-            engine.step(batch_of(drawn).split(world_size)[rank], Loss(), 0.7)
+            engine.step(batch_of(rows).split(world_size)[rank], Loss(), 0.7)
     named = [tensor.detach().numpy().copy() for _, tensor in engine.named_weights()]
     engine.close()
     return named, [str(one.message) for one in said if "FSDP" in str(one.message)]

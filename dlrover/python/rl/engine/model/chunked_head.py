@@ -98,7 +98,7 @@ class ChunkedHead:
     @contextmanager
     def scoring(self, targets: Any, score: Score, rows: int) -> Iterator[None]:
         """Inside, the model's "logits" of ``len(targets)`` tokens are their log-probs, ``[1, tokens, n]``, and
-        ``entropies`` theirs: apart, since one that is only measured has no gradient."""
+        ``entropies`` is apart, since one that is only measured has no gradient."""
         self._request = targets, score, rows
         try:
             yield
