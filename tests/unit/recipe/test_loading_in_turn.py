@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.online.batch import AuxOutput
 from dlrover.python.rl.recipe.workloads import (
     ActorWorkload,
     CriticWorkload,
@@ -50,3 +51,18 @@ def test_others_load_at_the_same_time(second, members):
     for kind, count in ((ActorWorkload, 2), (second, members)):
         trainer.begin_loading(Group(kind, count, events))
     assert events == ["ActorWorkload begins", f"{second.__name__} begins"]
+
+
+@pytest.mark.parametrize(("kind", "waits"), [(ReferenceWorkload, False), (ShardedReferenceWorkload, True)])
+def test_the_outputs_of_a_role_that_meets_are_there_before_another_is_called(kind, waits):
+    events, trainer = [], GRPOTrainer.__new__(GRPOTrainer)
+
+    def compute(*arguments):
+        return SimpleNamespace(wait=lambda: events.append("waited"))
+
+    group = Group(kind, 2, events)
+    group.data_parallel_size, group.logprobs = 2, SimpleNamespace(options=lambda **_: compute)
+    trainer.needed_outputs = [AuxOutput("reference", "logprobs", {"ref_logprobs": "float32"})]
+    trainer.group = lambda role: group
+    trainer.compute_aux_outputs(SimpleNamespace(shard_evenly=lambda parts: parts, scored=[1, 2], samples=None))
+    assert events == ["waited"] * waits

@@ -33,12 +33,21 @@ def test_a_recipe_has_no_error_and_its_page_has_the_memory_that_it_takes(recipe,
     assert all(nbytes is not None for nbytes in found.state_bytes.values())
 
 
+def test_a_configuration_that_is_not_there_is_named(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    with looking_up(Lookup.NONE):
+        found = inspect_job(load_job(RECIPES[0], ["config.model_config=models/none.json"]))
+    what = "models/none.json is no config.json of a language model, nor a folder with one"
+    assert [str(error) for error in found.errors] == [f"config.model_config: {what}"]
+
+
 def test_there_are_recipes_of_every_size_and_kind():
     names = {recipe.stem for recipe in RECIPES}
     assert {"qwen2.5-0.5b-gsm8k", "qwen2.5-7b-math", "qwen2.5-7b-math-apart", "qwen2.5-72b-math"} <= names
     assert {"qwen2.5-7b-sft", "qwen2.5-7b-dpo"} <= names
 
 
+@pytest.mark.slow
 def test_the_largest_is_checked_in_ten_seconds_by_the_command():
     command = [sys.executable, "-m", "dlrover.python.rl.cli", "check", "examples/recipes/qwen2.5-72b-math.yaml"]
     before = resource.getrusage(resource.RUSAGE_CHILDREN)

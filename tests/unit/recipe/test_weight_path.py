@@ -3,6 +3,7 @@
 
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,15 @@ def size(value):
     """Bytes of a value on its way."""
     stored = value.token.result if isinstance(value, Ref) else Stored.of(value)
     return 0 if stored is None else len(stored.data) + sum(buffer.nbytes for buffer in stored.buffers)
+
+
+@pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])
+def test_an_actor_publishes_in_the_precision_of_the_rollouts(model, precision, width):
+    made = ActorWorkload(None, {})
+    made.init_model(model, replace(ENGINE, precision=precision), OptimizerConfig(lr=1e-3), GRPO())
+    entries = made.publish_weights().table.entries
+    assert sum(entry.nbytes for entry in entries) == width * made._engine.parameter_count
+    made.close()
 
 
 @pytest.mark.feature(101)

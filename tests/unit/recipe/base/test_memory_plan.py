@@ -235,9 +235,13 @@ def test_people_get_a_table_by_role_and_owner(monkeypatch, small):
     assert len({len(row) for row in rows}) == 1
 
 
-def test_nothing_is_said_or_refused_without_a_shape_or_a_device(monkeypatch, small):
+def test_what_is_not_known_is_said_and_not_refused(monkeypatch, small):
     uses = {ACTOR: ModelUse("trained", "some/hub-name")}
-    assert MemoryPlan.of(uses, replace(ON_CUDA, device_memory_gb=1), "", None).lines() == []
+    made = MemoryPlan.of(uses, replace(ON_CUDA, device_memory_gb=1), "some/hub-name", None)
+    assert made.lines()[1:] == ["  ACTOR x1: not known without the config.json of some/hub-name (config.model_config)"]
+    assert made.find_errors() == MemoryPlan({}, ON_CUDA).lines() == []
+    deep = MemoryPlan(uses, replace(ON_CUDA, train="deepspeed"))
+    assert deep.lines()[1:] == ["  ACTOR x1: not computed for deepspeed"]
     if not torch.cuda.is_available():
         assert plan(monkeypatch, small, uses, ON_CUDA, None).find_errors() == []
     assert math.isfinite(bytes_of(small, uses[ACTOR], ON_CUDA).peak)

@@ -81,7 +81,8 @@ class EngineConfig:
     """Devices over which each rollout member splits the model, if the engine supports it."""
 
     device_memory_gb: Annotated[float, Gt(0.0)] | None = None
-    """Memory of a device in GB, for the arithmetic before the start. None: that of the devices of this machine."""
+    """Memory of a device in GB: a job that needs more by the arithmetic of ``check`` is refused. None: that of this
+    machine's devices, if it has any; what exceeds it is a warning."""
 
     gpu_memory_utilization: Annotated[float, Gt(0.0), Le(1.0)] = 0.85
     """Fraction of device memory for the weights and the key-value cache of a rollout engine."""

@@ -143,7 +143,9 @@ def _activations(shape: ModelShape, width: int, tokens: float, tensor: int, reco
     return tokens * (width * shape.hidden * shape.layers + of_layer if recomputes else shape.layers * of_layer)
 
 
-def _logits(shape: ModelShape, width: int, tokens: float, tensor: int, trains: bool, trains_head: bool) -> float:  # noqa: PLR0913 - what they depend on
+def _logits(  # noqa: PLR0913 - what they depend on
+    shape: ModelShape, width: int, tokens: float, tensor: int, trains: bool, trains_head: bool
+) -> float:
     copies, whole = 2 if trains else 1, tokens * shape.vocabulary
     if whole <= CHUNK_ELEMENTS or tensor > 1 or not shape.raw_logits:
         return copies * width * whole / tensor
@@ -184,13 +186,14 @@ class MemoryPlan:
                 yield role, use, shape
 
     def lines(self) -> list[str]:
-        """A table for people, and what does not fit on this machine's devices; empty if no model is known."""
-        rows = []
+        """A table for people, the roles that it lacks, and what does not fit on this machine's devices; empty without a
+        model on a device."""
+        rows, known = [], {role for role, *_ in self.known()}
         for role, use, shape in self.known():
             found = self._held(use, bytes_of(shape, use, self.engine))
             values = [*(getattr(found, name) for name in _COLUMNS), found.peak]
             rows.append([f"{role} x{use.members}", *map(_gb, values)])
-        if not rows:
+        if not self.uses:
             return []
         of = "" if self.device_bytes is None else f" of {self.device_bytes / _GB:,.0f}"
         head = ["", *(name.replace("_", " ") for name in _COLUMNS), "at most"]
@@ -200,7 +203,17 @@ class MemoryPlan:
             aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
             table.append("  ".join([f"  {label.ljust(widths[0])}", *aligned]))
         warnings = [] if self.engine.device_memory_gb is not None else self._misfits()
-        return [f"memory of each device, GB{of}:", *table, *(f"  it may not fit here: {what}" for what in warnings)]
+        unknown = [
+            f"  {role} x{use.members}: {self._why_unknown(use)}" for role, use in self.uses.items() if role not in known
+        ]
+        warnings = [f"  it may not fit here: {what}" for what in warnings]
+        return [f"memory of each device, GB{of}:", *(table if rows else ()), *unknown, *warnings]
+
+    def _why_unknown(self, use: ModelUse) -> str:
+        if use.kind != "rollout" and self.engine.train != "fsdp2":
+            return f"not computed for {self.engine.train}"
+        named = " (config.model_config)" if use.model == self.model else ""
+        return f"not known without the config.json of {use.model}{named}"
 
     def _held(self, use: ModelUse, wanted: PlannedBytes) -> PlannedBytes:
         """The cache of a rollout takes what there is of its share, if that is less than it could use."""

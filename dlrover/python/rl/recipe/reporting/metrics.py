@@ -23,6 +23,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import answer, require, salvage
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.source import is_left_unread
+from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.machine import Machine
@@ -371,6 +372,9 @@ class RecipeTrainer(BaseTrainer):
         errors = [*validate_model(cfg.model), *validate_optimizer(cfg.engine, cfg.optimizer)]
         errors += validate_train_engine(cfg.engine, roles.get(RLRoleType.ACTOR, 1), cls.bare_head)
         errors += validate_keep(cfg.keep, cfg.eval_every, cls.evaluation_names(cfg, roles))
+        if cfg.model_config is not None and shape_of(cfg.model_config) is None:
+            what = f"{cfg.model_config} is no config.json of a language model, nor a folder with one"
+            errors.append(ConfigError("config.model_config", what))
         errors += cls._plan_memory(cfg, roles).find_errors()
         return [*errors, *validate_log(cfg.log)]
 

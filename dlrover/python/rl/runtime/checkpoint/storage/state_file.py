@@ -237,7 +237,8 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
 def _read(file: Any, nbytes: int) -> tuple[memoryview, int]:
     """The whole file, aligned like the buffers in it, and its crc32."""
     memory = mmap.mmap(-1, max(nbytes, 1))
-    memory.madvise(mmap.MADV_HUGEPAGE)  # else half of the time goes into giving it pages
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)  # else half of the time goes into giving it pages
     content, filled, checksum = memoryview(memory), 0, 0
     while filled < nbytes and (count := file.readinto(content[filled : min(filled + _CHUNK, nbytes)])):
         checksum = crc32(content[filled : filled + count], checksum)
