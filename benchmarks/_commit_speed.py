@@ -7,7 +7,7 @@
     w  writes of a process, GB/s      measured      checksum and file in memory, over an old file
     r  reads of a process, GB/s       measured      file and checksum
     n  between two nodes, GB/s        assumed       as the table says; each node of g devices sends and receives g b
-    N  steps between states           9 at most     `commit_every: auto`
+    N  steps between states           8 at most     `commit_every: auto`
 
     written in                        b / w         in the background of a rollout; calls wait for what it lasts longer
     to the next node, on several      g b / n       every N steps
@@ -31,7 +31,7 @@ _GB = 1e9
 _NETWORK_GB_S = 25.0  # 200 Gb/s
 _PER_NODE = 8
 _SHAPES = {"7 B on 8": (7e9, 8), "70 B on 64": (70e9, 64)}
-_STEPS = 9
+_STEPS = 8
 
 
 def speeds(nbytes: int = 1 << 29, rounds: int = 5) -> dict[str, float]:

@@ -19,9 +19,9 @@ def states_at(cadence, clock, state_s, step_s, state_bytes=1000, call_bytes=1, c
 
 
 @pytest.mark.parametrize(
-    ("state_s", "step_s", "apart"), [(0.001, 1.0, 1), (0.01, 1.0, 1), (0.03, 1.0, 3), (0.065, 1.0, 7), (0.5, 1.0, 9)]
+    ("state_s", "step_s", "apart"), [(0.001, 1.0, 1), (0.005, 1.0, 1), (0.015, 1.0, 3), (0.034, 1.0, 7), (0.5, 1.0, 8)]
 )
-def test_states_take_a_hundredth_of_the_time_or_come_at_every_ninth_step(state_s, step_s, apart):
+def test_states_take_half_a_percent_of_the_time_or_come_at_every_eighth_step(state_s, step_s, apart):
     clock = ManualClock()
     at = states_at(Cadence(now_s=clock), clock, state_s, step_s)
     assert {later - earlier for earlier, later in zip(at[2:], at[3:], strict=False)} == {apart}

@@ -135,7 +135,7 @@ class CheckpointSpec:
 
     commit_every: Positive | Literal["auto"] = "auto"
     """Steps between commits of the whole state. In between a commit has the calls that changed the state, which a
-    recovery repeats. ``auto``: as often as it takes a hundredth of the time, at least every ninth step. 1: every commit
+    recovery repeats. ``auto``: as often as it takes 0.5 % of the time, at least every eighth step. 1: every commit
     waits until the states are written; for calls that do not give the same results again."""
 
 

@@ -12,8 +12,7 @@ import struct
 import sys
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeAlias, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -76,15 +75,12 @@ def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
         raise DataError(f"not a saved state: {error}") from error
 
 
-@dataclass(frozen=True)
-class _At:
-    """The location of a node, formatted only on demand."""
+_At: TypeAlias = "tuple[_At, Any] | str"
+"""The location of a node: that of its container, and its key there."""
 
-    parent: "_At | str"
-    key: Any
 
-    def __str__(self) -> str:
-        return f"{self.parent}[{self.key!r}]"
+def _place(at: _At) -> str:
+    return at if isinstance(at, str) else f"{_place(at[0])}[{at[1]!r}]"
 
 
 class _Dumper:
@@ -95,14 +91,14 @@ class _Dumper:
         self.buffers: list[memoryview | InPieces] = []
         self.errors: list[ConfigError] = []
         self._torch = sys.modules.get("torch")  # without torch imported, no value is a tensor
-        self._containers: dict[type, Callable[[Any, _At | str, int], Any]] = {
+        self._containers: dict[type, Callable[[Any, _At, int], Any]] = {
             list: self._items,
             tuple: lambda value, at, depth: {"tuple": self._items(value, at, depth)},
             dict: lambda value, at, depth: {"dict": self._pairs(value, at, depth)},
             OrderedDict: lambda value, at, depth: {"odict": self._pairs(value, at, depth)},
         }
 
-    def node(self, value: Any, at: _At | str, depth: int) -> Any:
+    def node(self, value: Any, at: _At, depth: int) -> Any:
         kind = type(value)
         if kind is str or kind is bool or value is None:
             return value
@@ -116,20 +112,20 @@ class _Dumper:
             return self._containers[kind](value, at, depth + 1)
         return self._leaf(value, kind, at)
 
-    def _items(self, value: Sequence[Any], at: _At | str, depth: int) -> list[Any]:
+    def _items(self, value: Sequence[Any], at: _At, depth: int) -> list[Any]:
         if set(map(type, value)) == {int} and min(value) >= -_JSON_INT and max(value) < _JSON_INT:
             return list(value)  # such as the state of a random generator
-        return [self.node(item, _At(at, index), depth) for index, item in enumerate(value)]
+        return [self.node(item, (at, index), depth) for index, item in enumerate(value)]
 
-    def _pairs(self, value: dict[Any, Any], at: _At | str, depth: int) -> list[Any]:
-        return [[self._key(key, at, depth), self.node(item, _At(at, key), depth)] for key, item in value.items()]
+    def _pairs(self, value: dict[Any, Any], at: _At, depth: int) -> list[Any]:
+        return [[self._key(key, at, depth), self.node(item, (at, key), depth)] for key, item in value.items()]
 
-    def _key(self, key: Any, at: _At | str, depth: int) -> Any:
+    def _key(self, key: Any, at: _At, depth: int) -> Any:
         if _is_key(key, depth):
             return self.node(key, at, depth)
         return self._refuse(at, f"the key {key!r} cannot be saved; use str, int, bool, None and tuples of these")
 
-    def _leaf(self, value: Any, kind: type, at: _At | str) -> Any:
+    def _leaf(self, value: Any, kind: type, at: _At) -> Any:
         if kind is bytes or kind is np.bytes_:
             return {"bytes" if kind is bytes else "np.bytes": self._buffer(memoryview(value).cast("B"))}
         if kind is np.str_:
@@ -144,7 +140,7 @@ class _Dumper:
             return self._tensor(value, at)
         return self._refuse(at, f"a {kind.__name__} cannot be saved; use {_ALLOWED}")
 
-    def _tensor(self, value: Any, at: _At | str) -> Any:
+    def _tensor(self, value: Any, at: _At) -> Any:
         torch = self._torch
         assert torch is not None
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -158,9 +154,9 @@ class _Dumper:
         self.buffers.append(content)
         return len(self.buffers) - 1
 
-    def _refuse(self, at: _At | str, what: str) -> None:
+    def _refuse(self, at: _At, what: str) -> None:
         if len(self.errors) < _MAX_ERRORS:
-            self.errors.append(ConfigError(str(at), what))
+            self.errors.append(ConfigError(_place(at), what))
 
 
 def _host_bytes(flat: Any) -> memoryview:

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 
-_SHARE = 0.01
-_MOST = 9  # steps that a recovery repeats before the open one
+_SHARE = 0.005
+_MOST = 8  # steps that a recovery repeats before the open one
 
 
 @dataclass
 class Cadence:
-    """Whole states at every ``every``-th commit; None: such that they take a hundredth of the time, at least at every
-    ninth step, and before the calls take more room than the states."""
+    """Whole states at every ``every``-th commit; None: such that they take 0.5 % of the time, at least at every eighth
+    step, and before the calls take more room than the states."""
 
     every: int | None = None
     now_s: Callable[[], float] = time.monotonic

@@ -249,11 +249,7 @@ class CheckpointStore:
     # -- folders ------------------------------------------------------------------------------------------------------
 
     def _folders(self) -> list[tuple[int, int]]:
-        try:
-            names = os.listdir(self.root)
-        except FileNotFoundError:
-            return []
-        return [ids for ids in map(step_and_epoch, names) if ids]
+        return [ids for ids in map(step_and_epoch, _names_in(self.root)) if ids]
 
     def _pieces_here(self, manifest: Manifest) -> list[tuple[Path, StateFile]]:
         pieces = manifest.pieces()
@@ -278,14 +274,17 @@ class CheckpointStore:
 
     def sweep(self, manifest: Manifest) -> None:
         """Remove the partial files of crashed processes in a generation whose folder is no longer written to."""
-        _unlink((self.root / manifest.folder).glob(".*.tmp"))
+        _remove_partial(self.root / manifest.folder, _names_in(self.root / manifest.folder))
 
     def _sweep(self) -> None:
         """Remove the remains of crashed processes: partial files, half-removed folders, all but two damaged ones."""
-        _unlink(self.root.glob(".*.tmp"))
-        for folder in self.root.glob(f"*{_GONE}"):
-            shutil.rmtree(folder, ignore_errors=True)
-        for folder in sorted(self.root.glob(f"*{_BAD}*"), key=_changed_at)[:-_KEPT_BAD]:
+        names = _names_in(self.root)
+        _remove_partial(self.root, names)
+        for name in names:
+            if name.endswith(_GONE):
+                shutil.rmtree(self.root / name, ignore_errors=True)
+        bad = [self.root / name for name in names if _BAD in name and not name.endswith(_GONE)]
+        for folder in sorted(bad, key=_changed_at)[:-_KEPT_BAD]:
             _LOG.warning("removing %s: keeping the %d newer damaged ones", folder, _KEPT_BAD)
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -332,10 +331,18 @@ class CheckpointStore:
         shutil.rmtree(target, ignore_errors=True)
 
 
-def _unlink(paths: Iterable[Path]) -> None:
-    for path in paths:
-        with suppress(OSError):
-            path.unlink()
+def _names_in(folder: Path) -> list[str]:
+    try:
+        return os.listdir(folder)
+    except FileNotFoundError:
+        return []
+
+
+def _remove_partial(folder: Path, names: Iterable[str]) -> None:
+    for name in names:
+        if name.startswith(".") and name.endswith(".tmp"):
+            with suppress(OSError):
+                (folder / name).unlink()
 
 
 def _version(folder: Path) -> tuple[int, int, int]:
