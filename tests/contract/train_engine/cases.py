@@ -57,14 +57,16 @@ def legal_sizes(world_size):
             yield ParallelSizes(ddp, tensor, context)
 
 
-DEEPSPEED = [(world, ParallelSizes(), {"zero_stage": stage}) for stage in (1, 2, 3) for world in (1, 2)]
+FSDP2 = [Case("fsdp2", world, sizes) for world in (1, 2, 4) for sizes in legal_sizes(world)]
+FSDP2 += [Case("fsdp2", 2, backend={"optimizer_on_host": True})]
+DEEPSPEED = [(world, ParallelSizes(), {"zero_stage": stage}) for stage in (1, 2, 3) for world in (2,)]
 MEGATRON = [
     Case("megatron", tensor * pipeline * copies, sizes(tensor, pipeline), {"cpu_shim": True})
     for tensor, pipeline, copies in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2))
 ]
 
 ENGINES = {
-    "fsdp2": Engine("torch", [Case("fsdp2", world, sizes) for world in (1, 2, 4) for sizes in legal_sizes(world)]),
+    "fsdp2": Engine("torch", FSDP2),
     "deepspeed": Engine("deepspeed", [Case("deepspeed", *case) for case in DEEPSPEED]),
     "megatron": Engine("megatron.core" if find_spec("megatron") else "megatron", MEGATRON),
 }

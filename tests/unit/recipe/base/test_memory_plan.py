@@ -17,7 +17,7 @@ from dlrover.python.rl.engine.model.model_shape import DENSE, ModelShape, shape_
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base import memory_plan
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, ModelUse, bytes_of
+from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, ModelUse, bytes_of, host_bytes
 
 ON_CUDA = EngineConfig(device="cuda", precision="bf16", rollout="torch")
 ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE
@@ -79,12 +79,18 @@ def test_a_shape_comes_from_a_folder_or_from_a_configuration_beside_the_job(mode
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", [OptimizerConfig(lr=1e-3), OptimizerConfig(name="sgd", lr=1e-3)])
 @pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
-def test_weights_and_optimizer_are_what_an_engine_holds(model, precision, optimizer, lora):
+@pytest.mark.parametrize("on_host", [False, True])
+def test_weights_and_optimizer_are_what_an_engine_holds(model, precision, optimizer, lora, on_host):
     if lora is not None:
         pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    engine = Fsdp2TrainEngine(model, optimizer, TrainSettings(precision=precision, lora=lora))
+    options = {"optimizer_on_host": on_host}
+    engine = Fsdp2TrainEngine(model, optimizer, TrainSettings(precision=precision, lora=lora, backend=options))
     use = ModelUse("trained", model, optimizer=optimizer, lora=lora)
-    found, held = bytes_of(shape_of(model), use, replace(ON_CUDA, precision=precision)), engine.footprint()
+    settings = replace(ON_CUDA, precision=precision, train_options=options)
+    found, held = bytes_of(shape_of(model), use, settings), engine.footprint()
+    masters = sum(shard.master.nbytes for shard in engine._model.shards if shard.on_host)  # and as much of gradients
+    moments = sum(tensor.nbytes for tensor in engine._model.optimizer.tensors()) if on_host else 0
+    assert host_bytes(shape_of(model), use, settings) == pytest.approx(2 * masters + moments, rel=0.02)
     assert found.weights == pytest.approx(held["weights"], rel=0.02)
     assert found.optimizer == pytest.approx(held.get("optimizer", 0), rel=0.02)
 
@@ -110,6 +116,18 @@ def test_members_that_shard_a_model_hold_their_part_and_two_layers_of_the_rest(s
     assert bytes_of(small, ModelUse("trained", "", 8), copies).optimizer == one.optimizer
     split = replace(ON_CUDA, parallel=ParallelSizes(tensor_parallel_size=2, context_parallel_size=2))
     assert bytes_of(small, ModelUse("trained", "", 8), split).logits < one.logits
+
+
+def test_an_optimizer_on_the_host_leaves_six_bytes_of_a_parameter_or_eight_of_a_sharded_one(monkeypatch, small):
+    settings = replace(ON_CUDA, train_options={"optimizer_on_host": True})
+    for members, ours in ((1, 6), (8, 8)):
+        use = ModelUse("trained", "", members)
+        found = bytes_of(small, use, settings)
+        assert found.weights + found.gradients + found.optimizer == ours * small.parameters / members
+        assert host_bytes(small, use, settings) == 16 * small.parameters / members
+        assert host_bytes(small, use, ON_CUDA) == host_bytes(small, replace(use, kind="frozen"), settings) == 0
+    lines = plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 8)}, settings, 80).lines()
+    assert lines[-1] == "  ACTOR x8: 1.0 GB of its host's memory each, for the optimizer"
 
 
 def test_recomputed_activations_are_those_of_one_layer_and_each_layers_input(small):
@@ -155,7 +173,8 @@ def plan(monkeypatch, shape, uses, engine, gigabytes):
         (16, 16384, "engine.gradient_checkpointing=true"),
         (13.6, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=4096"),
         (12, 16384, "engine.max_tokens_per_microbatch=1024"),
-        (9.5, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=8192 workload.actor.num=2"),
+        (9.5, 16384, "engine.train_options.optimizer_on_host=true engine.gradient_checkpointing=true"),
+        (4, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=1024 workload.actor.num=4"),
         (1, 16384, "no setting here makes it fit"),
     ],
 )

@@ -56,11 +56,6 @@ class EngineInfo:
     redivides: bool = True  # goes on from the states of another number of ranks, and of another layout
 
 
-@dataclass(frozen=True)
-class NoOptions:
-    """Options of an engine that has none."""
-
-
 def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:
     """What the engine ``name`` states; the default if it states nothing, is unknown, or cannot be imported."""
     try:

@@ -1,6 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The default train engine: PyTorch's FSDP2, DTensor and DCP over any Hugging Face model."""
 
-from dlrover.python.rl.engine.api.registry import EngineInfo, NoOptions
+from dataclasses import dataclass
 
-INFO = EngineInfo(options=NoOptions, divides=("ddp_size", "tensor_parallel_size", "context_parallel_size"))
+from dlrover.python.rl.engine.api.registry import EngineInfo
+
+
+@dataclass(frozen=True)
+class Fsdp2Options:
+    optimizer_on_host: bool = False
+    """The float32 weights and the optimizer's state are in the host's memory, 16 bytes a parameter with gradients, and
+    its cores take the step. A device has the weights of the passes and the gradients: 6 bytes a parameter in bf16, or
+    8 where ranks divide the model, instead of 18 or 16."""
+
+
+INFO = EngineInfo(options=Fsdp2Options, divides=("ddp_size", "tensor_parallel_size", "context_parallel_size"))

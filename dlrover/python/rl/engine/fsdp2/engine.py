@@ -13,7 +13,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.cpu_kernels import install_cpu_kernels
-from dlrover.python.rl.engine.fsdp2 import INFO
+from dlrover.python.rl.engine.fsdp2 import INFO, Fsdp2Options
 from dlrover.python.rl.engine.fsdp2.adapters import (
     add_adapters,
     fresh_adapter,
@@ -59,6 +59,7 @@ class Fsdp2Backend(ShardedBackend):
         spec: ModelSpec,
         config: OptimizerConfig | None,
         settings: TrainSettings,
+        options: Fsdp2Options,
         ranks: Ranks,
         grid: Grid,
         parked: ParkedTensors,
@@ -73,7 +74,7 @@ class Fsdp2Backend(ShardedBackend):
             add_adapters(module, settings.lora)
         prepare_training(module, config is not None, settings.gradient_checkpointing)
         source = _source(spec, module) if loaded else None
-        self.made = made = materialize(module, source, grid, _make_options(spec, module, settings))
+        self.made = made = materialize(module, source, grid, _make_options(spec, module, settings, options))
         self.module, self.shards, self.buffers = module, made.shards, made.buffers
         self.packs = attention.can_pack(module)
         chunked = ChunkedHead.of(module) if self.packs and settings.head == "causal" and not made.vocabulary else None
@@ -85,10 +86,11 @@ class Fsdp2Backend(ShardedBackend):
         self._track_memory()
 
     def _track_memory(self) -> None:
-        self.parked.hold("weights", [shard.master for shard in self.shards])
+        """Of what is on the device."""
+        self.parked.hold("weights", [shard.master for shard in self.shards if not shard.on_host])
         self.parked.hold("weights", [to_local_tensor(shard.parameter) for shard in self.shards])
         self.parked.hold("weights", self.module.buffers())
-        if self.optimizer is not None:
+        if self.optimizer is not None and not any(shard.on_host for shard in self.shards):
             self.parked.hold("optimizer", self.optimizer.tensors())
 
     @contextmanager
@@ -122,6 +124,10 @@ class Fsdp2Backend(ShardedBackend):
             sums = accumulate_gradients(micros, batch, loss, read, torch.Tensor.backward, self._settings.device)
         return sums if self.shards.grid.reports else {}
 
+    def update(self, version: int, norm: float) -> float:
+        self.shards.hand_over()
+        return super().update(version, norm)
+
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
@@ -137,7 +143,8 @@ class Fsdp2Backend(ShardedBackend):
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self.buffers.items())
 
     def _whole(self, shard: ParameterShard, dtype: Any = None) -> Any:
-        local = self.parked.locate(shard.master)
+        is_copied = shard.is_apart and shard.parameter.dtype == dtype
+        local = self.parked.locate(to_local_tensor(shard.parameter) if is_copied else shard.master)
         divided = shard.sharded or shard.tensor_dim is not None
         if divided or local.dtype != (dtype or local.dtype):  # casts on the device
             local = local.to(self._settings.device).to(dtype)
@@ -182,7 +189,7 @@ def _source(spec: ModelSpec, module: Any) -> WeightReader:
     return spec.source_of({names[0]: names for names in aliases}, module.base_model_prefix)
 
 
-def _make_options(spec: ModelSpec, module: Any, settings: TrainSettings) -> MaterializeOptions:
+def _make_options(spec: ModelSpec, module: Any, settings: TrainSettings, options: Fsdp2Options) -> MaterializeOptions:
     def absent(name: str, shape: tuple[int, ...]) -> Any:
         head = spec.absent(name, shape)
         return fresh_adapter(name, shape) if head is None else head
@@ -193,6 +200,7 @@ def _make_options(spec: ModelSpec, module: Any, settings: TrainSettings) -> Mate
         prefix=module.base_model_prefix,
         rename=model_name if settings.lora else None,
         absent=absent,
+        on_host=options.optimizer_on_host,
     )
 
 
@@ -232,4 +240,7 @@ class Fsdp2TrainEngine(BackendTrainEngine):
 
     def _make(self, loaded: bool) -> Fsdp2Backend:
         parked = ParkedTensors(self._owner, self._memory)
-        return Fsdp2Backend(self._spec, self._config, self._settings, self._ranks, self._grid, parked, loaded)
+        assert isinstance(self._options, Fsdp2Options)
+        return Fsdp2Backend(
+            self._spec, self._config, self._settings, self._options, self._ranks, self._grid, parked, loaded
+        )

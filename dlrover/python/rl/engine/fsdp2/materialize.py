@@ -33,6 +33,7 @@ class MaterializeOptions:
     prefix: str = ""  # of the base model's names in the module
     rename: Callable[[str], str] | None = None  # from the module's names to the source's
     absent: Absent = lambda name, shape: None  # makes tensors that the source lacks
+    on_host: bool = False  # the masters of trained parameters are in the host's memory
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,7 @@ def materialize(
     if grid.shards is not None:
         _shard(module, grid, options)
     _allocate(module, options.device)
-    shards = Shards.of(module, grid, summed)
+    shards = Shards.of(module, grid, summed, options.on_host)
     buffers = list_saved_buffers(module)
     if source is not None:
         _fill(shards, buffers, source, options)

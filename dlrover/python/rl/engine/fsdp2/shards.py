@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.loading import Ranges, list_aliases
@@ -72,12 +73,31 @@ class ParameterShard:
     parameter: Any  # the module's: plain, or a DTensor
     master: Any
     """Plain tensor of this rank's part, which is loaded, trained and saved. It shares the parameter's memory, unless a
-    trained parameter is computed with in lower precision."""
+    trained parameter is computed with in lower precision, or its master is in the host's memory."""
 
     shape: tuple[int, ...]  # of the whole parameter
     sharded: bool = False  # the ranks of `Grid.shards` divide its first dimension (after `tensor_dim`)
     tensor_dim: int | None = None  # the dimension that the ranks of `Grid.tensors` divide
     summed: bool = False  # its gradients on the ranks of `Grid.tensors` add up
+    on_host: bool = False  # the master and the step are in the host's memory, wherever the parameter is
+    _gradient: Any = None  # of a master on the host
+
+    @property
+    def gradient(self) -> Any:
+        """Of the master, in float32 and where the parameter is; None before a backward pass."""
+        return self._gradient if self.on_host else self.master.grad
+
+    @gradient.setter
+    def gradient(self, gradient: Any) -> None:
+        if self.on_host:
+            self._gradient = gradient
+        else:
+            self.master.grad = gradient
+
+    @property
+    def is_apart(self) -> bool:
+        """The parameter is a copy of the master."""
+        return self.on_host or self.master.dtype != self.parameter.dtype
 
     @property
     def trained(self) -> bool:
@@ -114,8 +134,11 @@ class ParameterShard:
         if not isinstance(self.parameter, DTensor):
             return local
         mesh, placements = self.parameter.device_mesh, self.parameter.placements
-        stride = self.parameter.stride()
-        return DTensor.from_local(local, mesh, placements, run_check=False, shape=torch.Size(self.shape), stride=stride)
+        shape, stride = torch.Size(self.shape), self.parameter.stride()
+        if self.on_host:  # from_local would make a copy on the mesh's device
+            spec = DTensorSpec(mesh, placements, TensorMeta(shape, stride, local.dtype))
+            return DTensor(local, spec, requires_grad=False)
+        return DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
 
     def take_gradient(self) -> None:
         """Move the parameter's gradient to its master's, in float32, adding to it."""
@@ -125,16 +148,23 @@ class ParameterShard:
         if isinstance(gradient, DTensor):
             gradient = gradient.redistribute(placements=parameter.placements).to_local()
         parameter.grad = None
-        if self.master.grad is None:
-            self.master.grad = gradient.to(self.master.dtype)
+        if self.gradient is None:
+            self.gradient = gradient.to(self.master.dtype)
         else:
-            self.master.grad += gradient
+            self.gradient += gradient
+
+    def hand_over(self) -> None:
+        """Begin to bring the gradient to a master on the host."""
+        if self.on_host:
+            host = torch.empty_like(self.master, pin_memory=self._gradient.is_cuda)
+            self.master.grad, self._gradient = host.copy_(self._gradient, non_blocking=True), None
 
     @torch.no_grad()
     def refresh(self, locate: Callable[[Any], Any] = torch.Tensor.detach) -> None:
         """Copy the master to the parameter; ``locate`` gives the memory of both."""
-        if self.master.dtype != self.parameter.dtype:
-            locate(to_local_tensor(self.parameter)).copy_(locate(self.master))
+        if self.is_apart:
+            target = locate(to_local_tensor(self.parameter))
+            target.copy_(locate(self.master).to(target.device))  # cast there
 
 
 def _chunk(bound: tuple[int, int], parts: int, part: int) -> tuple[int, int]:
@@ -158,9 +188,10 @@ class Shards:
     items: tuple[ParameterShard, ...]
 
     @classmethod
-    def of(cls, module: Any, grid: Grid, summed: Collection[str]) -> "Shards":
-        """Those of a module whose parameters are divided and allocated."""
-        return cls(grid, tuple(_make_shard(module, names, summed) for names in list_aliases(module)))
+    def of(cls, module: Any, grid: Grid, summed: Collection[str], on_host: bool = False) -> "Shards":
+        """Those of a module whose parameters are divided and allocated; the masters of trained ones may be
+        ``on_host``."""
+        return cls(grid, tuple(_make_shard(module, names, summed, on_host) for names in list_aliases(module)))
 
     def __iter__(self) -> Iterator[ParameterShard]:
         return iter(self.items)
@@ -173,18 +204,18 @@ class Shards:
         """The masters' gradients, summed over copies of the model; zeros for unused parameters."""
         for shard in self.trained:
             shard.take_gradient()
-            if shard.master.grad is None:
-                shard.master.grad = torch.zeros_like(shard.master)
-        if summed := [shard.master.grad for shard in self.trained if shard.summed]:
+            if shard.gradient is None:
+                shard.gradient = torch.zeros_like(to_local_tensor(shard.parameter), dtype=shard.master.dtype)
+        if summed := [shard.gradient for shard in self.trained if shard.summed]:
             sum_tensors(summed, self.grid.tensors.get_group())
-        gradients = [shard.master.grad for shard in self.trained]
+        gradients = [shard.gradient for shard in self.trained]
         if self.grid.copies is not None:
             sum_tensors(gradients, self.grid.copies)
         return gradients
 
     def gradient_norm(self, ranks: Ranks) -> float:
         """Of the whole model's gradient, to the same bit on every rank: summed in the ranks' order."""
-        norms = torch.stack([torch.linalg.vector_norm(shard.master.grad) for shard in self.trained]).double()
+        norms = torch.stack([torch.linalg.vector_norm(shard.gradient) for shard in self.trained]).double()
         # Parameters that tensor-parallel ranks share count once.
         tensor = self.grid.layout.tensor
         copies = [tensor if shard.tensor_dim is None else 1 for shard in self.trained]
@@ -192,15 +223,22 @@ class Shards:
         return math.sqrt(sum(ranks.gather(squares if self.grid.place.ddp == 0 else 0.0)))
 
     def first_bad_gradient(self, ranks: Ranks) -> str:
-        gradients = {shard.name: shard.master.grad for shard in self.trained}
+        gradients = {shard.name: shard.gradient for shard in self.trained}
         return find_first_nonfinite(ranks, gradients, list(gradients))
 
     def drop_gradients(self) -> None:
         for shard in self.items:
-            shard.parameter.grad = shard.master.grad = None
+            shard.parameter.grad = shard.master.grad = shard.gradient = None
+
+    def hand_over(self) -> None:
+        """Bring the gradients to where the masters are."""
+        for shard in self.trained:
+            shard.hand_over()
+        if any(shard.on_host and shard.parameter.is_cuda for shard in self.trained):
+            torch.cuda.current_stream().synchronize()
 
 
-def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str]) -> ParameterShard:
+def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on_host: bool) -> ParameterShard:
     parameter = module.get_parameter(names[0])
     master = parameter if type(parameter) is torch.nn.Parameter else to_local_tensor(parameter)
     sharded, tensor_dim = False, None
@@ -212,10 +250,13 @@ def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str]) ->
                 tensor_dim = placement.dim
         # Keep one view: each call makes another tensor, and this one holds the gradient.
         master = to_local_tensor(parameter)
-    if parameter.requires_grad and parameter.dtype != torch.float32:
+    on_host = on_host and parameter.requires_grad
+    if on_host:
+        master = torch.empty(master.shape, dtype=torch.float32, pin_memory=master.is_cuda)
+    elif parameter.requires_grad and parameter.dtype != torch.float32:
         master = torch.empty_like(to_local_tensor(parameter), dtype=torch.float32)
     shard = ParameterShard(
-        names[0], names, parameter, master, tuple(parameter.shape), sharded, tensor_dim, names[0] in summed
+        names[0], names, parameter, master, tuple(parameter.shape), sharded, tensor_dim, names[0] in summed, on_host
     )
     if master.dtype != parameter.dtype:
         # Gradients of micro-batches add up in float32.

@@ -7,6 +7,7 @@ in a pass::
     weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s, with s 1 but for shard_frozen
     gradients    4 P / s
     optimizer    8 P / s with AdamW
+                 with optimizer_on_host none of it, and w P of the weights where s is 1; 16 P / s are on the host
     gathered     where s > 1: two layers and what lies outside of the layers, w bytes each; trained, also the gradients
                  of one layer, in float32 too, and of the latter
     activations  t x layers x (8 + 4 w) hidden + w (2 queries + 2 keys + 4 intermediate), and with
@@ -103,23 +104,46 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
     shards = use.members // sizes.ddp_size
     gathers = shards > tensor * sizes.pipeline_parallel_size
-    moments = 8 if use.optimizer.name == "adamw" else 4 if use.optimizer.momentum else 0
-    changed = shape.parameters if use.lora is None else shape.adapter_parameters(use.lora)
-    kept = 4 * changed + (0 if use.lora is None else width * shape.parameters)
+    changed, on_host = _changed(shape, use), is_on_host(engine)
+    master, copy = 0 if on_host and not gathers else 4, 0 if gathers or (width == 4 and not on_host) else width
+    frozen = 0 if use.lora is None else width * shape.parameters
     has_gradients = use.lora is None  # of layers; those of adapters are few
     gathered = width * (2 * shape.layer + shape.outside)
     if has_gradients:
         gathered += width * (shape.layer + shape.outside) + 4 * shape.layer
     outer = (2 * width + 4) * shape.outside if gathers and has_gradients else 0
     return PlannedBytes(
-        kept / shards + (0 if gathers or width == 4 else width * changed / shards),
+        (frozen + (master + copy) * changed) / shards,
         4 * changed / shards,
-        moments * changed / shards,
+        0.0 if on_host else _moments(use) * changed / shards,
         gathered / tensor if gathers else 0.0,
         _activations(shape, width, tokens / context, tensor, engine.gradient_checkpointing),
         _logits(shape, width, tokens / context, tensor, trains=True, trains_head=has_gradients),
-        exchange=max(outer / tensor, width * shape.tensor),
+        exchange=max(outer / tensor, (4 if on_host else width) * shape.tensor),
     )
+
+
+def _moments(use: ModelUse) -> int:
+    """Bytes of a parameter's."""
+    return 8 if use.optimizer.name == "adamw" else 4 if use.optimizer.momentum else 0
+
+
+def _changed(shape: ModelShape, use: ModelUse) -> float:
+    """Parameters that are trained."""
+    return shape.parameters if use.lora is None else shape.adapter_parameters(use.lora)
+
+
+def is_on_host(engine: EngineConfig) -> bool:
+    """Whether the float32 weights and the moments of trained models are in the host's memory."""
+    return engine.train == "fsdp2" and engine.train_options.get("optimizer_on_host") is True
+
+
+def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
+    """Of one member: float32 weights, gradients and moments."""
+    if use.kind != "trained" or not is_on_host(engine):
+        return 0.0
+    sizes = engine.parallel or ParallelSizes()
+    return (8 + _moments(use)) * _changed(shape, use) * sizes.ddp_size / use.members
 
 
 def _frozen(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, tokens: float) -> PlannedBytes:
@@ -188,8 +212,10 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """A table for people, the roles that it lacks, and what does not fit on this machine's devices; empty without a
         model on a device."""
-        rows, known = [], {role for role, *_ in self.known()}
+        rows, known, hosts = [], {role for role, *_ in self.known()}, []
         for role, use, shape in self.known():
+            if nbytes := host_bytes(shape, use, self.engine):
+                hosts.append(f"  {role} x{use.members}: {_gb(nbytes)} GB of its host's memory each, for the optimizer")
             found = self._held(use, bytes_of(shape, use, self.engine))
             values = [*(getattr(found, name) for name in _COLUMNS), found.peak]
             rows.append([f"{role} x{use.members}", *map(_gb, values)])
@@ -207,7 +233,7 @@ class MemoryPlan:
             f"  {role} x{use.members}: {self._why_unknown(use)}" for role, use in self.uses.items() if role not in known
         ]
         warnings = [f"  it may not fit here: {what}" for what in warnings]
-        return [f"memory of each device, GB{of}:", *(table if rows else ()), *unknown, *warnings]
+        return [f"memory of each device, GB{of}:", *(table if rows else ()), *hosts, *unknown, *warnings]
 
     def _why_unknown(self, use: ModelUse) -> str:
         if use.kind != "rollout" and self.engine.train != "fsdp2":
@@ -275,31 +301,41 @@ _Alternative = tuple[Sequence[str], EngineConfig, int]
 def _alternatives(engine: EngineConfig, use: ModelUse, role: RLRoleType) -> Iterator[_Alternative]:
     name = f"workload.{role.lower()}"
     if use.kind == "rollout":
-        for size in (2, 4, 8):
-            if size > engine.rollout_tensor_parallel_size:
-                change = [f"engine.rollout_tensor_parallel_size={size}", f"{name}.resource.gpu={size}"]
-                yield change, replace(engine, rollout_tensor_parallel_size=size), use.members
+        yield from _split(engine, use, name)
         return
+    yield from ((changes, changed, use.members) for changes, changed in _smaller_passes(engine, use))
+    if use.kind == "trained":
+        yield from _on_host(engine, use)
+        yield from _more_members(engine, use, name, [], 2 * use.members)
+    elif use.sharded_class:
+        change = [] if engine.shard_frozen else ["engine.shard_frozen=true", f"{name}.class={use.sharded_class}"]
+        yield from _more_members(replace(engine, shard_frozen=True), use, name, change, max(use.members, 2))
+
+
+def _split(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[_Alternative]:
+    for size in (2, 4, 8):
+        if size > engine.rollout_tensor_parallel_size:
+            change = [f"engine.rollout_tensor_parallel_size={size}", f"{name}.resource.gpu={size}"]
+            yield change, replace(engine, rollout_tensor_parallel_size=size), use.members
+
+
+def _on_host(engine: EngineConfig, use: ModelUse) -> Iterator[_Alternative]:
+    if engine.train == "fsdp2" and not is_on_host(engine):
+        options = {**engine.train_options, "optimizer_on_host": True}
+        for changes, changed in _smaller_passes(engine, use):
+            here = ["engine.train_options.optimizer_on_host=true", *changes]
+            yield here, replace(changed, train_options=options), use.members
+
+
+def _more_members(
+    engine: EngineConfig, use: ModelUse, name: str, change: Sequence[str], members: int
+) -> Iterator[_Alternative]:
+    """``members`` of them, or twice as many, and so on."""
     smaller = _smaller_passes(engine, use)
-    yield from ((changes, changed, use.members) for changes, changed in smaller)
-    sharded: list[str] = []
-    if use.kind == "frozen":
-        if not use.sharded_class:
-            return
-        if not engine.shard_frozen:
-            sharded, engine = (
-                ["engine.shard_frozen=true", f"{name}.class={use.sharded_class}"],
-                replace(engine, shard_frozen=True),
-            )
-            smaller = _smaller_passes(engine, use)
-    members = use.members
-    while members < _MOST_MEMBERS:
-        if sharded and members > 1:
-            more = [f"{name}.num={members}"] if members > use.members else []
-            yield from (([*sharded, *changes, *more], changed, members) for changes, changed in smaller)
+    while members <= _MOST_MEMBERS:
+        more = [f"{name}.num={members}"] if members > use.members else []
+        yield from (([*change, *changes, *more], changed, members) for changes, changed in smaller)
         members *= 2
-        if not sharded:
-            yield from (([*changes, f"{name}.num={members}"], changed, members) for changes, changed in smaller)
 
 
 def _smaller_passes(engine: EngineConfig, use: ModelUse) -> list[tuple[list[str], EngineConfig]]:

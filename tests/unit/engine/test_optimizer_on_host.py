@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``optimizer_on_host``: the same bits, with the float32 weights and the moments off the device."""
+
+import numpy as np
+import pytest
+import torch
+
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+
+CONFIG = OptimizerConfig(lr=1e-3, warmup_steps=6, weight_decay=0.1, max_grad_norm=0.5)
+STEPS = range(3)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_thread():
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
+
+
+def make(path, on_host, precision="bf16", config=CONFIG, **changes):
+    backend = {"optimizer_on_host": on_host}
+    # Several micro-batches, whose gradients add up.
+    settings = TrainSettings(precision=precision, max_tokens_per_microbatch=16, backend=backend, **changes)
+    return Fsdp2TrainEngine(path, config, settings)
+
+
+def step(engine, seed):
+    generator = np.random.default_rng(seed)
+    tokens = [generator.integers(0, 256, length) for length in (9, 4, 17, 6)]
+    mask = [np.arange(len(row)) >= 2 for row in tokens]
+    batch = Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
+    return engine.step(batch, lambda logprobs, columns: (-logprobs.sum() / 20, {}))
+
+
+def bits(engine, dtype=None):
+    return {name: (str(tensor.dtype), tensor.float().numpy().tobytes()) for name, tensor in engine.named_weights(dtype)}
+
+
+def buffers(engine):
+    return sum(buffer.nbytes for buffer in engine._model.module.buffers())
+
+
+@pytest.fixture(scope="module")
+def trained(model_path):
+    """One of each kind after some steps, and what the steps gave."""
+    found = {}
+    for precision in ("fp32", "bf16"):
+        for on_host in (False, True):
+            engine = make(model_path, on_host, precision)
+            found[precision, on_host] = engine, [step(engine, seed) for seed in STEPS]
+    return found
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_steps_give_the_same_bits(trained, precision):
+    (plain, told), (engine, told_here) = trained[precision, False], trained[precision, True]
+    assert told_here == told
+    for dtype in (None, torch.float32, torch.bfloat16):
+        assert bits(engine, dtype) == bits(plain, dtype)
+
+
+@pytest.mark.parametrize(("precision", "weights"), [("fp32", 4), ("bf16", 2)])
+def test_a_device_has_the_weights_of_the_passes_alone(trained, precision, weights):
+    engine, _ = trained[precision, True]
+    assert engine.footprint() == {"weights": weights * engine.parameter_count + buffers(engine)}
+    plain, _ = trained[precision, False]
+    assert plain.footprint()["optimizer"] >= 8 * engine.parameter_count
+
+
+def test_of_a_parameter_a_device_has_six_bytes_in_a_step(model_path):
+    engine, seen = make(model_path, on_host=True), []
+    reduced = engine._model.reduce_gradients
+
+    def reduce_gradients():
+        gradients = reduced()
+        seen.append(sum(gradient.nbytes for gradient in gradients) + sum(engine.footprint().values()))
+        return gradients
+
+    engine._model.reduce_gradients = reduce_gradients
+    step(engine, 0)
+    assert seen == [6 * engine.parameter_count + buffers(engine)]
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_state_goes_on_in_either_place(model_path, trained, before):
+    """``before``: on the host before, and on the device afterwards."""
+    source, _ = trained["bf16", before]
+    engine, twin = make(model_path, not before), make(model_path, before)
+    for other in (engine, twin):
+        other.load_state_dict(source.state_dict())
+    assert step(engine, 7) == step(twin, 7)
+    assert bits(engine) == bits(twin)
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_a_checkpoint_goes_on_in_either_place(tmp_path, model_path, trained, before):
+    trained["bf16", before][0].save_checkpoint(tmp_path / "checkpoint")
+    engine, twin = make(model_path, not before), make(model_path, before)
+    for other in (engine, twin):
+        other.load_checkpoint(tmp_path / "checkpoint")
+    assert step(engine, 7) == step(twin, 7)
+    assert bits(engine) == bits(twin)
+
+
+def test_it_makes_room_for_others_and_comes_back(model_path):
+    engine, undisturbed = make(model_path, on_host=True), make(model_path, on_host=True)
+    step(engine, 0)
+    engine.cpu()
+    assert engine.footprint() == {}
+    assert engine.state_dict()["optimizer"]
+    published = bits(engine)
+    engine.cuda()
+    step(engine, 1)
+    step(undisturbed, 0)
+    assert published == bits(undisturbed)
+    step(undisturbed, 1)
+    assert bits(engine) == bits(undisturbed)
+
+
+def test_a_refused_update_changes_nothing(model_path):
+    engine = make(model_path, on_host=True)
+    step(engine, 0)
+    before = bits(engine)
+    with pytest.raises(ZeroDivisionError):
+        engine.step(batch_of_one(), lambda logprobs, columns: 1 / 0)
+    assert bits(engine) == before
+    assert all(shard.gradient is None and shard.master.grad is None for shard in engine._model.shards)
+
+
+def batch_of_one():
+    return Batch({"tokens": Ragged.from_rows([np.arange(5)]), "action_mask": Ragged.from_rows([np.arange(5) > 1])})
+
+
+def test_of_a_model_with_adapters_those_are_on_the_host(model_path):
+    pytest.importorskip("peft")
+    engine, plain = (make(model_path, on_host, lora=LoraSettings(rank=4)) for on_host in (True, False))
+    assert [step(engine, seed) for seed in STEPS] == [step(plain, seed) for seed in STEPS]
+    assert bits(engine) == bits(plain)
+    assert all(shard.on_host == shard.trained for shard in engine._model.shards)
+
+
+def test_a_frozen_model_has_nothing_there(model_path):
+    frozen = make(model_path, on_host=True, config=None)
+    assert not any(shard.on_host for shard in frozen._model.shards)
