@@ -152,6 +152,24 @@ def test_a_master_that_comes_back_notices_the_deaths_of_the_processes_that_it_fi
     asyncio.run(scenario())
 
 
+@pytest.mark.usefixtures("without_logs")
+def test_a_process_that_was_gone_when_the_master_came_back_is_lost():
+    stage, events = Stage(), []
+
+    async def scenario():
+        await stage.execute(Place(1), member(1))
+        state = stage.state()
+        await stage.lose(stage.events)
+        assert not stage.cluster.actors
+        assert await stage.new_executor().adopt(state, events.append) == 0
+
+    asyncio.run(scenario())
+    (lost,) = events
+    assert isinstance(lost, MemberLost) and (lost.role, lost.rank, lost.incarnation) == ("ACTOR", 0, 1)
+    assert lost.cause.kind == CauseKind.PROCESS_DIED
+    assert lost.cause.message == "it was gone when the master came back"
+
+
 def test_members_that_start_together_all_know_their_first_rank_and_who_shares_their_node():
     stage = Stage(text=TWO_NODES, nodes=("a", "b"))
     stage.run(StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))))
