@@ -96,13 +96,14 @@ class Bench:
         model: its folder.
         device: a torch device.
         precision: of the passes.
+        backend: options of the train engine.
     """
 
-    def __init__(self, model: Path, shape: Shape, device: str, precision: Any) -> None:
+    def __init__(self, model: Path, shape: Shape, device: str, precision: Any, backend: dict[str, Any]) -> None:
         self.model, self.shape, self.on_gpu = model, shape, torch.device(device).type == "cuda"
         self.memory, self.precision = DeviceMemory(device), precision
         self.train = Fsdp2TrainEngine(
-            model, OptimizerConfig(lr=1e-5), TrainSettings(device, precision), memory=self.memory
+            model, OptimizerConfig(lr=1e-5), TrainSettings(device, precision, backend=backend), memory=self.memory
         )
         self.rollout = TorchRolloutEngine(model, RolloutSettings(device, precision, shape.rows), self.memory)
 

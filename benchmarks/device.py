@@ -162,6 +162,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.device", description=__doc__)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="default: bf16 on a GPU")
+    parser.add_argument(
+        "--compile", action="store_true", help="the train engine's layers; kept as figures of their own"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
@@ -170,7 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         model = Path(folder) / "model"
         parameters = shape.write(model)
-        bench = Bench(model, shape, options.device, precision)
+        bench = Bench(model, shape, options.device, precision, {"compile_layers": options.compile})
         bench.sync()
         results: Results = {
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -183,7 +186,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             "commit": commits(bench, options.rounds),
             "places": places(bench),
         }
-    keep(options.out, f"device-{torch.device(options.device).type}", results, summary(results))
+    name = f"device-{torch.device(options.device).type}{'-compiled' if options.compile else ''}"
+    keep(options.out, name, results, summary(results))
     return 0
 
 

@@ -8,6 +8,10 @@ from dlrover.python.rl.engine.api.registry import EngineInfo
 
 @dataclass(frozen=True)
 class Fsdp2Options:
+    compile_layers: bool = False
+    """``torch.compile`` makes the kernels of the layers but for attention: fewer passes over memory, equal results up
+    to rounding. The first step of each process waits for it, up to some minutes."""
+
     optimizer_on_host: bool = False
     """The float32 weights and the optimizer's state are in the host's memory, 16 bytes a parameter with gradients, and
     its cores take the step. A device has the weights of the passes and the gradients: 6 bytes a parameter in bf16, or

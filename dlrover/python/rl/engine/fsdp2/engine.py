@@ -22,6 +22,7 @@ from dlrover.python.rl.engine.fsdp2.adapters import (
     model_name,
     silenced,
 )
+from dlrover.python.rl.engine.fsdp2.compiled_layers import compile_layers
 from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, MaterializeOptions, materialize
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
@@ -69,10 +70,13 @@ class Fsdp2Backend(ShardedBackend):
         module = spec.empty()
         if grid.layout.context > 1:
             attention.check_context_parallel(module, grid.layout.context, grid.layout.tensor)
-        install_cpu_kernels(module, attention.packed_attention)
+        if not options.compile_layers:
+            install_cpu_kernels(module, attention.packed_attention)
         if settings.lora is not None:
             add_adapters(module, settings.lora)
         prepare_training(module, config is not None, settings.gradient_checkpointing)
+        if options.compile_layers:
+            compile_layers(module)
         source = _source(spec, module) if loaded else None
         self.made = made = materialize(module, source, grid, _make_options(spec, module, settings, options))
         self.module, self.shards, self.buffers = module, made.shards, made.buffers

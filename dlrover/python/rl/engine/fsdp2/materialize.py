@@ -12,6 +12,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.progress import note_progress
+from dlrover.python.rl.engine.fsdp2.compiled_layers import layers_of
 from dlrover.python.rl.engine.fsdp2.shards import Grid, Shards
 from dlrover.python.rl.engine.model.loading import (
     WeightReader,
@@ -83,9 +84,7 @@ def _shard(module: Any, grid: Grid, options: MaterializeOptions) -> None:
     policy = MixedPrecisionPolicy()
     if options.precision != torch.float32:
         policy = MixedPrecisionPolicy(param_dtype=options.precision, reduce_dtype=torch.float32)
-    units = getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
-    names = {unit if isinstance(unit, str) else unit.__name__ for unit in units}
-    for part in [part for part in module.modules() if type(part).__name__ in names and part is not module]:
+    for part in layers_of(module):
         fully_shard(part, mesh=grid.shards, mp_policy=policy)
     fully_shard(module, mesh=grid.shards, mp_policy=policy)
     for part in module.modules():
