@@ -24,13 +24,26 @@ def page_of(recipe):
 @pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.stem)
 def test_a_recipe_has_no_error_and_its_page_has_the_memory_that_it_takes(recipe, monkeypatch):
     monkeypatch.chdir(REPOSITORY)
-    with looking_up(Lookup.NONE):
-        found = inspect_job(load_job(recipe))
-    assert found.errors == ()
-    table = found.about[found.about.index("memory of each device, GB of 80:") :]
+    found, table = checked(recipe)
     assert "\n".join(table) in page_of(recipe)
     assert len(table) > 2 and all(float(line.split()[-1]) < 80 for line in table[2:])
     assert all(nbytes is not None for nbytes in found.state_bytes.values())
+
+
+def checked(recipe, changes=()):
+    """What `check` says of it, and the part about memory."""
+    with looking_up(Lookup.NONE):
+        found = inspect_job(load_job(recipe, changes))
+    assert found.errors == ()
+    return found, found.about[found.about.index("memory of each device, GB of 80:") :]
+
+
+def test_seven_billion_parameters_fit_on_one_gpu_as_the_page_says(monkeypatch):
+    monkeypatch.chdir(REPOSITORY)
+    recipe = REPOSITORY / "examples/recipes/qwen2.5-7b-sft.yaml"
+    changes = ["workload.actor.num=1", "engine.train_options.optimizer_on_host=true"]
+    assert "\n".join(checked(recipe, changes)[1]) in page_of(recipe)
+    assert all(change in page_of(recipe) for change in changes)
 
 
 def test_a_configuration_that_is_not_there_is_named(monkeypatch):
