@@ -3,6 +3,8 @@
 
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, kill_and_wait
 
@@ -10,17 +12,24 @@ SLEEP = ["-c", "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IG
 
 
 def start(name):
-    return subprocess.Popen([name, *SLEEP], executable=sys.executable)
+    """A process of this name, which the kernel shows a moment after it has begun."""
+    process = subprocess.Popen([name, *SLEEP], executable=sys.executable)
+    deadline_s = time.monotonic() + 10
+    while not Path(f"/proc/{process.pid}/cmdline").read_bytes() and time.monotonic() < deadline_s:
+        time.sleep(0.001)
+    return process
 
 
 def test_ray_workers_are_dead_afterwards_and_a_reused_pid_is_left_alone():
-    with start("ray::Member") as worker, start("other") as other:
-        try:
-            kill_and_wait([worker.pid, other.pid, 0])
-            assert worker.wait(timeout=0.5) == -9
-            assert other.poll() is None
-        finally:
-            other.kill()
+    worker, other = start("ray::Member"), start("other")
+    try:
+        kill_and_wait([worker.pid, other.pid, 0])
+        assert worker.wait(timeout=5) == -9
+        assert other.poll() is None
+    finally:
+        for process in (worker, other):
+            process.kill()
+            process.wait()
 
 
 def test_an_actor_outside_groups_is_kept_off_excluded_nodes():
