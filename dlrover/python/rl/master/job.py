@@ -12,18 +12,16 @@ from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.checked_job import CheckedJob, check_described, check_job
 from dlrover.python.rl.master.process.brain import fresh_journal, run_local
-from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.master.ray_run import ANSWER_S, INTERRUPTED, quiet, run_on_cluster, start_master
-from dlrover.python.rl.master.supervisor import run_supervised
+from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
 from dlrover.python.rl.runtime.process.curve import redraw
-from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
-from dlrover.python.rl.runtime.ray.processes.actors import ask
 from dlrover.python.rl.runtime.run_folder import IN_PROCESS, begin, claim, held
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 
-def run_here(checked: CheckedJob, report: Reporter = quiet, announce: Announcer = announce_nothing) -> JobStatus:
+def run_here(
+    checked: CheckedJob, report: Reporter = report_nothing, announce: Announcer = announce_nothing
+) -> JobStatus:
     """Run a checked job in this process, without Ray. Raises JobConflict if its folder is in use or has results."""
     job = begin(checked.job)
     with held(claim(job, IN_PROCESS, bound=True)) as claimed:
@@ -41,7 +39,7 @@ def _drawn(status: JobStatus) -> JobStatus:
 
 def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
     checked: CheckedJob,
-    report: Reporter = quiet,
+    report: Reporter = report_nothing,
     address: str | None = None,
     connected: bool = False,
     announce: Announcer = announce_nothing,
@@ -63,10 +61,20 @@ def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
         MasterLost: the master died, and its processes were ended; or it does not answer, and nothing was touched; or a
             cluster was lost too often.
     """
+    from dlrover.python.rl.master.ray_run import run_on_cluster  # imports Ray, which other commands do without
+    from dlrover.python.rl.master.supervisor import run_supervised
+
     checked = replace(checked, job=begin(checked.job))
     if connected or (address is not None and not supervise):
         return _drawn(run_on_cluster(checked, report, announce, address, connected))
     return _drawn(run_supervised(checked, report, announce, address))
+
+
+def leave_on_ray(checked: CheckedJob, address: str) -> JobStatus:
+    """Begin a checked job on the cluster of ``address``. Raises as :func:`run_on_ray`."""
+    from dlrover.python.rl.master.ray_run import begin_on  # as above
+
+    return begin_on(checked, address)
 
 
 class RLJob:
@@ -116,10 +124,8 @@ class RLJob:
             restart=spec.restart if job_max_restart is None else replace(spec.restart, job_max_restart=job_max_restart),
         )
         checked = check_job(spec, local)
-        if not blocking:
-            with ray_cluster(address, checked.placement.total):
-                initial: JobStatus = ask(start_master(checked).status.remote, ANSWER_S)
-                return initial
+        if address is not None and not blocking:
+            return leave_on_ray(checked, address)
         status = run_here(checked) if local else run_on_ray(checked, address=address)
         raise_if_failed(status)
         return status
@@ -166,6 +172,7 @@ __all__ = [
     "RLJobBuilder",
     "check_described",
     "check_job",
+    "leave_on_ray",
     "run_here",
     "run_on_ray",
 ]

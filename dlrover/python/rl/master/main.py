@@ -43,11 +43,11 @@ from dlrover.python.rl.master.job import (
     INTERRUPTED,
     CheckedJob,
     check_described,
+    leave_on_ray,
     run_here,
     run_on_ray,
 )
 from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.master.ray_run import start_master
 from dlrover.python.rl.master.saved_run import (
     archived_job,
     evaluation_job,
@@ -58,7 +58,6 @@ from dlrover.python.rl.master.saved_run import (
 )
 from dlrover.python.rl.runtime.checkpoint.room import describe_room
 from dlrover.python.rl.runtime.process.progress import SUMMARY, ProgressView, print_summary
-from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.run_folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
@@ -324,9 +323,8 @@ def _run(checked: CheckedJob, place: _Place) -> None:
         click.echo(line, err=True)
     job = begin(checked.job)
     checked = replace(checked, job=job)
-    if place.detach:
-        with ray_cluster(place.address, {}):
-            start_master(checked)
+    if place.detach and place.address is not None:
+        leave_on_ray(checked, place.address)
         click.echo(f"{job.name} has begun; files in {job.job_dir}")
         click.echo(f"dlrover-rl attach|status|logs|stop {job.name} --address {place.address}", err=True)
         return

@@ -18,26 +18,21 @@ from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.checked_job import CheckedJob
 from dlrover.python.rl.master.process.rl_master import RLMaster
-from dlrover.python.rl.master.process.status import JobStatus, Position, Update
+from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus, Position, Update
 from dlrover.python.rl.master.saved_run import wait_for_lost_owner
 from dlrover.python.rl.runtime.process.interrupts import Interrupts
 from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
 from dlrover.python.rl.runtime.run_folder import begin
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 _LOG = get_logger(__name__)
 
-INTERRUPTED = "interrupted"
 FOLLOW_S = 1.0
 ANSWER_S = 60.0
 _LOST_S = 3.0
 _CLUSTERS = frozenset(CauseKind) - {CauseKind.USER_ERROR, CauseKind.START_FAILED, CauseKind.NO_SPACE}
 """Causes that a cluster which is being lost may have."""
-
-
-def quiet(report: StepReport) -> None:
-    """Drop the report."""
 
 
 def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
@@ -123,6 +118,14 @@ def start_master(checked: CheckedJob, claims: bool = True) -> Any:
     return master
 
 
+def begin_on(checked: CheckedJob, address: str) -> JobStatus:
+    """Start a checked job on the cluster of ``address``, and leave it to its master. Raises as :func:`start_master` and
+    :func:`ray_cluster`."""
+    with ray_cluster(address, checked.placement.total):
+        status: JobStatus = ask(start_master(checked).status.remote, ANSWER_S)
+        return status
+
+
 def _clear_the_name(name: str) -> None:
     """Remove the remains of an earlier job of this name; a job that has not ended keeps the name."""
     earlier = find(master_name(name))
@@ -140,7 +143,7 @@ def stop_master(master: Any, reason: str) -> None:
 
 def follow(
     master: Any,
-    report: Reporter = quiet,
+    report: Reporter = report_nothing,
     interrupts: Interrupts | None = None,
     deadline_s: float | None = None,
     announce: Announcer = announce_nothing,

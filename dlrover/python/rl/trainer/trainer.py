@@ -57,6 +57,10 @@ def announce_nothing(activity: str) -> None:
     pass
 
 
+def report_nothing(report: StepReport) -> None:
+    pass
+
+
 class ResultFiles(Protocol):
     """The files that a trainer writes into ``job_dir``, where that is a copy of a folder elsewhere."""
 

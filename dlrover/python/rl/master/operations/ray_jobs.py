@@ -29,7 +29,7 @@ from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
 from dlrover.python.rl.runtime.run_folder import LATEST
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 _ANSWER_S = 30.0
 _RESIZE_S = 240.0
@@ -96,7 +96,7 @@ class RayJobs:
         return self._followed(name, report, announce, None)
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
-        return self._followed(name, _quiet, announce_nothing, timeout_s)
+        return self._followed(name, report_nothing, announce_nothing, timeout_s)
 
     def _followed(self, name: str, report: Reporter, announce: Announcer, deadline_s: float | None) -> JobView:
         before = self.get(name)
@@ -160,7 +160,3 @@ def _history(folder: Path) -> Any:
     with suppress(JournalCorrupt):
         return read_history(folder)
     return None
-
-
-def _quiet(report: StepReport) -> None:
-    """Drop the report."""

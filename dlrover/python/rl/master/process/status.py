@@ -23,6 +23,9 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.state import JobState, Phase, StandbyPhase, processes
 from dlrover.python.rl.trainer.trainer import StepReport
 
+INTERRUPTED = "interrupted"
+"""``JobStatus.reason`` of a job that Ctrl-C has stopped."""
+
 
 class RunningProcess(NamedTuple):
     process: str  # "ROLLOUT[1]" or "trainer"
