@@ -611,7 +611,9 @@ BUGS = {
         "return True",
     ),
     "members begin before the others are located": Bug(
-        _TABLE, "        await asyncio.wait_for(self._gate_of[entry.process_id].wait(), timeout_s)\n", ""
+        _TABLE,
+        "        async with asyncio.timeout(timeout_s):\n            await self._gate_of[entry.process_id].wait()\n",
+        "",
     ),
     "local ranks count over all nodes": Bug(
         _TABLE, "self._local[rank] = self._sizes[self._nodes[rank]]", "self._local[rank] = rank"

@@ -159,8 +159,8 @@ class JobManager:
 
         async with self._news:
             with suppress(TimeoutError):
-                ended = self._news.wait_for(lambda: current().phase.ended or self._closed)
-                await asyncio.wait_for(ended, timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait_for(lambda: current().phase.ended or self._closed)
         return current()
 
     async def watch(self, name: str = "", after: int = 0, follow: bool = True) -> AsyncIterator[list[JobEvent]]:

@@ -262,7 +262,8 @@ class RayJobRunner:
         """Ask the master, and end everything when it takes too long, or at once if that is wanted."""
         asked = asyncio.get_running_loop().create_task(self._ask_to_stop(driven, reason))
         with suppress(TimeoutError):
-            await asyncio.wait_for(driven.hard.wait(), self._grace_s)
+            async with asyncio.timeout(self._grace_s):
+                await driven.hard.wait()
         asked.cancel()
         while driven.record.run in self._driven:  # a master that is being launched can be ended once Ray knows it
             if driven.master is not None:

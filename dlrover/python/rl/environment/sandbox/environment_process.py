@@ -88,7 +88,8 @@ class IsolatedEnvironment:
         if child is None or child.is_ended:
             return
         try:
-            await asyncio.wait_for(self._ask("shutdown"), _EXIT_S)
+            async with asyncio.timeout(_EXIT_S):
+                await self._ask("shutdown")
         except (TimeoutError, EnvironmentFailed) as error:
             _LOG.warning("%s did not shut down: %s", self._where, error or "no answer in time")
         finally:

@@ -80,7 +80,7 @@ class LLMJudge:
                 if left_s <= 0:
                     break
                 try:
-                    return self._mark(await asyncio.wait_for(self._ask(client, text, left_s), left_s))
+                    return await self._ask_for_mark(client, text, left_s)
                 except (_TryAgain, TimeoutError) as error:
                     reason = str(error) or "no answer in time"
                 await asyncio.sleep(min(0.2 * 2**attempt, max(deadline_s - time.monotonic(), 0)))
@@ -89,6 +89,10 @@ class LLMJudge:
     def _headers(self) -> dict[str, str]:
         key = os.environ.get(self.api_key_env)
         return {"Authorization": f"Bearer {key}"} if key else {}
+
+    async def _ask_for_mark(self, client: httpx.AsyncClient, text: str, timeout_s: float) -> float:
+        async with asyncio.timeout(timeout_s):
+            return self._mark(await self._ask(client, text, timeout_s))
 
     async def _ask(self, client: httpx.AsyncClient, text: str, timeout_s: float) -> str:
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.options}

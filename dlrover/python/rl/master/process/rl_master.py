@@ -265,7 +265,8 @@ class RLMaster:
         released = asyncio.Event()
         self._executor.execute(Release(state.incarnation, final=True), lambda event: released.set())
         with suppress(TimeoutError):  # the executor logs the rest
-            await asyncio.wait_for(released.wait(), _RELEASE_S)
+            async with asyncio.timeout(_RELEASE_S):
+                await released.wait()
         self._fallen = failed(state, error)
         self._leave()
         await self._tell()
@@ -313,9 +314,8 @@ class RLMaster:
         """The trainer has entered ``steps()``. Returns once that is journalled, since the trainer relies on it."""
         await self._awake()
         self._events.put_nowait(StepsOpened(epoch))
-        async with self._news:
-            recorded = self._news.wait_for(lambda: self._state.opened or not self._state.phase.live)
-            await asyncio.wait_for(recorded, _TAKEN_S)
+        async with self._news, asyncio.timeout(_TAKEN_S):
+            await self._news.wait_for(lambda: self._state.opened or not self._state.phase.live)
 
     async def progressed(self, epoch: int, step: int) -> None:
         await self._awake()
@@ -340,7 +340,8 @@ class RLMaster:
     async def _wait_for_news(self, that: Callable[[], bool], timeout_s: float) -> None:
         async with self._news:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._news.wait_for(that), timeout_s)
+                async with asyncio.timeout(timeout_s):
+                    await self._news.wait_for(that)
 
     def _replaced(self, role: str, rank: int, incarnation: int) -> Replaced | None:
         whole = self._inspection.scope_of(role) is RecoveryScope.GROUP
@@ -369,11 +370,8 @@ class RLMaster:
 
     async def _decide(self, event: Resized) -> None:
         self._events.put_nowait(event)
-        async with self._news:
-            decided = self._news.wait_for(
-                lambda: size_of(self._state, event.role) == event.num or not self._state.opened
-            )
-            await asyncio.wait_for(decided, _TAKEN_S)
+        async with self._news, asyncio.timeout(_TAKEN_S):
+            await self._news.wait_for(lambda: size_of(self._state, event.role) == event.num or not self._state.opened)
 
     async def status(self) -> JobStatus:
         await self._awake()

@@ -170,12 +170,13 @@ class RayClusterApi:
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
         with suppress(TimeoutError, ray.exceptions.RayError):  # the node may be lost, and its processes with it
-            return await asyncio.wait_for(awaited(task.remote(*arguments)), _REMOTE_S)
+            async with asyncio.timeout(_REMOTE_S):
+                return await awaited(task.remote(*arguments))
         return None
 
 
 async def awaited(ref: Any) -> Any:
-    """The coroutine that ``asyncio.wait_for`` needs instead of a ref."""
+    """A coroutine, as which a ref can be cancelled."""
     return await ref  # waits: the caller's deadline
 
 

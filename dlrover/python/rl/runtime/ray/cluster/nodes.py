@@ -70,7 +70,8 @@ def node_table() -> list[NodeRow]:
 async def closed(host: str, port: int) -> None:
     """Connect and return when the other side has closed the connection. Raises OSError if there is none, of these
     ConnectionRefusedError if nothing listens there, and TimeoutError."""
-    reader, writer = await asyncio.wait_for(asyncio.open_connection(host, port), timeout=_CONNECT_S)
+    async with asyncio.timeout(_CONNECT_S):
+        reader, writer = await asyncio.open_connection(host, port)
     try:
         while await reader.read(4096):  # waits: for as long as the node lives
             pass

@@ -296,7 +296,8 @@ async def answer_of(who: str, ref: Any, timeout_s: float) -> Any:
         TimeoutError: it did not answer in time.
     """
     try:
-        return await asyncio.wait_for(awaited(ref), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            return await awaited(ref)
     except RayActorError as error:
         raise MemberGone(who, error) from error
 

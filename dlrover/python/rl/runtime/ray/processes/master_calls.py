@@ -34,7 +34,8 @@ class MasterCalls:
         while True:
             try:
                 ref = getattr(self._handle, method).remote(*arguments)
-                return await asyncio.wait_for(awaited(ref), deadline_s - time.monotonic())
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    return await awaited(ref)
             except ActorUnavailableError as error:
                 if time.monotonic() + _RETRY_S > deadline_s:
                     raise MasterLost(f"the master did not come back within {timeout_s:g} s") from error

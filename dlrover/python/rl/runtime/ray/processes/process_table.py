@@ -192,7 +192,8 @@ class StartingTogether:
         self._missing.discard(entry.process_id)
         if not self._missing:
             await self._open()
-        await asyncio.wait_for(self._gate_of[entry.process_id].wait(), timeout_s)
+        async with asyncio.timeout(timeout_s):
+            await self._gate_of[entry.process_id].wait()
         if self._neighbours is None:
             self._neighbours = self._table.neighbours(entry.process_id.pool)
         return self._neighbours
@@ -287,7 +288,8 @@ class ActorPool:
     async def let_leave(self, entry: ProcessEntry) -> bool:
         """Let a process leave its peers, so that it can go on as ``entry``; False if it does not soon."""
         try:
-            await asyncio.wait_for(awaited(entry.handle.dlrover_leave.remote()), _LEAVE_S)
+            async with asyncio.timeout(_LEAVE_S):
+                await awaited(entry.handle.dlrover_leave.remote())
         except (TimeoutError, RayError) as error:
             why = str(error).partition("\n")[0] or f"no answer in {_LEAVE_S:g} s"
             _LOG.warning("%s gets another process: %s", entry.process_id, why)
@@ -331,7 +333,8 @@ class ActorPool:
         if handle is None:
             return
         try:
-            await asyncio.wait_for(awaited(handle.dlrover_close.remote()), _CLOSE_GRACE_S)
+            async with asyncio.timeout(_CLOSE_GRACE_S):
+                await awaited(handle.dlrover_close.remote())
         except (TimeoutError, RayActorError):
             pass
         except Exception as error:  # noqa: BLE001 -- the user's code: it is ended all the same
