@@ -121,7 +121,8 @@ def summary(results: Results) -> str:
     engine, library = results["rollout"]["engine"], results["rollout"]["transformers"]
     megabytes = sync["weight_bytes"] / 1e6
     lines = [
-        f"{results['device']}, {results['precision']}, torch {results['torch']}; {shape['parameters'] / 1e6:,.1f} M"
+        f"{results['device']}, {results['precision']}, torch {results['torch']}"
+        f"{', layers compiled' if results['compiled'] else ''}; {shape['parameters'] / 1e6:,.1f} M"
         f" parameters (hidden {shape['hidden']}, {shape['layers']} layers, vocabulary {shape['vocabulary']:,}),"
         f" {shape['rows']} sequences of {shape['prompt']} + {shape['new_tokens']} tokens.",
         "",
@@ -163,7 +164,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--precision", choices=["fp32", "bf16"], help="default: bf16 on a GPU")
     parser.add_argument(
-        "--compile", action="store_true", help="the train engine's layers; kept as figures of their own"
+        "--compile",
+        action="store_true",
+        help="the train engine's layers; the figures have a file of their own",
     )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--out", type=Path, default=RESULTS)
@@ -178,6 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         results: Results = {
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "precision": precision,
+            "compiled": options.compile,
             "torch": torch.__version__,
             "shape": {**asdict(shape), "parameters": parameters},
             "training": training(bench, parameters, options.rounds),

@@ -58,7 +58,8 @@ def legal_sizes(world_size):
 
 
 FSDP2 = [Case("fsdp2", world, sizes) for world in (1, 2, 4) for sizes in legal_sizes(world)]
-FSDP2 += [Case("fsdp2", 2, backend={"optimizer_on_host": True})]
+ON_HOST = {"optimizer_on_host": True}
+FSDP2 += [Case("fsdp2", 2, sizes, ON_HOST) for sizes in legal_sizes(2)]
 DEEPSPEED = [(world, ParallelSizes(), {"zero_stage": stage}) for stage in (1, 2, 3) for world in (1, 2)]
 MEGATRON = [
     Case("megatron", tensor * pipeline * copies, sizes(tensor, pipeline), {"cpu_shim": True})
@@ -72,7 +73,7 @@ ENGINES = {
 }
 
 
-def parameters(slow=lambda case: case.world_size > 2, only=lambda case: True):
+def parameters(slow=lambda case: case.world_size > 2 or case.backend == ON_HOST, only=lambda case: True):
     """The cases as what a test is parametrised with: skipped where the backend is not installed."""
     for engine in ENGINES.values():
         for case in filter(only, engine.cases):

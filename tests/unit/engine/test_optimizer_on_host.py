@@ -1,13 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """``optimizer_on_host``: the same bits, with the float32 weights and the moments off the device."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
+from dlrover.python.rl.common.errors import NonFiniteUpdate
+from dlrover.python.rl.data import device_bytes
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.fsdp2.shards import Shards
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 CONFIG = OptimizerConfig(lr=1e-3, warmup_steps=6, weight_decay=0.1, max_grad_norm=0.5)
@@ -31,12 +37,15 @@ def make(path, on_host, precision="bf16", config=CONFIG, **changes):
     return Fsdp2TrainEngine(path, config, settings)
 
 
-def step(engine, seed):
+def batch_of(seed):
     generator = np.random.default_rng(seed)
     tokens = [generator.integers(0, 256, length) for length in (9, 4, 17, 6)]
     mask = [np.arange(len(row)) >= 2 for row in tokens]
-    batch = Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
-    return engine.step(batch, lambda logprobs, columns: (-logprobs.sum() / 20, {}))
+    return Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
+
+
+def step(engine, seed):
+    return engine.step(batch_of(seed), lambda logprobs, columns: (-logprobs.sum() / 20, {}))
 
 
 def bits(engine, dtype=None):
@@ -124,18 +133,55 @@ def test_it_makes_room_for_others_and_comes_back(model_path):
     assert bits(engine) == bits(undisturbed)
 
 
-def test_a_refused_update_changes_nothing(model_path):
-    engine = make(model_path, on_host=True)
-    step(engine, 0)
-    before = bits(engine)
-    with pytest.raises(ZeroDivisionError):
-        engine.step(batch_of_one(), lambda logprobs, columns: 1 / 0)
-    assert bits(engine) == before
+def test_a_refused_update_changes_nothing_and_leaves_no_gradient(model_path):
+    engine, twin = make(model_path, on_host=True), make(model_path, on_host=True)
+    step(engine, 0), step(twin, 0)
+    before, passes = bits(engine), []
+
+    def infinite_in_the_second_pass(logprobs, columns):
+        passes.append(None)
+        return -logprobs.sum() / (20 if len(passes) < 2 else 0.0), {}
+
+    with pytest.raises(NonFiniteUpdate):
+        engine.step(batch_of(1), infinite_in_the_second_pass)
+    assert len(passes) > 1 and bits(engine) == before
+    assert step(engine, 1) == step(twin, 1), "nothing was added to a gradient that is left"
+
+
+def test_a_step_that_fails_leaves_no_gradient(model_path, monkeypatch):
+    engine, twin = make(model_path, on_host=True), make(model_path, on_host=True)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(engine._model.optimizer._inner, "step", lambda: 1 / 0)
+        step(engine, 0)
     assert all(shard.gradient is None and shard.master.grad is None for shard in engine._model.shards)
+    step(engine, 1)
+    step(twin, 1)
+    assert bits(engine) == bits(twin)
 
 
-def batch_of_one():
-    return Batch({"tokens": Ragged.from_rows([np.arange(5)]), "action_mask": Ragged.from_rows([np.arange(5) > 1])})
+def test_the_gradients_of_a_device_come_in_pieces(monkeypatch):
+    monkeypatch.setattr(device_bytes, "PIECE", 1 << 8)
+    monkeypatch.setattr(device_bytes, "_buffers", {})
+    source, target = torch.randn(7, 100).t(), torch.zeros(100, 7)
+    device_bytes.copy_to_host(source, target)
+    assert torch.equal(source, target)
+
+
+def test_adapters_meet_the_model_where_it_is(model_path):
+    """With FakeTensors in the place of a device's."""
+    pytest.importorskip("peft")
+    engine = make(model_path, on_host=True, lora=LoraSettings(rank=4))
+    backend = engine._model
+    with FakeTensorMode():
+        items = []
+        for shard in backend.shards:
+            there = torch.empty(shard.parameter.shape, dtype=shard.parameter.dtype, device="cuda:0")
+            here = torch.empty(shard.master.shape) if shard.on_host else there
+            items.append(replace(shard, parameter=there.requires_grad_(shard.trained), master=here))
+        backend.shards, backend.buffers = Shards(backend.shards.grid, tuple(items)), {}
+        backend.parked.locate = torch.Tensor.detach
+        devices = {tensor.device.type for _, tensor in backend.named_weights(torch.bfloat16)}
+    assert devices == {"cuda"}
 
 
 def test_of_a_model_with_adapters_those_are_on_the_host(model_path):

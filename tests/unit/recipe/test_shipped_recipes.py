@@ -41,7 +41,7 @@ def checked(recipe, changes=()):
 def test_seven_billion_parameters_fit_on_one_gpu_as_the_page_says(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     recipe = REPOSITORY / "examples/recipes/qwen2.5-7b-sft.yaml"
-    changes = ["workload.actor.num=1", "engine.train_options.optimizer_on_host=true"]
+    changes = ["workload.actor.num=1", "engine.train_options.optimizer_on_host=true", "engine.threads=16"]
     assert "\n".join(checked(recipe, changes)[1]) in page_of(recipe)
     assert all(change in page_of(recipe) for change in changes)
 

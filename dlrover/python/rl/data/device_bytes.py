@@ -63,6 +63,15 @@ class DeviceBytes:
             return target, stream.record_event()
 
 
+def copy_to_host(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy a tensor of a device to a contiguous one of the same dtype in the host's memory."""
+    of, to = (tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (source, target))
+    at = 0
+    for piece in DeviceBytes(of).pieces():
+        to[at : at + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
+        at += len(piece)
+
+
 def _stream_of(device: torch.device) -> Any:
     if device not in _streams:
         _streams[device] = torch.cuda.Stream(device)

@@ -126,8 +126,13 @@ def test_an_optimizer_on_the_host_leaves_six_bytes_of_a_parameter_or_eight_of_a_
         assert found.weights + found.gradients + found.optimizer == ours * small.parameters / members
         assert host_bytes(small, use, settings) == 16 * small.parameters / members
         assert host_bytes(small, use, ON_CUDA) == host_bytes(small, replace(use, kind="frozen"), settings) == 0
-    lines = plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 8)}, settings, 80).lines()
+    lines = plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 8)}, replace(settings, threads=8), 80).lines()
     assert lines[-1] == "  ACTOR x8: 1.0 GB of its host's memory each, for the optimizer"
+    lines = plan(monkeypatch, small, {ACTOR: ModelUse("trained", "", 8)}, settings, 80).lines()
+    assert lines[-1].endswith("for the optimizer; engine.threads: the cores that take its step")
+    critic = ModelUse("trained", "", head="token")
+    found = bytes_of(small, critic, settings)
+    assert host_bytes(small, critic, settings) == 16 * found.gradients / 4
 
 
 def test_recomputed_activations_are_those_of_one_layer_and_each_layers_input(small):
@@ -173,7 +178,11 @@ def plan(monkeypatch, shape, uses, engine, gigabytes):
         (16, 16384, "engine.gradient_checkpointing=true"),
         (13.6, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=4096"),
         (12, 16384, "engine.max_tokens_per_microbatch=1024"),
-        (9.5, 16384, "engine.train_options.optimizer_on_host=true engine.gradient_checkpointing=true"),
+        (
+            9.5,
+            16384,
+            "engine.train_options.optimizer_on_host=true engine.gradient_checkpointing=true and 7.9 GB of its host",
+        ),
         (4, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=1024 workload.actor.num=4"),
         (1, 16384, "no setting here makes it fit"),
     ],

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, MissingExtra
@@ -53,6 +54,7 @@ class EngineInfo:
     sgd: bool = True  # has SGD besides AdamW
     bare_head: bool = True  # trains a token head without a bias, as reward models have
     may_be_remote: bool = False  # with the option `url` it has the backend elsewhere
+    whole_matrices: tuple[str, ...] = ()  # options of `backend` that exclude tensor parallelism
     redivides: bool = True  # goes on from the states of another number of ranks, and of another layout
 
 
@@ -128,8 +130,13 @@ def absent_package(point: ExtensionPoint, name: str, options: Mapping[str, Any])
     return package if package and importlib.util.find_spec(package) is None and not is_remote else ""
 
 
-def find_train_errors(
-    name: str, info: EngineInfo, sizes: ParallelSizes, lora: bool, bare_head: bool = False
+def find_train_errors(  # noqa: PLR0913 -- what is asked of it
+    name: str,
+    info: EngineInfo,
+    sizes: ParallelSizes,
+    lora: bool,
+    bare_head: bool = False,
+    options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
     """What is asked of a train engine that it cannot do."""
     above = {key: size for key, size in asdict(sizes).items() if size > 1}
@@ -137,6 +144,11 @@ def find_train_errors(
         f"{key} is {size}, but {name} supports 1 only here"
         for key, size in above.items()
         if info.divides is not None and key not in info.divides
+    ]
+    errors += [
+        f"{key} needs tensor_parallel_size 1, which is {sizes.tensor_parallel_size}"
+        for key in info.whole_matrices
+        if options.get(key) and sizes.tensor_parallel_size > 1
     ]
     if bare_head and not info.bare_head:
         errors.append(f"{name} gives a score head a bias, which a reward model must not have: use fsdp2 or deepspeed")

@@ -9,13 +9,17 @@ from dlrover.python.rl.engine.api.registry import EngineInfo
 @dataclass(frozen=True)
 class Fsdp2Options:
     compile_layers: bool = False
-    """``torch.compile`` makes the kernels of the layers but for attention: fewer passes over memory, equal results up
-    to rounding. The first step of each process waits for it, up to some minutes."""
+    """``torch.compile`` makes the kernels of norms, MLPs and projections: fewer passes over memory, equal results up to
+    rounding. The first pass of each process, with gradients and without, waits for it, up to some minutes."""
 
     optimizer_on_host: bool = False
-    """The float32 weights and the optimizer's state are in the host's memory, 16 bytes a parameter with gradients, and
-    its cores take the step. A device has the weights of the passes and the gradients: 6 bytes a parameter in bf16, or
-    8 where ranks divide the model, instead of 18 or 16."""
+    """The float32 weights and the optimizer's state are in the host's memory, 16 bytes a parameter with gradients and
+    AdamW, and torch's threads take the step. A device has the weights of the passes and the gradients: in bf16 6 bytes
+    a parameter instead of 18, or 8 instead of 16 where ranks shard the model."""
 
 
-INFO = EngineInfo(options=Fsdp2Options, divides=("ddp_size", "tensor_parallel_size", "context_parallel_size"))
+INFO = EngineInfo(
+    options=Fsdp2Options,
+    divides=("ddp_size", "tensor_parallel_size", "context_parallel_size"),
+    whole_matrices=("compile_layers",),
+)

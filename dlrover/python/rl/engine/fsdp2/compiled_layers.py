@@ -1,9 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Decoder layers in kernels that ``torch.compile`` makes: one compilation for all layers, and for any number of tokens.
+"""The parts of decoder layers (attention, MLP, norms) in kernels that ``torch.compile`` makes: one compilation of each
+part for all layers and any number of tokens, and another one without gradients.
 
-Attention over packed documents is called as it is: how it divides a row differs from batch to batch.
+The layers themselves stay as they are, since FSDP2 and gradient checkpointing change how they are called, and so does
+attention over packed documents: how it divides a row differs from batch to batch.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -24,10 +27,16 @@ def layers_of(module: Any) -> list[Any]:
 
 
 def compile_layers(module: Any) -> None:
-    """Compile them at their first call. Raises EngineError if the model does not name them."""
+    """Compile their parts, each at its first call. Raises EngineError if the model does not name its layers."""
     layers = layers_of(module)
     if not layers:
         raise EngineError(f"{type(module).__name__} does not name its layers: they cannot be compiled")
+    _keep_attention()
+    for part in (part for layer in layers for part in layer.children()):
+        part.forward = torch.compile(part.forward, dynamic=True)
+
+
+@functools.cache
+def _keep_attention() -> None:
+    """Code that is compiled calls packed attention as it is, in this process."""
     AttentionInterface.register(attention.NAME, torch.compiler.disable(attention.packed_attention))
-    for layer in layers:
-        layer.forward = torch.compile(layer.forward, dynamic=True)  # inside of hooks, which shard and recompute

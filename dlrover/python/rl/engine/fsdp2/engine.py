@@ -90,7 +90,7 @@ class Fsdp2Backend(ShardedBackend):
         self._track_memory()
 
     def _track_memory(self) -> None:
-        """Of what is on the device."""
+        """Account for what is on the device."""
         self.parked.hold("weights", [shard.master for shard in self.shards if not shard.on_host])
         self.parked.hold("weights", [to_local_tensor(shard.parameter) for shard in self.shards])
         self.parked.hold("weights", self.module.buffers())
@@ -147,8 +147,11 @@ class Fsdp2Backend(ShardedBackend):
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self.buffers.items())
 
     def _whole(self, shard: ParameterShard, dtype: Any = None) -> Any:
-        is_copied = shard.is_apart and shard.parameter.dtype == dtype
-        local = self.parked.locate(to_local_tensor(shard.parameter) if is_copied else shard.master)
+        copy, local = self.parked.locate(to_local_tensor(shard.parameter)), self.parked.locate(shard.master)
+        if copy.dtype in (dtype, local.dtype):  # the same values, on the device
+            local = copy
+        elif shard.on_host:
+            local = local.to(copy.device)
         divided = shard.sharded or shard.tensor_dim is not None
         if divided or local.dtype != (dtype or local.dtype):  # casts on the device
             local = local.to(self._settings.device).to(dtype)

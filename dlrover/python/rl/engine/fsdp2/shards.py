@@ -12,6 +12,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
+from dlrover.python.rl.common.progress import note_progress
+from dlrover.python.rl.data.device_bytes import copy_to_host
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.loading import Ranges, list_aliases
 from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, sum_tensors
@@ -80,7 +82,8 @@ class ParameterShard:
     tensor_dim: int | None = None  # the dimension that the ranks of `Grid.tensors` divide
     summed: bool = False  # its gradients on the ranks of `Grid.tensors` add up
     on_host: bool = False  # the master and the step are in the host's memory, wherever the parameter is
-    _gradient: Any = None  # of a master on the host
+    _gradient: Any = None  # of a master on the host, where the parameter is
+    _handed_over: Any = None  # the same on the host; kept, since new memory is slow
 
     @property
     def gradient(self) -> Any:
@@ -95,8 +98,8 @@ class ParameterShard:
             self.master.grad = gradient
 
     @property
-    def is_apart(self) -> bool:
-        """The parameter is a copy of the master."""
+    def is_copied(self) -> bool:
+        """The parameter has memory of its own, and is a copy of the master."""
         return self.on_host or self.master.dtype != self.parameter.dtype
 
     @property
@@ -154,15 +157,18 @@ class ParameterShard:
             self.gradient += gradient
 
     def hand_over(self) -> None:
-        """Begin to bring the gradient to a master on the host."""
-        if self.on_host:
-            host = torch.empty_like(self.master, pin_memory=self._gradient.is_cuda)
-            self.master.grad, self._gradient = host.copy_(self._gradient, non_blocking=True), None
+        """Bring the gradient to a master on the host."""
+        if not self.on_host:
+            return
+        if self._handed_over is None:
+            self._handed_over = torch.empty_like(self.master)
+        copy_to_host(self._gradient, self._handed_over)
+        self.master.grad, self._gradient = self._handed_over, None
 
     @torch.no_grad()
     def refresh(self, locate: Callable[[Any], Any] = torch.Tensor.detach) -> None:
         """Copy the master to the parameter; ``locate`` gives the memory of both."""
-        if self.is_apart:
+        if self.is_copied:
             target = locate(to_local_tensor(self.parameter))
             target.copy_(locate(self.master).to(target.device))  # cast there
 
@@ -234,8 +240,7 @@ class Shards:
         """Bring the gradients to where the masters are."""
         for shard in self.trained:
             shard.hand_over()
-        if any(shard.on_host and shard.parameter.is_cuda for shard in self.trained):
-            torch.cuda.current_stream().synchronize()
+            note_progress()
 
 
 def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on_host: bool) -> ParameterShard:
@@ -252,7 +257,7 @@ def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on
         master = to_local_tensor(parameter)
     on_host = on_host and parameter.requires_grad
     if on_host:
-        master = torch.empty(master.shape, dtype=torch.float32, pin_memory=master.is_cuda)
+        master = torch.empty(master.shape, dtype=torch.float32)
     elif parameter.requires_grad and parameter.dtype != torch.float32:
         master = torch.empty_like(to_local_tensor(parameter), dtype=torch.float32)
     shard = ParameterShard(

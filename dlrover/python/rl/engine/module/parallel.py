@@ -66,7 +66,7 @@ class Gradients:
         self._shards.take_gradients()
         for shard, before in zip(self._shards.trained, self._earlier or (), strict=True):
             if shard.master is not shard.parameter:
-                shard.parameter.grad, shard.master.grad = shard.as_dtensor(shard.master.grad), None
+                shard.parameter.grad, shard.gradient = shard.as_dtensor(shard.gradient), None
             if before is not None:
                 shard.parameter.grad += before
         self._earlier = None

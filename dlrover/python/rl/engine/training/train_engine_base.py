@@ -97,7 +97,8 @@ class BackendTrainEngine(ABC):
         if self.info.options is not None:
             self._options = read_options(self.info.options, settings.backend, f"{self.name}: backend")
         lora, bare_head = settings.lora is not None, not settings.head_bias
-        raise_engine_errors(find_train_errors(self.name, self.info, settings.parallel, lora, bare_head))
+        errors = find_train_errors(self.name, self.info, settings.parallel, lora, bare_head, settings.backend)
+        raise_engine_errors(errors)
         if config is not None:
             raise_engine_errors(find_optimizer_errors(self.name, self.info, config))
             compute_learning_rate(config, config.warmup_steps)  # raises if the schedule lacks decay_steps

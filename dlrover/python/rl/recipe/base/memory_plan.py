@@ -7,7 +7,8 @@ in a pass::
     weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s, with s 1 but for shard_frozen
     gradients    4 P / s
     optimizer    8 P / s with AdamW
-                 with optimizer_on_host none of it, and w P of the weights where s is 1; 16 P / s are on the host
+                 with optimizer_on_host none of it, and w P of the weights where s is 1; 16 P / s are on the host,
+                 and the largest tensor of the exchange has 4 bytes
     gathered     where s > 1: two layers and what lies outside of the layers, w bytes each; trained, also the gradients
                  of one layer, in float32 too, and of the latter
     activations  t x layers x (8 + 4 w) hidden + w (2 queries + 2 keys + 4 intermediate), and with
@@ -104,7 +105,7 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
     shards = use.members // sizes.ddp_size
     gathers = shards > tensor * sizes.pipeline_parallel_size
-    changed, on_host = _changed(shape, use), is_on_host(engine)
+    changed, on_host = _changed(shape, use), _is_on_host(engine)
     master, copy = 0 if on_host and not gathers else 4, 0 if gathers or (width == 4 and not on_host) else width
     frozen = 0 if use.lora is None else width * shape.parameters
     has_gradients = use.lora is None  # of layers; those of adapters are few
@@ -124,7 +125,7 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
 
 
 def _moments(use: ModelUse) -> int:
-    """Bytes of a parameter's."""
+    """Bytes of the optimizer's state for each parameter."""
     return 8 if use.optimizer.name == "adamw" else 4 if use.optimizer.momentum else 0
 
 
@@ -133,15 +134,16 @@ def _changed(shape: ModelShape, use: ModelUse) -> float:
     return shape.parameters if use.lora is None else shape.adapter_parameters(use.lora)
 
 
-def is_on_host(engine: EngineConfig) -> bool:
+def _is_on_host(engine: EngineConfig) -> bool:
     """Whether the float32 weights and the moments of trained models are in the host's memory."""
     return engine.train == "fsdp2" and engine.train_options.get("optimizer_on_host") is True
 
 
 def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
     """Of one member: float32 weights, gradients and moments."""
-    if use.kind != "trained" or not is_on_host(engine):
+    if use.kind != "trained" or not _is_on_host(engine):
         return 0.0
+    shape = shape.with_score_head() if use.head == "token" else shape
     sizes = engine.parallel or ParallelSizes()
     return (8 + _moments(use)) * _changed(shape, use) * sizes.ddp_size / use.members
 
@@ -215,7 +217,8 @@ class MemoryPlan:
         rows, known, hosts = [], {role for role, *_ in self.known()}, []
         for role, use, shape in self.known():
             if nbytes := host_bytes(shape, use, self.engine):
-                hosts.append(f"  {role} x{use.members}: {_gb(nbytes)} GB of its host's memory each, for the optimizer")
+                where = f"  {role} x{use.members}: {_gb(nbytes)} GB of its host's memory each, for the optimizer"
+                hosts.append(where if self.engine.threads else f"{where}; engine.threads: the cores that take its step")
             found = self._held(use, bytes_of(shape, use, self.engine))
             values = [*(getattr(found, name) for name in _COLUMNS), found.peak]
             rows.append([f"{role} x{use.members}", *map(_gb, values)])
@@ -284,7 +287,8 @@ class MemoryPlan:
             if use.kind == "trained" and not _divides(engine, members):
                 continue
             if self._needed(use, bytes_of(shape, changed, engine)) <= self._limit(use):
-                yield f"it fits with {' '.join(changes)}"
+                on_host = host_bytes(shape, changed, engine)
+                yield f"it fits with {' '.join(changes)}" + (f" and {_gb(on_host)} GB of its host" if on_host else "")
 
 
 def _divides(engine: EngineConfig, members: int) -> bool:
@@ -320,11 +324,14 @@ def _split(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[_Alternat
 
 
 def _on_host(engine: EngineConfig, use: ModelUse) -> Iterator[_Alternative]:
-    if engine.train == "fsdp2" and not is_on_host(engine):
+    if engine.train == "fsdp2" and not _is_on_host(engine):
         options = {**engine.train_options, "optimizer_on_host": True}
         for changes, changed in _smaller_passes(engine, use):
-            here = ["engine.train_options.optimizer_on_host=true", *changes]
-            yield here, replace(changed, train_options=options), use.members
+            yield (
+                ["engine.train_options.optimizer_on_host=true", *changes],
+                replace(changed, train_options=options),
+                use.members,
+            )
 
 
 def _more_members(

@@ -86,10 +86,9 @@ def describe_engines(model: str, engine: EngineConfig, fallback: str | None = No
     if parameters is not None:
         weights = parameters * (2 if engine.precision == "bf16" else 4)
         trained = parameters * _TRAINED_BYTES + (weights if engine.precision == "bf16" else 0)
-        size = (
-            f", {short_number(parameters)} parameters; {short_number(weights)}B of weights to generate,"
-            f" {short_number(trained)}B to train, activations not counted"
-        )
+        size = f", {short_number(parameters)} parameters; {short_number(weights)}B of weights to generate"
+        if not engine.train_options.get("optimizer_on_host"):
+            size += f", {short_number(trained)}B to train, activations not counted"
     elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
         size = f", {NOT_LOOKED_UP}"
     absent = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 
 _SHARE = 0.005
-_MOST = 8  # steps that a recovery repeats before the open one
+_MOST = 8  # steps from one to the next
 
 
 @dataclass
