@@ -42,6 +42,7 @@ def job_file(tmp_path):
 
 
 def test_a_file_is_read_and_its_folder_is_searched_for_classes(job_file, monkeypatch, tmp_path):
+    monkeypatch.delenv("PYTHONPATH", raising=False)  # whose folders come last
     monkeypatch.chdir(tmp_path)
     path = job_file(name="My Job_1.yaml")
     (tmp_path / "elsewhere").mkdir()
