@@ -186,7 +186,7 @@ class LocalExecutor:
 @contextlib.contextmanager
 def _no_ray() -> Iterator[None]:
     """Inside, ``ray.get`` and its like start no cluster but raise a CallError that names the way without Ray."""
-    starts = _set_ray_auto_start(False)
+    starts = set_ray_auto_start(False)
     try:
         with process_environment({"RAY_ENABLE_AUTO_CONNECT": "0"}):  # read when Ray is imported
             yield
@@ -198,10 +198,10 @@ def _no_ray() -> Iterator[None]:
             ) from error
         raise
     finally:
-        _set_ray_auto_start(starts)
+        set_ray_auto_start(starts)
 
 
-def _set_ray_auto_start(value: bool) -> bool:
+def set_ray_auto_start(value: bool) -> bool:
     """Set whether Ray, if it is imported, starts with its first use; returns the earlier value."""
     hook: Any = sys.modules.get("ray._private.auto_init_hook")
     if hook is None:

@@ -18,6 +18,7 @@ from dlrover.python.rl.config.limits import ALLOW_RESOLVERS
 from dlrover.python.rl.service.state import default_state, write_address
 
 PORT = 8470
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ROLES = ("read", "submit", "admin")
 _FILE = click.Path(path_type=Path)
 _STATE = click.option("--state", type=_FILE, default=default_state, show_default="~/.dlrover-rl/service")
@@ -111,6 +112,8 @@ async def _serve(
         finally:
             await server.close()
             await manager.close()
+            for number in _SIGNALS:  # what still runs is ended by another one
+                asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def _metrics(registry: Any, host: str, port: int, token: str, tls: Any) -> Any:
@@ -124,20 +127,24 @@ def _metrics(registry: Any, host: str, port: int, token: str, tls: Any) -> Any:
 
 def _stop_signals() -> asyncio.Event:
     stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
+    for number in _SIGNALS:
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
 
 
 @contextmanager
 def _cluster(address: str | None, cpus: float | None, may_be_open: bool) -> Iterator[None]:
+    from dlrover.python.rl.runtime.local_executor import set_ray_auto_start
     from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
     from dlrover.python.rl.runtime.ray.cluster.open_ray import risk_of_open_ray
 
     with ray_cluster(address, {"cpu": cpus or float(os.cpu_count() or 1)}, log_to_driver=False):
         if (risk := risk_of_open_ray()) and not may_be_open:
             raise InvalidJob([ConfigError("--address", f"{risk}, and say --allow-open-ray")])
-        yield
+        try:
+            yield
+        finally:
+            set_ray_auto_start(False)  # a thread that is still asking Ray would start another cluster
 
 
 def _ray_runner() -> Any:

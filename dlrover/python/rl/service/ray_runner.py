@@ -27,10 +27,11 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.job import check_job
-from dlrover.python.rl.master.process.brain import earlier_journal
+from dlrover.python.rl.master.checked_job import CheckedJob, check_job
+from dlrover.python.rl.master.operations.history import read_history
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update
 from dlrover.python.rl.master.ray_run import start_master
+from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
 from dlrover.python.rl.runtime.ray.processes.actors import sweep
 from dlrover.python.rl.runtime.ray.processes.master_calls import MasterCalls, cluster_capacity, find_master
 from dlrover.python.rl.runtime.run_folder import newest_owner
@@ -45,6 +46,7 @@ GRACE_S = 3.0
 _FOLLOW_S = 2.0
 _ANSWER_S = 120.0
 _POLL_S = 0.05
+_CHECKS = 4  # processes that check jobs at the same time
 _REVIVALS = 3
 _PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Phase.STOPPED: JobPhase.STOPPED}
 
@@ -67,6 +69,7 @@ class RayJobRunner:
         self._grace_s = grace_s
         self._sink: Sink = lambda observed: None
         self._driven: dict[str, _Driven] = {}
+        self._checks = asyncio.Semaphore(_CHECKS)
 
     def attach(self, sink: Sink) -> None:
         self._sink = sink
@@ -147,7 +150,7 @@ class RayJobRunner:
         master = await self._begun(job)
         if master is not None:
             return master
-        owner = await asyncio.to_thread(newest_owner, job.job_dir)
+        owner = await in_daemon_thread(newest_owner, job.job_dir)
         if owner is not None and owner.run == record.run and owner.state != "running":
             return None
         if driven.stopping.is_set():
@@ -173,22 +176,28 @@ class RayJobRunner:
 
     async def _start(self, driven: _Driven, job: JobSpec) -> MasterCalls | None:
         """The master, or None if the job is to be stopped. It is checked in a child process, which may take a while."""
-        checking = asyncio.get_running_loop().create_task(asyncio.to_thread(check_job, job))
+        checking = asyncio.get_running_loop().create_task(self._check(job))
         stopped = asyncio.get_running_loop().create_task(driven.stopping.wait())  # waits: beside the check
-        await asyncio.wait((checking, stopped), return_when=asyncio.FIRST_COMPLETED)
-        stopped.cancel()
+        try:
+            await asyncio.wait((checking, stopped), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.cancel()
         if driven.stopping.is_set():
             checking.add_done_callback(lambda task: task.cancelled() or task.exception())
             return None
         checked = await checking
         driven.job = job = checked.job
         try:
-            return MasterCalls(await asyncio.to_thread(start_master, checked))
+            return MasterCalls(await in_daemon_thread(start_master, checked))
         except JobConflict:
             master = await self._begun(job)
             if master is None:
                 raise
             return master
+
+    async def _check(self, job: JobSpec) -> CheckedJob:
+        async with self._checks:
+            return await in_daemon_thread(check_job, job)
 
     async def _follow(self, driven: _Driven, master: MasterCalls) -> Observed:
         """Report until the run has ended. Raises MasterLost."""
@@ -249,7 +258,7 @@ class RayJobRunner:
 
     async def _swept(self, driven: _Driven, error: MasterLost) -> Observed:
         """The end of a run whose master is gone for good."""
-        await asyncio.to_thread(sweep, driven.record.name)
+        await in_daemon_thread(sweep, driven.record.name)
         if driven.stopping.is_set():
             return self._observed(driven, JobPhase.STOPPED, reason=driven.record.reason or "stopped")
         return self._observed(driven, JobPhase.FAILED, reason=str(error), cause="master_lost")
@@ -261,14 +270,19 @@ class RayJobRunner:
     async def _stop(self, driven: _Driven, reason: str) -> None:
         """Ask the master, and end everything when it takes too long, or at once if that is wanted."""
         asked = asyncio.get_running_loop().create_task(self._ask_to_stop(driven, reason))
-        with suppress(TimeoutError):
-            async with asyncio.timeout(self._grace_s):
-                await driven.hard.wait()
-        asked.cancel()
+        try:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._grace_s):
+                    await driven.hard.wait()
+        finally:
+            asked.cancel()
         while driven.record.run in self._driven:  # a master that is being launched can be ended once Ray knows it
-            if driven.master is not None:
-                driven.master.end()
-            await asyncio.to_thread(sweep, driven.record.name)
+            try:
+                if driven.master is not None:
+                    driven.master.end()
+                await in_daemon_thread(sweep, driven.record.name)
+            except Exception as error:  # noqa: BLE001 -- Ray may be away for a moment, and nobody asks again
+                _LOG.warning("%s: it could not be ended yet: %s", driven.record.name, _first_line(error))
             await asyncio.sleep(_POLL_S)
 
     async def _ask_to_stop(self, driven: _Driven, reason: str) -> None:
@@ -302,12 +316,11 @@ def _described(record: JobRecord, description: JobDescription) -> JobSpec:
 
 
 def _journalled_end(job: JobSpec | None) -> Any:
-    """The final state in the journal of a run, None if it has none."""
-    brain = None if job is None else earlier_journal(job, job.run)
-    if brain is None:
+    """The final state in the journal of a run, None if it has none. Its master may be alive, and keeps the journal."""
+    history = None if job is None else read_history(job.job_dir)
+    if job is None or history is None or history.state.settings is None or history.state.settings.run != job.run:
         return None
-    brain.close()
-    return brain.state if brain.state.phase.terminal else None
+    return history.state if history.state.phase.terminal else None
 
 
 def _first_line(error: BaseException) -> str:

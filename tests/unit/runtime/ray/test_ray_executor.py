@@ -2,9 +2,11 @@
 """The executor on a cluster in memory: where members and standbys are, which deaths it tells, what a release ends."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from memory_cluster import MemoryCluster
+from ray.exceptions import ActorUnavailableError
 
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.commands import KillStandby, Place, Release, StartMembers, StartStandby
@@ -14,7 +16,7 @@ from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
-from dlrover.python.rl.runtime.ray.processes import actors
+from dlrover.python.rl.runtime.ray.processes import actors, process_table
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
 
 JOB = """
@@ -179,3 +181,20 @@ def test_members_that_start_together_all_know_their_first_rank_and_who_shares_th
     assert [(each.local_rank, each.local_world_size) for each in contexts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     first = by_rank[0]
     assert {(each.master_addr, each.master_port) for each in contexts} == {(f"address of {first.node}", first.pid)}
+
+
+def test_a_trainer_is_asked_for_its_outcome_again_after_a_broken_connection(monkeypatch):
+    monkeypatch.setattr(process_table, "_ASK_AGAIN_S", 0.001)
+    answers = iter([ActorUnavailableError("for a moment", bytes(16)), ActorUnavailableError("again", bytes(16)), "why"])
+
+    async def run():
+        if isinstance(answer := next(answers), Exception):
+            raise answer
+        return answer
+
+    async def scenario():
+        stage = Stage()
+        trainer = SimpleNamespace(run=SimpleNamespace(remote=run))
+        return await stage.new_executor()._pool.outcome_of(trainer)
+
+    assert asyncio.run(scenario()) == "why"

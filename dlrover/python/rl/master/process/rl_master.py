@@ -280,8 +280,8 @@ class RLMaster:
             pass  # it cannot tell: what the job holds is given back all the same
 
     def _leave(self) -> None:
-        self._claim.leave(self._state.phase.value)
         self._spawn(end_later(current_actor(), _LINGER_S))  # if nobody follows the job
+        self._claim.leave(self._state.phase.value)
 
     async def _watch_hangs(self) -> None:
         while not self._state.phase.terminal:
@@ -371,7 +371,11 @@ class RLMaster:
     async def _decide(self, event: Resized) -> None:
         self._events.put_nowait(event)
         async with self._news, asyncio.timeout(_TAKEN_S):
-            await self._news.wait_for(lambda: size_of(self._state, event.role) == event.num or not self._state.opened)
+            await self._news.wait_for(
+                lambda: (
+                    size_of(self._state, event.role) == event.num or not (self._state.opened and self._state.phase.live)
+                )
+            )
 
     async def status(self) -> JobStatus:
         await self._awake()

@@ -5,10 +5,13 @@ import asyncio
 from collections.abc import Callable
 
 from dlrover.python.rl.common.errors import JobConflict
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.process.heartbeat import leave
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests, copy_output
 from dlrover.python.rl.runtime.run_folder import BEAT_S, ON_RAY, Claim, claim, newest_owner
+
+_LOG = get_logger(__name__)
 
 
 class RunClaim:
@@ -39,8 +42,12 @@ class RunClaim:
                 raise
 
     def leave(self, outcome: str) -> None:
-        if self._log is not None:
-            self._log.copy()
-        copy_all_rests(self._job.job_dir)
-        if self._claim is not None:
-            self._claim.end(outcome)
+        """Also of a folder that fails: the master ends all the same."""
+        try:
+            if self._log is not None:
+                self._log.copy()
+            copy_all_rests(self._job.job_dir)
+            if self._claim is not None:
+                self._claim.end(outcome)
+        except OSError as error:
+            _LOG.error("how %s has ended is not in its folder: %s", self._job.name, error)

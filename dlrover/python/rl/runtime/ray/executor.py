@@ -333,7 +333,7 @@ class RayExecutor:
     async def _wait_for_trainer(self, entry: ProcessEntry, emit: Emit) -> None:
         """Run the trainer, or wait for the end of one that runs already. The watch reports its death."""
         with suppress(RayActorError):
-            outcome: Cause | None = await entry.handle.run.remote()  # waits: the training itself; its death ends it
+            outcome = await self._pool.outcome_of(entry.handle)
             emit(TrainerFinished(entry.number) if outcome is None else entry.loss(outcome))
 
     def _members(self) -> tuple[MemberHandle, ...]:

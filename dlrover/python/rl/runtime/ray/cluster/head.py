@@ -174,27 +174,30 @@ class GcsKeeper:
     def _keep(self) -> None:
         in_a_row, last_s = 0, float("-inf")
         while not self._closed.wait(timeout=self._LOOK_S):
-            if self._resting.is_set() or not self._remove_dead():
+            dead = None if self._resting.is_set() else self._remove_dead()
+            if dead is None:
                 continue
             in_a_row = in_a_row + 1 if time.monotonic() - last_s < self._quiet_s else 1
             if in_a_row > self._most:
                 _LOG.error("the GCS of Ray died %d times in a row: not started again", in_a_row)
                 self.rest()
-                continue
-            self._start()
-            last_s = time.monotonic()
+            else:
+                self._start()
+                last_s = time.monotonic()
+            # What is lost for good, or is to be started again, is seen in the node's table.
+            self._node.all_processes.setdefault(_GCS, dead)
 
-    def _remove_dead(self) -> bool:
-        """Return True if the GCS has died by itself; it is then removed from the node's table."""
+    def _remove_dead(self) -> Any:
+        """The GCS if it has died by itself, else None; it is then removed from the node's table."""
         with self._node.removal_lock:  # Ray holds it while it ends the GCS on purpose
             processes = self._node.all_processes.get(_GCS)
             if not processes or processes[0].process.poll() is None:
-                return False
+                return None
             _LOG.warning("the GCS of Ray has died (exit code %s): starting it again", processes[0].process.returncode)
             del self._node.all_processes[_GCS]
             self._node._gcs_address = None
             self._node._gcs_client = None
-            return True
+            return processes
 
     def _start(self) -> None:
         try:

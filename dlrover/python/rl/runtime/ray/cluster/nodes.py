@@ -13,14 +13,13 @@ another one.
 """
 
 import asyncio
-import contextlib
-import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 import ray
 
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
 
 _LOG = get_logger(__name__)
 
@@ -142,7 +141,7 @@ class NodeWatch:
 
     async def _rows(self) -> list[NodeRow] | None:
         if self._request is None:
-            self._request = _in_thread(self._table)
+            self._request = in_daemon_thread(self._table)
         done, _ = await asyncio.wait([self._request], timeout=self._table_s)
         if not done:
             return None
@@ -167,29 +166,3 @@ class NodeWatch:
             if refused < _REFUSALS:
                 await asyncio.sleep(_RETRY_S)
         report(Loss(row.node_id, f"its raylet no longer listens at {row.host}:{row.port}"))
-
-
-def _in_thread(call: Callable[[], list[NodeRow]]) -> "asyncio.Future[list[NodeRow]]":
-    """The result of a call in a daemon thread, which does not keep the process from ending."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[list[NodeRow]] = loop.create_future()
-
-    def settle(rows: list[NodeRow] | None, error: Exception | None) -> None:
-        if future.done():
-            return
-        if error is not None:
-            future.set_exception(error)
-        else:
-            future.set_result(rows or [])
-
-    def run() -> None:
-        rows, error = None, None
-        try:
-            rows = call()
-        except Exception as raised:  # noqa: BLE001 - handed over to the waiting loop
-            error = raised
-        with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
-            loop.call_soon_threadsafe(settle, rows, error)
-
-    threading.Thread(target=run, name="node-table", daemon=True).start()
-    return future

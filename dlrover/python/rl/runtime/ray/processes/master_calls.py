@@ -12,6 +12,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError, RayTaskError
 from dlrover.python.rl.common.errors import DLRoverRLError, MasterLost
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, awaited
+from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
 from dlrover.python.rl.runtime.ray.processes.actors import end, find
 
 _RETRY_S = 0.5
@@ -55,13 +56,13 @@ class MasterCalls:
 
 
 async def find_master(job: str) -> MasterCalls | None:
-    handle = await asyncio.to_thread(find, master_name(job))
+    handle = await in_daemon_thread(find, master_name(job))
     return None if handle is None else MasterCalls(handle)
 
 
 async def cluster_capacity() -> dict[str, float]:
     """What all nodes have: ``cpu``, ``gpu``, ``memory`` in MB, and custom resources."""
-    amounts = await asyncio.to_thread(ray.cluster_resources)
+    amounts = await in_daemon_thread(ray.cluster_resources)
     return {
         _OURS.get(name, name): amount / MEGABYTE if name == "memory" else float(amount)
         for name, amount in amounts.items()

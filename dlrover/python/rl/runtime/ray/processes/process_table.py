@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequen
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import ActorUnavailableError, RayActorError, RayError
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import (
@@ -34,6 +34,7 @@ from dlrover.python.rl.trainer.port import RestartInfo
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
+_ASK_AGAIN_S = 0.5
 
 
 @dataclass
@@ -284,6 +285,17 @@ class ActorPool:
 
     async def find(self, name: str) -> Any:
         return await asyncio.to_thread(self.cluster.find_actor, name)
+
+    async def outcome_of(self, trainer: Any) -> Cause | None:
+        """What a trainer's ``run`` returns: the cause of its failure. Asked for again after a broken connection, which
+        is not yet a death. Raises RayActorError."""
+        while True:
+            try:
+                outcome: Cause | None = await trainer.run.remote()  # waits: the training itself; its death ends it
+            except ActorUnavailableError:
+                await asyncio.sleep(_ASK_AGAIN_S)
+            else:
+                return outcome
 
     async def let_leave(self, entry: ProcessEntry) -> bool:
         """Let a process leave its peers, so that it can go on as ``entry``; False if it does not soon."""

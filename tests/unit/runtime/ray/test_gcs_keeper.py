@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A GCS that cannot be started again stays visible as lost: what watches the cluster has to find it."""
+
+import threading
+import time
+from types import SimpleNamespace
+
+import pytest
+
+from dlrover.python.rl.runtime.ray.cluster.head import GcsKeeper
+
+GCS = "gcs_server"
+
+
+def wait_for(that):
+    deadline_s = time.monotonic() + 30
+    while not that():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
+
+
+class Node:
+    """As much of Ray's object as the keeper uses; ``start`` is what starting the GCS does."""
+
+    def __init__(self, start):
+        self.removal_lock = threading.Lock()
+        self.all_processes = {GCS: [self.process(dead=True)]}
+        self.tried, self._start = 0, start
+        self._gcs_address = self._gcs_client = None
+
+    @staticmethod
+    def process(dead):
+        return SimpleNamespace(process=SimpleNamespace(poll=lambda: 1 if dead else None, returncode=1))
+
+    def start_gcs_server(self):
+        self.tried += 1
+        self._start(self)
+
+
+def fails(node):
+    raise OSError("no space left on the device")
+
+
+def dies_again(node):
+    node.all_processes[GCS] = [node.process(dead=True)]
+
+
+def comes_up(node):
+    node.all_processes[GCS] = [node.process(dead=False)]
+
+
+@pytest.mark.parametrize("start", [fails, dies_again])
+def test_it_is_tried_several_times_and_then_seen_as_lost(start):
+    node = Node(start)
+    keeper = GcsKeeper(node, most_in_a_row=3)
+    try:
+        wait_for(keeper._resting.is_set)
+        wait_for(lambda: GCS in node.all_processes)
+        assert node.tried == 3
+        assert node.all_processes[GCS][0].process.poll() == 1
+    finally:
+        keeper.close()
+
+
+def test_one_that_comes_up_is_the_nodes():
+    node = Node(comes_up)
+    keeper = GcsKeeper(node)
+    try:
+        wait_for(lambda: keeper.restarts == 1)
+        assert node.all_processes[GCS][0].process.poll() is None
+    finally:
+        keeper.close()
+    assert node.tried == 1
