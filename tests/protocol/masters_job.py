@@ -277,7 +277,7 @@ class Job:
                 stack.enter_context(mock.patch.object(where, name, value))
 
         patch(asyncio, to_thread=self._to_thread)
-        patch(node_watch, _in_thread=lambda call: asyncio.ensure_future(self._to_thread(call)))
+        patch(node_watch, in_daemon_thread=lambda call: asyncio.ensure_future(self._to_thread(call)))
         patch(actors, session_folder=lambda: "/nonexistent")
         store, its_brain = self._disk_and_clock()
         patch(brain, FileStateStore=store, Brain=its_brain)

@@ -179,6 +179,7 @@ class RayJobRunner:
         checking = asyncio.get_running_loop().create_task(self._check(job))
         stopped = asyncio.get_running_loop().create_task(driven.stopping.wait())  # waits: beside the check
         try:
+            # waits: for the end of a check, which has a limit, or of the job
             await asyncio.wait((checking, stopped), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
