@@ -117,8 +117,8 @@ def shards(rank, world_size, port, path, compiled):
     engine = make(path, compiled, Rendezvous(rank, world_size, "127.0.0.1", port), gradient_checkpointing=True)
     with pytest.MonkeyPatch.context() as patch:
         calls = attention_calls(engine, patch)
-    told = [step(engine, seed) for seed in STEPS]
-    found = calls, told, {name: tensor.numpy().copy() for name, tensor in engine.named_weights()}
+    results = [step(engine, seed) for seed in STEPS]
+    found = calls, results, {name: tensor.numpy().copy() for name, tensor in engine.named_weights()}
     engine.close()
     return found
 
@@ -126,9 +126,9 @@ def shards(rank, world_size, port, path, compiled):
 @pytest.mark.slow
 def test_ranks_that_divide_the_model_may_compile_it(model_path):
     plain, compiled = (run(2, shards, model_path, compiled) for compiled in (False, True))
-    for (calls, told, weights), (calls_without, wanted, others) in zip(compiled, plain, strict=True):
+    for (calls, results, weights), (calls_without, wanted, others) in zip(compiled, plain, strict=True):
         assert calls == calls_without
-        assert np.allclose(told, wanted, rtol=1e-5)
+        assert np.allclose(results, wanted, rtol=1e-5)
         assert all(np.allclose(weights[name], others[name], atol=1e-5) for name in others)
 
 

@@ -69,8 +69,8 @@ def trained(model_path):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_steps_give_the_same_bits(trained, precision):
-    (plain, told), (engine, told_here) = trained[precision, False], trained[precision, True]
-    assert told_here == told
+    (plain, wanted), (engine, results) = trained[precision, False], trained[precision, True]
+    assert results == wanted
     for dtype in (None, torch.float32, torch.bfloat16):
         assert bits(engine, dtype) == bits(plain, dtype)
 

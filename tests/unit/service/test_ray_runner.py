@@ -38,6 +38,7 @@ def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(drive
 
     runner = None
     monkeypatch.setattr(ray_runner, "sweep", sweep)
+    monkeypatch.setattr(ray_runner, "_AGAIN_S", 0.01)
     asyncio.run(scenario())
     assert swept == ["job"] * 3
 

@@ -18,7 +18,6 @@ from dlrover.python.rl.config.limits import ALLOW_RESOLVERS
 from dlrover.python.rl.service.state import default_state, write_address
 
 PORT = 8470
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _ROLES = ("read", "submit", "admin")
 _FILE = click.Path(path_type=Path)
 _STATE = click.option("--state", type=_FILE, default=default_state, show_default="~/.dlrover-rl/service")
@@ -112,8 +111,6 @@ async def _serve(
         finally:
             await server.close()
             await manager.close()
-            for number in _SIGNALS:  # what still runs is ended by another one
-                asyncio.get_running_loop().remove_signal_handler(number)
 
 
 def _metrics(registry: Any, host: str, port: int, token: str, tls: Any) -> Any:
@@ -127,7 +124,7 @@ def _metrics(registry: Any, host: str, port: int, token: str, tls: Any) -> Any:
 
 def _stop_signals() -> asyncio.Event:
     stopping = asyncio.Event()
-    for number in _SIGNALS:
+    for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
 

@@ -46,6 +46,7 @@ GRACE_S = 3.0
 _FOLLOW_S = 2.0
 _ANSWER_S = 120.0
 _POLL_S = 0.05
+_AGAIN_S = 1.0  # after an error of Ray
 _CHECKS = 4  # processes that check jobs at the same time
 _REVIVALS = 3
 _PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Phase.STOPPED: JobPhase.STOPPED}
@@ -183,6 +184,7 @@ class RayJobRunner:
             await asyncio.wait((checking, stopped), return_when=asyncio.FIRST_COMPLETED)
         finally:
             stopped.cancel()
+            checking.cancel()  # does nothing to one that has ended
         if driven.stopping.is_set():
             checking.add_done_callback(lambda task: task.cancelled() or task.exception())
             return None
@@ -282,8 +284,9 @@ class RayJobRunner:
                 if driven.master is not None:
                     driven.master.end()
                 await in_daemon_thread(sweep, driven.record.name)
-            except Exception as error:  # noqa: BLE001 -- Ray may be away for a moment, and nobody asks again
+            except Exception as error:  # noqa: BLE001 -- Ray may be away for a moment, and this is the only attempt
                 _LOG.warning("%s: it could not be ended yet: %s", driven.record.name, _first_line(error))
+                await asyncio.sleep(_AGAIN_S)
             await asyncio.sleep(_POLL_S)
 
     async def _ask_to_stop(self, driven: _Driven, reason: str) -> None:

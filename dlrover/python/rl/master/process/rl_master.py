@@ -371,11 +371,10 @@ class RLMaster:
     async def _decide(self, event: Resized) -> None:
         self._events.put_nowait(event)
         async with self._news, asyncio.timeout(_TAKEN_S):
-            await self._news.wait_for(
-                lambda: (
-                    size_of(self._state, event.role) == event.num or not (self._state.opened and self._state.phase.live)
-                )
-            )
+            await self._news.wait_for(lambda: size_of(self._state, event.role) == event.num or not self._takes_steps())
+
+    def _takes_steps(self) -> bool:
+        return self._state.opened and self._state.phase.live
 
     async def status(self) -> JobStatus:
         await self._awake()

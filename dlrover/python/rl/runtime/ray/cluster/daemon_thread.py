@@ -20,10 +20,12 @@ def in_daemon_thread(call: Callable[..., T], *arguments: Any) -> "asyncio.Future
             act(outcome)
 
     def run() -> None:
+        act: Callable[[Any], None] = future.set_result
+        outcome: Any
         try:
-            act, outcome = future.set_result, call(*arguments)
+            outcome = call(*arguments)
         except BaseException as error:  # noqa: BLE001 - handed over to the waiting loop
-            act, outcome = future.set_exception, error  # type: ignore[assignment]
+            act, outcome = future.set_exception, error
         with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
             loop.call_soon_threadsafe(settle, act, outcome)
 

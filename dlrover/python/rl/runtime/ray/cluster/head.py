@@ -184,8 +184,8 @@ class GcsKeeper:
             else:
                 self._start()
                 last_s = time.monotonic()
-            # What is lost for good, or is to be started again, is seen in the node's table.
-            self._node.all_processes.setdefault(_GCS, dead)
+            with self._node.removal_lock:  # what is lost for good, or is to be started again, is seen in the table
+                self._node.all_processes.setdefault(_GCS, dead)
 
     def _remove_dead(self) -> Any:
         """The GCS if it has died by itself, else None; it is then removed from the node's table."""
