@@ -60,7 +60,8 @@ class Command:
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
         found = [pytest.mark.ray] if self.on_ray else []
-        return [*found, pytest.mark.slow] if self.on_ray or self.trains_a_model else found
+        shown_elsewhere = self.code != 0 or "fault_tolerance" in self.line
+        return [*found, pytest.mark.slow] if self.on_ray or self.trains_a_model or shown_elsewhere else found
 
     @property
     def typed(self) -> str:
@@ -167,6 +168,7 @@ def test_breakpoint_stops_in_the_member_that_got_the_empty_text(desk):
     assert read(desk / "runs/debug-locally/latest/total.json") == {"total": 28.0, "texts": 4}
 
 
+@pytest.mark.slow
 def test_breakpoints_can_be_switched_off(desk):
     done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", PYTHONBREAKPOINT="0")
     assert done.returncode == 0, done.stderr
@@ -174,12 +176,14 @@ def test_breakpoints_can_be_switched_off(desk):
     assert read(desk / "runs/debug-locally/latest/total.json")["total"] == 28.0
 
 
+@pytest.mark.slow
 def test_leaving_the_debugger_ends_the_job_as_failed(desk):
     done = run(desk, "dlrover-rl run examples/debug_locally/job.yaml --local", "q\n")
     assert done.returncode == 1
     assert "BdbQuit" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_debugger_shows_its_prompt_on_a_terminal(desk):
     """With the progress bar sent elsewhere, as the page says."""
     ours, theirs = pty.openpty()
@@ -210,6 +214,7 @@ def _until(terminal: int, words: bytes) -> bytes:
     return seen
 
 
+@pytest.mark.slow
 def test_the_launch_file_runs_the_example(desk):
     (entry,) = read(desk / "examples/debug_locally/launch.json")["configurations"]
     line = " ".join(["python", "-m", entry["module"], *entry["args"]])
@@ -252,15 +257,19 @@ def test_the_command_ends_as_its_page_says(desk, command):
     ("line", "words"),
     [
         ("check examples/first_trainer/job.yaml payouts=[2] workload.rollout.class=Rolout", "config.payouts"),
-        ("check examples/first_trainer/job.yaml workload.rollout.num=4", "impossible placement"),
-        ("check examples/first_trainer/job.yaml stepz=5", "unknown key 'stepz'"),
         ("run examples/first_trainer/job.yaml --local pulls_per_step=1", "too few to split"),
-        ("run examples/first_trainer/job.yaml --local lr=fast", "user_error is not retried"),
-        ("check examples/debug_locally/job.yaml --local workload.actor.num=2", "meet in collectives"),
-        pytest.param(
-            "check docs/guides/own_data/grpo.yaml data.train=docs/guides/own_data/broken.jsonl",
-            "unknown key 'promt'",
-            marks=pytest.mark.slow,
+        *(
+            pytest.param(line, words, marks=pytest.mark.slow)
+            for line, words in (
+                ("check examples/first_trainer/job.yaml workload.rollout.num=4", "impossible placement"),
+                ("check examples/first_trainer/job.yaml stepz=5", "unknown key 'stepz'"),
+                ("run examples/first_trainer/job.yaml --local lr=fast", "user_error is not retried"),
+                ("check examples/debug_locally/job.yaml --local workload.actor.num=2", "meet in collectives"),
+                (
+                    "check docs/guides/own_data/grpo.yaml data.train=docs/guides/own_data/broken.jsonl",
+                    "unknown key 'promt'",
+                ),
+            )
         ),
     ],
 )
@@ -314,6 +323,7 @@ def test_the_script_of_the_debugging_guide_runs(desk):
     assert done.stdout == "finished the trainer returned\n"
 
 
+@pytest.mark.slow
 def test_the_script_of_the_weight_sync_guide_runs(desk):
     (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "PullTransport" in item.text]
     (desk / "script.py").write_text(block.text, encoding="utf-8")
@@ -322,6 +332,7 @@ def test_the_script_of_the_weight_sync_guide_runs(desk):
     assert done.stdout == "True tensor([1., 1., 1., 1.])\n"
 
 
+@pytest.mark.slow
 def test_the_script_of_the_guide_to_algorithms_runs(desk):
     (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "make_algorithm" in item.text]
     (desk / "script.py").write_text(block.text, encoding="utf-8")

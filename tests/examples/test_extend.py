@@ -91,6 +91,7 @@ def test_a_wrong_name_or_option_is_refused_before_the_start(tmp_path, model, hin
     assert [hint for hint in hints.values() if hint not in outcome.stderr] == []
 
 
+@pytest.mark.slow
 def test_an_algorithm(tmp_path, model):
     succeed(tmp_path, model, ALGORITHM / "grpo.yaml", [ALGORITHM / "above_median.py"], TRAIN)
 

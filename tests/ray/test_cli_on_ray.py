@@ -222,6 +222,7 @@ def test_status_shows_a_running_job_and_stop_waits_for_its_end_and_removes_the_m
     assert not actors_of("stopped")
 
 
+@pytest.mark.slow
 def test_a_job_runs_by_the_originals_options_on_a_cluster_that_is_there(tmp_path, ray_session):
     address = ray.get_runtime_context().gcs_address
     config = job_file(tmp_path, "steps_only").read_text()

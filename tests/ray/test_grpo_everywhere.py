@@ -61,6 +61,7 @@ def assert_same_end(folder, one, other):
         torch.testing.assert_close(tensor, ends[1][name], atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_the_samples_of_the_first_step_are_the_same_everywhere(folder):
     seen = [samples(folder / name) for name in PLACES]
     assert len(seen[0]) == 4 * 8

@@ -81,6 +81,7 @@ def test_a_job_whose_workloads_ask_the_master_runs_to_its_end_reports_its_steps_
     wait_until(lambda: nothing_is_left("plain"))
 
 
+@pytest.mark.slow
 def test_results_that_were_not_waited_for_are_taken_by_rays_own_functions(tmp_path, monkeypatch):
     status, reports = run(describe(tmp_path, monkeypatch, "rays_own_functions", "rays-own"))
     assert (status.phase, status.restarts, status.cause) == (Phase.FINISHED, 0, None)
@@ -94,6 +95,7 @@ def test_a_member_that_dies_under_ray_get_is_replaced_and_the_step_repeated(tmp_
     assert [(report.step, report.metrics["reward"]) for report in reports][-3:] == [(1, 1.0), (2, 1.0), (3, 1.0)]
 
 
+@pytest.mark.slow
 def test_members_that_are_late_can_be_replaced_instead_of_waited_for(tmp_path, monkeypatch):
     status, reports = run(describe(tmp_path, monkeypatch, "replaces_the_late", "late"))
     assert (status.phase, status.restarts) == (Phase.FINISHED, 0), status.cause
@@ -112,6 +114,7 @@ def test_a_users_error_ends_the_job_at_once_with_role_rank_and_traceback(tmp_pat
     assert runs(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_the_trainers_own_error_is_reported_as_such(tmp_path, monkeypatch):
     status, _ = run(describe(tmp_path, monkeypatch, "own_error", "own-error"))
     assert status.cause.who == "trainer"
@@ -141,6 +144,7 @@ def test_an_exception_of_the_users_own_class_is_told_by_role_and_rank(tmp_path, 
     assert "OwnError: of a module" in status.cause.message
 
 
+@pytest.mark.slow
 def test_relative_paths_are_meant_from_where_the_job_was_described(tmp_path, monkeypatch):
     job = describe(tmp_path, monkeypatch, "steps_only", "relative")
     job.config.folder = "."
@@ -149,6 +153,7 @@ def test_relative_paths_are_meant_from_where_the_job_was_described(tmp_path, mon
     assert runs(tmp_path) == 1
 
 
+@pytest.mark.slow
 def test_a_constructor_that_fails_is_reported_as_such(tmp_path, monkeypatch):
     status, _ = run(describe(tmp_path, monkeypatch, "steps_only", "broken", broken_rank=1))
     assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.START_FAILED)

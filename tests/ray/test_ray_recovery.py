@@ -70,6 +70,7 @@ def stale_commits(job):
     return refusals
 
 
+@pytest.mark.slow
 def test_a_death_costs_what_its_own_scope_has_done_in_this_step(stage):
     """A rollout's death repeats that member's calls of the step, an actor's too, the trainer's no call at all; and a
     trainer that was replaced can commit nothing."""
@@ -119,6 +120,7 @@ def test_the_ranks_of_a_group_restart_together_and_a_standby_takes_over_within_a
     assert job.delay_s("ROLLOUT", 0) < 1.0
 
 
+@pytest.mark.slow
 def test_the_ranks_that_are_left_keep_their_processes_unless_they_do_not_answer(stage):
     """The first two are lost in turn; then the master, who finds a process under the name that it began with; at last a
     rank is lost while the other one is busy for ever."""
@@ -141,6 +143,7 @@ def test_the_ranks_that_are_left_keep_their_processes_unless_they_do_not_answer(
     assert job.nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
     """First the master is stopped, and meanwhile the job goes on; then it is killed, and finds every process again.
     The second time a member dies with it."""
@@ -217,6 +220,7 @@ def test_deaths_at_the_same_time_lead_to_one_recovery_each(stage):
 # -- errors of the machine --------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_process_whose_device_or_link_fails_is_replaced(stage):
     """ECC and other CUDA errors, an NCCL abort, and a rendezvous that times out once are exceptions to the program."""
     faults = (
@@ -234,6 +238,7 @@ def test_a_process_whose_device_or_link_fails_is_replaced(stage):
     assert actors == [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (1, 3)]
 
 
+@pytest.mark.slow
 def test_an_unknown_error_is_tried_once_in_fresh_processes_and_then_is_the_users(stage):
     job = stage("odd", "ACTOR-0:update:2:odd", "ROLLOUT-0:generate:4:odder").run()
     assert (job.status.phase, job.status.cause.kind) == (Phase.FAILED, CauseKind.USER_ERROR), job.status
@@ -244,6 +249,7 @@ def test_an_unknown_error_is_tried_once_in_fresh_processes_and_then_is_the_users
     assert job.nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_master_that_comes_back_without_its_journal_fails_the_job_and_frees_everything(stage):
     job = stage("no-journal", "trainer:middle:3:hold")
 
@@ -307,6 +313,7 @@ def test_a_master_without_restarts_left_takes_the_job_with_it(stage):
     assert job.nothing_is_left()
 
 
+@pytest.mark.slow
 def test_a_master_that_finds_its_journal_damaged_ends_the_job_and_never_starts_as_new(stage):
     job, damaged = stage("damaged", hold := "trainer:end:3:hold"), []
 

@@ -31,6 +31,7 @@ def ranks_of(command, marker):
     return [pid for pid in command.children() if (line := commands_of([pid])) and line[0].startswith(marker)]
 
 
+@pytest.mark.slow
 def test_the_ranks_of_a_script_start_again_together(tmp_path):
     script = (
         "echo rank $RANK start $RESTART_COUNT; case $RANK$RESTART_COUNT in 00) sleep 987654;; 10) kill -9 $$;; esac"

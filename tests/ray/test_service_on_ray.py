@@ -145,6 +145,7 @@ def test_a_job_is_stopped_within_five_seconds_while_its_master_takes_long_to_sta
     run(body())
 
 
+@pytest.mark.slow
 def test_a_job_whose_master_is_lost_goes_on_from_its_last_commit(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 

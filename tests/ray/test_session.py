@@ -83,6 +83,7 @@ def test_two_ranks_work_as_one(train):
         train.wait.options(timeout_s=0.5)(3)
 
 
+@pytest.mark.slow
 def test_a_call_that_has_failed_on_one_rank_is_over_on_all_before_the_next_begins(train, monkeypatch):
     with pytest.raises(InvocationError, match="no luck"):
         train.fail_or_wait(rl.NeedParallel([0, 4]))
@@ -140,6 +141,7 @@ def test_the_script_can_choose_the_way_and_no_weight_passes_through_it(
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.feature(150)
 def test_a_dead_process_is_named_at_once(session, train):
     """The last one: it ends the engine."""

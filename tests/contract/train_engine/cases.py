@@ -73,7 +73,11 @@ ENGINES = {
 }
 
 
-def parameters(slow=lambda case: case.world_size > 2 or case.backend == ON_HOST, only=lambda case: True):
+def is_slow(case):
+    return case.world_size > 2 or case.backend == ON_HOST
+
+
+def parameters(slow=is_slow, only=lambda case: True):
     """The cases as what a test is parametrised with: skipped where the backend is not installed."""
     for engine in ENGINES.values():
         for case in filter(only, engine.cases):

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from cases import ENGINES, named, parameters
+from cases import ENGINES, is_slow, named, parameters
 from exercise import SAVED_AFTER, five_steps, go_on
 from plain import assert_close, make_batch, plain_model, plain_outputs, plain_run, reported, write_model
 from processes import run
@@ -116,7 +116,9 @@ def test_rank_0_publishes_all_weights(case, found, expected):
     assert ranks[0]["snapshot"] == sorted(expected[1])
 
 
-@pytest.mark.parametrize("case", parameters())
+@pytest.mark.parametrize(
+    "case", parameters(slow=lambda case: is_slow(case) or 2 in (case.sizes.ddp_size, case.sizes.context_parallel_size))
+)
 def test_saved_loaded_and_continued_is_not_stopping_bit_for_bit(case, found, model_path, checkpoints):
     undisturbed = found(case.name)
     alone = f"{case.engine}-1"

@@ -121,6 +121,7 @@ def test_a_receiver_that_takes_the_place_of_a_killed_one_gets_the_same_version(k
     sender.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", WAITING)
 def test_a_receiver_killed_before_it_asks_ends_the_sync_and_the_next_one_works(kind, tmp_path):
     sender = transport(kind, tmp_path, replace(PATIENT, timeout_s=1.0))
@@ -310,6 +311,7 @@ def test_what_a_crash_has_left_is_used_again_or_removed_and_others_files_are_lef
     assert list(tmp_path.iterdir()) == [others]
 
 
+@pytest.mark.slow
 def test_two_senders_of_one_name_do_not_mix(tmp_path):
     with process(send_side, "disk", tmp_path, 1, 6) as (child, pipe):
         pipe.send(hear(pipe))

@@ -45,6 +45,7 @@ def test_there_is_a_record_of_each_sample_and_the_metrics_agree(model, tmp_path)
     assert 1 <= told["completion_tokens_mean"] <= 6
 
 
+@pytest.mark.slow
 @pytest.mark.feature(131)
 def test_a_reward_that_hangs_or_raises_is_counted_and_not_taken_for_a_number(model, tmp_path):
     began_s = time.monotonic()

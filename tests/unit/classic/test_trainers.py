@@ -47,6 +47,7 @@ def same(one, other):
 # -- SFT --------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.feature(128)
 def test_an_evaluation_comes_every_so_many_steps_and_changes_nothing(model, tmp_path):
     sft(model, tmp_path / "without").train()
@@ -80,6 +81,7 @@ def test_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_e
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
 
 
+@pytest.mark.slow
 @pytest.mark.feature(130)
 def test_rewards_are_there_only_where_completions_are_drawn_to_evaluate(model, tmp_path):
     evaluated = {"num_steps": 2, "eval_steps": 2, "eval_dataset": asked("Alan", "Kurt", kind=Length)}
@@ -118,6 +120,7 @@ def test_rows_that_are_too_long_are_left_out_and_the_number_of_steps_stays(model
     assert json.loads((tmp_path / "summary.json").read_text())["dropped rows"] == 1
 
 
+@pytest.mark.slow
 def test_what_is_trained_follows_the_arguments(model, tmp_path):
     turns = [
         {"role": "user", "content": "Hi"},
@@ -136,6 +139,7 @@ def test_what_is_trained_follows_the_arguments(model, tmp_path):
     assert len(set(said.values())) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.feature(134)
 def test_a_run_that_broke_off_goes_on_where_it_was(model, tmp_path):
     sft(model, tmp_path / "whole", num_steps=6, saving_steps=3).train()
@@ -151,6 +155,7 @@ def test_a_run_that_broke_off_goes_on_where_it_was(model, tmp_path):
 # -- GRPO -------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.feature(77)
 def test_samples_without_answers_are_trained_on_if_they_reward(model, tmp_path):
     trainer = grpo(model, tmp_path, optimizer_args={"lr": 1e-2}, kl_penalty=0.05, ppo_steps=2)
@@ -175,6 +180,7 @@ def test_sums_are_trained_on_and_evaluated(wide_model, tmp_path):
     assert trainer.test(num_batches=1)["num_samples"] == 2
 
 
+@pytest.mark.slow
 def test_a_reward_that_hangs_or_raises_costs_its_samples_and_not_the_run(model, tmp_path):
     dataset = asked("Ada", "Emmy", "Sofia", "Grace", kind=Length)
     grpo(model, tmp_path, train_dataset=dataset, batch_size=4, group_size=2, num_steps=1, reward_timeout_s=1.0).train()
@@ -183,6 +189,7 @@ def test_a_reward_that_hangs_or_raises_costs_its_samples_and_not_the_run(model, 
     assert row["reward/mean"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.feature(139)
 def test_completions_are_logged_as_far_as_is_asked_for(model, tmp_path, capsys):
     grpo(model, tmp_path, num_steps=1, log_completions=True, max_log_chars=2, max_new_tokens=12).train()
@@ -201,6 +208,7 @@ def test_figures_are_logged_every_so_many_steps(model, tmp_path, capsys):
 # -- on-policy distillation -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.feature(124)
 @pytest.mark.parametrize("kind", [EnvBase, Share])
 def test_distillation_runs_with_rewards_and_without(model, tmp_path, kind):
@@ -333,6 +341,7 @@ def torch_rates(kind, arguments, steps, lr=1e-2):
     return rates, kind(torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=lr), **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.feature(141)
 @pytest.mark.parametrize(
     ("kind", "arguments"),

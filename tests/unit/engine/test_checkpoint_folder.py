@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A folder that several ranks write: there as a whole, or not at all, and all of them say why."""
 
+import pytest
 from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
@@ -29,6 +30,7 @@ def write_twice(rank, world_size, port, path):
     return told
 
 
+@pytest.mark.slow
 def test_a_rank_that_cannot_write_is_named_and_the_old_folder_stays(tmp_path):
     path = tmp_path / "kept"
     first = [("0", "first"), ("1", "first")]

@@ -119,6 +119,7 @@ def _steps(rank, world_size, port, model, precision, chunk, rows):
     return named, [str(one.message) for one in said if "FSDP" in str(one.message)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("precision", "tolerance"), [("fp32", 2e-6), ("bf16", 2e-4)])
 def test_ranks_that_shard_the_model_train_the_same_weights(tmp_path, precision, tolerance):
     model = write_tiny_model(tmp_path / "T", hidden=32, layers=2, max_positions=64)

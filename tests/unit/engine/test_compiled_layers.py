@@ -73,6 +73,7 @@ def assert_results_are_those_without(path, **settings):
         assert torch.allclose(one, other, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_kernels")
 @pytest.mark.parametrize("recomputes", [False, True])
 def test_one_compilation_is_for_all_layers_and_lengths_and_one_for_passes_without_gradients(model_path, recomputes):
@@ -89,6 +90,7 @@ def attention_calls(engine, monkeypatch):
     return len(calls)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("without_kernels")
 def test_layers_are_recomputed_as_often_as_without(model_path, monkeypatch):
     once = attention_calls(make(model_path, True), monkeypatch)

@@ -312,6 +312,7 @@ def test_the_sum_over_shards_is_the_whole_batchs_gradient(model_path, ranks):
     assert_close({name: sum(part[name] for part in parts) for name in parts[0]}, gradients(whole))
 
 
+@pytest.mark.slow
 def test_ranks_that_do_not_meet_are_an_error():
     port = free_port()
     with pytest.raises(EngineError, match=f"rank 0 of 2 did not meet the others at 127.0.0.1:{port}"):

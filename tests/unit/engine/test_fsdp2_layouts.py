@@ -124,10 +124,10 @@ def assert_like_alone(path, way, ranks, tolerance=1e-5):
 # -- two processes ----------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def two(model_path):
+@pytest.fixture(scope="module", params=[pytest.param(2, id="", marks=pytest.mark.slow)])
+def two(request, model_path):
     """What the two ranks found, by name: of each a list."""
-    ranks = run(2, on_two, model_path)
+    ranks = run(request.param, on_two, model_path)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 
@@ -318,10 +318,10 @@ def test_nobody_waits_longer_than_was_said(two):
 # -- four processes ---------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def four(model_path):
+@pytest.fixture(scope="module", params=[pytest.param(4, id="", marks=pytest.mark.slow)])
+def four(request, model_path):
     """What the four ranks found, by name: of each a list."""
-    ranks = run(4, on_four, model_path)
+    ranks = run(request.param, on_four, model_path)
     return {name: [rank[name] for rank in ranks] for name in ranks[0]}
 
 

@@ -18,6 +18,7 @@ from dlrover.python.rl.engine.model.ranks import Ranks, resolve_device, serve_st
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 
+@pytest.mark.slow
 def test_ranks_of_an_engine_that_was_refused_can_meet_in_another(tmp_path):
     model = write_tiny_model(tmp_path / "T", hidden=32, layers=1)
     assert run(2, second_try, model) == [2, 2]

@@ -99,6 +99,7 @@ def test_an_advance_draws_a_chunk_and_a_round_of_generate_the_whole(engine, serv
     assert done.request.done.tolist() == whole.tolist()
 
 
+@pytest.mark.slow
 def test_a_stop_string_that_spans_two_chunks_ends_a_completion(engine):
     sampling = SamplingParams(max_new_tokens=12, ignore_eos=True, samples_per_prompt=24)
     asked = [Request.fresh(0, index, np.array(list(b"go"))) for index in range(24)]
@@ -278,6 +279,7 @@ SglangServer("http://127.0.0.1:9", server).close()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.feature(23)
 @pytest.mark.parametrize("how", ["closed", "killed"])
 def test_the_servers_process_ends_with_its_owner(how, tmp_path):

@@ -66,7 +66,13 @@ def weights_of(path, version=0, scale=1.0):
 # -- models -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("label", [*FUSED, *GENERIC])
+QUICK = ("llama, llama3 rope", "mistral, wide heads", "qwen2", "qwen3, tied", "qwen2, sliding", "gemma2", "gpt2")
+
+
+@pytest.mark.parametrize(
+    "label",
+    [*QUICK, *(pytest.param(label, marks=pytest.mark.slow) for label in (*FUSED, *GENERIC) if label not in QUICK)],
+)
 def test_a_model_of_each_family_draws_what_the_library_draws(label):
     model = family_model(label)
     engine = made(loaded(model), max_batch=3)
@@ -216,7 +222,7 @@ class Watched:
         return self._decoder.step(tokens)
 
 
-@pytest.mark.parametrize("max_batch", [1, 3, 8, 64])
+@pytest.mark.parametrize("max_batch", [1, 3, *(pytest.param(rows, marks=pytest.mark.slow) for rows in (8, 64))])
 @pytest.mark.parametrize("backend", BOTH)
 def test_the_prompt_of_n_samples_is_read_once_whatever_room_there_is(model_path, backend, max_batch):
     engine = made(model_path, max_batch=max_batch, backend=backend)

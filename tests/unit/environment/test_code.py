@@ -44,6 +44,7 @@ def test_a_program_sees_nothing_of_this_process(monkeypatch):
     assert "hunter2" not in ran.stdout
 
 
+@pytest.mark.slow
 @pytest.mark.feature(98)
 def test_a_program_that_does_not_end_is_ended_with_all_it_started(tmp_path, monkeypatch):
     monkeypatch.setattr(code, "confinement", lambda: Confinement.LIMITS)  # so that it can tell its number
@@ -166,7 +167,9 @@ def patient(monkeypatch):
 
 @pytest.mark.feature(98)
 @pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize("tests", [LITERAL, CLOSE], ids=["literal", "close"])
+@pytest.mark.parametrize(
+    "tests", [pytest.param(LITERAL, id="literal"), pytest.param(CLOSE, marks=pytest.mark.slow, id="close")]
+)
 @pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS.keys())
 def test_a_program_that_judges_itself_has_not_passed(program, tests):
     assert python_tests(fenced("def double(x):\n    return 2 * x\n"), None, {"tests": tests}) == 1.0

@@ -59,6 +59,7 @@ def test_a_late_verifier_is_killed_and_replaced():
         assert verifier("fine", None) == 1.0
 
 
+@pytest.mark.slow
 def test_what_a_late_verifier_started_goes_with_it(tmp_path):
     path = tmp_path / "pid"
     with DeadlineVerifier(verifiers.obedient, timeout_s=2) as verifier, pytest.raises(VerifierTimeout):
@@ -127,6 +128,7 @@ def test_closing_leaves_no_process():
         verifier("", None)
 
 
+@pytest.mark.slow
 def test_a_verifier_that_is_dropped_leaves_no_process():
     verifier = DeadlineVerifier(verifiers.obedient, timeout_s=1.0)
     with pytest.raises(VerifierTimeout):
@@ -204,6 +206,7 @@ def test_the_kernel_takes_a_verifier_first_when_memory_runs_out(obedient):
     assert Path(f"/proc/{obedient._child.pid}/oom_score_adj").read_text().strip() == "1000"
 
 
+@pytest.mark.slow
 def test_a_fork_bomb_leaves_no_process(tmp_path):
     path = tmp_path / "pids"
     with DeadlineVerifier(verifiers.obedient, timeout_s=2) as verifier:

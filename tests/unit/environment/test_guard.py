@@ -132,6 +132,7 @@ def test_the_rows_data_reach_the_steps_unchanged_and_stay_the_rows(environment):
     assert result.extra_info["began"]
 
 
+@pytest.mark.slow
 @pytest.mark.feature(93)
 def test_eight_samples_that_wait_take_as_long_as_one(environment):
     async def timed():

@@ -43,6 +43,7 @@ def wait_until_gone(pid, limit_s=15.0):
         os.sched_yield()
 
 
+@pytest.mark.slow
 @pytest.mark.feature(98)
 def test_arithmetic_that_holds_the_interpreter_costs_its_deadline_and_the_next_sample_finds_a_new_process():
     async def bombed():
@@ -116,6 +117,7 @@ def test_an_environment_that_is_dropped_leaves_no_process():
     wait_until_gone(pid)
 
 
+@pytest.mark.slow
 def test_sync_calls_that_hang_take_no_others_place():
     async def hung():
         guard = Guard(IsolatedEnvironment(f"{SCRIPT}:Counting", {"start": 1}), timeout_s=1.0)

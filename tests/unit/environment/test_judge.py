@@ -76,12 +76,14 @@ def test_without_a_key_none_is_sent(server, monkeypatch):
     assert "Authorization" not in server.requests[0][1]
 
 
+@pytest.mark.slow
 def test_a_busy_server_and_a_reply_without_a_mark_are_asked_again(server):
     server.replies = [503, "no mark here", r"\boxed{11}", r"\boxed{5}"]
     assert ask(LLMJudge(server.url, "m", attempts=4)) == 0.5
     assert len(server.requests) == 4
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("replies", "what", "count"),
     [

@@ -55,6 +55,7 @@ def processor_s():
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
+@pytest.mark.slow
 @pytest.mark.feature(98)
 @pytest.mark.parametrize("bomb", BOMBS)
 def test_a_bomb_costs_less_than_a_second(bomb):
@@ -69,6 +70,7 @@ def test_a_comparison_that_waits_for_ever_is_ended_by_the_clock(monkeypatch):
     assert math_answers.within(5.0, lambda: not signal.pause()) is None
 
 
+@pytest.mark.slow
 @pytest.mark.feature(98)
 def test_in_a_verifiers_process_too_and_the_process_lives_on():
     with DeadlineVerifier(math_equal, timeout_s=20) as verifier:

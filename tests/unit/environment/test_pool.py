@@ -31,6 +31,7 @@ def test_rewards_come_in_the_order_asked():
     made.close()
 
 
+@pytest.mark.slow
 def test_two_endless_samples_neither_disable_the_pool_nor_touch_the_others(pool):
     judged = judge(pool, "fine", "loop", "loop", *["fine"] * 20)
     assert [type(reward) for reward in judged[1:3]] == [VerifierTimeout] * 2
@@ -50,6 +51,7 @@ def quickest_s(pool, completions, expected):
     return min(took_s)
 
 
+@pytest.mark.slow
 def test_the_pool_is_at_full_strength_within_half_a_second_of_the_kill(pool):
     assert quickest_s(pool, ["loop", "loop", "fine", "fine"], [1.0, 1.0]) < 1.0 + 0.5
 

@@ -47,6 +47,7 @@ def test_nothing_is_overwritten():
     assert list(Path("spelling").iterdir()) == []
 
 
+@pytest.mark.slow
 def test_the_job_has_no_errors_once_there_is_its_model(monkeypatch):
     monkeypatch.chdir(write_skeleton("spelling", "local"))
     write_tiny_model(Path("tiny-model"))

@@ -80,6 +80,7 @@ def test_a_checked_job_knows_its_plan_and_its_methods(tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("local", [True, False])
 def test_a_copy_of_other_members_is_not_gone_on_from_and_stays(tmp_path, local):
     def job(steps, members):

@@ -131,6 +131,7 @@ def test_a_setting_as_an_option_is_answered_with_its_form(inputs):
     assert printed.endswith("Error: no option --steps: settings are written key=value, steps=5\n")
 
 
+@pytest.mark.slow
 def test_a_check_looks_up_no_name_on_the_hub(inputs):
     code, printed = cli(inputs, "check --local job.yaml model=some-org/none data.train=other/none")
     assert code == 0, printed

@@ -35,6 +35,7 @@ def folders(desk):
 # -- one folder for each run ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_runs_of_one_file_have_folders_of_their_own_and_latest_is_the_last(desk):
     started = [desk.start("run", "job.yaml", HERE) for _ in range(2)]
     for process in started:
@@ -67,6 +68,7 @@ def test_old_runs_lose_their_checkpoints_only_and_check_names_them_first(desk):
 # -- one owner --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_folder_in_use_is_refused_with_who_holds_it_and_its_run_goes_on(desk):
     first = desk.held("out", HERE)
     owner = desk.owner("out")
@@ -81,6 +83,7 @@ def test_a_folder_in_use_is_refused_with_who_holds_it_and_its_run_goes_on(desk):
     assert desk.owner("out") == {**owner, "state": "finished"}
 
 
+@pytest.mark.slow
 def test_of_several_starts_at_once_one_gets_the_folder(desk):
     os.mkfifo(desk.folder / "out.gate")
     started = [desk.start("run", "job.yaml", HERE, "job_dir=out", "hold=2") for _ in range(4)]
@@ -94,6 +97,7 @@ def test_of_several_starts_at_once_one_gets_the_folder(desk):
     assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_results_are_replaced_only_on_request(desk):
     desk.run("run", "job.yaml", HERE, "job_dir=out")
     first = desk.owner("out")["run"]
@@ -106,6 +110,7 @@ def test_results_are_replaced_only_on_request(desk):
     assert [path.name for path in (desk.folder / "out/checkpoints").iterdir()] == [desk.owner("out")["run"]]
 
 
+@pytest.mark.slow
 def test_what_failed_before_its_first_step_is_no_result(desk):
     desk.run("run", "job.yaml", HERE, "job_dir=out", "steps=wrong", code=1)
     desk.run("run", "job.yaml", HERE, "job_dir=out")
@@ -115,7 +120,7 @@ def test_what_failed_before_its_first_step_is_no_result(desk):
 # -- going on ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("commit_to", ["memory", "job_dir"])
+@pytest.mark.parametrize("commit_to", [pytest.param("memory", marks=pytest.mark.slow), "job_dir"])
 def test_a_killed_run_is_not_begun_again_by_accident_and_goes_on_after_its_last_step(desk, commit_to):
     kill(desk.held("out", HERE, f"checkpoint.commit_to={commit_to}"))
     assert "has the results of" in desk.run("run", "job.yaml", HERE, "job_dir=out", code=2)
@@ -125,6 +130,7 @@ def test_a_killed_run_is_not_begun_again_by_accident_and_goes_on_after_its_last_
     assert not list((desk.folder / "memory").rglob("step-*"))
 
 
+@pytest.mark.slow
 def test_the_last_step_of_a_killed_run_is_kept_when_another_run_of_the_name_clears_the_memory(desk):
     kill(desk.held("out", HERE))
     desk.run("run", "job.yaml", HERE, "job_dir=other")
@@ -133,6 +139,7 @@ def test_the_last_step_of_a_killed_run_is_kept_when_another_run_of_the_name_clea
     assert desk.steps("out") == desk.steps("other") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("changed", "first"), [([], 4), (["steps=7"], 1)])
 def test_steps_of_which_the_calls_are_kept_go_on_with_the_same_settings_only(desk, changed, first):
     """The state of step 0 is the last one that was written."""
@@ -145,7 +152,7 @@ def test_steps_of_which_the_calls_are_kept_go_on_with_the_same_settings_only(des
     assert desk.steps("out") == [1, 2, 3, *range(first, 8 if changed else 7)]
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
 def test_after_ctrl_c_or_sigterm_the_command_to_go_on_is_printed_and_works(desk, number):
     process = desk.held("out", HERE)
     process.send_signal(number)
@@ -160,6 +167,7 @@ def test_after_ctrl_c_or_sigterm_the_command_to_go_on_is_printed_and_works(desk,
     assert len(list((desk.folder / "out/checkpoints").glob("*/step-*"))) == 2, "one rule for all runs in the folder"
 
 
+@pytest.mark.slow
 def test_a_run_is_found_by_its_jobs_name_and_a_wrong_one_gets_the_nearest(desk):
     desk.run("run", "job.yaml", HERE, "steps=3")
     assert "did you mean 'held'" in desk.run("resume", "hold", code=2)
@@ -167,6 +175,7 @@ def test_a_run_is_found_by_its_jobs_name_and_a_wrong_one_gets_the_nearest(desk):
     assert [desk.steps(folder) for folder in folders(desk)] == [[1, 2, 3, 4, 5]]
 
 
+@pytest.mark.slow
 def test_secrets_are_not_saved_and_come_from_the_environment(desk):
     process = desk.held("out", HERE, "+env.API_KEY=sesame", "+headers.x-api-key=12345678")
     kill(process)
@@ -178,6 +187,7 @@ def test_secrets_are_not_saved_and_come_from_the_environment(desk):
     desk.run("resume", "out", "hold=0", API_KEY="sesame", HEADERS_X_API_KEY="12345678")
 
 
+@pytest.mark.slow
 def test_a_start_that_another_machine_has_lost_is_waited_for(desk):
     kill(desk.held("out", HERE, "liveness.lease_s=8"))
     (record,) = (desk.folder / "out").glob("owner.*.json")
@@ -191,6 +201,7 @@ def test_a_start_that_another_machine_has_lost_is_waited_for(desk):
     assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 def test_another_machines_run_is_alive_as_long_as_its_record_is_touched(desk):
     kill(desk.held("out", HERE))
     (record,) = (desk.folder / "out").glob("owner.*.json")

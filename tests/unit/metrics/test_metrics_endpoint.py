@@ -124,6 +124,7 @@ def test_clients_need_a_certificate_where_a_ca_for_them_is_given(serve, certific
         ask(address, trusted=certificate[0])
 
 
+@pytest.mark.slow
 def test_clients_that_say_nothing_do_not_fill_it(serve):
     """Twenty at once are answered; more are cut off, and none of them takes memory or threads."""
     address = serve()

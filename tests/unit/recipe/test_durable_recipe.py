@@ -37,7 +37,7 @@ def untimed(out):
     return [{name: row[name] for name in row if not name.startswith(TIMES)} for row in lines(out / "metrics.jsonl")]
 
 
-@pytest.mark.parametrize("reference", [False, True])
+@pytest.mark.parametrize("reference", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_runs_of_a_job_end_in_the_same_bits(tmp_path, reference):
     first, second = (finished(tmp_path / name, reference=reference, eval_every=2) for name in ("one", "two"))
     assert untimed(first) == untimed(second)
@@ -72,6 +72,7 @@ def groups(rows):
     return found
 
 
+@pytest.mark.slow
 def test_groups_with_a_failed_sample_are_drawn_again_with_other_seeds(tmp_path, monkeypatch):
     reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": "redraw", "max_redraws": 2}
     out = finished(tmp_path, reward=reward, reference=True)
@@ -93,7 +94,9 @@ def test_groups_with_a_failed_sample_are_drawn_again_with_other_seeds(tmp_path, 
         )
 
 
-@pytest.mark.parametrize("on_failure", ["drop_sample", "drop_group", "redraw"])
+@pytest.mark.parametrize(
+    "on_failure", [*(pytest.param(rule, marks=pytest.mark.slow) for rule in ("drop_sample", "drop_group")), "redraw"]
+)
 def test_failed_samples_change_nothing_about_two_runs_being_alike(tmp_path, monkeypatch, on_failure):
     reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": on_failure}
     first, second = (finished(tmp_path / name, reward=reward, steps=2) for name in ("one", "two"))
@@ -135,6 +138,7 @@ def test_a_run_that_fails_has_the_curve_of_its_steps(tmp_path, monkeypatch):
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_an_evaluation_whose_judge_was_away_says_nothing_of_the_model(tmp_path, monkeypatch):
     body = AWAY.replace("4 + 64 < number <= 4 + 2 * 64", "4 + 64 + 4 + 64 < number <= 4 + 64 + 4 + 64 + 4")
     body = body.replace("len(completion) / 8", "1.0 if len(completion) > 3 else 0.0")
@@ -147,6 +151,7 @@ def test_an_evaluation_whose_judge_was_away_says_nothing_of_the_model(tmp_path, 
     assert json.loads((out / "summary.json").read_text())["best step"] == 1
 
 
+@pytest.mark.slow
 def test_a_judge_that_stays_away_ends_the_run(tmp_path, monkeypatch):
     reward = flaky(tmp_path, monkeypatch, AWAY.replace("<= 4 + 2 * 64", "< 999")) | {"give_up_after": 2}
     out, status = run(tmp_path, reward=reward)

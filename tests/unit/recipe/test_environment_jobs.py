@@ -69,6 +69,7 @@ def leaves_nothing():
     assert ours() <= threads
 
 
+@pytest.mark.slow
 @pytest.mark.feature(75)
 def test_two_runs_without_data_play_the_same_games_to_the_bit(tmp_path, leaves_nothing):
     rollout = {"env_path": f"{HOSTILE}:Calm", "env_isolated": False}
@@ -86,6 +87,7 @@ def test_two_runs_without_data_play_the_same_games_to_the_bit(tmp_path, leaves_n
         assert math.isfinite(row["loss"])
 
 
+@pytest.mark.slow
 def test_a_hostile_environment_fails_some_samples_and_the_run_goes_on(tmp_path, leaves_nothing):
     """It raises, hangs, returns nothing, 10 MB of text, no number, what cannot travel, and closes late."""
     out = finished(tmp_path, data=GAMES, steps=1, rollout={"env_path": HOSTILE, "env_timeout_s": 1.0})

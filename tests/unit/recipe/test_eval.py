@@ -56,6 +56,7 @@ def test_a_model_that_learned_from_samples_scores_as_at_the_end_of_its_training(
     assert "has no model yet: config.model=FOLDER names another one" in said
 
 
+@pytest.mark.slow
 def test_a_model_that_learned_from_examples_is_measured_on_the_held_out_ones(tmp_path):
     write_inputs(tmp_path)
     rows = write_rows(tmp_path / "rows.jsonl", EXAMPLES)
@@ -73,6 +74,7 @@ config: {{model: {tmp_path / "model"}, data: {data}, steps: 3, batch_size: 2, ev
     assert summary(tmp_path, "sft-eval")["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
 
 
+@pytest.mark.slow
 def test_a_trainer_of_ones_own_is_refused(tmp_path):
     shutil.copytree(FIRST_TRAINER, tmp_path / "own")
     cli(tmp_path / "own", "run", "job.yaml", "--local")

@@ -9,6 +9,7 @@ import pytest
 from policy_jobs import finished, policy_job
 
 
+@pytest.mark.slow
 def test_sets_have_their_own_metrics_of_several_answers_to_each_prompt(tmp_path):
     sets = {}
     for name, count in (("few", 2), ("more", 3)):

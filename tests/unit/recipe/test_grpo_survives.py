@@ -117,7 +117,7 @@ def test_an_undisturbed_run_has_every_step_once(undisturbed):
 FAULTS = [kill("ACTOR", 0), kill("ROLLOUT", 0), kill("ROLLOUT", 1), kill("REWARD", 0), kill_trainer]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 8))])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 8))])
 def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
     expected, calls = undisturbed
     first = next(at for at, call in enumerate(calls) if call[2] == "publish_weights")
@@ -133,6 +133,7 @@ def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
         assert end[name] == value, f"{name}, faults at {sorted(faults)}"
 
 
+@pytest.mark.slow
 @pytest.mark.feature(64)
 def test_prompts_that_were_left_out_stay_so_for_a_trainer_that_takes_over(tmp_path, inputs):
     rows = [{"prompt": f"{number}{'+1' * (number % 2)}=", "answer": "2"} for number in range(16)]
@@ -215,6 +216,7 @@ class Away(Judge):
         return judged.with_columns(reward=reward, error=["it is away" if lost else None for lost in away.tolist()])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("when", ["sample", "score"])
 def test_a_trainer_that_is_killed_goes_on_counting_steps_without_a_reward(tmp_path, inputs, when):
     def made(folder):

@@ -12,6 +12,7 @@ from dlrover.python.rl.master.job import check_job
 PHASES = {"generation", "reward", "reference", "update", "sync", "commit", "trainer"}
 
 
+@pytest.mark.slow
 @pytest.mark.feature(140)
 def test_a_step_on_samples_is_divided_into_phases_and_its_models_are_kept(tmp_path):
     keep = {"best": "eval/reward", "patience": 1, "save_every": 1, "keep_last": 1}

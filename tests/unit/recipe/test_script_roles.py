@@ -47,6 +47,7 @@ def test_a_function_gets_the_config():
     assert log(ended({"function": "mine:main"}, {"lr": 2.0})) == "4.0 ['lr']\n"
 
 
+@pytest.mark.slow
 def test_a_function_that_raises_shows_its_own_frames_only():
     Path("faulty.py").write_text("def main(config):\n    raise ValueError('no such corpus')\n")
     status = ended({"function": "faulty:main"})
@@ -56,6 +57,7 @@ def test_a_function_that_raises_shows_its_own_frames_only():
     assert "scripts.py" not in log(status)
 
 
+@pytest.mark.slow
 def test_an_exit_code_fails_with_the_last_line_and_the_program_runs_again_until_the_limit():
     status = ended({"command": "echo started; echo 'no such corpus' >&2; exit 7"})
     assert status.phase is Phase.FAILED

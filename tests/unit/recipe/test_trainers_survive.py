@@ -137,7 +137,7 @@ def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
     assert [name for name, value in expected.items() if end[name] != value] == [], f"faults at {sorted(faults)}"
 
 
-@pytest.mark.parametrize("role", ["CRITIC", "ACTOR"])
+@pytest.mark.parametrize("role", ["CRITIC", pytest.param("ACTOR", marks=pytest.mark.slow)])
 def test_a_critic_that_dies_after_its_update_or_after_the_actors_comes_back(tmp_path, inputs, undisturbed, role):
     recipe, expected, calls = undisturbed
     if recipe != "ppo":

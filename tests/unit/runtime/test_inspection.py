@@ -139,6 +139,7 @@ def test_a_child_that_dies_is_a_problem(folder):
     assert inspect_in_child(job).errors == (ConfigError("job", "importing its classes ended with code 7: no output"),)
 
 
+@pytest.mark.slow
 def test_a_child_that_takes_too_long_is_ended(folder):
     (folder / "endless_module.py").write_text("while True:\n    pass\n")
     job = toy_job(folder)

@@ -25,6 +25,7 @@ def test_devices_that_do_not_are_the_devices_fault_again(program, within_s, word
     assert fault_of(caught.value) is Fault.DEVICE
 
 
+@pytest.mark.slow
 def test_without_cuda_there_is_nothing_to_use():
     torch = pytest.importorskip("torch")
     if torch.cuda.is_available():

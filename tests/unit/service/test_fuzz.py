@@ -166,6 +166,7 @@ def ask(service):
         yield ask
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("for_s", LENGTHS)
 def test_random_bytes_are_no_internal_error_of_any_method(service, ask, for_s):
     def check(example):
@@ -178,6 +179,7 @@ def test_random_bytes_are_no_internal_error_of_any_method(service, ask, for_s):
         assert client.submit(JOB, name="after").name == "after"
 
 
+@pytest.mark.slow
 def test_huge_messages_are_refused_and_the_service_goes_on(service, ask):
     for size in (MAX_MESSAGE + 1, 100_000_000):
         code, details = ask(SERVICE.methods_by_name["Submit"], bytes(size))

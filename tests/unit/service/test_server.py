@@ -107,6 +107,7 @@ def test_a_role_is_resized(tmp_path):
         assert phase_of(client.wait("job", WITHIN_S)) is JobPhase.STOPPED
 
 
+@pytest.mark.slow
 def test_requests_wait_for_a_service_that_comes_back_and_no_event_is_lost(tmp_path):
     service = Service(tmp_path, **ENDLESS)
     service.start()
@@ -370,6 +371,7 @@ def test_a_call_without_a_token_is_refused_before_its_message_has_come(shared, u
         assert code_of(unsent(channel, [])) is grpc.StatusCode.UNAUTHENTICATED
 
 
+@pytest.mark.slow
 def test_calls_whose_messages_do_not_come_hold_places_of_their_caller_only_and_not_for_long(tmp_path, unsent):
     off = [("access.gate", "_MAX_CALLS", 3), ("access.gate", "_MESSAGE_S", 2.0)]
     with serving(tmp_path, off=off) as service, grpc.insecure_channel(service.address) as channel:
@@ -460,6 +462,7 @@ def dated(folder, ends_in_days):
     return certificate_file, key_file
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ends_in_days", [1, -1])
 def test_a_certificate_that_has_expired_is_refused(tmp_path, ends_in_days):
     own, key = dated(tmp_path, ends_in_days)

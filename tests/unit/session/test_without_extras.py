@@ -66,6 +66,7 @@ with rl.init(local=True):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.feature(2)
 def test_all_is_imported_but_what_is_at_home_with_the_absent_and_engines_by_hand_work(tmp_path):
     done = subprocess.run(

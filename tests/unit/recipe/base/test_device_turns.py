@@ -128,6 +128,7 @@ def test_a_collocated_rollout_wakes_once_a_step_and_reads_each_prompt_once(tmp_p
     assert {done for *_, done in read} == {0}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("turns", [False, True])
 def test_with_adapters_the_actor_is_the_reference_and_the_run_is_the_same(tmp_path, monkeypatch, turns):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")

@@ -126,6 +126,7 @@ def test_sums_over_ranks_of_which_one_has_no_rows():
     assert Measured.total(parts) == Measured(0.75, {"accuracy": 0.75})
 
 
+@pytest.mark.slow
 @pytest.mark.feature(130)
 def test_answers_are_drawn_and_judged_where_the_job_has_the_roles_for_it(inputs, tmp_path):
     config = config_of(inputs, batch_size=4, epochs=50.0, eval_every=50)

@@ -53,6 +53,7 @@ def end_of(folder, inputs, kind, faults=None):
     return metrics, models, {name: value for name, value in told.items() if "model" not in name}, job.port.calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["sft", "rm", "dpo"])
 def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, kind):
     *undisturbed, calls = end_of(tmp_path / "undisturbed", inputs, kind)

@@ -72,6 +72,7 @@ def workload(model):
     return judge
 
 
+@pytest.mark.slow
 @pytest.mark.feature(109)
 def test_a_run_is_rewarded_by_what_the_model_says_of_prompt_and_completion(reward_model, tmp_path):
     folder, steps = finished(judged_by_model(tmp_path, reward_model, steps=2))

@@ -45,6 +45,7 @@ def _part(rank, world_size, port, model, shares):
     return found, held
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("shares", [(3, 2), (3, 0)], ids=["rows for both", "a rank without rows"])
 def test_ranks_hold_a_part_each_and_compute_what_a_copy_does(tmp_path, shares):
     model = str(write_tiny_model(tmp_path / "T", hidden=32, layers=2, max_positions=64))

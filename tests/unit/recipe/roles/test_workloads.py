@@ -239,6 +239,7 @@ def judge(monkeypatch, tmp_path):
     made.close()
 
 
+@pytest.mark.slow
 def test_failed_samples_have_a_reason_and_no_reward_and_the_others_are_untouched(judge, model):
     drawn = synced(model).generate(prompts(1, 2), SAMPLING, (1, 1))
     words = ["fine", "loop", "abort", "loop", "raise", "fine", "kill-parent", "fine"]
@@ -281,6 +282,7 @@ def threads_and_children():
     return set(threading.enumerate()), {pid for file in files if file.exists() for pid in file.read_text().split()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workload", [ActorWorkload, ReferenceWorkload, RolloutWorkload, RewardWorkload])
 def test_warming_up_leaves_nothing_behind(workload, tmp_path, monkeypatch):
     workload.warm_up()

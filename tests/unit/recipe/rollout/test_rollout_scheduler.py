@@ -278,6 +278,7 @@ def test_closing_ends_open_episodes_and_does_not_wait_for_one_that_hangs(monkeyp
     assert len(seen("close")) == 2
 
 
+@pytest.mark.slow
 def test_time_stands_for_an_environment_between_calls():
     """A call of it that was under way has its whole time left."""
     with rolling(word, OURS, timeout_s=2.0) as rolled:
