@@ -141,7 +141,6 @@ def test_the_script_can_choose_the_way_and_no_weight_passes_through_it(
 # -- failures ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
 @pytest.mark.feature(150)
 def test_a_dead_process_is_named_at_once(session, train):
     """The last one: it ends the engine."""

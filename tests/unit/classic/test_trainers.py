@@ -81,7 +81,6 @@ def test_cross_entropy_is_the_mean_over_all_labelled_tokens_and_perplexity_its_e
     assert last["eval/perplexity"] == pytest.approx(math.exp(last["eval/loss"]))
 
 
-@pytest.mark.slow
 @pytest.mark.feature(130)
 def test_rewards_are_there_only_where_completions_are_drawn_to_evaluate(model, tmp_path):
     evaluated = {"num_steps": 2, "eval_steps": 2, "eval_dataset": asked("Alan", "Kurt", kind=Length)}
@@ -139,7 +138,6 @@ def test_what_is_trained_follows_the_arguments(model, tmp_path):
     assert len(set(said.values())) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.feature(134)
 def test_a_run_that_broke_off_goes_on_where_it_was(model, tmp_path):
     sft(model, tmp_path / "whole", num_steps=6, saving_steps=3).train()
