@@ -5,9 +5,10 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-from memory_cluster import MemoryCluster
+from memory_cluster import MemoryActor, MemoryCluster
 from ray.exceptions import ActorUnavailableError
 
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.commands import KillStandby, Place, Release, StartMembers, StartStandby
 from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Placed, Released, StandbyReady
@@ -181,6 +182,52 @@ def test_members_that_start_together_all_know_their_first_rank_and_who_shares_th
     assert [(each.local_rank, each.local_world_size) for each in contexts] == [(0, 2), (1, 2), (0, 2), (1, 2)]
     first = by_rank[0]
     assert {(each.master_addr, each.master_port) for each in contexts} == {(f"address of {first.node}", first.pid)}
+
+
+def make_another(executor, events):
+    executor.execute(StartMembers("ACTOR", ((2, 2),)), events.append)
+    return 4
+
+
+def go_on_without_it(executor, events):
+    sizes = SimpleNamespace(wanted={}, settings=SimpleNamespace(roles={}), most={"ACTOR": 4}, retired=[LOST])
+    executor.resize(sizes)
+    return 3
+
+
+LOST = ProcessId("ACTOR", 2)
+
+
+@pytest.mark.parametrize("act", [make_another, go_on_without_it])
+def test_members_that_start_together_do_not_wait_for_one_that_has_gone(monkeypatch, act):
+    locate = MemoryActor._locate
+
+    async def locate_the_others(actor, ports):
+        if actor.request.arguments[:2] == (LOST, 1):
+            await actor._ping()
+        return await locate(actor, ports)
+
+    monkeypatch.setattr(MemoryActor, "_locate", locate_the_others)
+    stage = Stage(text=TWO_NODES, nodes=("a", "b"))
+
+    async def until(holds):
+        async with asyncio.timeout(20):
+            while not holds():
+                await asyncio.sleep(0.001)
+
+    async def scenario():
+        executor = stage.new_executor()
+        executor.execute(Place(1), stage.events.append)
+        await until(lambda: stage.events)
+        executor.execute(StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))), stage.events.append)
+        await until(lambda: len(stage.cluster.started) == 4)
+        await asyncio.sleep(0.05)
+        assert len(stage.events) == 1
+        members = act(executor, stage.events)
+        await until(lambda: len(stage.events) == 1 + members)
+
+    asyncio.run(scenario())
+    assert {type(event) for event in stage.events[1:]} == {MemberStarted}
 
 
 def test_a_trainer_is_asked_for_its_outcome_again_after_a_broken_connection(monkeypatch):

@@ -205,6 +205,7 @@ class RayExecutor:
             self.reservations.replan(self._plan.placement.with_places(state.most))
             for process_id in state.retired:
                 self._discard(process_id)
+                self._detached.run(self._table.note_located(process_id))
 
     # -- placing ------------------------------------------------------------------------------------------------------
 
@@ -216,8 +217,7 @@ class RayExecutor:
     # -- members ------------------------------------------------------------------------------------------------------
 
     async def _start_members(self, command: StartMembers, emit: Emit) -> None:
-        entries = [self._add_member(command, rank, number) for rank, number in command.members]
-        together = StartingTogether(self._table, entries)
+        together = self._table.start_together([self._add_member(command, *member) for member in command.members])
         async for entry in together.in_turns():
             self._start_task(self._start_member(entry, together, command.excluded, emit), emit, entry)
 

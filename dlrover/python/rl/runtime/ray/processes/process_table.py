@@ -93,6 +93,7 @@ class ProcessTable:
         self.job = job
         self._entries: dict[ProcessId, ProcessEntry] = {}
         self._slots: dict[tuple[str, int], ProcessEntry] = {}  # who had a slot last
+        self._starting: list[StartingTogether] = []
 
     def put(self, entry: ProcessEntry) -> None:
         self.pop(entry.process_id)
@@ -110,6 +111,7 @@ class ProcessTable:
 
     def clear(self) -> list[Process]:
         """Remove all entries; returns where the processes run."""
+        self._starting.clear()
         entries = list(self._entries.values())
         for entry in entries:
             self.pop(entry.process_id)
@@ -132,6 +134,18 @@ class ProcessTable:
     def neighbours(self, pool: str) -> "Neighbours":
         peers = [peer for peer in self._entries.values() if peer.process_id.pool == pool]
         return Neighbours({peer.process_id.rank: peer.process or Process() for peer in peers})
+
+    def start_together(self, entries: Sequence[ProcessEntry]) -> "StartingTogether":
+        together = StartingTogether(self, entries)
+        self._starting.append(together)
+        return together
+
+    async def note_located(self, process_id: ProcessId) -> None:
+        """Where it runs is known, of whichever incarnation, or it is no longer wanted."""
+        for together in list(self._starting):
+            if together.note(process_id):
+                self._starting.remove(together)
+                await together.open()
 
     def context(self, entry: ProcessEntry, name: str, restart: RestartInfo, neighbours: "Neighbours") -> MemberContext:
         role, rank, first = entry.role, entry.process_id.rank, neighbours.first
@@ -171,7 +185,7 @@ class Neighbours:
 
 
 class StartingTogether:
-    """Members of a role that start together: none begins before all are located."""
+    """Members of a role that start together: none begins before all are located, or those that replace them."""
 
     def __init__(self, table: ProcessTable, entries: Sequence[ProcessEntry]) -> None:
         self._table, self._entries = table, entries
@@ -190,16 +204,19 @@ class StartingTogether:
 
     async def wait(self, entry: ProcessEntry, timeout_s: float) -> Neighbours:
         """``entry`` is located. Raises TimeoutError if another one is not in time."""
-        self._missing.discard(entry.process_id)
-        if not self._missing:
-            await self._open()
+        await self._table.note_located(entry.process_id)
         async with asyncio.timeout(timeout_s):
             await self._gate_of[entry.process_id].wait()
         if self._neighbours is None:
             self._neighbours = self._table.neighbours(entry.process_id.pool)
         return self._neighbours
 
-    async def _open(self) -> None:
+    def note(self, process_id: ProcessId) -> bool:
+        """``process_id`` is located. Returns True if it was the last."""
+        self._missing.discard(process_id)
+        return not self._missing
+
+    async def open(self) -> None:
         try:
             for gate in self._gates:
                 gate.set()
