@@ -4,18 +4,22 @@
 import gc
 import os
 import signal
+import sys
 import time
 
 import pytest
 
-from dlrover.python.rl.runtime.process.interrupts import Interrupts, insistent_interrupts
+from dlrover.python.rl.runtime.process.interrupts import Interrupts, insistent_interrupts, sigterm_unwinds
 
 
 class Finalizer:
     """Gets a signal where Python drops the exception of its handler."""
 
+    def __init__(self, number=signal.SIGINT):
+        self.number = number
+
     def __del__(self):
-        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), self.number)
         time.sleep(0.01)
 
 
@@ -59,3 +63,56 @@ def test_signals_are_counted():
             os.kill(os.getpid(), number)
     assert interrupts.count == 3
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_sigterm_unwinds_what_is_open_whatever_a_library_has_set_meanwhile():
+    before, closed = signal.getsignal(signal.SIGTERM), []
+    with pytest.raises(SystemExit) as ended, sigterm_unwinds() as take_back:
+        signal.signal(signal.SIGTERM, lambda number, frame: closed.append("the library's"))
+        take_back()
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        finally:
+            signal.raise_signal(signal.SIGTERM)  # it is ending already
+            closed.append("ours")
+    assert (ended.value.code, closed) == (143, ["ours"])
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_handler_that_was_there_before_stays():
+    signals = []
+    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
+    try:
+        with sigterm_unwinds() as take_back:
+            take_back()
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert signals == [signal.SIGTERM]
+
+
+def test_a_sigterm_that_a_finalizer_swallows_comes_again_and_then_no_more():
+    closed, hook = [], sys.unraisablehook
+    with pytest.raises(SystemExit) as ended, sigterm_unwinds():
+        try:
+            Finalizer(signal.SIGTERM)
+            gc.collect()
+            wait(10)
+        finally:
+            wait(1)
+            closed.append("ours")
+    assert (ended.value.code, closed, sys.unraisablehook) == (143, ["ours"], hook)
+
+
+def test_other_errors_of_finalizers_are_reported_as_ever(monkeypatch):
+    seen = []
+    monkeypatch.setattr(sys, "unraisablehook", lambda swallowed: seen.append(type(swallowed.exc_value)))
+
+    class Broken:
+        def __del__(self):
+            raise SystemExit(143)
+
+    with sigterm_unwinds():
+        Broken()
+        gc.collect()
+    assert seen == [SystemExit]

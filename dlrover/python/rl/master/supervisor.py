@@ -36,8 +36,7 @@ from dlrover.python.rl.master.checked_job import CheckedJob
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.master.ray_run import interrupted
 from dlrover.python.rl.master.saved_run import last_commit
-from dlrover.python.rl.runtime.process.interrupts import Interrupts
-from dlrover.python.rl.runtime.ray.cluster.cluster import sigterm_unwinds
+from dlrover.python.rl.runtime.process.interrupts import Interrupts, sigterm_unwinds
 from dlrover.python.rl.runtime.ray.cluster.head import private_folder
 from dlrover.python.rl.runtime.run_folder import ON_RAY, claim, held, new_run
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport

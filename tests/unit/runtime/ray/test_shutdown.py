@@ -1,13 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The end of our own cluster: everything that its node has started ends with it."""
 
-import signal
 import subprocess
 import sys
 
-import pytest
-
-from dlrover.python.rl.runtime.ray.cluster.cluster import children_end, sigterm_unwinds
+from dlrover.python.rl.runtime.ray.cluster.cluster import children_end
 
 PARENT = """
 import signal, subprocess, sys, time
@@ -24,29 +21,3 @@ def test_the_children_of_a_killed_process_are_dead_after_the_block():
             parent.kill()
             parent.wait(timeout=10)
         assert parent.stdout.read() == ""  # the child held it open
-
-
-def test_sigterm_unwinds_what_is_open_whatever_a_library_has_set_meanwhile():
-    before, closed = signal.getsignal(signal.SIGTERM), []
-    with pytest.raises(SystemExit) as ended, sigterm_unwinds() as take_back:
-        signal.signal(signal.SIGTERM, lambda number, frame: closed.append("the library's"))
-        take_back()
-        try:
-            signal.raise_signal(signal.SIGTERM)
-        finally:
-            signal.raise_signal(signal.SIGTERM)  # it is ending already
-            closed.append("ours")
-    assert (ended.value.code, closed) == (143, ["ours"])
-    assert signal.getsignal(signal.SIGTERM) is before
-
-
-def test_a_handler_that_was_there_before_stays():
-    signals = []
-    before = signal.signal(signal.SIGTERM, lambda number, frame: signals.append(number))
-    try:
-        with sigterm_unwinds() as take_back:
-            take_back()
-            signal.raise_signal(signal.SIGTERM)
-    finally:
-        signal.signal(signal.SIGTERM, before)
-    assert signals == [signal.SIGTERM]

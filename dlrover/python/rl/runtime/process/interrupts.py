@@ -2,14 +2,16 @@
 """Ctrl-C and SIGTERM: noted where nothing may be interrupted, insisted on where user code runs."""
 
 import signal
+import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 _AGAIN_S = 0.5
 _TIMES = 4
+_TERMINATED = 128 + signal.SIGTERM
 
 
 class Interrupts:
@@ -70,3 +72,49 @@ def _repeat(left: threading.Event, thread: int) -> None:
         if left.wait(_AGAIN_S):
             return
         signal.pthread_kill(thread, signal.SIGINT)
+
+
+@contextmanager
+def sigterm_unwinds() -> Iterator[Callable[[], None]]:
+    """Inside, SIGTERM raises SystemExit, so that contexts and exit handlers run. A second one does nothing, unless a
+    finalizer has swallowed the exception of the first: then it comes again. An earlier handler stays; outside the main
+    thread, which alone may set one, nothing changes. Yields a function that sets the handler again after a library has
+    replaced it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: None
+        return
+    before: Any = signal.getsignal(signal.SIGTERM)
+    handler = _unwind if before in (None, signal.SIG_DFL) else before
+    report, repeats = sys.unraisablehook, list[threading.Timer]()
+
+    def take_back() -> None:
+        signal.signal(signal.SIGTERM, handler)
+
+    def repeat_swallowed(swallowed: "sys.UnraisableHookArgs") -> None:
+        if not isinstance(swallowed.exc_value, _Terminated):
+            report(swallowed)
+            return
+        take_back()
+        repeats.append(threading.Timer(_AGAIN_S, signal.pthread_kill, (threading.get_ident(), signal.SIGTERM)))
+        repeats[-1].daemon = True
+        repeats[-1].start()
+
+    take_back()
+    if handler is _unwind:
+        sys.unraisablehook = repeat_swallowed
+    try:
+        yield take_back
+    finally:
+        for repeat in repeats:
+            repeat.cancel()
+        sys.unraisablehook = report
+        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
+
+
+class _Terminated(SystemExit):
+    """Raised by SIGTERM."""
+
+
+def _unwind(number: int, frame: FrameType | None) -> None:
+    signal.signal(number, signal.SIG_IGN)
+    raise _Terminated(_TERMINATED)

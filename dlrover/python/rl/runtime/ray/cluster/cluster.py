@@ -14,12 +14,9 @@ import os
 import select
 import signal
 import socket
-import sys
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import ray
@@ -29,6 +26,7 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob
 from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.runtime.process.executor import restore_environment
+from dlrover.python.rl.runtime.process.interrupts import sigterm_unwinds
 from dlrover.python.rl.runtime.ray.cluster.head import (
     GcsKeeper,
     has_durable_gcs,
@@ -208,33 +206,6 @@ def _must_listen(address: str) -> None:
 
 
 _KILLED_S = 5.0
-_TERMINATED = 128 + signal.SIGTERM
-
-
-@contextlib.contextmanager
-def sigterm_unwinds() -> Iterator[Callable[[], None]]:
-    """Inside, SIGTERM raises SystemExit, so that contexts and exit handlers run. A second one does nothing. An earlier
-    handler stays; outside the main thread, which alone may set one, nothing changes. Yields a function that sets the
-    handler again after a library has replaced it."""
-    if threading.current_thread() is not threading.main_thread():
-        yield lambda: None
-        return
-    before: Any = signal.getsignal(signal.SIGTERM)
-    handler = _unwind if before in (None, signal.SIG_DFL) else before
-
-    def take_back() -> None:
-        signal.signal(signal.SIGTERM, handler)
-
-    take_back()
-    try:
-        yield take_back
-    finally:
-        signal.signal(signal.SIGTERM, before or signal.SIG_DFL)
-
-
-def _unwind(number: int, frame: FrameType | None) -> None:
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(_TERMINATED)
 
 
 @contextlib.contextmanager
