@@ -287,6 +287,7 @@ def train_rank(rank, world_size, port, path):
     return [(step.loss, step.grad_norm, step.metrics) for step in steps], refused, state
 
 
+@pytest.mark.slow
 @pytest.mark.feature(122)
 def test_two_ranks_train_as_one_process_does(model_path):
     answers = run(2, train_rank, model_path)

@@ -119,6 +119,7 @@ def sharded(rank, world_size, port):
     return output.detach().numpy(), whole
 
 
+@pytest.mark.slow
 @pytest.mark.feature(42)
 def test_a_module_of_ones_own_is_sharded():
     module = plain()

@@ -185,6 +185,7 @@ def several_divided(columns, weights, temperature, shard, ranks):
     return [logprobs.detach().numpy(), mine.grad.numpy(), top.numpy(), refused]
 
 
+@pytest.mark.slow
 @pytest.mark.feature(48, 49)
 def test_divided_over_ranks_values_and_gradients_are_the_whole_ones():
     logprobs, entropies, gradient = plain(0.7)

@@ -250,6 +250,7 @@ def refused_rank(*where):
         return str(error)
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_be_is_refused_at_one_rank_with_every_problem(desk):
     said, code = run_ranks(2, refused_rank, desk, f"{SFT} batch_siz=4 data.trian=x")
     assert "did you mean 'batch_size'" in said
@@ -320,6 +321,7 @@ def test_the_same_command_goes_on_and_says_so(desk):
 # -- without a launcher's store ---------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_processes_that_no_torchrun_has_started_meet_at_the_address_of_rank_0_alone():
     assert run_ranks(2, meet) == [b"from 1", b"from 0"]
 
