@@ -72,15 +72,12 @@ endif
 demo: $(DEMO_ENV) ## Train a small model with GRPO on Ray, to a curve and a table (TRAIN= ROLLOUT= SEED=0 ARGS='key=value ...')
 	$(dir $(DEMO_ENV))bin/python examples/arithmetic/demo.py --seed $(SEED) $(DEMO_ENGINES) $(ARGS)
 
-# Where the tests on Ray are: to collect all the others takes as long as several of them. Those under chaos have the
-# machine to themselves, since what is late there is taken to hang.
+# Where the tests on Ray are: to collect all the others takes as long as several of them.
 ON_RAY := tests/contract/test_port_contract.py tests/examples tests/ray
-ON_RAY_ALONE := tests/chaos
 
 test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
 	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'ray and not slow' $(ON_RAY)
-	$(BIN)/python -m pytest -m 'ray and not slow' $(ON_RAY_ALONE)
 
 test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GRPO job on two nodes ends bit for bit as undisturbed, whatever is killed, stopped or spoiled meanwhile.
 
-The whole plan is for ``make chaos``; here are the kinds that heal fast, and in the slow test all of them. The command
-runs in a process of its own, since its cluster has to be the only one that the process knows.
+The whole plan is for ``make chaos``. The command runs in a process of its own, since its cluster has to be the only one
+that the process knows.
 """
 
 import json
@@ -13,8 +13,6 @@ import pytest
 
 from tests.chaos.faults import NODE_LOSSES, Kind, schedule
 from tests.chaos.harness import REPOSITORY
-
-pytestmark = pytest.mark.ray
 
 SLOW_TO_HEAL = NODE_LOSSES | {Kind.HANG_ACTOR, Kind.HANG_ROLLOUT, Kind.HANG_REWARD, Kind.FULL_DISK, Kind.PAUSE_RAYLET}
 FAST = tuple(kind for kind in Kind if kind not in SLOW_TO_HEAL)
@@ -34,6 +32,8 @@ def run_chaos(folder, faults, steps, seed, kinds, timeout_s, *more):
     return json.loads((folder / str(seed) / "report.json").read_text())
 
 
+@pytest.mark.ray
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_everyone_is_killed_once_in_twelve_steps(tmp_path):
     report = run_chaos(tmp_path, 5, 12, 7, KILLED, 580, "--undisturbed-here")
@@ -42,6 +42,7 @@ def test_everyone_is_killed_once_in_twelve_steps(tmp_path):
     assert any(finding["overlaps"] for finding in report["findings"])
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_nine_faults_in_thirty_steps(tmp_path):
@@ -65,6 +66,7 @@ def test_the_plan_of_every_kind(seed):
     assert kinds_of(schedule(seed, *EVERY_KIND)) == set(Kind)
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("seed", [11, 12])
@@ -73,6 +75,7 @@ def test_every_kind_of_fault(tmp_path, seed):
     assert {finding["fault"]["kind"] for finding in report["findings"]} == {kind.value for kind in Kind}
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_rollouts_that_run_ahead_give_no_step_what_is_too_stale(tmp_path):
@@ -80,6 +83,7 @@ def test_rollouts_that_run_ahead_give_no_step_what_is_too_stale(tmp_path):
     assert (len(report["findings"]), report["problems"]) == (9, [])
 
 
+@pytest.mark.ray
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_kills_from_outside_from_the_first_actor_on(tmp_path):

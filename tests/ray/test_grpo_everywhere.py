@@ -68,6 +68,7 @@ def test_the_samples_of_the_first_step_are_the_same_everywhere(folder):
     assert all(one == other for one, other in pairwise(seen))
 
 
+@pytest.mark.slow
 def test_two_actor_ranks_end_in_the_weights_of_one(folder):
     start, end = weights_of(folder / "model"), weights_of(folder / "local" / "model")
     assert max((start[name] - tensor).abs().max() for name, tensor in end.items()) > 1e-4

@@ -70,7 +70,6 @@ def stale_commits(job):
     return refusals
 
 
-@pytest.mark.slow
 def test_a_death_costs_what_its_own_scope_has_done_in_this_step(stage):
     """A rollout's death repeats that member's calls of the step, an actor's too, the trainer's no call at all; and a
     trainer that was replaced can commit nothing."""
@@ -143,7 +142,6 @@ def test_the_ranks_that_are_left_keep_their_processes_unless_they_do_not_answer(
     assert job.nothing_is_left()
 
 
-@pytest.mark.slow
 def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
     """First the master is stopped, and meanwhile the job goes on; then it is killed, and finds every process again.
     The second time a member dies with it."""

@@ -34,6 +34,7 @@ def is_alive(pid):
         return False
 
 
+@pytest.mark.slow
 def test_a_dead_reader_costs_one_answer_and_a_dead_service_its_reader(tmp_path):
     with serving(tmp_path, reads_in="process") as service:
         with service.client() as client:

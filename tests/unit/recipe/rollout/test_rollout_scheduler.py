@@ -165,6 +165,7 @@ WHY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.feature(91)
 @pytest.mark.parametrize("isolated", [False, True])
 def test_a_failed_environment_marks_its_sample_and_the_group_finishes(isolated):
