@@ -57,7 +57,7 @@ class Race(BaseTrainer):
 
     def _time(self, side: Side, kind: str) -> float:
         """Seconds for each call."""
-        call: Callable[[], object] = getattr(side, kind)
+        call: Callable[..., object] = getattr(side, kind)
         if kind != "empty":
             call = partial(call, self.array)
         began_s = time.perf_counter()
@@ -85,7 +85,7 @@ class Share(BaseTrainer):
 
     def init(self) -> None:
         sizes = [len(self.actor_handles[role]) for role in ROLES]
-        self.actors_of_ray = [[_Resting.remote() for _ in range(size)] for size in sizes]
+        self.actors_of_ray = [[_Resting.remote() for _ in range(size)] for size in sizes]  # type: ignore[attr-defined]
 
     def fit(self) -> None:
         took: dict[str, list[float]] = {OWN: [], RAW: []}

@@ -101,7 +101,7 @@ class RaySide(Side):
     """Ray's actors, called as by hand."""
 
     def __init__(self, size: int) -> None:
-        self.actors = [_Plain.remote() for _ in range(size)]
+        self.actors = [_Plain.remote() for _ in range(size)]  # type: ignore[attr-defined]
 
     def empty(self) -> object:
         return ray.get([actor.nothing.remote() for actor in self.actors])

@@ -43,7 +43,7 @@ _FIRST = 20  # steps
 
 def _prepare(folder: Path) -> None:
     """Models with random weights, and additions."""
-    from dlrover.python.rl.recipe.tiny import write_tiny_model
+    from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
     for name, (hidden, layers, intermediate) in _SIZES.items():
         shape = {"hidden": hidden, "heads": hidden // 8, "kv_heads": hidden // 8, "intermediate": intermediate}

@@ -109,7 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     rounds = options.rounds or (1 if options.quick else 7)
     torch.set_num_threads(options.threads)
-    work = Work.make(32, 1) if options.quick else Work.drawn(128, 3)
+    work = Work.make(32, 1) if options.quick else Work.make(128, 3)
     with tempfile.TemporaryDirectory() as folder:
         model = write_tiny_model(Path(folder) / "model", **SHAPE)
         seconds = measure(sides(model, Path(folder) / "trl", not options.no_defaults), work, rounds)
