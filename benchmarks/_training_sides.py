@@ -5,10 +5,12 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import torch
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
@@ -95,6 +97,31 @@ class OwnSft:
         counts = np.array([len(row) - 1 for row in rows], dtype=np.int64)
         weights = SFT().annotate(Batch({"action_tokens": counts}))["weight"]
         return Batch({"tokens": Ragged.from_rows(rows), "action_mask": Ragged.from_rows(masks), "weight": weights})
+
+
+class MatrixProducts:
+    """The products of an epoch's linear layers, forward and backward: what no setting avoids. Without attention."""
+
+    name = "matrix products alone"
+
+    def __init__(self, model: Path) -> None:
+        modules = AutoModelForCausalLM.from_pretrained(model).modules()
+        self._weights = [module.weight.detach() for module in modules if isinstance(module, torch.nn.Linear)]
+
+    def run(self, work: Work) -> float:
+        """See :class:`Side`."""
+        steps = range(0, len(work.rows), work.rows_per_step)
+        counts = [sum(map(len, work.rows[at : at + work.rows_per_step])) for at in steps]
+        widest = max(max(weight.shape) for weight in self._weights)
+        numbers = torch.randn(2, max(counts), widest)
+        begun = time.perf_counter()
+        for count, weight in product(counts, self._weights):
+            out, into = weight.shape
+            inputs, gradients = numbers[0, :count, :into], numbers[1, :count, :out]
+            torch.mm(inputs, weight.t())
+            torch.mm(gradients, weight)
+            torch.mm(gradients.t(), inputs)
+        return time.perf_counter() - begun
 
 
 class OwnGrpo:
