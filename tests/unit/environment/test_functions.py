@@ -2,6 +2,7 @@
 """Environments found by name."""
 
 import asyncio
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import user_environments
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.base import MAX_STATE_LENGTH, EnvironmentTraits, StepResult, validate_step
-from dlrover.python.rl.environment.core.functions import load_environment
+from dlrover.python.rl.environment.core.functions import call_async, load_environment
 
 SCRIPT = Path(__file__).with_name("user_environments.py")
 README = """
@@ -124,6 +125,8 @@ def test_a_script_may_import_its_neighbour(tmp_path):
         ({"next_state": "x", "reward": np.ones(2)}, "step returned numpy.ndarray as 'reward', not a number"),
         ({"next_state": 3, "reward": 1}, "next_state is int, not text"),
         ({"next_state": "x" * (MAX_STATE_LENGTH + 1), "reward": 1}, "characters, 4000000 at most"),
+        ({"next_state": "half \ud83d", "reward": 1}, "next_state has '\\ud83d', which is no character"),
+        ({"next_state": [{"role": "user", "content": "\ud83d"}], "reward": 1}, "has '\\ud83d', which is no character"),
         ({"next_state": "x", "reward": 1, "extra_info": None}, "step returned None as 'extra_info'"),
         (StepResult(None, 0.0, 0.0, False), "no 'next_state', and is not done"),
         (StepResult("x", float("nan"), 0.0, False), "step returned nan as 'reward'"),
@@ -133,6 +136,11 @@ def test_results_that_are_none(returned, what):
     with pytest.raises(EnvironmentFailed) as caught:
         validate_step(returned, {})
     assert what in str(caught.value)
+
+
+def test_leaving_the_process_is_an_error_of_the_call():
+    with pytest.raises(RuntimeError, match="SystemExit: no config"):
+        asyncio.run(call_async(sys.exit, "no config"))
 
 
 @pytest.mark.feature(89)

@@ -103,6 +103,22 @@ def test_a_function_is_called_by_its_signature(function, given):
     assert RewardFunction(function).on(SAMPLE) == given
 
 
+def by_other_names(response, difficulty):
+    return response, difficulty
+
+
+@pytest.mark.parametrize(
+    ("function", "given"),
+    [
+        (by_keyword, ("6 x 7?", "42", {**SAMPLE.extra_info, "prompt": "?", "completion": "41", "response": "40"})),
+        (by_other_names, ("42", 3)),
+    ],
+)
+def test_a_column_of_the_row_does_not_take_the_samples_place(function, given):
+    row = {**SAMPLE.extra_info, "prompt": "?", "completion": "41", "response": "40"}
+    assert RewardFunction(function).on(SAMPLE._replace(extra_info=row)) == given
+
+
 def test_what_a_function_asks_for_and_its_row_lacks_is_named():
     with pytest.raises(VerifierError, match="asks for 'dificulty', .* did you mean 'difficulty'"):
         RewardFunction(lambda text, dificulty: 1.0).on(SAMPLE)

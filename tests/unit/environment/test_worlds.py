@@ -92,6 +92,30 @@ def test_a_world_that_hangs_is_not_used_again():
     assert Countdown.made == 2
 
 
+@pytest.mark.parametrize("isolated", [False, True])
+def test_a_world_that_cannot_start_leaves_its_place(isolated):
+    async def fail_often():
+        options = {"make": Broken, "size": 2}
+        worlds = IsolatedEnvironment(f"{__file__}:Pool", {"size": 2}) if isolated else GymEnvironment(**options)
+        guard = Guard(worlds, episodes=2)
+        try:
+            return [(await play(guard, "x"))[0].failure for _ in range(5)]
+        finally:
+            await guard.shutdown()
+
+    assert all("it is broken" in failure for failure in run(fail_often()))
+
+
+class Broken:
+    def reset(self, *, seed=None):
+        raise OSError("it is broken")
+
+
+class Pool(GymEnvironment):
+    def __init__(self, size):
+        super().__init__(Broken, size)
+
+
 def test_an_episode_that_is_over_has_no_world_and_frees_no_others():
     async def over():
         worlds, info = GymEnvironment(Countdown, size=1), {}

@@ -118,7 +118,7 @@ def mean(name, samples):
 def test_the_score_is_logged_and_every_figure_is_of_whole_samples(tmp_path):
     rollout = {"env_path": str(HERE / "scenes.py"), "env_isolated": False}
     keep = {"best": "eval/score"}
-    out = finished(tmp_path, data=GAMES, rollout=rollout, eval_every=1, keep=keep)
+    out = finished(tmp_path, data=GAMES, rollout=rollout, eval_every=1, keep=keep, seed=5)
     steps, drawn = lines(out / "metrics.jsonl"), lines(out / "samples.jsonl")
     for metrics in steps:
         rows = [row for row in drawn if row["step"] == metrics["step"]]

@@ -81,6 +81,8 @@ class DistillationTrainer(PolicyTrainer):
         weights = np.array([teacher.weight for teacher in self.cfg.teachers.values()], dtype=np.float32)
         if len(weights) > 1:
             rows = rows.with_columns(teacher_weights=np.tile(weights / weights.sum(), (len(rows), 1)))
+        if self.cfg.rollout.mask_truncated:
+            rows = rows.with_columns(masked=~rows.dense("finished"))
         return replace(batch, train_rows=rows)
 
     @classmethod
@@ -97,6 +99,9 @@ class DistillationTrainer(PolicyTrainer):
     @classmethod
     def validate_own(cls, cfg: DistillationConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [] if cfg.teachers else [ConfigError("config.teachers", "names no teacher: {teacher: {model: ...}}")]
+        if cfg.reward.on_failure != "drop_sample":
+            message = "has no effect: distillation trains on all samples, with and without a reward"
+            errors.append(ConfigError("config.reward.on_failure", message))
         samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
         for name, teacher in cfg.teachers.items():
             errors += validate_model(teacher.model, f"config.teachers.{name}.model")

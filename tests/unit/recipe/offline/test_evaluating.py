@@ -220,6 +220,28 @@ def test_a_figure_that_there_is_not_is_named_with_the_nearest():
         saver.update(1, {"eval/accuracy": 1.0, "eval/reward": 0.0})
 
 
+def test_an_evaluation_without_the_figure_does_not_count(tmp_path, caplog):
+    saver, saved = make_saver(tmp_path, best="eval/accuracy", patience=1)
+    saver.update(1, {"eval/accuracy": 0.5, "eval/reward": 0.5})
+    saver.update(2, {"eval/reward": 0.7})
+    assert (saved, saver.should_stop) == (["best"], False)
+    assert "step 2: the evaluation has no eval/accuracy" in caplog.text
+
+
+def test_the_best_of_another_figure_is_not_compared_with(tmp_path):
+    former, _ = make_saver(tmp_path, best="eval/accuracy")
+    former.update(1, {"eval/accuracy": 0.62})
+    for changed in ({"best": "eval/reward"}, {"best": "eval/accuracy", "best_is": "lowest"}):
+        saver, saved = make_saver(tmp_path, **changed)
+        saver.load_state_dict(former.state_dict())
+        saver.update(2, {"eval/reward": -0.5, "eval/accuracy": 0.9})
+        assert saved == ["best"]
+    same, saved = make_saver(tmp_path, best="eval/accuracy")
+    same.load_state_dict(former.state_dict())
+    same.update(2, {"eval/accuracy": 0.6})
+    assert saved == []
+
+
 def test_an_evaluation_that_nobody_could_judge_is_not_held_against_the_model(tmp_path):
     saver, _ = make_saver(tmp_path, best="eval/reward", patience=1)
     for step, value in enumerate([math.nan, 0.5, math.nan], start=1):

@@ -55,6 +55,16 @@ def test_numbers_that_are_none_become_null(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text(), parse_constant=refuse) == {"mean": None}
 
 
+def test_half_a_character_in_an_errors_text_is_escaped(tmp_path, caplog):
+    caplog.set_level("INFO")
+    log = RunLog(tmp_path, config=LogConfig(show_samples=1))
+    log.begin_step(1)
+    log.write_samples(1, [{"prompt": "p", "error": "bad \ud83d", "reward": 1.0}])
+    (line,) = (tmp_path / "samples.jsonl").read_text().splitlines()
+    assert json.loads(line)["error"] == "bad \ud83d"
+    assert "bad \\ud83d" in caplog.text
+
+
 def test_a_second_run_keeps_nothing_of_the_firsts_log_and_all_of_the_rest(tmp_path):
     first = RunLog(tmp_path)
     first.begin_step(1)

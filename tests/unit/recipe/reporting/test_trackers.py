@@ -53,7 +53,12 @@ class FakeMlflow(types.ModuleType):
     def set_experiment(self, name):
         self.said.append(name)
 
+    def active_run(self):
+        return self.now and types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.now))
+
     def start_run(self, run_id=None, run_name=None):
+        if self.now is not None:
+            raise RuntimeError(f"Run {self.now} is already active")
         self.now = run_id or f"run-{len(self.runs)}"
         self.runs.setdefault(self.now, {"name": run_name, "steps": [], "config": None, "ended": 0})
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.now))
@@ -69,6 +74,7 @@ class FakeMlflow(types.ModuleType):
 
     def end_run(self):
         self.runs[self.now]["ended"] += 1
+        self.now = None
 
 
 @pytest.fixture
@@ -151,6 +157,7 @@ def test_a_run_that_goes_on_is_the_same_one_and_no_step_comes_twice(modules, tmp
     assert [told["resume"] for told in modules["wandb"].begun] == ["allow", "allow"]
     (run,) = modules["mlflow"].runs.values()
     assert [step for step, _ in run["steps"]] == [1, 2, 3, 4]
+    modules["mlflow"].now = None  # as in another process
     third = log_of(tmp_path, **BOTH)
     written(third, [1])
     assert len(modules["wandb"].runs) == len(modules["mlflow"].runs) == 2, "another run has another name"

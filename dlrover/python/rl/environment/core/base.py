@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment port: it answers the policy's actions."""
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -124,12 +125,23 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
 
 def validate_state(name: str, value: Any) -> State:
     if isinstance(value, list):
-        return validate_messages(name, value, MAX_STATE_LENGTH)
+        messages = validate_messages(name, value, MAX_STATE_LENGTH)
+        _check_characters(name, json.dumps(messages, ensure_ascii=False, default=str))
+        return messages
     if not isinstance(value, str):
         raise EnvironmentFailed(f"{name} is {_kind(value)}, not text or a list of messages")
     if len(value) > MAX_STATE_LENGTH:
         raise EnvironmentFailed(f"{name} has {len(value)} characters, {MAX_STATE_LENGTH} at most")
+    _check_characters(name, value)
     return value
+
+
+def _check_characters(name: str, text: str) -> None:
+    """A tokenizer takes no half of a surrogate pair, as JSON may have one."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise EnvironmentFailed(f"{name} has {text[error.start]!a}, which is no character") from None
 
 
 def _number(name: str, value: Any) -> float:

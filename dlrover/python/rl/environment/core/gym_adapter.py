@@ -77,10 +77,14 @@ class GymEnvironment:
         slot.busy, slot.episode = True, next(self._episodes)
         extra_info[_PLACE] = [number, slot.episode]
         world, slot.world = slot.world, None  # Put back when it has answered: one that hangs is never used again.
-        if world is None:
-            world = await run_in_thread(self._make)
-        seed = extra_info.get("seed")
-        observation, information = await run_in_thread(lambda: world.reset(seed=seed))
+        try:
+            if world is None:
+                world = await run_in_thread(self._make)
+            seed = extra_info.get("seed")
+            observation, information = await run_in_thread(lambda: world.reset(seed=seed))
+        except BaseException:
+            slot.busy = False  # in another process than the episode's, which does not learn the place
+            raise
         slot.world = world
         return self._opening.replace("{observation}", _shown(observation, information))
 

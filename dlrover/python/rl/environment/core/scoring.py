@@ -40,7 +40,8 @@ class Completed(NamedTuple):
 
     @property
     def columns(self) -> dict[str, Any]:
-        return {**self._asdict(), **self.extra_info, "answer": self.answer}
+        """By the names by which functions ask for them; a column of the row does not take the place of the sample's."""
+        return {**self.extra_info, **self._asdict()}
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ class RewardFunction:
         if self.form == "sample" and not any(name in sample.extra_info for name in others if name not in _OWN):
             return self.function(sample.completion, sample.answer, dict(sample.extra_info))
         columns = sample.columns
-        if "completion" in self._parameters or first in columns:
+        if "completion" in self._parameters or first in _OWN:
             return self.function(**self._taken(columns))
         return self.function(sample.completion, **self._taken(columns, first))
 

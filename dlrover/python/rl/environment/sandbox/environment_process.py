@@ -204,8 +204,10 @@ class _Server:
             self._calls[number] = task
             task.add_done_callback(partial(self._forget, number))
 
-    def _forget(self, number: str, _: "asyncio.Task[None]") -> None:
+    def _forget(self, number: str, task: "asyncio.Task[None]") -> None:
         del self._calls[number]
+        if task.cancelled():
+            self._channel.send(number, error_reply("it was cancelled"))
 
     async def _answer(self, number: str, call: str, arguments: tuple[Any, ...]) -> None:
         try:

@@ -26,6 +26,9 @@ _LOG = get_logger(__name__)
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 """Of the prompts, where ``data.eval_rows`` does not say how many."""
 
+_GAMES = 1 << 14
+"""Rows of an environment that needs no data; they come again in another order."""
+
 _SET_NAME = re.compile(r"[\w.-]+")
 
 
@@ -128,9 +131,10 @@ def make_prompt_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch
 
 
 def _empty_rows(config: PolicyConfig) -> list[PromptRow]:
-    """Rows for an environment that gives the first state: one for each prompt of the run, and those to evaluate on."""
+    """Rows for an environment that gives the first state, and those to evaluate on; as many for a run of any length,
+    which may be resumed with more steps."""
     held_out = 0 if config.data.eval else config.data.eval_rows or MOST_HELD_OUT
-    return empty_prompts(config.steps * config.prompts_per_step + held_out)
+    return empty_prompts(_GAMES + held_out)
 
 
 def _hold_out(prompts: Sequence[Any], data: PromptData, seed: int) -> tuple[list[int], list[int]]:

@@ -101,12 +101,18 @@ def _repeated(scores: Scores) -> dict[str, float]:
 
 
 def compare_evaluations(before: Mapping[str, Scores], after: Mapping[str, Scores]) -> dict[str, float | int]:
-    """The closing metrics, by set."""
+    """The closing metrics, by set; only those of ``after`` of a set that had other prompts or samples ``before``."""
     return {
         f"{of_set}: {name}" if of_set else name: value
         for of_set in after
-        for name, value in compare_scores(before[of_set], after[of_set]).items()
+        for name, value in _closing_metrics(before.get(of_set), after[of_set]).items()
     }
+
+
+def _closing_metrics(before: Scores | None, after: Scores) -> dict[str, float | int]:
+    if before is not None and before["reward"].shape == after["reward"].shape:
+        return compare_scores(before, after)
+    return {name: value for name, value in compare_scores(after, after).items() if name.endswith(" after")}
 
 
 def compare_scores(before: Scores, after: Scores) -> dict[str, float | int]:

@@ -114,7 +114,7 @@ class RunLog:
         self._trackers = Trackers(self._config, folder, settings or {}, disk_wait)
         self._run = uuid4().hex[:12]
         self._current_step: int | None = None
-        self._history: list[tuple[int, dict[str, float]]] = []
+        self._history: list[tuple[int, dict[str, float]]] = []  # what curves show of the steps
         self._can_plot, self._now_s, self._drawn_s = True, now_s, now_s()
         self.drawing: threading.Thread | None = None
         """Draws the curve, or did so last."""
@@ -138,14 +138,15 @@ class RunLog:
             self._append(name, ())
             _truncate_at_step(folder / name, step + 1)
         rows = (folder / _METRICS).read_text(encoding="utf-8").splitlines()
-        self._history = [_parse_metrics(json.loads(row)) for row in rows]
+        parsed = (_parse_metrics(json.loads(row)) for row in rows)
+        self._history = [(number, _curves_of(values)) for number, values in parsed]
         if [number for number, _ in self._history] != list(range(1, step + 1)):
             _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / _METRICS, step)
         self._tensorboard = TensorBoardWriter(folder / _TENSORBOARD, step + 1, self._disk_wait)
 
     def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: float(value) for name, value in metrics.items()}
-        self._history.append((step, values))
+        self._history.append((step, _curves_of(values)))
         self._append(_METRICS, [{"step": step, **values}])
         samples, self._samples = self._samples, []
         self._tensorboard.log(step, values, samples)
@@ -161,11 +162,11 @@ class RunLog:
             _LOG.info("step %d: %s", step, _format_sample(row, self._config.max_chars))
 
     def write_refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._replace("refused.jsonl", "".join(_format_line({"step": step, **row}) for row in rows).encode())
+        self._replace("refused.jsonl", b"".join(_format_line({"step": step, **row}) for row in rows))
 
     def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the last answers to the held-out prompts, one line each, to ``held_out.jsonl``."""
-        self._replace("held_out.jsonl", "".join(map(_format_line, rows)).encode())
+        self._replace("held_out.jsonl", b"".join(map(_format_line, rows)))
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing metrics, which the command line prints as a table, and end the run in the trackers."""
@@ -213,7 +214,7 @@ class RunLog:
             self._can_plot = False
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        append(self._folder / name, "".join(map(_format_line, rows)).encode(), self._disk_wait)
+        append(self._folder / name, b"".join(map(_format_line, rows)), self._disk_wait)
 
     def _replace(self, name: str, content: bytes) -> None:
         replace(self._folder / name, content, self._disk_wait)
@@ -222,7 +223,7 @@ class RunLog:
 def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """What a table shows of a sample: numbers and texts."""
     shown = {name: value for name, value in row.items() if name in _TABLE or name.startswith("reward/")}
-    plain = {name: value if isinstance(value, str | float | None) else str(value) for name, value in shown.items()}
+    plain = {name: value if isinstance(value, float | None) else _printable(value) for name, value in shown.items()}
     return {"step": step, **_replace_non_finite(plain)}
 
 
@@ -236,8 +237,17 @@ def _shorten(text: str, max_chars: int) -> str:
     return line if len(line) <= max_chars else f"{line[:max_chars]}... ({len(text)} characters)"
 
 
-def _format_line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_replace_non_finite(row), ensure_ascii=False, allow_nan=False) + "\n"
+def _format_line(row: Mapping[str, Any]) -> bytes:
+    return _encode(json.dumps(_replace_non_finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _encode(text: str) -> bytes:
+    """Half of a surrogate pair, which an error's text may have, is escaped as in JSON."""
+    return text.encode(errors="backslashreplace")
+
+
+def _printable(value: Any) -> str:
+    return _encode(str(value)).decode()
 
 
 def _replace_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -257,6 +267,10 @@ def _truncate_at_step(file: Path, step: int) -> None:
                 break
             size += len(line)
     os.truncate(file, size)
+
+
+def _curves_of(values: Mapping[str, float]) -> dict[str, float]:
+    return {name: values[name] for name in CURVES if name in values}
 
 
 def _parse_metrics(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
@@ -296,14 +310,17 @@ class ModelSaver:
         return 0 < self._config.patience <= self._worse
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Compare an evaluation with the best one so far, and save the model if it is better; NaN is not counted.
-        Raises InvalidJob if the evaluation has no such metric."""
+        """Compare an evaluation with the best one so far, and save the model if it is better. NaN is not counted, nor
+        an evaluation without the metric (an accuracy needs rewards of 0 and 1). Raises InvalidJob if the first has
+        none."""
         name = self._config.metric
         if name is None:
             return
-        if name not in metrics:
+        if name not in metrics and self._best is None:
             raise InvalidJob([_unknown_metric(name, metrics)])
-        if math.isnan(metrics[name]):
+        if name not in metrics:
+            _LOG.warning("step %d: the evaluation has no %s, and does not count for keep.best", step, name)
+        if math.isnan(metrics.get(name, math.nan)):
             return
         if not self._is_better(metrics[name]):
             self._worse += 1
@@ -343,7 +360,14 @@ class ModelSaver:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"best": self._best, "step": self._best_step, "worse": self._worse}
+        return {"of": self._measure, "best": self._best, "step": self._best_step, "worse": self._worse}
+
+    @property
+    def _measure(self) -> list[Any]:
+        return [self._config.metric, self._config.prefers_low]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Another metric than before begins without a best model."""
+        if list(state.get("of", self._measure)) != self._measure:
+            return
         self._best, self._best_step, self._worse = state["best"], state["step"], state["worse"]

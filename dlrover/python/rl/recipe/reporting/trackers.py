@@ -189,7 +189,9 @@ class MlflowTracker:
             mlflow.set_tracking_uri(self._uri)
         mlflow.set_experiment(self._experiment)
         if "run_id" in run.notes:
-            mlflow.start_run(run_id=run.notes["run_id"])
+            active = mlflow.active_run()  # by an attempt at this step in the same process
+            if active is None or active.info.run_id != run.notes["run_id"]:
+                mlflow.start_run(run_id=run.notes["run_id"])
             return
         run.notes["run_id"] = mlflow.start_run(run_name=self._name or run.name).info.run_id  # the server chooses it
         mlflow.log_dict(dict(config), "config.json")

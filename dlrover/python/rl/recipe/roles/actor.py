@@ -73,7 +73,9 @@ class ActorWorkload(TrainedWorkload):
 
     @trainer_invocation(changes_state=False)
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
-        """The ragged columns that an algorithm annotates from: ``action_mask`` or ``old_logprobs``."""
+        """The ragged columns that an algorithm annotates from: ``action_mask`` and log-probs, old and the rollouts'."""
+        if "rollout_logprobs" in names:
+            rollouts = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         if "old_logprobs" not in names:
             return rollouts.select(*names)
         with self._turn() if self._recomputes else nullcontext():
