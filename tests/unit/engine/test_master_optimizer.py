@@ -42,6 +42,11 @@ def test_what_does_not_go_together_is_refused():
     assert "only sgd has momentum" in problems[0].what
     _, problems = parse(OptimizerConfig, {"lr": 1e-3, "min_lr": 1e-2}, "optimizer")
     assert "min_lr (0.01) is above lr (0.001)" in problems[0].what
+    _, problems = parse(OptimizerConfig, {"name": "sgd", "betas": [0.5, 0.9]}, "optimizer")
+    assert "only adamw has betas" in problems[0].what
+    for useless in ({"min_lr": 1e-7}, {"decay_steps": 5}):
+        _, problems = parse(OptimizerConfig, useless, "optimizer")
+        assert "need a schedule that decays: linear or cosine" in problems[0].what
     assert find_optimizer_errors("fsdp2", engine_info(TRAIN_ENGINES, "fsdp2"), OptimizerConfig(name="sgd")) == []
     assert find_optimizer_errors("mine", EngineInfo(), OptimizerConfig(name="sgd")) == []
     assert (

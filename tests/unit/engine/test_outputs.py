@@ -202,3 +202,12 @@ def test_divided_over_ranks_values_and_gradients_are_the_whole_ones():
         assert "the vocabulary has fewer" in found[6]
     parts = torch.cat([torch.from_numpy(found[4]) for found in ranks], dim=1)
     assert abs(parts - slope).max() < 1e-10
+
+
+def test_replicas_of_which_one_has_nothing_to_read_join_nothing(monkeypatch):
+    """Another replica has more micro-batches; ranks that share sequences go through an empty one meanwhile."""
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    read = torch.zeros(0, requires_grad=True)
+    joined = outputs._Join.apply(read, [0, 0], "the ranks of a sequence")
+    joined.sum().backward()
+    assert (len(joined), len(read.grad)) == (0, 0)

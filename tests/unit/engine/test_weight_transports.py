@@ -58,6 +58,11 @@ def test_collocated_roles_restrict_the_choice(name, device, is_collocated, is_re
         check_collocation(name, device, is_collocated)
 
 
+def test_cuda_ipc_is_not_for_one_process():
+    with pytest.raises(EngineError, match="'cuda_ipc' needs actor and rollout in processes of their own"):
+        check_collocation("cuda_ipc", "cuda:0", True, in_one_process=True)
+
+
 def test_a_transport_is_made_with_the_options_and_a_longer_timeout_where_it_waits(tmp_path):
     settings = SyncSettings("ACTOR[0]", timeout_s=5.0, channel="ACTOR")
     options = {"folder": str(tmp_path), "bucket_bytes": 4096, "receivers": 3}

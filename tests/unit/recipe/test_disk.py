@@ -121,7 +121,10 @@ def test_a_model_is_saved_once_there_is_room(disk, relief, tmp_path):
     actor = ActorWorkload(None, {})
     actor.init_model(str(model), EngineConfig(threads=1), OptimizerConfig(lr=1e-3), GRPO())
     disk.fill(left=20_000)
+    gathered, named_weights = [], actor._engine.named_weights
+    actor._engine.named_weights = lambda: gathered.append(1) or named_weights()
     actor.save(disk.folder / "model")
+    assert gathered == [1], "the other ranks take part once"
     assert sorted(os.listdir(disk.folder)) == ["model"]
     assert (disk.folder / "model" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     (said,) = relief.said

@@ -1,32 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which accelerators a member is told are its own."""
 
+import asyncio
+import threading
 from types import SimpleNamespace
 
 import pytest
 import ray
+import torch
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import device_of
+from dlrover.python.rl.recipe.rollout.stream import ThreadLoop
 from dlrover.python.rl.recipe.workloads import RolloutWorkload
 from dlrover.python.rl.runtime.ray.processes.member import locate, reserved_devices
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 
 
 @pytest.mark.parametrize(
-    ("reserved", "hides", "devices"),
+    ("reserved", "hides", "visible", "devices"),
     [
-        ({"GPU": ["2", "3"]}, "", (2, 3)),
-        ({"GPU": ["2", "3"]}, "1", (0, 1)),
-        ({"GPU": [], "NPU": ["5"]}, "", (5,)),
-        ({"GPU": []}, "", ()),
+        ({"GPU": ["2", "3"]}, "", "", (2, 3)),
+        ({"GPU": ["2", "3"]}, "1", "", (0, 1)),
+        ({"GPU": ["3", "2"]}, "", "1,2,3", (1, 2)),
+        ({"GPU": ["GPU-5c1"]}, "", "GPU-0ab,GPU-5c1", (1,)),
+        ({"GPU": [], "NPU": ["5"]}, "", "", (5,)),
+        ({"GPU": []}, "", "", ()),
     ],
 )
-def test_they_are_numbered_as_the_process_sees_them(monkeypatch, reserved, hides, devices):
+def test_they_are_numbered_as_the_process_sees_them(monkeypatch, reserved, hides, visible, devices):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_accelerator_ids=lambda: reserved))
     monkeypatch.setenv("DLROVER_RL_RAY_VISIBLE_DEVICES", hides)
     assert reserved_devices() == devices
+
+
+def test_its_device_is_the_current_one_of_every_thread_that_computes(monkeypatch):
+    current = []
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append((device, threading.current_thread())))
+    with RolloutWorkload(None, {})._first_turn("cuda:3"):
+        pass
+    loop = ThreadLoop(None, "cuda:2")
+    loop.run(asyncio.sleep(0))
+    loop.close()
+    with RolloutWorkload(None, {})._first_turn("cpu"):
+        pass
+    assert current == [("cuda:3", threading.current_thread()), ("cuda:2", loop._thread)]
 
 
 def test_a_process_reports_their_ids_on_its_node_whatever_it_sees(monkeypatch):

@@ -157,6 +157,10 @@ class BaseTrainEngine(Offloadable, Protocol):
     def save(self, path: Path) -> None:
         """Write model and tokenizer in Hugging Face format, atomically."""
 
+    def save_again(self, path: Path) -> None:
+        """:meth:`save` has failed on this rank, for want of space or the like; the others do not take part again."""
+        self.save(path)
+
     def save_checkpoint(self, path: Path) -> None:
         """Write model, optimizer, version and random state; each rank writes its part."""
 

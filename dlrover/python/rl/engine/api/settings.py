@@ -125,9 +125,14 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.momentum and self.name != "sgd":
             raise ValueError(f"only sgd has momentum; {self.name} has betas")
+        if self.betas != (0.9, 0.999) and self.name != "adamw":
+            raise ValueError(f"only adamw has betas; {self.name} has momentum")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr:g}) is above lr ({self.lr:g})")
+        if self.schedule == "constant" and (self.min_lr or self.decay_steps is not None):
+            raise ValueError("min_lr and decay_steps need a schedule that decays: linear or cosine")
 
     def over(self, steps: int) -> "OptimizerConfig":
-        """The same with ``decay_steps`` set, if it is not."""
-        return self if self.decay_steps is not None else replace(self, decay_steps=steps)
+        """The same with ``decay_steps`` set, if the schedule needs it and it is not."""
+        is_set = self.schedule == "constant" or self.decay_steps is not None
+        return self if is_set else replace(self, decay_steps=steps)

@@ -266,6 +266,8 @@ class _Join(torch.autograd.Function):
     def forward(ctx: Any, outputs: Any, counts: list[int], group: Any) -> Any:
         rank, most = dist.get_rank(group), max(counts)
         ctx.mine = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
+        if not most:  # of an empty micro-batch, with which a replica meets the others
+            return outputs.clone()
         everyone = gather_padded(outputs, most, group)
         return torch.cat([part[:count] for part, count in zip(everyone.split(most), counts, strict=True)])
 

@@ -155,7 +155,7 @@ class Ranks:
         address, port, timeout_s = rendezvous.master_addr, rendezvous.master_port, rendezvous.timeout_s
         on_cuda = torch.device(device).type == "cuda"
         if on_cuda:
-            torch.cuda.set_device(resolve_device(device))
+            use_device(device)
         use_interface_towards(address)
         try:
             store = dist.HashStore() if world_size == 1 else meet_at_store(address, port, rank, world_size, timeout_s)
@@ -220,6 +220,12 @@ class Ranks:
 def resolve_device(device: str) -> str:
     """``cuda`` by its number: the process's current one."""
     return f"cuda:{torch.cuda.current_device()}" if device == "cuda" else device
+
+
+def use_device(device: str) -> None:
+    """Make an accelerator the current one of this thread, which begins with the first: some calls of CUDA name none."""
+    if torch.device(device).type == "cuda":
+        torch.cuda.set_device(resolve_device(device))
 
 
 def join_rank_errors(errors: Sequence[str]) -> str:

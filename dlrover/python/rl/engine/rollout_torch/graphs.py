@@ -9,6 +9,7 @@ A graph is for a number of rows and a length, rounded up, so that few are record
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any, TypeAlias
 
 import torch
@@ -44,6 +45,11 @@ class StepGraphs:
 
     def __call__(self, tokens: Any, positions: Sequence[int]) -> Any:
         """Logits ``[rows, vocab]`` after ``tokens`` ``[rows]``, valid until the next call."""
+        # Graphs are recorded and replayed on the current device, whatever devices the tensors are on.
+        with torch.cuda.device(self._inputs.device) if self._inputs.is_cuda else nullcontext():
+            return self._replay(tokens, positions)
+
+    def _replay(self, tokens: Any, positions: Sequence[int]) -> Any:
         rows = rounded_rows(len(positions), self._rows)
         inputs = torch.zeros((2, rows), dtype=torch.int64)
         inputs[0, : len(positions)] = tokens

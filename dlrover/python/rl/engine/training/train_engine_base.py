@@ -76,6 +76,7 @@ class BackendTrainEngine(ABC):
         memory: DeviceMemory | None = None,
     ) -> None:
         self.version = self._skipped = 0  # updates that were skipped in a row
+        self._unsaved: dict[str, Any] = {}  # of a model that could not be written
         settings = settings or TrainSettings()
         self._settings, self._config = replace(settings, device=resolve_device(settings.device)), optimizer
         self._check_settings()
@@ -200,9 +201,13 @@ class BackendTrainEngine(ABC):
     def save(self, path: Path) -> None:
         is_writer = self._ranks.rank == 0
         copies = ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.named_weights() if is_writer)
-        tensors = {name: copy.contiguous() for name, copy in copies}
-        if is_writer:
-            self._spec.save(Path(path), tensors, DTYPES.get(self._settings.save_dtype))
+        self._unsaved = {name: copy.contiguous() for name, copy in copies}
+        self.save_again(path)
+
+    def save_again(self, path: Path) -> None:
+        if self._ranks.rank == 0:
+            self._spec.save(Path(path), self._unsaved, DTYPES.get(self._settings.save_dtype))
+        self._unsaved = {}
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ import torch.distributed as dist
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
-from dlrover.python.rl.engine.model.ranks import resolve_device, serve_store, use_interface_towards
+from dlrover.python.rl.engine.model.ranks import serve_store, use_device, use_interface_towards
 from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, SyncSettings, Ticket
 from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, HostBuffer, fill_buckets
 
@@ -161,7 +161,7 @@ class BroadcastTransport(SenderBase):
             return dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout())
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = self._timeout() * _NCCL_TIMEOUT_FACTOR
-        torch.cuda.set_device(resolve_device(self.settings.device))
+        use_device(self.settings.device)
         return dist.ProcessGroupNCCL(store, rank, size, options)
 
     def _timeout(self) -> timedelta:

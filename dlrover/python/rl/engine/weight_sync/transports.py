@@ -65,8 +65,8 @@ def validate_transport(
     return errors
 
 
-def check_collocation(name: str, device: str, is_collocated: bool) -> None:
-    """Refuse a transport where sender and receivers share their devices, or do not.
+def check_collocation(name: str, device: str, is_collocated: bool, in_one_process: bool = False) -> None:
+    """Refuse a transport where sender and receivers share their devices, or do not, or their process.
 
     Raises:
         EngineError: nccl needs each device once; CUDA IPC opens memory of a device that both sides see.
@@ -75,6 +75,8 @@ def check_collocation(name: str, device: str, is_collocated: bool) -> None:
         raise EngineError("engine.weight_sync 'broadcast' needs actor and rollout on separate devices")
     if name == "cuda_ipc" and not is_collocated:
         raise EngineError("engine.weight_sync 'cuda_ipc' needs actor and rollout in one workload_group")
+    if name == "cuda_ipc" and in_one_process:
+        raise EngineError("engine.weight_sync 'cuda_ipc' needs actor and rollout in processes of their own")
 
 
 def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings) -> WeightTransport:

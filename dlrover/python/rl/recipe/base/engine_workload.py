@@ -23,6 +23,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -44,7 +45,7 @@ from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.packing import Head
-from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, set_random_state
+from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, set_random_state, use_device
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig
@@ -118,6 +119,7 @@ class EngineWorkload(BaseWorkload):
     @contextmanager
     def _first_turn(self, device: str) -> Iterator[DeviceMemory | None]:
         """Lock ``device`` for the first time, to make the engine; yields the memory accounting of a shared device."""
+        use_device(device)
         takes_turns = torch.device(device).type != "cpu" if self.takes_turns is None else self.takes_turns
         if not (takes_turns and self.get_device_collocation() and self.name):
             yield None
@@ -180,7 +182,8 @@ class EngineWorkload(BaseWorkload):
 
     def _make_weight_transport(self, engine: EngineConfig, device: str, is_leader: bool = False) -> WeightTransport:
         """This member's side of ``engine.weight_sync``, between the actor and the rollouts."""
-        check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()))
+        in_one_process = "/" not in self.name
+        check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()), in_one_process)
         settings = SyncSettings(
             f"{self.role}[{self.rank}]",
             is_leader=is_leader,
@@ -287,11 +290,14 @@ class TrainedWorkload(EngineWorkload):
     @trainer_invocation(changes_state=False)
     def save(self, path: Path) -> None:
         """Write the model in Hugging Face format (rank 0 does); waits for space on a full disk."""
-        retry_io(lambda: self._save(path), path)
+        save = self._engine.save
+        ways = chain([save], repeat(getattr(self._engine, "save_again", save)))  # the other ranks take part once
 
-    def _save(self, path: Path) -> None:
-        with local_folder(path) as folder, self._bare_turn():  # not while it waits for space
-            self._engine.save(folder)
+        def attempt() -> None:
+            with local_folder(path) as folder, self._bare_turn():  # not while it waits for space
+                next(ways)(folder)
+
+        retry_io(attempt, path)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, version and random states: later steps depend on nothing else, bit for bit."""

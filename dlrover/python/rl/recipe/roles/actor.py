@@ -8,8 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
-
 from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
 from dlrover.python.rl.algorithm.losses.values import ValueLoss, shift_to_actions, shift_to_states
 from dlrover.python.rl.common.errors import EngineError
@@ -19,7 +17,7 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.model.loading import load_tokenizer
 from dlrover.python.rl.engine.model.packing import Head
-from dlrover.python.rl.engine.model.ranks import resolve_device
+from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import TrainedWorkload, device_of, on_device
@@ -141,8 +139,7 @@ class ActorWorkload(TrainedWorkload):
 
     def _send_weights(self, ticket: Ticket, sending: "Future[WeightStamp | None]") -> None:
         try:
-            if torch.device(self._runs_on[0]).type == "cuda":
-                torch.cuda.set_device(resolve_device(self._runs_on[0]))  # a thread begins with device 0
+            use_device(self._runs_on[0])
             with self._bare_turn():
                 sending.set_result(self._weights.send(ticket, self._engine))
         except BaseException as error:  # noqa: BLE001 - raised by published_stamp()

@@ -55,7 +55,7 @@ class RolloutWorkload(EngineWorkload):
             engine.rollout_tensor_parallel_size,
             engine.gpu_memory_utilization,
             engine.rollout_options,
-            self.devices,
+            self.devices if engine.device == "cuda" else (),  # else the device was chosen by number
         )
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
         with self._first_turn(device) as memory:
@@ -64,7 +64,9 @@ class RolloutWorkload(EngineWorkload):
             self._engine: BaseRolloutEngine = make(model, settings, memory)
         self._weights = self._make_weight_transport(engine, device)
         guard = _make_guard(rollout) if rollout.env_path else None
-        self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads) if rollout.max_staleness else InlineLoop()
+        self._loop: InlineLoop | ThreadLoop = (
+            ThreadLoop(engine.threads, device) if rollout.max_staleness else InlineLoop()
+        )
         kept = self._kept_samples() if rollout.max_staleness and "/" in self.name else None
         self._scheduler = RolloutScheduler(
             self._engine, guard, engine.max_batch, rollout.max_turns, rollout.chat_template_kwargs, kept

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, Completion, Request, SamplingParams
+from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.recipe.base.engine_workload import use_threads
 
 T = TypeVar("T")
@@ -50,13 +51,14 @@ class InlineLoop:
 
 
 class ThreadLoop:
-    """Runs in a background thread, also between calls, with ``threads`` of torch: it counts them per thread."""
+    """Runs in a background thread, also between calls, with ``threads`` of torch and on ``device``: both are a thread's
+    own."""
 
     runs_between_calls = True
 
-    def __init__(self, threads: int | None = None) -> None:
+    def __init__(self, threads: int | None = None, device: str = "cpu") -> None:
         self._loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self._serve, args=(threads,), name="rollouts", daemon=True)
+        self._thread = threading.Thread(target=self._serve, args=(threads, device), name="rollouts", daemon=True)
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -70,8 +72,9 @@ class ThreadLoop:
         if not self._thread.is_alive():
             self._loop.close()
 
-    def _serve(self, threads: int | None) -> None:
+    def _serve(self, threads: int | None, device: str) -> None:
         use_threads(threads)
+        use_device(device)
         self._loop.run_forever()
 
 

@@ -59,9 +59,11 @@ class MemberStart:
 def reserved_devices() -> tuple[int, ...]:
     """The accelerators that Ray reserved for this process, as this process numbers them: from 0 if Ray hides the
     others."""
-    numbers = _accelerators(ray.get_runtime_context())
-    hidden = os.environ.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1"
-    return tuple(range(len(numbers))) if hidden else tuple(map(int, numbers))
+    names = _accelerators(ray.get_runtime_context())
+    if os.environ.get("DLROVER_RL_RAY_VISIBLE_DEVICES") == "1":
+        return tuple(range(len(names)))
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return tuple(sorted(visible.index(name) if name in visible else int(name) for name in names))
 
 
 def _accelerators(context: Any) -> list[str]:
