@@ -36,7 +36,8 @@ class HostMegatronEngine(base.BaseEngine):
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         self.is_critic, optimizer, given = model_config.model_type == "value_model", None, optimizer_config
         if not engine_config.forward_only:
-            schedule = (given.lr_decay_style, given.min_lr, given.lr_decay_steps)
+            decay = (given.lr_decay_style, given.min_lr, given.lr_decay_steps)
+            schedule = decay if given.lr_decay_style != "constant" else ("constant",)
             rates = (given.lr, max(given.lr_warmup_steps, 0), given.weight_decay, tuple(given.betas))
             optimizer = OptimizerConfig(*rates, given.clip_grad or None, "adamw", 0.0, *schedule)
         sizes = ParallelSizes(tensor_parallel_size=engine_config.tensor_model_parallel_size)
