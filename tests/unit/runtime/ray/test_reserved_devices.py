@@ -10,10 +10,11 @@ import ray
 import torch
 
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.recipe.base import engine_workload
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import device_of
 from dlrover.python.rl.recipe.rollout.stream import ThreadLoop
-from dlrover.python.rl.recipe.workloads import RolloutWorkload
+from dlrover.python.rl.recipe.workloads import ReferenceWorkload, RolloutWorkload
 from dlrover.python.rl.runtime.ray.processes.member import locate, reserved_devices
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
 
@@ -39,13 +40,14 @@ def test_they_are_numbered_as_the_process_sees_them(monkeypatch, reserved, hides
 def test_its_device_is_the_current_one_of_every_thread_that_computes(monkeypatch):
     current = []
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: current.append((device, threading.current_thread())))
-    with RolloutWorkload(None, {})._first_turn("cuda:3"):
-        pass
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(engine_workload, "engine_class", lambda *_: lambda *arguments: arguments)
+    with member_context(MemberContext(role=RLRoleType.REFERENCE, devices=(3,))):
+        ReferenceWorkload(None, {})._make_train_engine("model", EngineConfig())
     loop = ThreadLoop(None, "cuda:2")
     loop.run(asyncio.sleep(0))
     loop.close()
-    with RolloutWorkload(None, {})._first_turn("cpu"):
-        pass
+    ThreadLoop().close()
     assert current == [("cuda:3", threading.current_thread()), ("cuda:2", loop._thread)]
 
 

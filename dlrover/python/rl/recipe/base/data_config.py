@@ -14,8 +14,7 @@ class PromptData:
 
     train: str | None = None
     """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; the prefix ``split@``
-    selects a split. None: the environment creates prompts from ``extra_info["seed"]``, which is different for each
-    prompt."""
+    selects a split. None: the environment creates prompts from ``extra_info["seed"]``, one of 16,384 numbers."""
 
     eval: str | Mapping[str, str] | None = None
     """Prompts for evaluation, given in the same way; or several sets of them by name, each with its own metrics. None:

@@ -119,7 +119,6 @@ class EngineWorkload(BaseWorkload):
     @contextmanager
     def _first_turn(self, device: str) -> Iterator[DeviceMemory | None]:
         """Lock ``device`` for the first time, to make the engine; yields the memory accounting of a shared device."""
-        use_device(device)
         takes_turns = torch.device(device).type != "cpu" if self.takes_turns is None else self.takes_turns
         if not (takes_turns and self.get_device_collocation() and self.name):
             yield None
@@ -177,6 +176,7 @@ class EngineWorkload(BaseWorkload):
         device = device_of(self, engine)
         settings = replace(train_settings(engine, device, ParallelSizes()), **changes)
         make = engine_class(TRAIN_ENGINES, engine.train)  # the import takes seconds: not while it holds the device
+        use_device(device)
         with self._first_turn(device) as memory:
             self._engine = make(model, optimizer, settings, rendezvous, memory)
 

@@ -14,8 +14,9 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.data.prompts import PromptFaults
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class, engine_info
 from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket
 from dlrover.python.rl.environment.core.base import Environment, StepRules
 from dlrover.python.rl.environment.core.functions import load_environment
@@ -58,15 +59,15 @@ class RolloutWorkload(EngineWorkload):
             self.devices if engine.device == "cuda" else (),  # else the device was chosen by number
         )
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
+        own = "cpu" if engine_info(ROLLOUT_ENGINES, engine.rollout).package else device  # a backend has its own process
+        use_device(own)
         with self._first_turn(device) as memory:
             if rollout.max_staleness and self._device_locks:
                 raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
             self._engine: BaseRolloutEngine = make(model, settings, memory)
         self._weights = self._make_weight_transport(engine, device)
         guard = _make_guard(rollout) if rollout.env_path else None
-        self._loop: InlineLoop | ThreadLoop = (
-            ThreadLoop(engine.threads, device) if rollout.max_staleness else InlineLoop()
-        )
+        self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads, own) if rollout.max_staleness else InlineLoop()
         kept = self._kept_samples() if rollout.max_staleness and "/" in self.name else None
         self._scheduler = RolloutScheduler(
             self._engine, guard, engine.max_batch, rollout.max_turns, rollout.chat_template_kwargs, kept
