@@ -79,6 +79,12 @@ def test_memory_and_output_are_limited():
     assert not ran.succeeded
 
 
+@pytest.mark.parametrize("act", ["os.mkfifo('stdout')", "os.symlink('/dev/zero', 'stdout')"])
+def test_what_a_program_puts_in_its_outputs_place_is_not_read(act):
+    result = run_python(f"import os\nos.remove('stdout')\n{act}")
+    assert (result.stdout, result.timed_out) == ("", False)
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [

@@ -35,7 +35,8 @@ class Handler(BaseHTTPRequestHandler):
         server.requests.append((self.path, dict(self.headers), body))
         reply = server.replies.pop(0) if len(server.replies) > 1 else server.replies[0]
         status, text = (200, reply) if isinstance(reply, str) else (reply, "no")
-        content = json.dumps({"choices": [{"message": {"content": text}}]} if status == 200 else {"error": text})
+        choice = {"message": {"content": text}, "finish_reason": "length" if text.endswith("...") else "stop"}
+        content = json.dumps({"choices": [choice]} if status == 200 else {"error": text})
         self.send_response(status)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
@@ -111,3 +112,14 @@ def test_a_judge_is_a_reward_function_among_others(server):
     rewards = WeightedRewards({"judge": LLMJudge(server.url, "m"), "one": lambda *_: 1.0}, {"judge": 1.0, "one": 0.5})
     assert asyncio.run(rewards.score(Completed("4", "4"))).total == pytest.approx(1.3)
     assert rewards.now([Completed("4", "4")])[0].parts == {"judge": 0.8, "one": 1.0}
+
+
+def test_a_box_in_a_thought_or_in_a_reply_that_was_cut_is_no_mark(server):
+    server.replies = [
+        r"The student says \boxed{10}. Let me see whether that is ...",
+        r"<think>\boxed{10}</think> \boxed{3}",
+    ]
+    assert ask(LLMJudge(server.url, "judge")) == 0.3
+    server.replies = [r"<think>The student says \boxed{10}.</think> Wrong."]
+    with pytest.raises(VerifierError, match="no mark from 0 to 10"):
+        ask(LLMJudge(server.url, "judge", attempts=1))

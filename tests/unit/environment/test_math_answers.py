@@ -45,6 +45,14 @@ def test_without_a_box_the_end_of_the_text_counts():
 
 
 @pytest.mark.feature(79)
+@pytest.mark.parametrize(
+    ("said", "answer"),
+    [(r"$\frac{3}{5}$", "5"), (r"$2\sqrt{5}$", "5"), ("1/6", "6"), (r"$\frac{1}{2}$", "2"), ("$10^{5}$", "5")],
+)
+def test_a_number_in_the_answer_is_not_the_answer(said, answer):
+    assert math_equal(f"So it is {said}", answer, {}) == 0.0
+
+
 def test_the_last_box_with_nested_braces_counts():
     assert math_equal(r"\boxed{1} or rather \boxed{\frac{1}{\sqrt{4}}}", "1/2", {}) == 1.0
 

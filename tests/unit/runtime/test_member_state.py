@@ -2,6 +2,7 @@
 """A member's files of commits: which it goes on from, which it keeps, and which it loads."""
 
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ from durable_toys import wait_for_copies
 from dlrover.python.rl.common.errors import CheckpointCorrupt
 from dlrover.python.rl.runtime.checkpoint.calls import CallRecord
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, MemberState, RestoreRequest
+from dlrover.python.rl.runtime.checkpoint.neighbours import Part, store
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
@@ -110,6 +112,15 @@ def test_a_node_without_the_trainer_keeps_the_last_commit_and_removes_what_is_ol
     for step in (1, 2, 3):
         member.commit(Total(step), CommitRequest(step, roots, first_kept=step - 1))
     assert steps_in(roots) == [2, 3]
+
+
+def test_a_neighbours_file_does_not_take_the_place_of_what_is_being_copied(roots, member):
+    file = member.commit(Total(1), CommitRequest(1, roots)).file
+    content = np.fromfile(roots.commits / folder_name(1, 1) / file.name, np.uint8)
+    theirs = Piece(folder_name(3, 1), replace(file, name="ACTOR-1.1.state"))
+    for copying, left in ((1, [1, 3]), (None, [3])):
+        assert store(Part(roots, theirs, 0, first_kept=3, copying=copying), content, "b")
+        assert steps_in(roots) == left
 
 
 @pytest.mark.parametrize("copying", [1, None], ids=["the trainer says so", "another trainer does not know"])

@@ -6,11 +6,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.by_value import name_for
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.config.layout import job_from_mapping
 from dlrover.python.rl.config.spec import RUNS, JobSpec
+from dlrover.python.rl.config.typed import from_plain
 
 B = TypeVar("B", bound="JobBuilder")
 
@@ -175,8 +177,19 @@ class JobBuilder:
                 "liveness": self._liveness,
             }
         )
-        data["config"] = self._config if isinstance(self._config, DictConfig) else OmegaConf.create(dict(self._config))
+        data["config"] = (
+            _resolved(self._config) if isinstance(self._config, DictConfig) else OmegaConf.create(dict(self._config))
+        )
         return job_from_mapping(data, name, search_path)
+
+
+def _resolved(config: DictConfig) -> DictConfig:
+    """Interpolations are meant within ``config``; those that it cannot resolve are the job's."""
+    try:
+        plain: Any = OmegaConf.to_container(config, resolve=True)
+        return from_plain(plain)
+    except OmegaConfBaseException:
+        return config
 
 
 def _with_names(values: Mapping[str, Any], inputs: Path | None) -> dict[str, Any]:

@@ -46,7 +46,7 @@ from dlrover.python.rl.config.spec import (
     TrainerSpec,
     WorkloadSpec,
 )
-from dlrover.python.rl.config.typed import escape_references, salvage, to_plain
+from dlrover.python.rl.config.typed import escape_references, from_plain, salvage, to_plain
 
 _ELSEWHERE: Mapping[str, str] = {
     "trainer.n_epochs": "epochs, or steps for recipes that learn from samples",
@@ -107,7 +107,9 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
     errors = [_in_file_terms(error) for error in errors]
     errors += _validate_roles({"name": default_name, **values})
     errors += _validate_times(layout) if layout is not None else []
-    config = OmegaConf.merge(data.get("config") or {}, {"scripts": scripts}) if scripts else data.get("config")
+    config = data.get("config")
+    if scripts:
+        config = OmegaConf.merge(config or {}, from_plain({"scripts": scripts}))
     job = _spec(layout, config, default_name, search_path) if layout is not None else None
     if job is None or errors:
         raise InvalidJob(errors, salvaged=job)

@@ -46,7 +46,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     errors, unlisted = _apply(data, overrides)
     search = search_folders(file.absolute().parent)
     try:
-        job = job_from_mapping(data, _as_name(file.stem), search)
+        job = job_from_mapping(data, name_of_file(file), search)
     except InvalidJob as error:
         salvaged = error.salvaged and replace(error.salvaged, unlisted=tuple(unlisted))
         raise InvalidJob([*errors, *error.errors], salvaged) from None
@@ -83,7 +83,7 @@ def load_job_with(path: str | Path, values: Mapping[str, Any], search_path: tupl
             section.setdefault(last, {}).update(value)
         else:
             section[last] = value
-    return job_from_mapping(DictConfig(OmegaConf.merge(data, from_plain(given))), Path(path).stem, search_path)
+    return job_from_mapping(DictConfig(OmegaConf.merge(data, from_plain(given))), name_of_file(Path(path)), search_path)
 
 
 def search_folders(*more: Path) -> tuple[str, ...]:
@@ -100,8 +100,9 @@ def _text(file: Path) -> str:
         raise InvalidJob([ConfigError(str(file), f"cannot be read: {error}")]) from error
 
 
-def _as_name(stem: str) -> str:
-    name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in stem.lower())
+def name_of_file(file: Path) -> str:
+    """The name of a job whose file has none."""
+    name = "".join(letter if letter.isalnum() and letter.isascii() else "-" for letter in file.stem.lower())
     return name.strip("-")[:63].strip("-") or "job"
 
 

@@ -35,7 +35,7 @@ from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import hint, is_url, package_version
 from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.load import load_job, load_job_text
+from dlrover.python.rl.config.load import load_job, load_job_text, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.init import CLUSTERS, Cluster, write_skeleton
@@ -128,7 +128,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
     if owner.state == FINISHED and not overrides:
         click.echo(f"{folder}: the run has finished; to go on, override a setting such as its number of steps")
         return
-    local = owner.runtime == IN_PROCESS if local is None else local
+    local = owner.runtime == IN_PROCESS and not (place.address or place.supervise) if local is None else local
     if local and owner.work_dir:
         os.chdir(owner.work_dir)
     checked = check_described(lambda: saved_job(saved, overrides), local)
@@ -152,7 +152,7 @@ def evaluate(name_or_dir: str, overrides: tuple[str, ...], address: str | None, 
     """Evaluate the model that a run has saved on the run's held-out data. NAME_OR_DIR is as for 'resume'; OVERRIDES
     such as config.model=FOLDER or config.data.eval=FILE name another model or other data."""
     saved = find_saved_run(name_or_dir)
-    local = saved.owner.runtime == IN_PROCESS if local is None else local
+    local = saved.owner.runtime == IN_PROCESS and address is None if local is None else local
     if local and saved.owner.work_dir:
         os.chdir(saved.owner.work_dir)
     try:
@@ -233,7 +233,8 @@ def job_of_options(job_name: str, rl_config: str, options: dict[str, Any]) -> Jo
     if text == rl_config and _looks_like_file(text):
         siblings = [path.name for path in Path(text).parent.glob("*") if path.is_file()]
         raise InvalidJob([ConfigError("--rl_config", f"no such file: {text}{hint(Path(text).name, siblings)}")])
-    return _with_options(load_job_text(text, job_name), options)
+    search_path = search_folders(Path(rl_config).absolute().parent) if text != rl_config else None
+    return _with_options(load_job_text(text, job_name, search_path=search_path), options)
 
 
 def _is_file(text: str) -> bool:
@@ -310,6 +311,8 @@ class _Place:
     supervise: bool = False
 
     def __post_init__(self) -> None:
+        if self.local and self.address is not None:
+            raise InvalidJob([ConfigError("--address", "is a cluster's, and --local runs without Ray")])
         if self.detach and self.address is None:
             what = "needs --address: a cluster that is started here would end with this command"
             raise InvalidJob([ConfigError("--detach", what)])

@@ -49,6 +49,7 @@ def find_saved_run(name_or_dir: str) -> SavedRun:
 
 def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """The job of a saved run, to go on in its folder; hidden variables come from the environment. Raises InvalidJob."""
+    _refuse_names(overrides, "cannot be changed: the run goes on in its folder, under its name")
     text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
     job = load_job_text(text, run.owner.job, ["checkpoint.resume=latest", *overrides], run.owner.search_path)
     return replace(_with_secrets(job), job_dir=run.folder, work_dir=run.owner.work_dir)
@@ -57,11 +58,18 @@ def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
 def evaluation_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """A job that evaluates the model which a run has saved, or another one by an override, in run folders of its own.
     Raises InvalidJob."""
+    _refuse_names(overrides, f"cannot be changed: an evaluation is in a folder under {RUNS}, named after the run's job")
     text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
     changes = evaluation_overrides(run.folder, (run.folder / MODEL).is_dir(), overrides)
     job = load_job_text(text, run.owner.job, changes, run.owner.search_path)
     name = evaluation_name(job.name)
     return replace(_with_secrets(job), name=name, job_dir=RUNS, archive="", work_dir=run.owner.work_dir)
+
+
+def _refuse_names(overrides: Sequence[str], why: str) -> None:
+    names = [match[1] for override in overrides if (match := re.match(r"\+*(name|job_dir)=", override))]
+    if names:
+        raise InvalidJob([ConfigError(name, why) for name in names])
 
 
 def evaluation_overrides(folder: Path, has_model: bool, overrides: Sequence[str]) -> list[str]:

@@ -189,7 +189,8 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
             record.unlink()  # others came and went meanwhile
     if newest is not None:
         newest.unlink(missing_ok=True)
-    if job.overwrite and (earlier is None or earlier.run != job.run):
+    starts_afresh = job.overwrite and job.checkpoint.resume != "latest"
+    if starts_afresh and (earlier is None or earlier.run != job.run):
         memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
         for path in (folder / "checkpoints", folder / "commits", *memory):
             shutil.rmtree(path, ignore_errors=True)

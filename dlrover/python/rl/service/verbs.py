@@ -40,7 +40,9 @@ def read_job_file(job_file: Path) -> tuple[str, str]:
         near = hint(job_file.name, [path.name for path in job_file.parent.glob("*.y*ml")])
         raise InvalidJob([ConfigError(str(job_file), f"no such job file{near}")])
     text = job_file.read_text(encoding="utf-8")
-    return text, _own_name(text) or job_file.stem
+    from dlrover.python.rl.config.load import name_of_file
+
+    return text, _own_name(text) or name_of_file(job_file)
 
 
 def submit(client: Any, server: str, text: str, **options: Any) -> str:

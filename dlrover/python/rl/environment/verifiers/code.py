@@ -17,6 +17,7 @@ import re
 import secrets
 import signal
 import socket
+import stat
 import subprocess
 import sys
 import tempfile
@@ -200,9 +201,19 @@ def run_python(source: str, stdin: str = "", limits: ProgramLimits | None = None
         except BaseException:
             _end(process)
             raise
-        outputs = ((folder / file).read_bytes()[: limits.output_bytes] for file in ("stdout", "stderr"))
+        outputs = (_read_output(folder / file, limits.output_bytes) for file in ("stdout", "stderr"))
         stdout, stderr = (output.decode(errors="replace") for output in outputs)
     return ProgramResult(stdout, stderr, code, timed_out)
+
+
+def _read_output(path: Path, most: int) -> bytes:
+    """Nothing where the program has put a pipe, a device or a link in its output's place."""
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return b""
+    with open(descriptor, "rb") as file:
+        return file.read(most) if stat.S_ISREG(os.fstat(descriptor).st_mode) else b""
 
 
 def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None = None) -> bool:

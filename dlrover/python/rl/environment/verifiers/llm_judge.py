@@ -101,7 +101,10 @@ class LLMJudge:
             async with client.stream("POST", url, json=body, timeout=timeout_s) as reply:
                 content = await _read_reply(reply)
             if reply.is_success:
-                return str(json.loads(content)["choices"][0]["message"]["content"] or "")
+                choice = json.loads(content)["choices"][0]
+                if choice.get("finish_reason") == "length":
+                    raise _TryAgain("the reply was cut off before its end: raise max_tokens")
+                return str(choice["message"]["content"] or "").rpartition(_THOUGHT)[2]
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
         message = f"{reply.status_code} {reply.reason_phrase}: {content[:500].decode(errors='replace')}"
@@ -124,6 +127,10 @@ async def _read_reply(reply: httpx.Response) -> bytes:
         if len(content) > _MAX_REPLY_BYTES:
             raise _TryAgain(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
     return content
+
+
+_THOUGHT = "</think>"
+"""What a model says before may quote the completion, with its box."""
 
 
 class _TryAgain(Exception):

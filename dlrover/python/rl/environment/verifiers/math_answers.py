@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover.python.rl.common.errors import MissingExtra
-from dlrover.python.rl.environment.core.rewards import boxed_answer, exact_answer, marked_answer, same_answer
+from dlrover.python.rl.environment.core.rewards import boxed_answer, marked_answer, same_answer
 
 try:
     import math_verify
@@ -37,7 +37,7 @@ def math_equal(completion: str, answer: str | None, extra_info: dict[str, Any]) 
         raise ValueError("the prompt has no reference answer")
     answer = marked_answer(answer) or answer
     boxed = boxed_answer(completion)
-    if same_answer(boxed, answer) if boxed is not None else exact_answer(completion, answer):
+    if same_answer(boxed if boxed is not None else completion, answer):
         return 1.0
     text = rf"\boxed{{{boxed[-_LONGEST:]}}}" if boxed is not None else completion[-_LONGEST:]
     return float(within(LIMIT_S, lambda: _equal(text, answer)) is True)

@@ -32,7 +32,6 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
     is_calls,
 )
 from dlrover.python.rl.runtime.checkpoint.neighbours import (
-    NODES,
     Held,
     Nodes,
     adopt_newest,
@@ -51,7 +50,7 @@ from dlrover.python.rl.runtime.checkpoint.runs import (
     newest_commit,
 )
 from dlrover.python.rl.runtime.checkpoint.snapshots import Snapshots
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, Piece, folder_name
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import NODES, Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
@@ -275,7 +274,8 @@ class StoreCheckpoints:
             for member, answer in answers.items()
             if answer.file is not None
         }
-        return copies_for_neighbours(self.roots, pieces, nodes, self._at, self._asked.first_kept)
+        asked = self._asked
+        return copies_for_neighbours(self.roots, pieces, nodes, self._at, asked.first_kept, asked.copying)
 
     def _earlier(self, name: str, file: StateFile) -> tuple[Piece, ...]:
         return self.snapshots.earlier(name, self._at) if is_calls(file) and self._at is not None else ()

@@ -25,6 +25,7 @@ from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.runs import TRAINER
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
+    NODES,
     Manifest,
     Piece,
     decode,
@@ -38,22 +39,20 @@ from dlrover.python.rl.trainer.port import Transfer
 _LOG = get_logger(__name__)
 
 _PART_BYTES = 1 << 28  # of a file that travels at once
-NODES = "nodes"
-"""Name in a manifest: of the nodes that have all files of each process."""
-
 Nodes = Mapping[ProcessId, str]
 """The node of each member."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """``nbytes`` of a file in the memory of a node, from ``start``; steps before ``first_kept`` are not needed. Copies
-    for a restore are ``needed``: the disk is asked again."""
+    """``nbytes`` of a file in the memory of a node, from ``start``; steps before ``first_kept`` are not needed, but
+    for the one that is being copied. Copies for a restore are ``needed``: the disk is asked again."""
 
     roots: Roots
     piece: Piece
     start: int
     first_kept: int = 0
+    copying: int | None = None
     needed: bool = False
 
     @property
@@ -94,6 +93,8 @@ def store(part: Part | Roots, content: Any, node: str) -> bool:
             return adopt(part.commit_store(node), content)
         kept = part.roots.commit_store(node)
         if node != part.roots.node:
+            if part.copying is not None:
+                kept.pinned.add(part.copying)  # by this node's own members
             kept.drop_older(part.first_kept)
         write = partial(_write, kept, part, memoryview(content))
         if part.needed:
@@ -157,9 +158,10 @@ def copies_for_neighbours(
     nodes: Nodes,
     before: Manifest | None,
     first_kept: int,
+    copying: int | None = None,
 ) -> list[Transfer]:
     """What has to go to the next node of each member's, so that it has all ``pieces`` of the member; ``before`` is the
-    commit whose pieces those of calls come after."""
+    commit whose pieces those of calls come after, ``copying`` the step that is being copied to the job's directory."""
     following, on_node = _ring(nodes), _members_by_node(nodes)
     transfers = []
     for member, (*earlier, last) in pieces.items():
@@ -170,7 +172,7 @@ def copies_for_neighbours(
             known = before.pieces_of(member.file_name) if before is not None and has_earlier else ()
             wanted = [piece for piece in (*earlier, last) if piece not in known]
             target = hosts[member.rank % len(hosts)]
-            transfers.append(Transfer(target, _parts(roots, wanted, first_kept), member))
+            transfers.append(Transfer(target, _parts(roots, wanted, first_kept, copying), member))
     return transfers
 
 
@@ -258,9 +260,11 @@ def _members_by_node(nodes: Nodes) -> dict[str, list[ProcessId]]:
     return found
 
 
-def _parts(roots: Roots, pieces: Iterable[Piece], first_kept: int = 0, needed: bool = False) -> tuple[Part, ...]:
+def _parts(
+    roots: Roots, pieces: Iterable[Piece], first_kept: int = 0, copying: int | None = None, needed: bool = False
+) -> tuple[Part, ...]:
     return tuple(
-        Part(roots, piece, start, first_kept, needed)
+        Part(roots, piece, start, first_kept, copying, needed)
         for piece in pieces
         for start in range(0, piece.file.nbytes, _PART_BYTES)
     )

@@ -106,6 +106,10 @@ def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0) -> 
         _memory_folder().rmdir()  # only when it was the last one there
 
 
+_ALL = 1 << 30
+"""Copies: how many a run keeps is not known here, and its next commit removes those beyond."""
+
+
 def _save(root: Path) -> None:
     """Copy the newest generation of an ended run to the disk, if all of it was on this node and no later copy exists.
     Raises OSError."""
@@ -117,7 +121,7 @@ def _save(root: Path) -> None:
         return
     memory, copies = (
         CheckpointStore(root, run, durable=False),
-        open_copies(place if is_url(place) else Path(place), run),
+        open_copies(place if is_url(place) else Path(place), run, keep=_ALL),
     )
     newest = max((copy.step for copy in copies.manifests() if copies.valid(copy)), default=0)
     for manifest in memory.manifests():

@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, Piece, folder_name
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import NODES, Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
@@ -44,7 +44,8 @@ def save_generation(memory: CheckpointStore, manifest: Manifest, copies: Checkpo
             }
             earlier = gathered(folder_name(each.step, epoch), files)
             last = {name: own[-1] for name, own in files.items()}
-            copies.commit(each.step, epoch, last, earlier, each.extra)
+            extra = {name: value for name, value in each.extra.items() if name != NODES}
+            copies.commit(each.step, epoch, last, earlier, extra)
     except (CheckpointCorrupt, CheckpointMissing, StaleEpoch):
         return False
     return True

@@ -22,6 +22,9 @@ from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile, n
 _LOG = get_logger(__name__)
 
 MANIFEST = "manifest.json"
+NODES = "nodes"
+"""Name in ``Manifest.extra``: of the nodes that have all files of each process."""
+
 VERSION = 1
 
 _FOLDER = re.compile(r"step-(?P<step>\d{8,})\.e(?P<epoch>\d+)")
