@@ -4,7 +4,7 @@
 import json
 import math
 import sys
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +12,15 @@ from judging_envs import Length, Share, asked
 from torch.optim import lr_scheduler as schedulers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from dlrover.python.rl.classic import EnvBase, GRPOTrainer, MathDataset, OnPolicyDistillationTrainer, SFTTrainer
-from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.classic import (
+    EnvBase,
+    GRPOTrainer,
+    MathDataset,
+    OnPolicyDistillationTrainer,
+    SFTTrainer,
+    training,
+)
+from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 NAMES = ("Ada", "Emmy", "Sofia", "Grace", "Mary", "Katherine")
@@ -379,3 +386,27 @@ def test_gradient_descent_by_its_class(model, tmp_path):
 def test_what_has_no_counterpart_is_refused_with_what_has(arguments, words):
     with pytest.raises(ValueError, match=words):
         SFTTrainer("model", asked("Ada"), **arguments)
+
+
+# -- the folder -------------------------------------------------------------------------------------------------------
+
+
+def test_models_that_another_program_has_left_are_replaced_on_request_only(model, tmp_path):
+    (tmp_path / "step_10").mkdir()
+    (tmp_path / "step_10" / "weights").touch()
+    with pytest.raises(InvalidJob, match=r"has models of another run \(step_10\): pass overwrite=True"):
+        sft(model, tmp_path).train()
+    assert (tmp_path / "step_10" / "weights").exists()
+    assert sft(model, tmp_path).model_after(10) == tmp_path / "step_10"
+    afresh = sft(model, tmp_path, overwrite=True)
+    assert afresh.model_after() == model
+    with pytest.raises(ValueError, match="no model of step 10 has been saved"):
+        afresh.model_after(10)
+
+
+def test_nothing_is_written_where_another_run_is_under_way(model, tmp_path, monkeypatch):
+    monkeypatch.setattr(training, "newest_owner", lambda folder: SimpleNamespace(pid=1, is_here=True))
+    monkeypatch.setattr(training, "in_use", lambda folder: True)
+    with pytest.raises(JobConflict, match="is in use by"):
+        sft(model, tmp_path).train()
+    assert not (tmp_path / "data").exists()

@@ -23,11 +23,13 @@ from dlrover.python.rl.classic.settings import (
     recipe_config,
     sampling_params,
 )
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.recipe.launch import check_job, run_together
+from dlrover.python.rl.runtime.run_folder import in_use, newest_owner
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from dlrover.python.rl.trainer.trainer import StepReport
 from dlrover.python.rl.trainer.workload import BaseWorkload
@@ -112,6 +114,7 @@ class ClassicTrainer:
     """Fields of :class:`~dlrover.python.rl.recipe.base.config.EngineConfig`, ``{"train": "deepspeed"}``."""
 
     def __post_init__(self) -> None:
+        self._has_trained = False
         check_fields(self)
         if self.eval_steps is not None and self.eval_dataset is None:
             raise ValueError("eval_steps needs an eval_dataset")
@@ -130,6 +133,7 @@ class ClassicTrainer:
         error = run_together(lambda: check_job(lambda: self._job(launch), launch), launch, self._report)
         if error is not None:
             raise error
+        self._has_trained = True
         if not launch.rank:
             self._link("final", "model")
 
@@ -138,13 +142,14 @@ class ClassicTrainer:
         return Path(self.output_dir)
 
     def model_after(self, step: int | None = None) -> Path | str:
-        """The saved model of a step; by default the trained one, or ``model`` before ``train``.
+        """The saved model of a step; by default the trained one, or ``model`` before ``train``. Those of an earlier run
+        do not count with ``overwrite``.
 
         Raises:
             ValueError: the model of the step was not saved.
         """
         path = self.folder / ("final" if step is None else f"step_{step}")
-        if path.is_dir():
+        if path.is_dir() and (self._has_trained or not self.overwrite):
             return path
         if step is not None:
             raise ValueError(f"no model of step {step} has been saved in {self.folder}")
@@ -159,7 +164,24 @@ class ClassicTrainer:
 
     # -- the recipe's job ---------------------------------------------------------------------------------------------
 
+    def _check_folder(self) -> None:
+        """Before anything is written there. Raises JobConflict, InvalidJob."""
+        folder = self.folder.absolute()
+        owner = newest_owner(folder)
+        if owner is not None and owner.pid and owner.is_here and in_use(folder):
+            raise JobConflict(f"{folder} is in use by {owner}")
+        models = [
+            path.name
+            for name in ("final", "step_*")
+            for path in folder.glob(name)
+            if path.is_dir() and not path.is_symlink()
+        ]
+        if models and not self.overwrite:
+            what = f"{folder} has models of another run ({', '.join(models)}): pass overwrite=True, or another folder"
+            raise InvalidJob([ConfigError("output_dir", what)])
+
     def _job(self, launch: LaunchEnv) -> JobSpec:
+        self._check_folder()
         builder = JobBuilder().device_type("CPU").trainer(self.recipe.__module__, self.recipe.__qualname__)
         for role, workload in self._roles().items():
             builder.role(role, workload.__module__, workload.__qualname__)
