@@ -556,7 +556,7 @@ BUGS = {
     ),
     "calls after the commit of their step are dropped": Bug(_CALLS, "        if late:\n", "        if False:\n"),
     "the states before calls are not saved": Bug(
-        _COPIES, "for each in (*states_before(memory, manifest), manifest):", "for each in (manifest,):"
+        _COPIES, "return [*states_before(memory, manifest), manifest]", "return [manifest]"
     ),
     "the states before calls are not copied at the end": Bug(
         _COPYING, "for manifest in (*first, newest):", "for manifest in (newest,):"

@@ -225,11 +225,11 @@ class Cluster:
     def list_nodes(self):
         return [NodeRow(node, is_alive, "127.0.0.1", 0) for node, is_alive in self.nodes.items()]
 
-    async def run_on(self, node, function, *arguments):
+    async def run_on(self, node, function, *arguments, limit_s=None):
         who = self._who()
 
         def victims():
-            if function.__name__ not in ("kill_and_wait", "_end_and_forget"):
+            if function.__name__ not in ("kill_and_wait", "_end_and_find"):
                 return []
             on_node = [actor for actor in self.everyone if actor.node == node and actor.is_alive]
             return [actor for actor in on_node if actor.pid in arguments[0]]

@@ -5,11 +5,18 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
 from dlrover.python.rl.runtime.checkpoint import node_memory
-from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_name, memory_root
+from dlrover.python.rl.runtime.checkpoint.node_memory import (
+    forget_memory,
+    memory_name,
+    memory_root,
+    newest_in_memory,
+    save_from_memory,
+)
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
@@ -133,3 +140,45 @@ def test_a_commit_in_memory_is_saved_though_a_later_trainer_has_claimed_the_copi
     forget_memory("job", "1")
     (manifest,) = copies.manifests()
     assert (manifest.step, copies.read(manifest, "trainer")) == (8, {"x": 1})
+
+
+def test_nodes_that_have_a_part_of_a_commit_each_save_it_together(tmp_path, monkeypatch):
+    durable = tmp_path / "out/checkpoints/1"
+    durable.parent.mkdir(parents=True)
+
+    def on(node):
+        monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / node))
+        memory = Roots("job", "1", 1, durable).commit_store("")
+        memory.claim(1)
+        return memory
+
+    files = {}
+    for number, node in enumerate("bca"):
+        name, memory = f"ACTOR-{number}", on(node)
+        file = memory.write(8, 1, f"{name}.1.state", {"role": "ACTOR", "rank": number, "step": 8}, {"rank": number})
+        files[name] = replace(file, node=node)
+    files["trainer"] = memory.write(8, 1, "trainer.state", {"role": "trainer", "step": 8}, {"x": 1})
+    memory.commit(8, 1, {**files, "ACTOR-2": replace(files["ACTOR-2"], node="")}, extra={"nodes": {"ACTOR-0": ["b"]}})
+
+    found = {node: on(node) and newest_in_memory("job", "1") for node in "abc"}
+    assert (found["b"], found["c"], len(found["a"])) == ([], [], 1)
+    saved = [on(node) and save_from_memory("job", "1", found["a"]) for node in "abca"]
+    assert saved == [False, False, True, True]
+    copies = CheckpointStore(durable, "1", durable=True)
+    (manifest,) = copies.manifests()
+    assert copies.valid(manifest) and "nodes" not in manifest.extra
+    assert [copies.read(manifest, f"ACTOR-{number}") for number in range(3)] == [{"rank": rank} for rank in range(3)]
+    assert copies.read(manifest, "trainer") == {"x": 1}
+
+
+def test_saving_a_last_step_removes_no_copies(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    roots = Roots("job", "1", 1, tmp_path / "out/checkpoints/1")
+    stores = {"memory": roots.commit_store(""), "copies": roots.durable_store(keep=10)}
+    for name, steps in (("copies", range(1, 6)), ("memory", [8])):
+        stores[name].claim(1)
+        for step in steps:
+            file = stores[name].write(step, 1, "trainer.state", {"role": "trainer", "step": step}, {"x": step})
+            stores[name].commit(step, 1, {"trainer": file})
+    forget_memory("job", "1")
+    assert [manifest.step for manifest in stores["copies"].manifests()] == [8, 5, 4, 3, 2, 1]

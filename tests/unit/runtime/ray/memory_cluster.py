@@ -123,7 +123,7 @@ class MemoryCluster:
     def list_nodes(self):
         return [NodeRow(node, True, "127.0.0.1", 1) for node in self.nodes]
 
-    async def run_on(self, node, function, *arguments):
+    async def run_on(self, node, function, *arguments, limit_s=None):
         self.calls.append((node, function.__name__, *arguments))
 
     def reserved(self):

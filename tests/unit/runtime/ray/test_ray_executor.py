@@ -123,7 +123,10 @@ def test_a_release_ends_the_processes_before_it_removes_their_memory():
     stage.run(member(1), StartStandby("ACTOR", 0), Release(1, final=True))
     assert isinstance(stage.events[-1], Released)
     assert stage.cluster.actors == stage.cluster.reserved() == {}
-    assert stage.cluster.calls == [("a", "_end_and_forget", [100, 101], "job", "run")]
+    assert stage.cluster.calls == [
+        ("a", "_end_and_find", [100, 101], "job", "run"),
+        ("a", "_forget", "job", "run"),
+    ]
 
 
 def assert_the_member_has_died(event):

@@ -232,19 +232,15 @@ def where_kept(
 def adopt_newest(store: CheckpointStore, found: Iterable[Sequence[Held]]) -> None:
     """Take the generations over from the node that knows the newest one, unless ``store`` has it. Raises OSError."""
     best: Sequence[Held] = ()
-    newest = max(map(_age, store.manifests()), default=(0, 0))
+    newest = max((each.age for each in store.manifests()), default=(0, 0))
     for generations in found:
         with suppress(ValueError, TypeError, KeyError, AttributeError):
-            age = max((_age(decode(each.manifest)) for each in generations), default=(0, 0))
+            age = max((decode(each.manifest).age for each in generations), default=(0, 0))
             if age > newest:
                 best, newest = generations, age
     for each in best:
         if adopt(store, each):
             _LOG.warning("step %d: the trainer's part comes from another node's memory", decode(each.manifest).step)
-
-
-def _age(manifest: Manifest) -> tuple[int, int]:
-    return manifest.epoch, manifest.serial
 
 
 def _ring(nodes: Nodes) -> dict[str, str]:

@@ -9,6 +9,7 @@ import socket
 import stat
 import tempfile
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
 from hashlib import sha256
@@ -16,7 +17,9 @@ from pathlib import Path
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import is_url
-from dlrover.python.rl.runtime.checkpoint.storage.copies import open_copies, save_generation
+from dlrover.python.rl.runtime.checkpoint.storage.copies import open_copies, save_generations, with_states
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode, encode
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 _LOG = get_logger(__name__)
@@ -106,6 +109,8 @@ def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0) -> 
         _memory_folder().rmdir()  # only when it was the last one there
 
 
+_SAVED = "step %d of run %s was only in memory: saved to %s"
+
 _ALL = 1 << 30
 """Copies: how many a run keeps is not known here, and its next commit removes those beyond."""
 
@@ -123,11 +128,44 @@ def _save(root: Path) -> None:
         CheckpointStore(root, run, durable=False),
         open_copies(place if is_url(place) else Path(place), run, keep=_ALL),
     )
-    newest = max((copy.step for copy in copies.manifests() if copies.valid(copy)), default=0)
+    newest = _newest_of(copies)
     for manifest in memory.manifests():
-        if manifest.step > newest and save_generation(memory, manifest, copies):
-            _LOG.warning("step %d of run %s was only in memory: saved to %s", manifest.step, run, copies.root)
+        if manifest.step > newest and save_generations(root, with_states(memory, manifest), copies):
+            _LOG.warning(_SAVED, manifest.step, run, copies.root)
             return
+
+
+def _newest_of(copies: CheckpointStore | ObjectStore) -> int:
+    return max((copy.step for copy in copies.manifests() if copies.valid(copy)), default=0)
+
+
+def newest_in_memory(job: str, run: str) -> list[bytes]:
+    """The newest generation that this node knows of, after the states that it goes on from; empty if there is none that
+    is to be saved."""
+    root = memory_path(job, run)
+    if not (root / _SAVED_TO).is_symlink():
+        return []
+    memory = CheckpointStore(root, run, durable=False)
+    return [encode(each) for manifest in memory.manifests()[:1] for each in with_states(memory, manifest)]
+
+
+def save_from_memory(job: str, run: str, generations: Sequence[bytes]) -> bool:
+    """Copy what this node has of generations that other nodes have the rest of. Returns True if they are complete now,
+    or a later copy exists; False also where an error is logged."""
+    root = memory_path(job, run)
+    found = [decode(each) for each in generations]
+    try:
+        place = os.readlink(root / _SAVED_TO)
+        copies = open_copies(place if is_url(place) else Path(place), run, keep=_ALL)
+        if _newest_of(copies) >= found[-1].step:
+            return True
+        saved = save_generations(root, found, copies)
+    except OSError as error:
+        _LOG.error("step %d of run %s cannot be saved from the memory of this node: %s", found[-1].step, run, error)
+        return False
+    if saved:
+        _LOG.warning(_SAVED, found[-1].step, run, copies.root)
+    return saved
 
 
 _locks: dict[Path, int] = {}

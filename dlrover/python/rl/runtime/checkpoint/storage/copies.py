@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies of commits, in the job's directory or in an object store. A copy has all its files in its own folder."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,22 +31,31 @@ def gathered(folder: str, files: Mapping[str, tuple[StateFile, ...]]) -> Mapping
     return {name: tuple(Piece(folder, file) for file in own[:-1]) for name, own in files.items() if len(own) > 1}
 
 
-def save_generation(memory: CheckpointStore, manifest: Manifest, copies: CheckpointStore | ObjectStore) -> bool:
-    """Copy a whole generation, and the states that it goes on from as one of their own; returns False if it is not
-    intact, or not all of it is here. Raises OSError."""
+def with_states(memory: CheckpointStore, manifest: Manifest) -> list[Manifest]:
+    """A generation, after the states that it goes on from as one of their own."""
+    return [*states_before(memory, manifest), manifest]
+
+
+def save_generations(memory: Path, generations: Sequence[Manifest], copies: CheckpointStore | ObjectStore) -> bool:
+    """Copy what is in ``memory`` of generations, and make them copies if that completes them: other nodes may have
+    other files, and save them. Returns False if they are not complete, or not intact. Raises OSError."""
     # A later trainer may have claimed the copies and ended before its first commit.
-    epoch = max(manifest.epoch, copies.epoch)
+    epoch = max(generations[-1].epoch, copies.epoch)
     try:
         copies.claim(epoch)
-        for each in (*states_before(memory, manifest), manifest):
-            files = {
-                name: copy_pieces(memory.root, copies, each.step, epoch, each.pieces_of(name)) for name in each.files
-            }
-            earlier = gathered(folder_name(each.step, epoch), files)
-            last = {name: own[-1] for name, own in files.items()}
+        for each in generations:
+            pieces = (piece for name in each.files for piece in each.pieces_of(name))
+            here = (piece for piece in pieces if (memory / piece.folder / piece.file.name).is_file())
+            copy_pieces(memory, copies, each.step, epoch, here)
+        for each in generations:
+            folder = folder_name(each.step, epoch)
+            files = {name: tuple(replace(file, node="") for _, file in each.pieces_of(name)) for name in each.files}
+            for file in (file for own in files.values() for file in own):
+                copies.check(folder, file)
             extra = {name: value for name, value in each.extra.items() if name != NODES}
-            copies.commit(each.step, epoch, last, earlier, extra)
-    except (CheckpointCorrupt, CheckpointMissing, StaleEpoch):
+            last = {name: own[-1] for name, own in files.items()}
+            copies.commit(each.step, epoch, last, gathered(folder, files), extra)
+    except (CheckpointCorrupt, CheckpointMissing, StaleEpoch, FileNotFoundError):
         return False
     return True
 

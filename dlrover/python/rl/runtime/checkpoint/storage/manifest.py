@@ -58,6 +58,11 @@ class Manifest:
     earlier: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
 
     @property
+    def age(self) -> tuple[int, int]:
+        """Rises with each commit of a run."""
+        return self.epoch, self.serial
+
+    @property
     def folder(self) -> str:
         return folder_name(self.step, self.epoch)
 

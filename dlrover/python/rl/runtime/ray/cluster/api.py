@@ -28,7 +28,7 @@ MEGABYTE = 1024 * 1024
 CREATED, REMOVED = "CREATED", "REMOVED"
 RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 
-_REMOTE_S = 20.0
+REMOTE_S = 20.0
 _GONE_S = 10.0
 _POLL_S = 0.02
 
@@ -101,7 +101,9 @@ class ClusterApi(Protocol):
 
     def list_nodes(self) -> list[NodeRow]: ...
 
-    async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Any: ...  # None: no answer
+    async def run_on(
+        self, node: str, function: Callable[..., Any], *arguments: Any, limit_s: float = REMOTE_S
+    ) -> Any: ...  # None: no answer within the limit
 
 
 class RayClusterApi:
@@ -164,13 +166,13 @@ class RayClusterApi:
     def list_nodes(self) -> list[NodeRow]:
         return node_table()
 
-    async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any, limit_s: float = REMOTE_S) -> Any:
         if node == ray.get_runtime_context().get_node_id():
             return await asyncio.to_thread(function, *arguments)
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
         task = ray.remote(function).options(num_cpus=0, max_retries=0, scheduling_strategy=strategy)
         with suppress(TimeoutError, ray.exceptions.RayError):  # the node may be lost, and its processes with it
-            async with asyncio.timeout(_REMOTE_S):
+            async with asyncio.timeout(limit_s):
                 return await awaited(task.remote(*arguments))
         return None
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dlrover.python.rl.runtime.ray.cluster.api import ActorRequest, ClusterApi, GroupRow
+from dlrover.python.rl.runtime.ray.cluster.api import REMOTE_S, ActorRequest, ClusterApi, GroupRow
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
 
 
@@ -52,6 +52,6 @@ class FencedCluster:
     def list_nodes(self) -> list[NodeRow]:
         return self.cluster.list_nodes()
 
-    async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any) -> Any:
+    async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any, limit_s: float = REMOTE_S) -> Any:
         self.check()
-        return await self.cluster.run_on(node, function, *arguments)
+        return await self.cluster.run_on(node, function, *arguments, limit_s=limit_s)
