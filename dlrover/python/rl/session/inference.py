@@ -40,7 +40,7 @@ class InferenceEngine(HandEngine):
 
     def __init__(self, model: str | Path, executor: str | type = "torch", name: str | None = None) -> None:
         super().__init__(name)
-        self.model = model
+        self.model = str(Path(model).absolute()) if Path(model).is_dir() else model  # processes have other folders
         self._executor: Any = executor
         self._registered = ALIASES.get(executor, executor) if isinstance(executor, str) else None
         if self._registered is not None:

@@ -96,7 +96,7 @@ def choose_route(
         raise SessionError(f"weights have no way '{way}'{hint(way, WAYS)}")
     if obstacles[way]:
         raise SessionError(f"weights cannot go from {source.name} to {target.name} by '{way}': {obstacles[way]}")
-    at = {"broadcast": source.processes[0].address, "disk": str(folder)}.get(way, "")
+    at = {"broadcast": source.processes[0].address, "disk": str(Path(folder or "").absolute())}.get(way, "")
     shared = {slot for slots in source.slots for slot in slots} & {slot for slots in target.slots for slot in slots}
     by_host = way == "broadcast" and (not on_cuda or bool(shared))  # NCCL takes each device once
     return Route(way, session.id, f"{source.name}-{target.name}", len(target.slots), at, by_host)
