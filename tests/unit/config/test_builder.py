@@ -56,6 +56,16 @@ def test_a_dictconfig_is_taken_as_it_is():
     assert minimal().config(config).spec("j").config.b == 1
 
 
+def test_references_of_a_dictconfig_are_meant_within_it_or_else_in_the_job():
+    config = OmegaConf.create(
+        {"lr": 1e-3, "critic_lr": "${lr}", "name": "mine", "out": "runs/${name}", "text": r"\${lr}"}
+    )
+    made = minimal().config(config).spec("j").config
+    assert (made.critic_lr, made.out, made.text) == (1e-3, "runs/mine", "${lr}")
+    made = minimal().config(OmegaConf.create({"of": "${name}"})).spec("j").config
+    assert made.of == "j"
+
+
 def test_collocation_takes_the_members_of_each_node():
     job = minimal().total(4).per_node(2).rollout("m", "R").total(2).with_collocation("ACTOR", "rollout").spec("j")
     assert job.groups == ({"ACTOR": 2, "ROLLOUT": 2},)

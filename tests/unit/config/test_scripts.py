@@ -29,6 +29,13 @@ def test_what_is_written_reads_back_as_the_same_job():
     assert load_job_text(job_to_yaml(spec), "programs", search_path=()) == spec
 
 
+def test_a_command_may_have_variables_of_its_shell():
+    text = r"workload: {train: {command: 'train.py --rank \${RANK} \${name}', num: 2}}"
+    spec = load_job_text(text, "programs", search_path=())
+    assert spec.config.scripts.train.command == "train.py --rank ${RANK} ${name}"
+    assert load_job_text(job_to_yaml(spec), "programs", search_path=()) == spec
+
+
 def test_limits_and_a_trainer_that_are_given_stay():
     spec = job(
         {"actor": {"module": "m", "class": "C"}, "Train": {"command": "x", "hang_after_s": 60}},

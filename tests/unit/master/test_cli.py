@@ -349,6 +349,27 @@ def test_an_input_that_is_almost_right_is_answered_once_in_one_line(shell, recip
     assert message.startswith("1 error in the job:\n")
 
 
+def test_what_has_no_effect_is_refused(shell):
+    write()
+    for line, said in (
+        ("run --local --address auto job.yaml", "--address: is a cluster's, and --local runs without Ray"),
+        ("run --local job.yaml", ""),
+        ("resume --local job name=other", "name: cannot be changed"),
+        ("resume --local job job_dir=elsewhere", "job_dir: cannot be changed"),
+        ("eval --local job +name=other", "name: cannot be changed"),
+    ):
+        code, _, err = shell(*line.split())
+        assert (code, said in err) == (2 if said else 0, True), err
+
+
+def test_a_submitted_file_has_its_classes_beside_it(shell):
+    Path("jobs").mkdir()
+    Path("jobs/beside.py").write_text("from toy_jobs import *\n")
+    write(GOOD.replace("toy_jobs", "beside"), "jobs/job.yaml")
+    code, _, err = shell("submit", "--local", "--job_name", "mine", "--rl_config", "jobs/job.yaml")
+    assert code == 0, err
+
+
 def test_a_missing_actor_is_said_once(shell):
     text = GOOD.replace("  actor: {module: toy_jobs, class: Adder, num: 2}\n", "")
     message = refused(shell, text, commands=[("check",)])

@@ -110,6 +110,13 @@ def test_results_are_replaced_only_on_request(desk):
     assert [path.name for path in (desk.folder / "out/checkpoints").iterdir()] == [desk.owner("out")["run"]]
 
 
+def test_going_on_comes_before_replacing(desk):
+    kill(desk.held("out", HERE, "checkpoint.commit_to=job_dir"))
+    said = desk.run("resume", "out", "hold=0", "overwrite=true")
+    assert "after step 3" in said
+    assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
+
+
 @pytest.mark.slow
 def test_what_failed_before_its_first_step_is_no_result(desk):
     desk.run("run", "job.yaml", HERE, "job_dir=out", "steps=wrong", code=1)
