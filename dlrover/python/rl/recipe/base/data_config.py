@@ -22,7 +22,7 @@ class PromptData:
 
     eval_rows: Annotated[int, Gt(0)] | None = None
     """Number of evaluation prompts of each set. None: at most 200, the first of ``eval`` or a tenth of ``train``; if
-    ``train`` repeats a single prompt, that one."""
+    ``train`` repeats a single prompt, that one; 64 without data."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
     """Column names of the data: ``{prompt: question}``."""

@@ -26,8 +26,8 @@ _LOG = get_logger(__name__)
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 """Of the prompts, where ``data.eval_rows`` does not say how many."""
 
-_GAMES = 1 << 14
-"""Rows of an environment that needs no data; they come again in another order."""
+_GAMES, _HELD_OUT_GAMES = 1 << 14, 64
+"""Rows of an environment that needs no data, to train on, which come again in another order, and to evaluate on."""
 
 _SET_NAME = re.compile(r"[\w.-]+")
 
@@ -133,14 +133,15 @@ def make_prompt_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch
 def _empty_rows(config: PolicyConfig) -> list[PromptRow]:
     """Rows for an environment that gives the first state, and those to evaluate on; as many for a run of any length,
     which may be resumed with more steps."""
-    held_out = 0 if config.data.eval else config.data.eval_rows or MOST_HELD_OUT
+    held_out = 0 if config.data.eval else config.data.eval_rows or _HELD_OUT_GAMES
     return empty_prompts(_GAMES + held_out)
 
 
 def _hold_out(prompts: Sequence[Any], data: PromptData, seed: int) -> tuple[list[int], list[int]]:
     """The numbers of the rows to train on, and of those to evaluate on; ValueError or DataError if ``data.eval_rows``
     is impossible."""
-    size = data.eval_rows or min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(prompts))))
+    share = min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(prompts))))
+    size = data.eval_rows or (share if data.train else _HELD_OUT_GAMES)
     try:
         return hold_out(prompts, size, seed)
     except (ValueError, DataError):

@@ -265,9 +265,10 @@ class Reservations:
         job, run = self._job.name, self._run
         ended = (self._cluster.run_on(node, _end_and_find, pids[node], job, run) for node in pids)
         known = [found for found in await asyncio.gather(*ended) if found]
-        if known and not await self._save_commits(tuple(pids), max(known, key=lambda found: decode(found[-1]).age)):
-            step = decode(known[0][-1]).step
-            _LOG.error("%s: step %d stays in the memory of its nodes: not all of it could be saved", job, step)
+        newest = max(known, key=lambda found: decode(found[-1]).age, default=None)
+        if newest is not None and not await self._save_commits(tuple(pids), newest):
+            text = "%s: step %d stays in the memory of its nodes: not all of it could be saved"
+            _LOG.error(text, job, decode(newest[-1]).step)
             return
         await asyncio.gather(*(self._cluster.run_on(node, _forget, job, run) for node in pids))
         await asyncio.to_thread(forget_commits, self._job.job_dir, self._run)
