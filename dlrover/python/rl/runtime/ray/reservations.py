@@ -13,10 +13,9 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.control.placement import Placement, Slot
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, newest_in_memory, save_from_memory
 from dlrover.python.rl.runtime.checkpoint.runs import forget_commits
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode
-from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, GroupRow, kill_and_wait
+from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, GroupRow
+from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
 from dlrover.python.rl.runtime.ray.placement_groups import (
     check_free,
     has_resources,
@@ -36,8 +35,6 @@ _LOG = get_logger(__name__)
 
 _SETTLE_S = 20.0
 _ELASTIC_S = 10.0
-_MEMORY_RELEASED_S = 5.0
-_SAVED_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -263,29 +260,5 @@ class Reservations:
         for process in processes:
             pids.setdefault(process.node, []).append(process.pid)
         job, run = self._job.name, self._run
-        ended = (self._cluster.run_on(node, _end_and_find, pids[node], job, run) for node in pids)
-        known = [found for found in await asyncio.gather(*ended) if found]
-        newest = max(known, key=lambda found: decode(found[-1]).age, default=None)
-        if newest is not None and not await self._save_commits(tuple(pids), newest):
-            text = "%s: step %d stays in the memory of its nodes: not all of it could be saved"
-            _LOG.error(text, job, decode(newest[-1]).step)
-            return
-        await asyncio.gather(*(self._cluster.run_on(node, _forget, job, run) for node in pids))
+        await forget_on_nodes(self._cluster, pids, job, run)
         await asyncio.to_thread(forget_commits, self._job.job_dir, self._run)
-
-    async def _save_commits(self, nodes: Sequence[str], generations: Sequence[bytes]) -> bool:
-        """Each node has a part of the files. The last one to be ready finds all of them saved."""
-        job, run = self._job.name, self._run
-        saving = (
-            self._cluster.run_on(node, save_from_memory, job, run, generations, limit_s=_SAVED_S) for node in nodes
-        )
-        return any(await asyncio.gather(*saving))
-
-
-def _end_and_find(pids: Sequence[int], job: str, run: str) -> list[bytes]:
-    kill_and_wait(pids)
-    return newest_in_memory(job, run)
-
-
-def _forget(job: str, run: str) -> None:
-    forget_memory(job, run, patience_s=_MEMORY_RELEASED_S)

@@ -39,6 +39,7 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.process.executor import cause_of
 from dlrover.python.rl.runtime.process.heartbeat import ray_worker_log_tail
 from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, REMOVED, RayClusterApi, awaited
+from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
 
 _LOG = get_logger(__name__)
 
@@ -166,7 +167,7 @@ def _answer(ref: Any, remaining_s: float, timeout_s: float) -> Any:
 
 def sweep(job: str) -> list[str]:
     """Remove what a job without a master has left: its actors and placement groups, whose names are returned, and its
-    memory on this node."""
+    memory, of the runs that have left actors on every node."""
     cluster, names = RayClusterApi(), []
     for name in cluster.list_actors(f"{job}/"):
         handle = cluster.find_actor(name)
@@ -180,6 +181,9 @@ def sweep(job: str) -> list[str]:
     for name in names:
         with suppress(TimeoutError):
             wait_gone(name, _GONE_S)
+    nodes = {row.node_id: () for row in cluster.list_nodes() if row.alive}
+    for run in sorted({name.split("/")[1] for name in names}):
+        asyncio.run(forget_on_nodes(cluster, nodes, job, run))
     forget_memory(job, patience_s=_GONE_S if names else 0.0)
     return names
 

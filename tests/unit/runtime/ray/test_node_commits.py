@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The end of a run whose commits are in the memories of three nodes."""
+
+import asyncio
+import os
+from dataclasses import replace
+
+import pytest
+
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
+
+
+class Nodes:
+    """Calls a function on a node as there: with the memory of that node."""
+
+    def __init__(self, folder, monkeypatch):
+        self.folder, self.monkeypatch, self.lost = folder, monkeypatch, set()
+
+    def enter(self, node):
+        self.monkeypatch.setenv("DLROVER_RL_MEMORY", str(self.folder / node))
+        return Roots("job", "run1", 1, self.folder / "out/checkpoints/run1").commit_store("")
+
+    async def run_on(self, node, function, *arguments, limit_s=None):
+        await asyncio.sleep(0)
+        if node in self.lost:
+            return None
+        self.enter(node)
+        return function(*arguments)
+
+    def left(self):
+        return {node for node in "abc" if (self.folder / node / f"dlrover-rl-{os.geteuid()}" / "job-run1").exists()}
+
+
+@pytest.fixture
+def nodes(tmp_path, monkeypatch):
+    """Each has a member's state after step 8, node a the commit too."""
+    made, files = Nodes(tmp_path, monkeypatch), {}
+    (tmp_path / "out/checkpoints").mkdir(parents=True)
+    for rank, node in enumerate("bca"):
+        memory = made.enter(node)
+        memory.claim(1)
+        file = memory.write(8, 1, f"ACTOR-{rank}.1.state", {"role": "ACTOR", "rank": rank, "step": 8}, {"rank": rank})
+        files[f"ACTOR-{rank}"] = replace(file, node=node if node != "a" else "")
+    files["trainer"] = memory.write(8, 1, "trainer.state", {"role": "trainer", "step": 8}, {})
+    memory.commit(8, 1, files)
+    return made
+
+
+def copies_in(nodes):
+    store = CheckpointStore(nodes.folder / "out/checkpoints/run1", "run1", durable=True)
+    return [manifest.step for manifest in store.manifests() if store.valid(manifest)]
+
+
+def test_its_last_commit_is_saved_by_all_of_them_together_and_nothing_is_left(nodes):
+    asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))
+    assert (copies_in(nodes), nodes.left()) == ([8], set())
+
+
+def test_what_cannot_be_saved_stays_and_is_said(nodes, caplog):
+    nodes.lost.add("b")
+    asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))
+    assert (copies_in(nodes), nodes.left()) == ([], {"a", "b", "c"})
+    assert "step 8 stays in the memory of its nodes: not all of it could be saved" in caplog.text
