@@ -9,7 +9,7 @@ import pytest
 from toy_jobs import toy_job
 
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
-from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.config.spec import RestartSpec
 from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartTrainer
 from dlrover.python.rl.control.events import (
@@ -229,6 +229,19 @@ def test_a_master_that_comes_back_finds_its_own_journal(tmp_path):
     back.handle(MasterStarted(pid=8))
     assert back.state.master_starts == 2
     back.close()
+
+
+def test_a_run_that_begins_again_gives_its_processes_other_numbers(tmp_path):
+    job = toy_job(tmp_path / "out")
+    assert (begun(job).epoch, begun(job).epoch, begun(job).epoch) == (1, 2, 3)
+    brain = Brain(FileStateStore(tmp_path / "out" / "journal.jsonl"))
+    brain.handle(Placed(1))
+    brain.handle(MemberLost("ACTOR", 0, 3, GONE))
+    assert brain.state.members[ProcessId("ACTOR", 0)].incarnation == 4
+    brain.close()
+    again = begun(job)
+    assert {member.incarnation for member in again.members.values()} == {again.epoch} == {5}
+    assert begun(job, "another").epoch == 1
 
 
 def test_the_journal_of_another_run_is_not_its_own(tmp_path):

@@ -130,6 +130,7 @@ class Submitted:
     backoff_s: float = 1.0  # before the second restart without progress in between, doubled at each further one
     window_s: float = 3600.0
     node_max_failures: int = 3  # lost processes before a node is excluded; a lost node is excluded at once
+    first: int = 1  # number of the first processes: above those of the run before it lost its cluster
 
 
 @dataclass(frozen=True)

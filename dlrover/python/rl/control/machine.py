@@ -115,10 +115,9 @@ def _before_submission(state: JobState, event: Event) -> Result:
         return replace(state, phase=stopped, outcome=stopped, ended_by=EndReason.STOPPED, reason=event.reason), ()
     if not isinstance(event, Submitted):
         return state, ()
-    members = MemberMap(
-        {ProcessId(role, rank): Member(1) for role, settings in event.roles.items() for rank in range(settings.num)}
-    )
-    return _begin(replace(state, settings=event, members=members, epoch=1))
+    ids = (ProcessId(role, rank) for role, settings in event.roles.items() for rank in range(settings.num))
+    members = MemberMap({process_id: Member(event.first) for process_id in ids})
+    return _begin(replace(state, settings=event, members=members, epoch=event.first))
 
 
 def _begin(state: JobState) -> Result:

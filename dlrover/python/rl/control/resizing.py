@@ -71,7 +71,8 @@ def _with_ranks(state: JobState, settings: Submitted, role: str, num: int) -> Re
     state = begin_incarnation(state, role, old)
     ids = [ProcessId(role, rank) for rank in range(num)]
     kept = {process_id: state.members[process_id] for process_id in ids if process_id in state.members}
-    added = {process_id: Member(state.retired.get(process_id, 1)) for process_id in ids if process_id not in kept}
+    first, added_ids = settings.first, [process_id for process_id in ids if process_id not in kept]
+    added = {process_id: Member(state.retired.get(process_id, first)) for process_id in added_ids}
     others = {process_id: member for process_id, member in state.members.items() if process_id.role != role}
     gone = {ProcessId(role, rank): state.members[ProcessId(role, rank)].incarnation for rank in old[num:]}
     roles = {**settings.roles, role: replace(settings.roles[role], num=num)}

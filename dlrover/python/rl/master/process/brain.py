@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
-from dlrover.python.rl.common.errors import JobConflict
+from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Command, Release
 from dlrover.python.rl.control.events import Cause, CauseKind, Event, RoleSettings, StopRequested, Submitted
@@ -19,7 +19,12 @@ from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.status import JobStatus, status_of
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore, StateStore
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import (
+    FileStateStore,
+    MemoryStateStore,
+    StateStore,
+    read_lines,
+)
 from dlrover.python.rl.runtime.local_executor import LocalExecutor
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.process.interrupts import insistent_interrupts
@@ -98,7 +103,26 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
         backoff_s=limits.backoff_s,
         window_s=limits.window_s,
         node_max_failures=limits.node_max_failures,
+        first=_first_number(job, run),
     )
+
+
+_BEYOND_ANY = 1_000_000
+
+
+def _first_number(job: JobSpec, run: str) -> int:
+    """Of the processes of a run whose master begins: no two processes of a run have the same number, also if it was
+    begun before, and has lost its cluster."""
+    if (number := _newest_kept(job)) == 0:
+        return 1
+    try:
+        state = replay(decode(read_lines(job.job_dir / f"journal.{number}.jsonl")))
+    except JournalCorrupt:
+        return _BEYOND_ANY
+    if state.settings is None or state.settings.run != run:
+        return 1
+    numbers = [member.incarnation for member in state.members.values()]
+    return 1 + max(state.epoch, *numbers, *state.retired.values())
 
 
 def failed(state: JobState, error: Exception) -> JobState:
@@ -112,9 +136,13 @@ def fresh_journal(job: JobSpec) -> Path:
     """The path of a new journal in the job's claimed folder; an earlier run's journal there is renamed."""
     journal = job.job_dir / JOURNAL
     if journal.exists():
-        numbers = [int(file.suffixes[0][1:]) for file in job.job_dir.glob("journal.[0-9]*.jsonl")]
-        journal.rename(job.job_dir / f"journal.{1 + max(numbers, default=0)}.jsonl")
+        journal.rename(job.job_dir / f"journal.{1 + _newest_kept(job)}.jsonl")
     return journal
+
+
+def _newest_kept(job: JobSpec) -> int:
+    """The number of the last journal that was renamed, 0 for none."""
+    return max((int(file.suffixes[0][1:]) for file in job.job_dir.glob("journal.[0-9]*.jsonl")), default=0)
 
 
 def earlier_journal(job: JobSpec, run: str) -> Brain | None:
