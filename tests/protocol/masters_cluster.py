@@ -229,7 +229,7 @@ class Cluster:
         who = self._who()
 
         def victims():
-            if function.__name__ not in ("kill_and_wait", "_end_and_find"):
+            if function.__name__ not in ("kill_and_wait", "_end_and_list"):
                 return []
             on_node = [actor for actor in self.everyone if actor.node == node and actor.is_alive]
             return [actor for actor in on_node if actor.pid in arguments[0]]

@@ -4,15 +4,19 @@
 import json
 import logging
 import os
+import shutil
 import subprocess
+from contextlib import contextmanager
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.common.disk_space import DiskWait, append, replace
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.recipe.base import engine_workload
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.workloads import ActorWorkload
@@ -129,3 +133,22 @@ def test_a_model_is_saved_once_there_is_room(disk, relief, tmp_path):
     assert (disk.folder / "model" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     (said,) = relief.said
     assert said.startswith(f"no disk space for {disk.folder / 'model'}; waiting up to 60 s: ")
+
+
+def test_a_model_whose_upload_has_failed_is_written_whole_again(tmp_path, monkeypatch):
+    model, failures = write_tiny_model(tmp_path / "T", hidden=32, layers=1, max_positions=16), [OSError(5, "upload")]
+
+    @contextmanager
+    def uploaded(place):
+        yield place
+        if failures:
+            shutil.rmtree(place)
+            raise failures.pop()
+
+    monkeypatch.setattr(engine_workload, "local_folder", uploaded)
+    actor = ActorWorkload(None, {})
+    actor.init_model(str(model), EngineConfig(threads=1), OptimizerConfig(lr=1e-3), GRPO())
+    actor.save(tmp_path / "model")
+    assert (tmp_path / "model/model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
+    with pytest.raises(EngineError, match="there was none"):
+        actor._engine.save_again(tmp_path / "again")

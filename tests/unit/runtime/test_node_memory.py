@@ -12,9 +12,9 @@ import pytest
 from dlrover.python.rl.runtime.checkpoint import node_memory
 from dlrover.python.rl.runtime.checkpoint.node_memory import (
     forget_memory,
+    known_in_memory,
     memory_name,
     memory_root,
-    newest_in_memory,
     save_from_memory,
 )
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
@@ -160,9 +160,9 @@ def test_nodes_that_have_a_part_of_a_commit_each_save_it_together(tmp_path, monk
     files["trainer"] = memory.write(8, 1, "trainer.state", {"role": "trainer", "step": 8}, {"x": 1})
     memory.commit(8, 1, {**files, "ACTOR-2": replace(files["ACTOR-2"], node="")}, extra={"nodes": {"ACTOR-0": ["b"]}})
 
-    found = {node: on(node) and newest_in_memory("job", "1") for node in "abc"}
+    found = {node: on(node) and known_in_memory("job", "1") for node in "abc"}
     assert (found["b"], found["c"], len(found["a"])) == ([], [], 1)
-    saved = [on(node) and save_from_memory("job", "1", found["a"]) for node in "abca"]
+    saved = [on(node) and save_from_memory("job", "1", *found["a"]) for node in "abca"]
     assert saved == [False, False, True, True]
     copies = CheckpointStore(durable, "1", durable=True)
     (manifest,) = copies.manifests()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """A fluent description of a job, with upstream DLRover's builder methods."""
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.by_value import name_for
 from dlrover.python.rl.common.errors import CallError
@@ -178,18 +178,31 @@ class JobBuilder:
             }
         )
         data["config"] = (
-            _resolved(self._config) if isinstance(self._config, DictConfig) else OmegaConf.create(dict(self._config))
+            _within_job(self._config) if isinstance(self._config, DictConfig) else OmegaConf.create(dict(self._config))
         )
         return job_from_mapping(data, name, search_path)
 
 
-def _resolved(config: DictConfig) -> DictConfig:
-    """Interpolations are meant within ``config``; those that it cannot resolve are the job's."""
-    try:
-        plain: Any = OmegaConf.to_container(config, resolve=True)
-        return from_plain(plain)
-    except OmegaConfBaseException:
-        return config
+_REFERENCE = re.compile(r"(?<!\\)\$\{(?P<key>[A-Za-z_][\w.]*)\}")
+
+
+def _within_job(config: DictConfig) -> DictConfig:
+    """References to keys of ``config`` name them from the job's root; others are the job's."""
+
+    def rewrite(match: re.Match[str]) -> str:
+        return f"${{config.{match['key']}}}" if OmegaConf.select(plain, match["key"]) is not None else match[0]
+
+    def walk(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: walk(item) for key, item in value.items()}
+        if isinstance(value, list):
+            return [walk(item) for item in value]
+        return _REFERENCE.sub(rewrite, value) if isinstance(value, str) else value
+
+    content = OmegaConf.to_container(config, resolve=False)
+    plain = from_plain(content)  # type: ignore[arg-type]
+    made: DictConfig = OmegaConf.create(walk(content))
+    return made
 
 
 def _with_names(values: Mapping[str, Any], inputs: Path | None) -> dict[str, Any]:

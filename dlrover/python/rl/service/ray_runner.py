@@ -157,7 +157,8 @@ class RayJobRunner:
         if driven.stopping.is_set():
             return None
         if owner is not None or revival:
-            await in_daemon_thread(sweep, record.name)  # what has lost its master would go on beside the next one
+            if await find_master(record.name) is None:  # what has lost its master would go on beside the next one
+                await in_daemon_thread(sweep, record.name)
             job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
             self._sink(self._observed(driven, JobPhase.STARTING, activity="going on from the last commit"))
         driven.job = job

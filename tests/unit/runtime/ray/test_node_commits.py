@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from dlrover.python.rl.runtime.checkpoint.node_memory import save_from_memory
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
@@ -24,7 +25,7 @@ class Nodes:
 
     async def run_on(self, node, function, *arguments, limit_s=None):
         await asyncio.sleep(0)
-        if node in self.lost:
+        if node in self.lost or (node, function) in self.lost:
             return None
         self.enter(node)
         return function(*arguments)
@@ -35,7 +36,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    """Each has a member's state after step 8, node a the commit too."""
+    """Each has a member's state after step 8, node a the commit too, and all of the one before."""
     made, files = Nodes(tmp_path, monkeypatch), {}
     (tmp_path / "out/checkpoints").mkdir(parents=True)
     for rank, node in enumerate("bca"):
@@ -43,6 +44,8 @@ def nodes(tmp_path, monkeypatch):
         memory.claim(1)
         file = memory.write(8, 1, f"ACTOR-{rank}.1.state", {"role": "ACTOR", "rank": rank, "step": 8}, {"rank": rank})
         files[f"ACTOR-{rank}"] = replace(file, node=node if node != "a" else "")
+    before = memory.write(7, 1, "trainer.state", {"role": "trainer", "step": 7}, {})
+    memory.commit(7, 1, {"trainer": before})
     files["trainer"] = memory.write(8, 1, "trainer.state", {"role": "trainer", "step": 8}, {})
     memory.commit(8, 1, files)
     return made
@@ -58,8 +61,15 @@ def test_its_last_commit_is_saved_by_all_of_them_together_and_nothing_is_left(no
     assert (copies_in(nodes), nodes.left()) == ([8], set())
 
 
-def test_what_cannot_be_saved_stays_and_is_said(nodes, caplog):
-    nodes.lost.add("b")
-    asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))
+def test_what_a_node_cannot_save_stays_and_is_said(nodes, caplog):
+    nodes.lost.add(("b", save_from_memory))
+    assert not asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))
     assert (copies_in(nodes), nodes.left()) == ([], {"a", "b", "c"})
-    assert "step 8 stays in the memory of its nodes: not all of it could be saved" in caplog.text
+    assert "step 8 stays in the memory of its nodes" in caplog.text
+
+
+def test_of_what_a_lost_node_had_part_of_an_older_commit_is_saved(nodes, caplog):
+    nodes.lost.add("b")
+    assert asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))
+    assert (copies_in(nodes), nodes.left()) == ([7], {"b"})
+    assert "step 8 is lost with the nodes that had parts of it" in caplog.text

@@ -124,7 +124,7 @@ def test_a_release_ends_the_processes_before_it_removes_their_memory():
     assert isinstance(stage.events[-1], Released)
     assert stage.cluster.actors == stage.cluster.reserved() == {}
     assert stage.cluster.calls == [
-        ("a", "_end_and_find", [100, 101], "job", "run"),
+        ("a", "_end_and_list", [100, 101], "job", "run"),
         ("a", "_forget", "job", "run"),
     ]
 

@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -76,7 +76,8 @@ class BackendTrainEngine(ABC):
         memory: DeviceMemory | None = None,
     ) -> None:
         self.version = self._skipped = 0  # updates that were skipped in a row
-        self._unsaved: dict[str, Any] = {}  # of a model that could not be written
+        self._unsaved: dict[str, Any] = {}  # of a model that may have to be written again
+        self._saves_again = False
         settings = settings or TrainSettings()
         self._settings, self._config = replace(settings, device=resolve_device(settings.device)), optimizer
         self._check_settings()
@@ -202,12 +203,24 @@ class BackendTrainEngine(ABC):
         is_writer = self._ranks.rank == 0
         copies = ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.named_weights() if is_writer)
         self._unsaved = {name: copy.contiguous() for name, copy in copies}
-        self.save_again(path)
+        with nullcontext() if self._saves_again else self.saving():
+            self.save_again(path)
 
     def save_again(self, path: Path) -> None:
-        if self._ranks.rank == 0:
-            self._spec.save(Path(path), self._unsaved, DTYPES.get(self._settings.save_dtype))
-        self._unsaved = {}
+        if self._ranks.rank:
+            return
+        if not self._unsaved:
+            raise EngineError("save_again() repeats a save() inside of saving(), and there was none")
+        self._spec.save(Path(path), self._unsaved, DTYPES.get(self._settings.save_dtype))
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Inside, what :meth:`save` has gathered stays, for :meth:`save_again`."""
+        self._saves_again = True
+        try:
+            yield
+        finally:
+            self._saves_again, self._unsaved = False, {}
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 

@@ -101,11 +101,19 @@ class LLMJudge:
             async with client.stream("POST", url, json=body, timeout=timeout_s) as reply:
                 content = await _read_reply(reply)
             if reply.is_success:
-                choice = json.loads(content)["choices"][0]
+                choice = dict(json.loads(content)["choices"][0])
                 if choice.get("finish_reason") == "length":
                     raise _TryAgain("the reply was cut off before its end: raise max_tokens")
                 return str(choice["message"]["content"] or "").rpartition(_THOUGHT)[2]
-        except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
+        except (
+            OSError,
+            httpx.HTTPError,
+            httpx.InvalidURL,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+        ) as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
         message = f"{reply.status_code} {reply.reason_phrase}: {content[:500].decode(errors='replace')}"
         if reply.status_code in _RETRIED or reply.status_code >= 500:

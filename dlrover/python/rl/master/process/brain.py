@@ -113,16 +113,18 @@ _BEYOND_ANY = 1_000_000
 def _first_number(job: JobSpec, run: str) -> int:
     """Of the processes of a run whose master begins: no two processes of a run have the same number, also if it was
     begun before, and has lost its cluster."""
-    if (number := _newest_kept(job)) == 0:
-        return 1
-    try:
-        state = replay(decode(read_lines(job.job_dir / f"journal.{number}.jsonl")))
-    except JournalCorrupt:
-        return _BEYOND_ANY
-    if state.settings is None or state.settings.run != run:
-        return 1
-    numbers = [member.incarnation for member in state.members.values()]
-    return 1 + max(state.epoch, *numbers, *state.retired.values())
+    last = 0
+    for number in range(1, 1 + _newest_kept(job)):
+        file = job.job_dir / f"journal.{number}.jsonl"
+        try:
+            state = replay(decode(read_lines(file))) if file.exists() else JobState()
+        except JournalCorrupt:
+            last = max(last, _BEYOND_ANY * number)
+            continue
+        if state.settings is not None and state.settings.run == run:
+            numbers = [member.incarnation for member in state.members.values()]
+            last = max(last, state.epoch, *numbers, *state.retired.values())
+    return 1 + last
 
 
 def failed(state: JobState, error: Exception) -> JobState:

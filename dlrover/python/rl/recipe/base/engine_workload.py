@@ -21,7 +21,7 @@ import importlib
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
@@ -297,7 +297,8 @@ class TrainedWorkload(EngineWorkload):
             with local_folder(path) as folder, self._bare_turn():  # not while it waits for space
                 next(ways)(folder)
 
-        retry_io(attempt, path)
+        with getattr(self._engine, "saving", nullcontext)():
+            retry_io(attempt, path)
 
     def state_dict(self) -> dict[str, Any]:
         """Model, optimizer, version and random states: later steps depend on nothing else, bit for bit."""

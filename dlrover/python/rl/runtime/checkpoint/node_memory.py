@@ -118,12 +118,9 @@ _ALL = 1 << 30
 def _save(root: Path) -> None:
     """Copy the newest generation of an ended run to the disk, if all of it was on this node and no later copy exists.
     Raises OSError."""
-    run, target = root.name.rpartition("-")[2], root / _SAVED_TO
-    if not target.is_symlink():
+    if not _is_to_be_saved(root):
         return
-    place = os.readlink(target)
-    if not is_url(place) and not Path(place).parent.parent.is_dir():
-        return
+    run, place = root.name.rpartition("-")[2], os.readlink(root / _SAVED_TO)
     memory, copies = (
         CheckpointStore(root, run, durable=False),
         open_copies(place if is_url(place) else Path(place), run, keep=_ALL),
@@ -139,21 +136,28 @@ def _newest_of(copies: CheckpointStore | ObjectStore) -> int:
     return max((copy.step for copy in copies.manifests() if copies.valid(copy)), default=0)
 
 
-def newest_in_memory(job: str, run: str) -> list[bytes]:
-    """The newest generation that this node knows of, after the states that it goes on from; empty if there is none that
-    is to be saved."""
+def known_in_memory(job: str, run: str) -> list[list[bytes]]:
+    """The generations that this node knows of and that are to be saved, each after the states that it goes on from."""
     root = memory_path(job, run)
-    if not (root / _SAVED_TO).is_symlink():
+    if not _is_to_be_saved(root):
         return []
     memory = CheckpointStore(root, run, durable=False)
-    return [encode(each) for manifest in memory.manifests()[:1] for each in with_states(memory, manifest)]
+    return [[encode(each) for each in with_states(memory, manifest)] for manifest in memory.manifests()]
 
 
-def save_from_memory(job: str, run: str, generations: Sequence[bytes]) -> bool:
+def _is_to_be_saved(root: Path) -> bool:
+    """Whether the folder is there that copies of the run go to."""
+    target = root / _SAVED_TO
+    return target.is_symlink() and (is_url(place := os.readlink(target)) or Path(place).parent.parent.is_dir())
+
+
+def save_from_memory(job: str, run: str, generations: Sequence[bytes]) -> bool | None:
     """Copy what this node has of generations that other nodes have the rest of. Returns True if they are complete now,
-    or a later copy exists; False also where an error is logged."""
+    or a later copy exists; None after an error, which is logged."""
     root = memory_path(job, run)
     found = [decode(each) for each in generations]
+    if not _is_to_be_saved(root):
+        return False
     try:
         place = os.readlink(root / _SAVED_TO)
         copies = open_copies(place if is_url(place) else Path(place), run, keep=_ALL)
@@ -162,7 +166,7 @@ def save_from_memory(job: str, run: str, generations: Sequence[bytes]) -> bool:
         saved = save_generations(root, found, copies)
     except OSError as error:
         _LOG.error("step %d of run %s cannot be saved from the memory of this node: %s", found[-1].step, run, error)
-        return False
+        return None
     if saved:
         _LOG.warning(_SAVED, found[-1].step, run, copies.root)
     return saved

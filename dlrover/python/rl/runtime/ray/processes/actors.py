@@ -30,7 +30,7 @@ from dlrover.python.rl.common.errors import (
     WorkloadStartError,
 )
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import NAMESPACE, RLRoleType
+from dlrover.python.rl.common.names import NAMESPACE, RLRoleType, master_name
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
@@ -182,9 +182,9 @@ def sweep(job: str) -> list[str]:
         with suppress(TimeoutError):
             wait_gone(name, _GONE_S)
     nodes = {row.node_id: () for row in cluster.list_nodes() if row.alive}
-    for run in sorted({name.split("/")[1] for name in names}):
-        asyncio.run(forget_on_nodes(cluster, nodes, job, run))
-    forget_memory(job, patience_s=_GONE_S if names else 0.0)
+    runs = sorted({name.split("/")[1] for name in names if name != master_name(job)})
+    if all([asyncio.run(forget_on_nodes(cluster, nodes, job, run)) for run in runs]):
+        forget_memory(job, patience_s=_GONE_S if names else 0.0)
     return names
 
 
