@@ -23,9 +23,9 @@ _SAVED_S = 900.0
 
 
 async def forget_on_nodes(cluster: ClusterApi, pids: Mapping[str, Sequence[int]], job: str, run: str) -> bool:
-    """End the processes ``pids`` of each node and remove the run's commits from its memory. The newest that is whole and
-    goes beyond the copies in the run's folder is saved before. Returns False if that failed: an error is logged, and
-    everything stays."""
+    """End the processes ``pids`` of each node and remove the run's commits from its memory. The newest that is whole
+    and goes beyond the copies in the run's folder is saved before. Returns False if that failed: an error is logged,
+    and everything stays."""
     ended = (cluster.run_on(node, _end_and_list, pids[node], job, run, limit_s=_SAVED_S) for node in pids)
     known = dict(zip(pids, await asyncio.gather(*ended), strict=True))
     answering = [node for node, found in known.items() if found is not None]
