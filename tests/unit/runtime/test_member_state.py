@@ -117,9 +117,9 @@ def test_a_node_without_the_trainer_keeps_the_last_commit_and_removes_what_is_ol
 def test_a_neighbours_file_does_not_take_the_place_of_what_is_being_copied(roots, member):
     file = member.commit(Total(1), CommitRequest(1, roots)).file
     content = np.fromfile(roots.commits / folder_name(1, 1) / file.name, np.uint8)
-    theirs = Piece(folder_name(3, 1), replace(file, name="ACTOR-1.1.state"))
+    neighbours_file = Piece(folder_name(3, 1), replace(file, name="ACTOR-1.1.state"))
     for copying, left in ((1, [1, 3]), (None, [3])):
-        assert store(Part(roots, theirs, 0, first_kept=3, copying=copying), content, "b")
+        assert store(Part(roots, neighbours_file, 0, first_kept=3, copying=copying), content, "b")
         assert steps_in(roots) == left
 
 
