@@ -28,6 +28,8 @@ def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: 
     """Submit JOB_FILE to a job service and return; it runs when the cluster has room."""
     from dlrover.python.rl.service.remote_jobs import connected
 
+    if any(override.lstrip("+").startswith("name=") for override in overrides):
+        raise InvalidJob([ConfigError("name", "is given by --name")])
     text, name = read_job_file(job_file)
     options["name"] = options["name"] or name
     with connected(server) as client:

@@ -233,6 +233,16 @@ def test_members_that_start_together_do_not_wait_for_one_that_has_gone(monkeypat
     assert {type(event) for event in stage.events[1:]} == {MemberStarted}
 
 
+def test_one_that_two_groups_wait_for_may_be_located_twice_at_once():
+    async def scenario():
+        table = process_table.ProcessTable(Stage().job)
+        for _ in range(2):
+            table.start_together([process_table.ProcessEntry(LOST)])
+        await asyncio.gather(table.note_located(LOST), table.note_located(LOST))
+
+    asyncio.run(scenario())
+
+
 def test_a_trainer_is_asked_for_its_outcome_again_after_a_broken_connection(monkeypatch):
     monkeypatch.setattr(process_table, "_ASK_AGAIN_S", 0.001)
     answers = iter([ActorUnavailableError("for a moment", bytes(16)), ActorUnavailableError("again", bytes(16)), "why"])

@@ -223,10 +223,8 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             value = function(*arguments)
         except StopIteration as stop:  # A future refuses StopIteration.
             error = RuntimeError(f"StopIteration: {stop}")
-        except SystemExit as ended:  # A loop would end with it, and a thread says nothing of it.
-            error = RuntimeError(f"SystemExit: {ended}")
-        except BaseException as raised:  # noqa: BLE001 - passed on to the caller
-            error = raised
+        except BaseException as raised:  # noqa: BLE001 - passed on to the caller, whose loop would end with some
+            error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)
 

@@ -105,15 +105,7 @@ class LLMJudge:
                 if choice.get("finish_reason") == "length":
                     raise _TryAgain("the reply was cut off before its end: raise max_tokens")
                 return str(choice["message"]["content"] or "").rpartition(_THOUGHT)[2]
-        except (
-            OSError,
-            httpx.HTTPError,
-            httpx.InvalidURL,
-            ValueError,
-            LookupError,
-            TypeError,
-            AttributeError,
-        ) as error:
+        except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
         message = f"{reply.status_code} {reply.reason_phrase}: {content[:500].decode(errors='replace')}"
         if reply.status_code in _RETRIED or reply.status_code >= 500:

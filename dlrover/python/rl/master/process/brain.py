@@ -108,22 +108,28 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
 
 
 _BEYOND_ANY = 1_000_000
+"""Where a journal is damaged: no process has had this number."""
+
+_HEAD = 4
+"""Lines of a journal among which is its submission."""
 
 
 def _first_number(job: JobSpec, run: str) -> int:
-    """Of the processes of a run whose master begins: no two processes of a run have the same number, also if it was
-    begun before, and has lost its cluster."""
+    """The number of the run's first processes: above all of an earlier life of it, which lost its cluster."""
     last = 0
     for number in range(1, 1 + _newest_kept(job)):
         file = job.job_dir / f"journal.{number}.jsonl"
         try:
-            state = replay(decode(read_lines(file))) if file.exists() else JobState()
+            lines = read_lines(file) if file.exists() else []
+            head = [event for _, event in decode(lines[:_HEAD])]
+            if not any(isinstance(event, Submitted) and event.run == run for event in head):
+                continue
+            state = replay(decode(lines))
         except JournalCorrupt:
             last = max(last, _BEYOND_ANY * number)
             continue
-        if state.settings is not None and state.settings.run == run:
-            numbers = [member.incarnation for member in state.members.values()]
-            last = max(last, state.epoch, *numbers, *state.retired.values())
+        numbers = [member.incarnation for member in state.members.values()]
+        last = max(last, state.epoch, *numbers, *state.retired.values())
     return 1 + last
 
 

@@ -29,8 +29,8 @@ async def forget_on_nodes(cluster: ClusterApi, pids: Mapping[str, Sequence[int]]
     ended = (cluster.run_on(node, _end_and_list, pids[node], job, run, limit_s=_SAVED_S) for node in pids)
     known = dict(zip(pids, await asyncio.gather(*ended), strict=True))
     answering = [node for node, found in known.items() if found is not None]
-    generations = [each for node in answering for each in known[node]]
-    for each in sorted(generations, key=lambda each: decode(each[-1]).age, reverse=True):
+    found = sorted((each for node in answering for each in known[node]), key=len)  # two nodes know the same ones
+    for _, each in sorted({decode(each[-1]).age: each for each in found}.items(), reverse=True):
         saving = (cluster.run_on(node, save_from_memory, job, run, each, limit_s=_SAVED_S) for node in answering)
         saved = await asyncio.gather(*saving)
         if any(saved):

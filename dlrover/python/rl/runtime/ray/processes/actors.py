@@ -167,7 +167,7 @@ def _answer(ref: Any, remaining_s: float, timeout_s: float) -> Any:
 
 def sweep(job: str) -> list[str]:
     """Remove what a job without a master has left: its actors and placement groups, whose names are returned, and its
-    memory, of the runs that have left actors on every node."""
+    files in the memory of this node, and of every node those of the runs that have left actors."""
     cluster, names = RayClusterApi(), []
     for name in cluster.list_actors(f"{job}/"):
         handle = cluster.find_actor(name)

@@ -143,7 +143,7 @@ class ProcessTable:
     async def note_located(self, process_id: ProcessId) -> None:
         """Where it runs is known, of whichever incarnation, or it is no longer wanted."""
         for together in list(self._starting):
-            if together.note(process_id):
+            if together in self._starting and together.note(process_id):  # another one may open it meanwhile
                 self._starting.remove(together)
                 await together.open()
 
