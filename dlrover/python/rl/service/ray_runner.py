@@ -286,7 +286,7 @@ class RayJobRunner:
                 if driven.master is not None:
                     driven.master.end()
                 await in_daemon_thread(sweep, driven.record.name)
-            except Exception as error:  # noqa: BLE001 -- Ray may be away for a moment, and this is the only attempt
+            except Exception as error:  # noqa: BLE001 -- Ray may be away for a moment: tried again
                 _LOG.warning("%s: it could not be ended yet: %s", driven.record.name, _first_line(error))
                 await asyncio.sleep(_AGAIN_S)
             await asyncio.sleep(_POLL_S)
