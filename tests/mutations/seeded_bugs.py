@@ -602,8 +602,8 @@ BUGS = {
     ),
     "the death of a process is not noticed": Bug(
         _EXECUTOR,
-        "            raise await until_gone(str(entry.process_id), entry.handle)",
-        "            await until_gone(str(entry.process_id), entry.handle)",
+        "            raise MemberGone(str(entry.process_id), await self._cluster.until_ended(entry.handle))",
+        "            await self._cluster.until_ended(entry.handle)",
     ),
     "two processes have one slot": Bug(
         _TABLE,

@@ -190,6 +190,12 @@ class Cluster:
         self.audit(handle)
         self.world.after(self.world.latency_s(), handle.die)
 
+    async def until_ended(self, handle):
+        try:
+            await handle.dlrover_ping.remote()
+        except ActorDiedError as error:
+            return error
+
     def list_groups(self):
         return list(self.groups.values())
 

@@ -24,7 +24,7 @@ class Method:
 
 
 class MemoryActor:
-    """A member that locates itself on ``node``, starts and closes at once, and answers pings until it ends.
+    """A member that locates itself on ``node``, starts and closes at once.
 
     Attributes:
         context: that it was started with as a member.
@@ -35,7 +35,6 @@ class MemoryActor:
         self.process_id, self.context = request.arguments[0], None
         self._ended = asyncio.Event()
         self.dlrover_locate = Method(self._locate)
-        self.dlrover_ping = Method(self._ping)
         self.dlrover_start = Method(self._start)
         self.dlrover_prepare = self.dlrover_close = Method(self._answer)
 
@@ -48,9 +47,9 @@ class MemoryActor:
     async def _answer(self, *arguments):
         return None
 
-    async def _ping(self):
+    async def until_ended(self):
         await self._ended.wait()
-        raise ActorDiedError
+        return ActorDiedError()
 
     def end(self):
         self._ended.set()
@@ -90,6 +89,9 @@ class MemoryCluster:
     def kill_actor(self, handle):
         self.end(handle)
         self.killed.append(str(handle.process_id))
+
+    async def until_ended(self, handle):
+        return await handle.until_ended()
 
     def end(self, actor):
         """Its process is gone, whatever has ended it."""

@@ -207,7 +207,7 @@ def test_members_that_start_together_do_not_wait_for_one_that_has_gone(monkeypat
 
     async def locate_the_others(actor, ports):
         if actor.request.arguments[:2] == (LOST, 1):
-            await actor._ping()
+            raise await actor.until_ended()
         return await locate(actor, ports)
 
     monkeypatch.setattr(MemoryActor, "_locate", locate_the_others)

@@ -51,7 +51,7 @@ from dlrover.python.rl.runtime.process.executor import Emit
 from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
 from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
-from dlrover.python.rl.runtime.ray.processes.actors import Detached, Turnstile, answer_of, cause_with_log, until_gone
+from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Turnstile, answer_of, cause_with_log
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
 from dlrover.python.rl.runtime.ray.processes.process_table import (
     ActorPool,
@@ -160,7 +160,7 @@ class RayExecutor:
 
     def _watch(self, entry: ProcessEntry, emit: Emit) -> None:
         async def watch() -> None:
-            raise await until_gone(str(entry.process_id), entry.handle)
+            raise MemberGone(str(entry.process_id), await self._cluster.until_ended(entry.handle))
 
         self._start_task(watch(), emit, entry)
 

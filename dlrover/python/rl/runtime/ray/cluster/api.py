@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the executor needs of a Ray cluster, as a protocol, and its implementation on Ray.
 
-Every method but :meth:`ClusterApi.run_on` and :meth:`ClusterApi.kill_actor` waits for Ray's head: call it in a thread.
+The coroutines and :meth:`ClusterApi.kill_actor` return at once or can be awaited. Every other method waits for Ray's
+head: call it in a thread.
 """
 
 import asyncio
@@ -16,12 +17,14 @@ from typing import Any, Protocol
 
 import ray
 from ray._raylet import PlacementGroupID
+from ray.exceptions import RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.runtime.process.heartbeat import stacks_of
+from dlrover.python.rl.runtime.ray.cluster.ends import ActorEnds
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, node_table
 
 MEGABYTE = 1024 * 1024
@@ -89,6 +92,8 @@ class ClusterApi(Protocol):
 
     def kill_actor(self, handle: Any) -> None: ...
 
+    async def until_ended(self, handle: Any) -> RayActorError: ...  # which its calls raise from then on
+
     def list_groups(self) -> list[GroupRow]: ...
 
     def create_group(
@@ -111,6 +116,7 @@ class RayClusterApi:
 
     def __init__(self) -> None:
         self._classes: dict[type, Any] = {}  # to Ray's, which Ray's head stores once
+        self._ends = ActorEnds()
 
     def list_actors(self, prefix: str) -> list[str]:
         rows = ray.util.list_named_actors(all_namespaces=True)
@@ -139,6 +145,9 @@ class RayClusterApi:
 
     def kill_actor(self, handle: Any) -> None:
         ray.kill(handle)
+
+    async def until_ended(self, handle: Any) -> RayActorError:
+        return await self._ends.wait(handle)
 
     def list_groups(self) -> list[GroupRow]:
         return [

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ray.exceptions import RayActorError
+
 from dlrover.python.rl.runtime.ray.cluster.api import REMOTE_S, ActorRequest, ClusterApi, GroupRow
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
 
@@ -34,6 +36,9 @@ class FencedCluster:
     def kill_actor(self, handle: Any) -> None:
         self.check()
         self.cluster.kill_actor(handle)
+
+    async def until_ended(self, handle: Any) -> RayActorError:
+        return await self.cluster.until_ended(handle)
 
     def list_groups(self) -> list[GroupRow]:
         return self.cluster.list_groups()

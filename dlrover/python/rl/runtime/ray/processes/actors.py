@@ -224,9 +224,6 @@ def end_unless(has_begun: Callable[[], bool], after_s: float, why: str) -> None:
 
 T = TypeVar("T")
 
-WATCH_INTERVAL_S = 0.5
-_UNAVAILABLE_TRIES = 20
-_UNAVAILABLE_PAUSE_S = 0.1
 _TRIES = 3
 _PAUSE_S = 2.0
 
@@ -272,24 +269,6 @@ def cause_with_log(error: Exception, process: Process | None) -> Cause:
     tail = ray_worker_log_tail(session_folder(), process.pid)
     detail = "\n\n".join(part for part in (cause.detail, f"its last log lines:\n{tail}" if tail else "") if part)
     return replace(cause, detail=detail)
-
-
-async def until_gone(who: str, handle: Any) -> MemberGone:
-    """Keep a ping pending on a process: it fails the moment the process is gone, busy or not."""
-    unavailable = 0
-    while True:
-        try:
-            await handle.dlrover_ping.remote()  # waits: for the end of the process, which may never come
-            unavailable = 0
-        except ActorUnavailableError as error:
-            unavailable += 1  # a broken connection is not yet a death
-            if unavailable > _UNAVAILABLE_TRIES:
-                return MemberGone(who, error)
-            await asyncio.sleep(_UNAVAILABLE_PAUSE_S)
-            continue
-        except RayActorError as error:
-            return MemberGone(who, error)
-        await asyncio.sleep(WATCH_INTERVAL_S)
 
 
 async def answer_of(who: str, ref: Any, timeout_s: float) -> Any:

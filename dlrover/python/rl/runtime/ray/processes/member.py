@@ -171,7 +171,7 @@ class MemberActor:
         return Heartbeat(process_id, number, doing.method, doing.age_s, doing.call_id[0], notice, work)
 
     def dlrover_ping(self) -> bool:
-        """Answer once no other call is running: the master keeps a ping pending to notice the end of the process."""
+        """Answer once no other call is running."""
         return True
 
     def dlrover_close(self) -> None:

@@ -205,7 +205,7 @@ class TrainerActor:
         return Heartbeat(TRAINER_ID, self._epoch, method, own_s or 0.0, step, notice, pending=pending)
 
     def dlrover_ping(self) -> bool:
-        """Answer once no other call is running: the master keeps a ping pending to notice the end of the process."""
+        """Answer once no other call is running."""
         return True
 
     def run(self) -> Cause | None:
