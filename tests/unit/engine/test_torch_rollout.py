@@ -405,6 +405,33 @@ def test_after_meta_no_weight_tensor_is_alive(model_path, backend):
     assert len(engine.generate(prompts(), sampling(), (0,))) == 5
 
 
+@pytest.mark.feature(20)
+@pytest.mark.parametrize("backend", BOTH)
+def test_weights_that_have_not_changed_are_not_copied_to_the_host_again(model_path, backend):
+    engine, rows = made(model_path, backend=backend), prompts()
+    store, expected = engine._decoder.store, completions(engine.generate(rows, sampling(), (3,)))
+
+    def wake_after_a_sleep_that_loses_what_is_on_the_device():
+        for flat in store._flats.values():
+            flat.zero_()
+        engine.cpu()
+        kept = {kind: host.data_ptr() for kind, host in store._hosts.items()}
+        engine.cuda()
+        return kept
+
+    engine.cpu()
+    engine.cuda()
+    first = wake_after_a_sleep_that_loses_what_is_on_the_device()
+    assert completions(engine.generate(rows, sampling(), (3,))) == expected
+    engine.receive(weights_of(model_path, version=1, scale=0.5))
+    engine.cpu()
+    engine.cuda()
+    halved = completions(engine.generate(rows, sampling(), (3,)))
+    assert halved != expected
+    assert wake_after_a_sleep_that_loses_what_is_on_the_device() == first  # the same memory
+    assert completions(engine.generate(rows, sampling(), (3,))) == halved
+
+
 def tensors():
     found = [found for found in gc.get_objects() if issubclass(type(found), torch.Tensor)]
     return [tensor for tensor in found if tensor.layout is torch.strided]

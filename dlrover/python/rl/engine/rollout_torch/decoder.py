@@ -28,7 +28,8 @@ class WeightStore:
     """The weights of one engine, by their names in a Hugging Face checkpoint.
 
     All weights of a dtype are views of one flat tensor, so offload moves flat tensors. The tensors of a group have
-    equal trailing dimensions and are contiguous: :meth:`fused` gives them as one.
+    equal trailing dimensions and are contiguous: :meth:`fused` gives them as one. The copy in host memory is kept while
+    the weights are on the device, page-locked where that is faster: until new ones are written, leaving copies nothing.
 
     Args:
         groups: names and tensors, which are copied.
@@ -45,6 +46,8 @@ class WeightStore:
         self._at: dict[str, tuple[Any, int]] = {}
         self._sizes: dict[Any, int] = {}
         self._flats: dict[Any, Any] = {}
+        self._hosts: dict[Any, Any] = {}
+        self._hosts_are_current = False
         named: dict[str, Any] = {}
         for group in groups:
             self._add_group(group, dtype)
@@ -74,14 +77,20 @@ class WeightStore:
     # -- offload ------------------------------------------------------------------------------------------------------
 
     def cpu(self) -> None:
-        if self.place == "cuda":
-            self._settle({kind: flat.to("cpu", copy=True) for kind, flat in self._flats.items()}, "cpu")
+        if self.place != "cuda":
+            return
+        if not self._hosts_are_current:
+            self._allocate_hosts()
+            for kind, flat in self._flats.items():
+                self._hosts[kind].copy_(flat)
+        self._settle(self._hosts, "cpu")
 
     def cuda(self) -> None:
         """Move to the device; from ``meta``: allocate zeros. If they do not fit, they stay where they were."""
         if self.place == "cpu":
             moved = {kind: self._memory.bring(self._owner, "weights", flat) for kind, flat in self._flats.items()}
             self._settle(moved, "cuda")
+            self._hosts_are_current = True
         elif self.place == "meta":
             sizes = self._sizes.items()
             flats = {kind: self._memory.allocate(self._owner, "weights", (size,), kind) for kind, size in sizes}
@@ -89,13 +98,21 @@ class WeightStore:
 
     def host(self) -> None:
         """From ``meta``: allocate zeros in host memory."""
-        self._settle({kind: torch.zeros(size, dtype=kind) for kind, size in self._sizes.items()}, "cpu")
+        self._allocate_hosts()
+        self._settle(self._hosts, "cpu")
+
+    def _allocate_hosts(self) -> None:
+        on_cuda = torch.device(self._memory.device).type == "cuda"
+        for kind, size in self._sizes.items():
+            if kind not in self._hosts:
+                self._hosts[kind] = torch.zeros(size, dtype=kind, pin_memory=on_cuda)
 
     def meta(self) -> None:
-        self._flats, self.views, self.place = {}, {}, "meta"
+        self._flats, self._hosts, self.views, self.place = {}, {}, {}, "meta"
+        self._hosts_are_current = False
 
     def _settle(self, flats: dict[Any, Any], place: DeviceKind) -> None:
-        self._flats, self.place = flats, place
+        self._flats, self.place = dict(flats), place
         for name, shape in self.shapes.items():
             kind, start = self._at[name]
             self.views[name] = flats[kind][start : start + torch.Size(shape).numel()].view(shape)
@@ -105,6 +122,7 @@ class WeightStore:
     @torch.no_grad()
     def write(self, weights: WeightSnapshot) -> None:
         """Copy a checked snapshot into the weights, in place."""
+        self._hosts_are_current = False
         for name, view in self.views.items():
             view.copy_(weights.tensor(name))
 
