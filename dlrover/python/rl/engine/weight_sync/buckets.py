@@ -204,9 +204,21 @@ class WeightFile:
             tally.update(self._data, 0, stop)
             self._publish(stop)
         seal = Seal.of(ticket, tally.crcs)
+        self.finish(seal)
+        return seal
+
+    def parts(self, size: int, tally: CrcTally) -> Iterator[Bytes]:
+        """The memory in parts of ``size`` bytes, to be filled: each is fingerprinted and shown to readers when the next
+        one is requested."""
+        for start, stop in bucket_spans(self.table, size):
+            yield self._data[start:stop]
+            tally.update(self._data, 0, stop)
+            self._publish(stop)
+
+    def finish(self, seal: Seal) -> None:
+        """All of the data is there."""
         self._map[seal_offset(self.table) :] = seal.pack()
         self._publish(self._nbytes + 1)
-        return seal
 
     def clear(self) -> None:
         self._publish(0)

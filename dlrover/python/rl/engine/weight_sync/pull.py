@@ -8,26 +8,23 @@
       file of version 8    ---- a stream ------->     of other hosts: through TCP
       a thread that listens, one thread per receiver
 
+    of the receivers of another host one takes the stream into such a file of its own, and gives the others its pages
+
 Neither side waits for the other, so the call that publishes and the call that receives can each be repeated alone, by
 another process too. If the sender no longer has a version, receivers raise
 :class:`~dlrover.python.rl.common.errors.WeightsLost` and their caller asks for another ticket.
 """
 
-import fcntl
 import mmap
 import os
-import selectors
 import socket
-import struct
-import threading
 import time
-import weakref
-from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 from uuid import uuid4
 
 from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.common.sockets import listening_socket
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import (
@@ -38,44 +35,44 @@ from dlrover.python.rl.engine.weight_sync.base import (
     SyncSettings,
     Ticket,
     WeightSource,
-    WeightTable,
     assemble_snapshot,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import (
-    HEAD_BYTES,
-    Assembly,
-    CrcTally,
-    HostArena,
-    MappedWeights,
-    WeightFile,
-    seal_offset,
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, MappedWeights
+from dlrover.python.rl.engine.weight_sync.weight_server import (
+    AVAILABLE,
+    BACKLOG,
+    NameTaken,
+    PublishedVersions,
+    WeightServer,
+    connect_on_host,
+    listen_on_host,
+    peer_credentials,
+    read_exactly,
+    read_into,
 )
 
-_AVAILABLE, _MISSING = b"+", b"-"
-"""The answer to a request for a ticket."""
-
 _GONE = "is not there: it has gone on, or sent nothing"
-_ID_BYTES = 32
-_RECHECK_S = 0.5
-_PAUSE_S = 0.0005
-_BACKLOG = 1024
-_CREDENTIALS = struct.Struct("3i")
+_TURN_S, _PATIENCE_S, _PAUSE_S = 0.2, 1.0, 0.01
+"""How long the receivers of a host leave it to the one that has passed weights on before; how long they try in all,
+from which on each may fetch its own."""
 
 
 class PullTransport(SenderBase):
     """Implements ``WeightTransport``. Any number of receivers, at any time; a version stays until the second after it.
 
-    The sender's ``address`` is required if receivers are on other hosts. With ``maps_pages`` those on its host map its
-    pages; else they get a copy through TCP.
+    The sender's ``address`` is required if receivers are on other hosts. With ``maps_pages`` the receivers of a host
+    map one copy; else each gets its own through TCP.
     """
 
     def __init__(self, settings: SyncSettings | None = None, *, maps_pages: bool = True) -> None:
         super().__init__(settings)
         self._maps_pages = maps_pages
-        self._versions = PublishedVersions()
+        self._versions, self._relayed = PublishedVersions(), PublishedVersions()
         self._server: WeightServer | None = None
+        self._names: dict[str, Any] = {}
+        self._relay: WeightServer | None = None
         self._arena = HostArena()
-        self._mapped_sender = ""
+        self._mapped_process = ("", 0)
         self._maps: dict[int, mmap.mmap] = {}
 
     def offer(self, source: WeightSource) -> Ticket:
@@ -84,10 +81,13 @@ class PullTransport(SenderBase):
         return ticket
 
     def _address(self) -> dict[str, Any]:
+        host = self.settings.address
         if self._server is None:
-            self._server = WeightServer(self._versions, self.settings.address, self.settings.timeout_s)
-        names = {"local_name": self._server.local_name, "tcp_port": self._server.tcp_port}
-        return {**names, "host": self.settings.address}
+            name = f"dlrover-weights-{uuid4().hex}"
+            local, remote = listen_on_host(name), listening_socket(host, BACKLOG)
+            self._server = WeightServer(self._versions, (local, remote), self.settings.timeout_s)
+            self._names = {"local_name": name, "tcp_port": int(remote.getsockname()[1])}
+        return {**self._names, "host": host}
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         try:
@@ -101,37 +101,32 @@ class PullTransport(SenderBase):
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         """See ``WeightTransport``. Raises ``WeightsLost`` if the sender lacks them, or does not answer."""
         try:
-            with self._connect(ticket) as connection:
-                connection.sendall(ticket.id.encode("ascii"))
-                if connection.family == socket.AF_UNIX:
-                    return self._map(ticket, connection)
-                return self._copy(ticket, connection)
+            if not self._maps_pages:
+                return self._copy(ticket)
+            local = connect_on_host(ticket.address["local_name"], self.settings.timeout_s)
+            return self._receive_with_others(ticket) if local is None else self._map(ticket, local)
         except OSError as error:
             raise WeightsLost(f"{ticket} cannot be had: {error}") from error
 
-    def _connect(self, ticket: Ticket) -> socket.socket:
-        local = socket.socket(socket.AF_UNIX)
-        local.settimeout(self.settings.timeout_s)
-        with suppress(OSError):  # the sender is on another host, or has ended
-            if self._maps_pages:
-                local.connect(b"\0" + str(ticket.address["local_name"]).encode())
-                return local
-        local.close()
-        return socket.create_connection((ticket.address["host"], ticket.address["tcp_port"]), self.settings.timeout_s)
+    # -- from this host -----------------------------------------------------------------------------------------------
 
     def _map(self, ticket: Ticket, connection: socket.socket) -> WeightSnapshot:
-        _, descriptors, _, _ = socket.recv_fds(connection, len(_AVAILABLE), 1, socket.MSG_CMSG_CLOEXEC)
-        if not descriptors:
-            raise WeightsLost(f"{ticket} {_GONE}")
-        if self._mapped_sender != ticket.address["local_name"]:
-            self._mapped_sender, self._maps = ticket.address["local_name"], {}
-        try:
-            _read(connection, len(_AVAILABLE))
-            weights = MappedWeights(descriptors[0], ticket.table, self._maps)
-        except (WeightSyncError, OSError):
-            os.close(descriptors[0])
-            raise
-        return self._follow(ticket, weights, connection)
+        """Map the pages of the process at the other end, which has the ticket's weights or is about to."""
+        with connection:
+            connection.sendall(ticket.id.encode("ascii"))
+            _, descriptors, _, _ = socket.recv_fds(connection, len(AVAILABLE), 1, socket.MSG_CMSG_CLOEXEC)
+            if not descriptors:
+                raise WeightsLost(f"{ticket} {_GONE}")
+            process = ticket.address["local_name"], peer_credentials(connection)[0]
+            if self._mapped_process != process:
+                self._mapped_process, self._maps = process, {}
+            try:
+                read_exactly(connection, len(AVAILABLE))
+                weights = MappedWeights(descriptors[0], ticket.table, self._maps)
+            except (WeightSyncError, OSError):
+                os.close(descriptors[0])
+                raise
+            return self._follow(ticket, weights, connection)
 
     def _follow(self, ticket: Ticket, weights: MappedWeights, connection: socket.socket) -> WeightSnapshot:
         """Fingerprint the pages as the sender writes them, up to the end."""
@@ -156,15 +151,86 @@ class PullTransport(SenderBase):
                 timer.pause()
         return assemble_snapshot(ticket, weights.flat, tally.crcs, weights.seal())
 
-    def _copy(self, ticket: Ticket, connection: socket.socket) -> WeightSnapshot:
-        if _read(connection, len(_AVAILABLE)) != _AVAILABLE:
-            raise WeightsLost(f"{ticket} {_GONE}")
-        assembly = Assembly(ticket, self._arena)
-        for part in assembly.parts(self.settings.bucket):
-            _read_into(connection, part.data)
-        return assembly.seal(_read(connection, Seal.size(ticket.table)))
+    # -- from another host --------------------------------------------------------------------------------------------
+
+    def _request(self, ticket: Ticket) -> socket.socket:
+        """A connection through which the weights come, then the seal."""
+        address = ticket.address["host"], ticket.address["tcp_port"]
+        connection = socket.create_connection(address, self.settings.timeout_s)
+        try:
+            connection.sendall(ticket.id.encode("ascii"))
+            if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
+                raise WeightsLost(f"{ticket} {_GONE}")
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _copy(self, ticket: Ticket) -> WeightSnapshot:
+        with self._request(ticket) as connection:
+            assembly = Assembly(ticket, self._arena)
+            for part in assembly.parts(self.settings.bucket):
+                read_into(connection, part.data)
+                note_progress()
+            return assembly.seal(read_exactly(connection, Seal.size(ticket.table)))
+
+    def _receive_with_others(self, ticket: Ticket) -> WeightSnapshot:
+        """Fetch the weights, and pass them on to the other receivers of this host, unless one of them does so."""
+        name, began_s = f"dlrover-weights-of-{ticket.id}", time.monotonic()
+        while True:
+            if (weights := self._follow_another(ticket, name)) is not None:
+                return weights
+            waited_s = time.monotonic() - began_s
+            if self._relay is not None or waited_s > _TURN_S:
+                with suppress(NameTaken):  # another one was faster, or one that has ended is about to give it back
+                    return self._pass_on(ticket, listen_on_host(name))
+            if waited_s > _PATIENCE_S:
+                return self._copy(ticket)
+            time.sleep(_PAUSE_S)
+
+    def _follow_another(self, ticket: Ticket, name: str) -> WeightSnapshot | None:
+        """None if no process passes the weights on, or it has ended before they were whole."""
+        relay = connect_on_host(name, self.settings.timeout_s)
+        if relay is None:
+            return None
+        try:
+            weights = self._map(ticket, relay)
+        except (WeightsLost, OSError):
+            return None
+        if self._mapped_process[1] != os.getpid():
+            self._stop_relay()
+        return weights
+
+    def _pass_on(self, ticket: Ticket, listener: socket.socket) -> WeightSnapshot:
+        if self._relay is not None:
+            self._relay.close()
+        self._relayed.expect(ticket.id)
+        self._relay = WeightServer(self._relayed, (listener,), self.settings.timeout_s)
+        tally = CrcTally(ticket.table)
+        try:
+            with self._request(ticket) as connection, self._relayed.writing(ticket) as file:
+                for part in file.parts(self.settings.bucket, tally):
+                    read_into(connection, part.data)
+                    note_progress()
+                file.finish(Seal.unpack(read_exactly(connection, Seal.size(ticket.table))))
+            opened = self._relayed.open(ticket.id, self.settings.timeout_s)
+            assert opened is not None, "it was written just now"
+            weights = MappedWeights(opened[0], ticket.table, self._maps)
+            return assemble_snapshot(ticket, weights.flat, tally.crcs, weights.seal())
+        except BaseException:
+            self._stop_relay()
+            raise
+
+    def _stop_relay(self) -> None:
+        """Another process passes the weights on, or this one cannot: it gives the memory back."""
+        if self._relay is not None:
+            self._relay.close()
+            self._relay = None
+        self._relayed.close()
+        self._relayed = PublishedVersions()
 
     def close(self) -> None:
+        self._stop_relay()
         self._versions.close()
         if self._server is not None:
             self._server.close()
@@ -180,181 +246,3 @@ def _has_ended(connection: socket.socket) -> bool:
         return False
     except OSError:
         return True
-
-
-class PublishedVersions:
-    """A sender's last version, and the one that is being written. Thread safe.
-
-    A file that no receiver has open takes the next version: its pages cost more than copying into them.
-    """
-
-    def __init__(self) -> None:
-        self._changed = threading.Condition()
-        self._files: dict[str, WeightFile] = {}
-        self._expected = self._writing = ""
-        self._closed = False
-
-    def expect(self, ticket_id: str) -> None:
-        """Let receivers of this ticket wait until it is written."""
-        with self._changed:
-            self._expected = ticket_id
-
-    def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
-        """Write the ticket's weights, which receivers follow; dropped if that fails."""
-        file = self._begin(ticket)
-        try:
-            return file.write(ticket, pieces)
-        except BaseException:
-            with self._changed:
-                self._files.pop(ticket.id, None)
-            raise
-        finally:
-            self.stop_waiting()
-
-    def _begin(self, ticket: Ticket) -> WeightFile:
-        """A file for the ticket's weights: the one before the last version, or a new one."""
-        with self._changed:
-            self._files.pop(ticket.id, None)
-            last = next(reversed(self._files), "")
-            older = [file for ticket_id, file in self._files.items() if ticket_id != last]
-            spare = next((file for file in older if file.table == ticket.table and not file.is_open()), None)
-            file = spare or WeightFile(ticket.table)
-            file.clear()
-            self._files = {last: self._files[last]} if last else {}
-            self._files[ticket.id] = file
-            self._writing = ticket.id
-            self._changed.notify_all()
-            return file
-
-    def stop_waiting(self) -> None:
-        """No receiver waits any longer for a version that is expected or being written."""
-        with self._changed:
-            self._expected = self._writing = ""
-            self._changed.notify_all()
-
-    def open(self, ticket_id: str, timeout_s: float) -> tuple[int, WeightTable] | None:
-        """A descriptor of the ticket's file, locked against being overwritten, and its table; None without the file."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: ticket_id in self._files or ticket_id != self._expected or self._closed, timeout_s
-            )
-            file = self._files.get(ticket_id)
-            descriptor = file.open(fcntl.LOCK_SH) if file is not None else None
-            return None if file is None or descriptor is None else (descriptor, file.table)
-
-    def is_writing(self, ticket_id: str) -> bool:
-        with self._changed:
-            return ticket_id == self._writing and not self._closed
-
-    def wait_until_written(self, ticket_id: str) -> None:
-        with self._changed:
-            while ticket_id == self._writing and not self._closed:
-                self._changed.wait(_RECHECK_S)
-
-    def close(self) -> None:
-        """Drop all files; receivers that have one open are not affected."""
-        with self._changed:
-            self._closed = True
-            self._files.clear()
-            self._changed.notify_all()
-
-
-class WeightServer:
-    """Serves ``versions`` to receivers, in a thread that ends with this object."""
-
-    def __init__(self, versions: PublishedVersions, address: str, timeout_s: float) -> None:
-        self.local_name = f"dlrover-weights-{uuid4().hex}"  # of the abstract Unix socket for processes of this host
-        remote, local = listening_socket(address, _BACKLOG), socket.socket(socket.AF_UNIX)
-        local.bind(b"\0" + self.local_name.encode())
-        local.listen(_BACKLOG)
-        self.tcp_port = int(remote.getsockname()[1])
-        stop, self._stop = socket.socketpair()
-        self.close: Callable[[], object] = weakref.finalize(self, self._stop.close)
-        arguments = (versions, (local, remote), stop, timeout_s)
-        threading.Thread(target=_listen, args=arguments, name="dlrover-weights", daemon=True).start()
-
-
-def _listen(
-    versions: PublishedVersions, listeners: tuple[socket.socket, ...], stop: socket.socket, timeout_s: float
-) -> None:
-    with stop, listeners[0], listeners[1], selectors.DefaultSelector() as selector:
-        for each in (*listeners, stop):
-            each.setblocking(False)
-            selector.register(each, selectors.EVENT_READ)
-        while True:
-            ready = [key.fileobj for key, _ in selector.select()]
-            if stop in ready:
-                return
-            for listener in (each for each in listeners if each in ready):
-                _accept(listener, versions, timeout_s)
-
-
-def _accept(listener: socket.socket, versions: PublishedVersions, timeout_s: float) -> None:
-    with suppress(OSError):  # the receiver has ended
-        connection, _ = listener.accept()  # waits: not at all, the listener does not block
-        connection.settimeout(timeout_s)
-        arguments = (connection, versions, timeout_s)
-        threading.Thread(target=_serve, args=arguments, name="dlrover-weights-to", daemon=True).start()
-
-
-def _serve(connection: socket.socket, versions: PublishedVersions, timeout_s: float) -> None:
-    """Serve one receiver, which sees a failure by itself: the connection ends before the weights do."""
-    with connection, suppress(OSError):
-        if not _is_allowed(connection):
-            return
-        ticket_id = _read(connection, _ID_BYTES).decode("ascii", "replace")
-        opened = versions.open(ticket_id, timeout_s)
-        if opened is None:
-            connection.sendall(_MISSING)
-        elif connection.family == socket.AF_UNIX:
-            try:
-                socket.send_fds(connection, [_AVAILABLE], [opened[0]])
-            finally:
-                os.close(opened[0])
-            connection.sendall(_AVAILABLE)  # only the receiver holds the lock now
-            versions.wait_until_written(ticket_id)
-        else:
-            connection.sendall(_AVAILABLE)
-            _stream(connection, *opened, lambda: versions.is_writing(ticket_id))
-
-
-def _is_allowed(connection: socket.socket) -> bool:
-    """On this host only processes of the same user are allowed; from others, every process that knows a ticket."""
-    if connection.family != socket.AF_UNIX:
-        return True
-    credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return int(_CREDENTIALS.unpack(credentials)[1]) == os.getuid()
-
-
-def _stream(connection: socket.socket, descriptor: int, table: WeightTable, is_writing: Callable[[], bool]) -> None:
-    """Send the data as it is written, then the seal; closes the descriptor before the last bytes of it."""
-    sent, end = 0, table.nbytes
-    with open(descriptor, "rb", buffering=0) as file:
-        while True:
-            is_growing = is_writing()
-            progress = int.from_bytes(os.pread(descriptor, 8, 0), "little")
-            if min(progress, end) > sent:
-                connection.sendfile(file, HEAD_BYTES + sent, min(progress, end) - sent)
-                sent = min(progress, end)
-            if progress > end:
-                break
-            if not is_growing:
-                return
-            time.sleep(_PAUSE_S)
-        seal = os.pread(descriptor, Seal.size(table), seal_offset(table))
-    connection.sendall(seal)
-
-
-def _read(connection: socket.socket, count: int) -> bytes:
-    """Exactly ``count`` bytes; OSError if the other side has ended or is silent for too long."""
-    buffer = bytearray(count)
-    _read_into(connection, memoryview(buffer))
-    return bytes(buffer)
-
-
-def _read_into(connection: socket.socket, target: memoryview) -> None:
-    while target:
-        count = connection.recv_into(target)
-        if not count:
-            raise ConnectionResetError("the connection has ended")
-        target = target[count:]

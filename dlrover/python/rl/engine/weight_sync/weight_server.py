@@ -1,0 +1,243 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Versions of weights in a process's memory, and the threads that give them to other processes.
+
+Of one host by a descriptor of the memory itself, which is sent through a socket of the host; of others as a stream.
+"""
+
+import fcntl
+import os
+import selectors
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+
+from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, Ticket, WeightTable
+from dlrover.python.rl.engine.weight_sync.buckets import HEAD_BYTES, WeightFile, seal_offset
+
+AVAILABLE, MISSING = b"+", b"-"
+"""The answer to a request for a ticket."""
+
+ID_BYTES = 32
+_RECHECK_S = 0.5
+_PAUSE_S = 0.0005
+_CREDENTIALS = struct.Struct("3i")
+
+BACKLOG = 1024
+
+
+class PublishedVersions:
+    """A sender's last version, and the one that is being written. Thread safe.
+
+    A file that no receiver has open takes the next version: its pages cost more than copying into them.
+    """
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._files: dict[str, WeightFile] = {}
+        self._expected = self._writing = ""
+        self._closed = False
+
+    def expect(self, ticket_id: str) -> None:
+        """Let receivers of this ticket wait until it is written."""
+        with self._changed:
+            self._expected = ticket_id
+
+    def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
+        """Write the ticket's weights, which receivers follow; dropped if that fails."""
+        with self.writing(ticket) as file:
+            return file.write(ticket, pieces)
+
+    @contextmanager
+    def writing(self, ticket: Ticket) -> Iterator[WeightFile]:
+        """The file that the ticket's weights are to be written into, which receivers follow; dropped if that fails."""
+        file = self._begin(ticket)
+        try:
+            yield file
+        except BaseException:
+            with self._changed:
+                self._files.pop(ticket.id, None)
+            raise
+        finally:
+            self.stop_waiting()
+
+    def _begin(self, ticket: Ticket) -> WeightFile:
+        """A file for the ticket's weights: the one before the last version, or a new one."""
+        with self._changed:
+            self._files.pop(ticket.id, None)
+            last = next(reversed(self._files), "")
+            older = [file for ticket_id, file in self._files.items() if ticket_id != last]
+            spare = next((file for file in older if file.table == ticket.table and not file.is_open()), None)
+            file = spare or WeightFile(ticket.table)
+            file.clear()
+            self._files = {last: self._files[last]} if last else {}
+            self._files[ticket.id] = file
+            self._writing = ticket.id
+            self._changed.notify_all()
+            return file
+
+    def stop_waiting(self) -> None:
+        """No receiver waits any longer for a version that is expected or being written."""
+        with self._changed:
+            self._expected = self._writing = ""
+            self._changed.notify_all()
+
+    def open(self, ticket_id: str, timeout_s: float) -> tuple[int, WeightTable] | None:
+        """A descriptor of the ticket's file, locked against being overwritten, and its table; None without the file."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: ticket_id in self._files or ticket_id != self._expected or self._closed, timeout_s
+            )
+            file = self._files.get(ticket_id)
+            descriptor = file.open(fcntl.LOCK_SH) if file is not None else None
+            return None if file is None or descriptor is None else (descriptor, file.table)
+
+    def is_writing(self, ticket_id: str) -> bool:
+        with self._changed:
+            return ticket_id == self._writing and not self._closed
+
+    def wait_until_written(self, ticket_id: str) -> None:
+        with self._changed:
+            while ticket_id == self._writing and not self._closed:
+                self._changed.wait(_RECHECK_S)
+
+    def close(self) -> None:
+        """Drop all files; receivers that have one open are not affected."""
+        with self._changed:
+            self._closed = True
+            self._files.clear()
+            self._changed.notify_all()
+
+
+class WeightServer:
+    """Serves ``versions`` to receivers that come to ``listeners``, in a thread that ends with this object."""
+
+    def __init__(self, versions: PublishedVersions, listeners: Sequence[socket.socket], timeout_s: float) -> None:
+        stop, self._stop = socket.socketpair()
+        self.close: Callable[[], object] = weakref.finalize(self, self._stop.close)
+        arguments = (versions, listeners, stop, timeout_s)
+        threading.Thread(target=_listen, args=arguments, name="dlrover-weights", daemon=True).start()
+
+
+class NameTaken(Exception):
+    """A process of this host listens there."""
+
+
+def listen_on_host(name: str) -> socket.socket:
+    """A socket that processes of this host find by its name, until it is closed. Raises NameTaken."""
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(b"\0" + name.encode())
+    except OSError as error:
+        listener.close()
+        raise NameTaken(name) from error
+    listener.listen(BACKLOG)
+    return listener
+
+
+def connect_on_host(name: str, timeout_s: float) -> socket.socket | None:
+    """A connection to the process of this host that listens at a name; None if there is none."""
+    connection = socket.socket(socket.AF_UNIX)
+    connection.settimeout(timeout_s)
+    try:
+        connection.connect(b"\0" + name.encode())
+    except OSError:
+        connection.close()
+        return None
+    return connection
+
+
+def _listen(
+    versions: PublishedVersions, listeners: Sequence[socket.socket], stop: socket.socket, timeout_s: float
+) -> None:
+    with ExitStack() as stack:
+        selector = stack.enter_context(selectors.DefaultSelector())
+        for each in (*listeners, stop):
+            stack.enter_context(each)
+            each.setblocking(False)
+            selector.register(each, selectors.EVENT_READ)
+        while True:
+            ready = [key.fileobj for key, _ in selector.select()]
+            if stop in ready:
+                return
+            for listener in (each for each in listeners if each in ready):
+                _accept(listener, versions, timeout_s)
+
+
+def _accept(listener: socket.socket, versions: PublishedVersions, timeout_s: float) -> None:
+    with suppress(OSError):  # the receiver has ended
+        connection, _ = listener.accept()  # waits: not at all, the listener does not block
+        connection.settimeout(timeout_s)
+        arguments = (connection, versions, timeout_s)
+        threading.Thread(target=_serve, args=arguments, name="dlrover-weights-to", daemon=True).start()
+
+
+def _serve(connection: socket.socket, versions: PublishedVersions, timeout_s: float) -> None:
+    """Serve one receiver, which sees a failure by itself: the connection ends before the weights do."""
+    with connection, suppress(OSError):
+        if not _is_allowed(connection):
+            return
+        ticket_id = read_exactly(connection, ID_BYTES).decode("ascii", "replace")
+        opened = versions.open(ticket_id, timeout_s)
+        if opened is None:
+            connection.sendall(MISSING)
+        elif connection.family == socket.AF_UNIX:
+            try:
+                socket.send_fds(connection, [AVAILABLE], [opened[0]])
+            finally:
+                os.close(opened[0])
+            connection.sendall(AVAILABLE)  # only the receiver holds the lock now
+            versions.wait_until_written(ticket_id)
+        else:
+            connection.sendall(AVAILABLE)
+            _stream(connection, *opened, lambda: versions.is_writing(ticket_id))
+
+
+def _is_allowed(connection: socket.socket) -> bool:
+    """On this host only processes of the same user are allowed; from others, every process that knows a ticket."""
+    return connection.family != socket.AF_UNIX or peer_credentials(connection)[1] == os.getuid()
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user of the other end, which is of this host."""
+    process, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(process), int(user)
+
+
+def _stream(connection: socket.socket, descriptor: int, table: WeightTable, is_writing: Callable[[], bool]) -> None:
+    """Send the data as it is written, then the seal; closes the descriptor before the last bytes of it."""
+    sent, end = 0, table.nbytes
+    with open(descriptor, "rb", buffering=0) as file:
+        while True:
+            is_growing = is_writing()
+            progress = int.from_bytes(os.pread(descriptor, 8, 0), "little")
+            if min(progress, end) > sent:
+                connection.sendfile(file, HEAD_BYTES + sent, min(progress, end) - sent)
+                sent = min(progress, end)
+            if progress > end:
+                break
+            if not is_growing:
+                return
+            time.sleep(_PAUSE_S)
+        seal = os.pread(descriptor, Seal.size(table), seal_offset(table))
+    connection.sendall(seal)
+
+
+def read_exactly(connection: socket.socket, count: int) -> bytes:
+    """Exactly ``count`` bytes; OSError if the other side has ended or is silent for too long."""
+    buffer = bytearray(count)
+    read_into(connection, memoryview(buffer))
+    return bytes(buffer)
+
+
+def read_into(connection: socket.socket, target: memoryview) -> None:
+    while target:
+        count = connection.recv_into(target)
+        if not count:
+            raise ConnectionResetError("the connection has ended")
+        target = target[count:]

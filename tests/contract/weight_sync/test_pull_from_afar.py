@@ -1,0 +1,166 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Receivers on another host than the sender's: one of them fetches the weights, the others take them from it."""
+
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from sync_sides import PATIENT, ToySource, equal, hear, kill, process, receive_side, toy_weights, transport
+
+from dlrover.python.rl.common.errors import WeightsLost
+from dlrover.python.rl.engine.weight_sync import pull, weight_server
+
+LATEST_S = 60.0
+
+
+@pytest.fixture
+def streams(monkeypatch):
+    """The bytes of each version that has left the sender's host."""
+    sent, stream = [], weight_server._stream
+
+    def counting(connection, descriptor, table, is_writing):
+        sent.append(table.nbytes)
+        stream(connection, descriptor, table, is_writing)
+
+    monkeypatch.setattr(weight_server, "_stream", counting)
+    return sent
+
+
+def from_afar(ticket):
+    """The ticket as processes of other hosts see it, where nobody listens at the sender's name."""
+    return replace(ticket, address={**ticket.address, "local_name": "of another host"})
+
+
+def sent(sender, version, **waiting):
+    source = ToySource(toy_weights(version), version, **waiting)
+    ticket = sender.offer(source)
+    sender.send(ticket, source)
+    return from_afar(ticket)
+
+
+def sinks(count):
+    return [transport("pull", None, replace(PATIENT, name=f"ROLLOUT[{rank}]")) for rank in range(count)]
+
+
+@pytest.mark.feature(102)
+def test_the_weights_come_to_a_host_once_however_many_receive_there(streams):
+    sender, receivers = transport("pull", None), sinks(4)
+    for version in (1, 2, 3):
+        ticket = sent(sender, version)
+        with ThreadPoolExecutor(4) as pool:
+            received = list(pool.map(lambda sink: sink.receive(ticket), receivers))  # noqa: B023 - they end here
+        assert all(equal(snapshot, toy_weights(version)) for snapshot in received)
+        assert streams == [ticket.table.nbytes] * version
+    assert sum(sink._relay is not None for sink in receivers) == 1
+    late = sinks(1)[0].receive(ticket)
+    assert equal(late, toy_weights(3))
+    assert len(streams) == 3
+    sender.close()
+    for sink in receivers:
+        sink.close()
+
+
+def test_those_who_follow_begin_before_the_last_byte_has_come():
+    sender, (first, second) = transport("pull", None), sinks(2)
+    midway, goes_on = threading.Event(), threading.Event()
+
+    def halt(number):
+        if number == len(toy_weights()) - 1:
+            midway.set()
+            assert goes_on.wait(LATEST_S)
+
+    source = ToySource(toy_weights(5), 5, halt)
+    ticket = sender.offer(source)
+    with ThreadPoolExecutor(3) as pool:
+        sending = pool.submit(sender.send, ticket, source)
+        assert midway.wait(LATEST_S)
+        received = [pool.submit(sink.receive, from_afar(ticket)) for sink in (first, second)]
+        deadline_s = time.monotonic() + LATEST_S
+        while not any(sink._relay for sink in (first, second)):
+            assert time.monotonic() < deadline_s
+        goes_on.set()
+        assert sending.result(LATEST_S) == source.stamp()
+        assert all(equal(each.result(LATEST_S), toy_weights(5)) for each in received)
+    sender.close()
+
+
+@pytest.mark.feature(102)
+def test_if_the_one_that_passes_them_on_is_killed_another_one_does(monkeypatch, streams):
+    monkeypatch.setattr(pull, "_TURN_S", 0.0)
+    sender, (sink,) = transport("pull", None), sinks(1)
+    midway, goes_on = threading.Event(), threading.Event()
+
+    def halt(number):
+        if number == len(toy_weights()) - 1:
+            midway.set()
+            assert goes_on.wait(LATEST_S)
+
+    source = ToySource(toy_weights(6), 6, halt)
+    ticket = sender.offer(source)
+    with process(receive_side, "pull", "") as (child, pipe), ThreadPoolExecutor(2) as pool:
+        assert hear(pipe) == "up"
+        sending = pool.submit(sender.send, ticket, source)
+        assert midway.wait(LATEST_S)
+        pipe.send(from_afar(ticket))
+        deadline_s = time.monotonic() + LATEST_S
+        while not streams:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        receiving = pool.submit(sink.receive, from_afar(ticket))
+        time.sleep(0.2)
+        assert len(streams) == 1  # it follows the other one
+        kill(child)
+        deadline_s = time.monotonic() + LATEST_S
+        while len(streams) < 2:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        goes_on.set()
+        assert equal(receiving.result(LATEST_S), toy_weights(6))
+        assert sending.result(LATEST_S) == source.stamp()
+    sender.close()
+
+
+def test_one_that_follows_others_holds_no_memory_for_them(streams):
+    sender, (sink,) = transport("pull", None), sinks(1)
+    assert equal(sink.receive(sent(sender, 1)), toy_weights(1))
+    assert sink._relay is not None
+    with process(receive_side, "pull", "") as (child, pipe):
+        assert hear(pipe) == "up"
+        ticket = sent(sender, 2)
+        pipe.send(ticket)
+        assert hear(pipe).version == 2
+        assert equal(sink.receive(ticket), toy_weights(2))
+    assert sink._relay is None
+    assert len(streams) == 2
+    sender.close()
+
+
+def test_what_the_sender_no_longer_has_is_lost_for_all():
+    sender, receivers = transport("pull", None), sinks(3)
+    old = sent(sender, 1)
+    for version in (2, 3):
+        sent(sender, version)
+    with ThreadPoolExecutor(3) as pool:
+        for lost in [pool.submit(sink.receive, old) for sink in receivers]:
+            with pytest.raises(WeightsLost, match="has gone on"):
+                lost.result(LATEST_S)
+    assert all(equal(sink.receive(sent(sender, 4)), toy_weights(4)) for sink in receivers)
+    sender.close()
+    with pytest.raises(WeightsLost, match="cannot be had"):
+        receivers[0].receive(sent_by_none(old))
+
+
+def sent_by_none(ticket):
+    """Another sync of a sender that has ended."""
+    return replace(ticket, id="0" * 32)
+
+
+def test_where_no_memory_is_shared_each_fetches_its_own(streams):
+    sender = transport("pull_copied", None)
+    others = [transport("pull_copied", None, replace(PATIENT, name=f"ROLLOUT[{rank}]")) for rank in range(3)]
+    ticket = sent(sender, 7)
+    assert all(equal(sink.receive(ticket), toy_weights(7)) for sink in others)
+    assert len(streams) == 3
+    sender.close()
