@@ -36,7 +36,7 @@ class Expected(NamedTuple):
     recovered: str
 
 
-_PING = "the trainer's failed call, or the master, which looks at Ray's states"
+_PING = "the trainer's failed call, or the master: Ray's states"
 _BEATS = "beats: none (for `lease_s` at most), or the same call, for `hang_after_s`"
 _RANKS = "all ranks of the role restart and load the last commit; the step goes on"
 _SHARE = "a standby or a new process takes the rank; its share of the step is done again"
@@ -58,11 +58,11 @@ EXPECTED = {
     Kind.KILL_ACTOR: Expected("SIGKILL", "the step goes on", _PING, _RANKS),
     Kind.KILL_ROLLOUT: Expected("SIGKILL", "the step goes on", _PING, _SHARE),
     Kind.KILL_REWARD: Expected("SIGKILL", "the step goes on", _PING, _SHARE),
-    Kind.KILL_TRAINER: Expected("SIGKILL", "the step goes on", "the master, which looks at Ray's states", _TRAINER),
+    Kind.KILL_TRAINER: Expected("SIGKILL", "the step goes on", "the master: Ray's states", _TRAINER),
     Kind.KILL_MASTER: Expected(
         "SIGKILL", "the step is not interrupted", "Ray", "it replays its journal and finds the processes by name"
     ),
-    Kind.KILL_STANDBY: Expected("SIGKILL", "the step is not interrupted", "the master, which looks at Ray's states", "another one"),
+    Kind.KILL_STANDBY: Expected("SIGKILL", "the step is not interrupted", "the master: Ray's states", "another one"),
     Kind.HANG_ACTOR: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _RANKS),
     Kind.HANG_ROLLOUT: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _SHARE),
     Kind.HANG_REWARD: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _SHARE),

@@ -10,6 +10,7 @@ import pytest
 from dlrover.python.rl.runtime.checkpoint.node_memory import save_from_memory
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.ray.cluster import node_commits
 from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
 
 
@@ -37,6 +38,7 @@ class Nodes:
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
     """Each has a member's state after step 8, node a the commit too, and all of the one before."""
+    monkeypatch.setattr(node_commits, "_RELEASED_S", 0.1)  # the locks are this process's own
     made, files = Nodes(tmp_path, monkeypatch), {}
     (tmp_path / "out/checkpoints").mkdir(parents=True)
     for rank, node in enumerate("bca"):

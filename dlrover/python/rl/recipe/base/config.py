@@ -40,8 +40,8 @@ class EngineConfig:
 
     weight_sync: str = "auto"
     """Transport of weights from the actor to the rollouts: ``pull`` (rollouts map the actor's memory, or one of each
-    other host fetches them over TCP for all of it), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an entry point or ``module:Class``.
-    ``auto`` is ``pull``."""
+    other host fetches them over TCP for all of it), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an
+    entry point or ``module:Class``. ``auto`` is ``pull``."""
 
     weight_sync_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the transport: ``folder``, ``bucket_bytes``, ``timeout_s``."""

@@ -40,9 +40,7 @@ class ActorEnds:
     async def _look(self) -> None:
         try:
             while self._watched:
-                for ended, handle in self._watched.items():
-                    if not ended.done() and handle._get_local_state() == ActorTableData.ActorState.DEAD:
-                        ended.set_result(None)
+                self._look_at_all()
                 await asyncio.sleep(_LOOK_S)
         except Exception as error:  # noqa: BLE001 -- all who wait must know that no end would be noticed any more
             for ended in self._watched:
@@ -50,3 +48,8 @@ class ActorEnds:
                     ended.set_exception(error)
         finally:
             self._looking = None
+
+    def _look_at_all(self) -> None:
+        for ended, handle in self._watched.items():
+            if not ended.done() and handle._get_local_state() == ActorTableData.ActorState.DEAD:
+                ended.set_result(None)
