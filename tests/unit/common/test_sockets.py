@@ -4,6 +4,7 @@
 import socket
 
 import pytest
+import torch
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.common.sockets import (
@@ -13,7 +14,8 @@ from dlrover.python.rl.common.sockets import (
     listening_socket,
     machine_addresses,
 )
-from dlrover.python.rl.engine.weight_sync.pull import PublishedVersions, WeightServer
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 
 
 @pytest.mark.parametrize("address", ["127.0.0.1", "::1", "localhost"])
@@ -42,16 +44,27 @@ def test_a_port_that_is_taken_is_no_reason_for_another_address():
         listening_socket("127.0.0.1", 4, server.getsockname()[1])
 
 
+class Weights:
+    version = 1
+
+    def named_weights(self):
+        yield "weight", torch.zeros(1)
+
+
 def test_weights_are_handed_out_there_too(monkeypatch):
+    def offer(address):
+        transport = PullTransport(SyncSettings(address=address, timeout_s=10.0))
+        return transport, transport.offer(Weights()).address
+
     with pytest.raises(InvalidJob):
-        WeightServer(PublishedVersions(), FOREIGN, timeout_s=10.0)
+        offer(FOREIGN)
     monkeypatch.setenv(LISTEN_ON_ALL, "1")
     for address, reached in ((FOREIGN, "127.0.0.1"), ("::1", "::1")):
-        server = WeightServer(PublishedVersions(), address, timeout_s=10.0)
-        with socket.create_connection((reached, server.tcp_port), timeout=10) as connection:
+        transport, where = offer(address)
+        with socket.create_connection((reached, where["tcp_port"]), timeout=10) as connection:
             connection.sendall(b"0" * 32)
             assert connection.recv(1) == b"-"
-        server.close()
+        transport.close()
 
 
 @pytest.mark.skipif(not machine_addresses(), reason="this machine has loopback only")

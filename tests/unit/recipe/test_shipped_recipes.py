@@ -26,7 +26,8 @@ def test_a_recipe_has_no_error_and_its_page_has_the_memory_that_it_takes(recipe,
     monkeypatch.chdir(REPOSITORY)
     found, table = checked(recipe)
     assert "\n".join(table) in page_of(recipe)
-    assert len(table) > 2 and all(float(line.split()[-1]) < 80 for line in table[2:])
+    rows = [line for line in table[2:] if "passes of" not in line]
+    assert rows and all(float(line.split()[-1]) < 80 for line in rows)
     assert all(nbytes is not None for nbytes in found.state_bytes.values())
 
 

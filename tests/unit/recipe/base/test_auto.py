@@ -29,9 +29,9 @@ GIVEN = {"model": "m", "data": {"train": "d.jsonl"}}
     [
         ("CPU", False, ("cpu", "fp32", "torch", False, 128, 64, 16)),
         ("CPU", True, ("cpu", "fp32", "torch", False, 128, 64, 16)),
-        ("GPU", False, ("cuda", "bf16", "vllm", True, 256, 1024, 64)),
+        ("GPU", False, ("cuda", "bf16", "vllm", "auto", 256, 1024, 64)),
         ("HERE", False, ("cpu", "fp32", "torch", False, 128, 64, 16)),
-        ("HERE", True, ("cuda", "bf16", "vllm", True, 256, 1024, 64)),
+        ("HERE", True, ("cuda", "bf16", "vllm", "auto", 256, 1024, 64)),
     ],
 )
 def test_the_defaults_are_those_of_the_jobs_devices(monkeypatch, devices, cuda_is_here, expected):

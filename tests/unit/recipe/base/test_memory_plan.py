@@ -15,9 +15,10 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.model_shape import DENSE, ModelShape, shape_of
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base import memory_plan
+from dlrover.python.rl.recipe.base import engine_workload, memory_plan
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, ModelUse, bytes_of, host_bytes
+from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, bytes_of, host_bytes, size_passes
+from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
 
 ON_CUDA = EngineConfig(device="cuda", precision="bf16", rollout="torch")
 ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE
@@ -273,3 +274,67 @@ def test_what_is_not_known_is_said_and_not_refused(monkeypatch, small):
     if not torch.cuda.is_available():
         assert plan(monkeypatch, small, uses, ON_CUDA, None).find_errors() == []
     assert math.isfinite(bytes_of(small, uses[ACTOR], ON_CUDA).peak)
+
+
+AUTO_SIZED = replace(ON_CUDA, max_tokens_per_microbatch="auto", gradient_checkpointing="auto")
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "tokens", "recomputes"),
+    [(80, 16384, False), (30, 8192, False), (24, 4096, False), (17, 16384, True), (16, 8192, True), (14, 1024, False)],
+)
+def test_passes_are_as_large_as_fit_and_recomputed_only_where_they_would_be_small(small, gigabytes, tokens, recomputes):
+    use = ModelUse("trained", "")
+    sized = size_passes(AUTO_SIZED, use, small, gigabytes * 1e9)
+    assert (sized.max_tokens_per_microbatch, sized.gradient_checkpointing) == (tokens, recomputes)
+    assert bytes_of(small, use, sized).peak <= 0.8 * gigabytes * 1e9
+    larger = replace(sized, max_tokens_per_microbatch=2 * tokens)
+    assert tokens == 16384 or bytes_of(small, use, larger).peak > 0.8 * gigabytes * 1e9
+    assert size_passes(AUTO_SIZED, use, small, 1e9) == AUTO_SIZED.with_passes(1024, recompute=True), "the smallest"
+
+
+def test_what_is_given_stays_and_what_is_not_known_is_cautious(small):
+    use = ModelUse("trained", "")
+    given = replace(AUTO_SIZED, max_tokens_per_microbatch=12288)
+    assert size_passes(given, use, small, 80e9) == replace(given, gradient_checkpointing=False)
+    assert size_passes(given, use, small, 24e9) == replace(given, gradient_checkpointing=True)
+    assert size_passes(ON_CUDA, use, small, 1e9) == ON_CUDA
+    cautious = replace(AUTO_SIZED, max_tokens_per_microbatch=16384, gradient_checkpointing=True)
+    for shape, capacity, engine in ((None, 80e9, AUTO_SIZED), (small, None, AUTO_SIZED)):
+        assert size_passes(engine, use, shape, capacity) == cautious
+    other = replace(AUTO_SIZED, train="megatron")
+    assert size_passes(other, use, small, 80e9) == replace(cautious, train="megatron")
+    long = size_passes(AUTO_SIZED, replace(use, longest=9000), small, 17e9)
+    assert long.max_tokens_per_microbatch == 16384 and long.gradient_checkpointing
+
+
+def test_on_a_cpu_passes_have_the_defaults():
+    resolved = replace(AUTO_SIZED, device="auto").resolve(on_cuda=False)
+    assert (resolved.max_tokens_per_microbatch, resolved.gradient_checkpointing) == (16384, False)
+    assert replace(AUTO_SIZED).resolve(on_cuda=False).max_tokens_per_microbatch == "auto"  # the device is given
+
+
+def test_a_plan_shows_the_passes_that_it_has_sized(monkeypatch, small):
+    uses = {ACTOR: ModelUse("trained", ""), REFERENCE: ModelUse("frozen", "")}
+    lines = plan(monkeypatch, small, uses, AUTO_SIZED, 16).lines()
+    assert "  ACTOR x1: passes of 8,192 tokens, activations recomputed" in lines
+    assert "  REFERENCE x1: passes of 16,384 tokens" in lines
+    assert not any("passes of" in line for line in plan(monkeypatch, small, uses, ON_CUDA, 17).lines())
+    (error,) = plan(monkeypatch, small, {ACTOR: uses[ACTOR]}, AUTO_SIZED, 4).find_errors()
+    assert "workload.actor.num=4" in error.what
+
+
+def test_a_member_sizes_its_passes_by_its_device(monkeypatch, model):
+    made = []
+    monkeypatch.setattr(engine_workload, "use_device", lambda device: None)
+    monkeypatch.setattr(engine_workload, "device_bytes", lambda engine, device: asked.append(device) or 0.0)
+    monkeypatch.setattr(
+        engine_workload, "engine_class", lambda engines, name: lambda *arguments: made.append(arguments)
+    )
+    asked, workload = [], engine_workload.TrainedWorkload(None, {})
+    workload._make_train_engine(model, AUTO_SIZED, OptimizerConfig())
+    workload._make_train_engine(model, AUTO_SIZED, None)
+    settings = [arguments[2] for arguments in made]
+    assert [each.max_tokens_per_microbatch for each in settings] == [1024, 1024]
+    assert [each.gradient_checkpointing for each in settings] == [True, False]
+    assert asked == ["cuda:0", "cuda:0"]

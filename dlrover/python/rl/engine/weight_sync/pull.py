@@ -84,7 +84,7 @@ class PullTransport(SenderBase):
         host = self.settings.address
         if self._server is None:
             name = f"dlrover-weights-{uuid4().hex}"
-            local, remote = listen_on_host(name), listening_socket(host, BACKLOG)
+            remote, local = listening_socket(host, BACKLOG), listen_on_host(name)
             self._server = WeightServer(self._versions, (local, remote), self.settings.timeout_s)
             self._names = {"local_name": name, "tcp_port": int(remote.getsockname()[1])}
         return {**self._names, "host": host}

@@ -17,7 +17,7 @@ Devices: TypeAlias = Literal["CPU", "GPU", "HERE"]
 ON_CUDA: Mapping[str, Any] = {
     "prompts_per_step": 64,
     "rollout": {"max_new_tokens": 1024},
-    "engine": {"gradient_checkpointing": True, "max_batch": 256},
+    "engine": {"gradient_checkpointing": AUTO, "max_tokens_per_microbatch": AUTO, "max_batch": 256},
 }
 """Defaults on CUDA that differ from those of the configuration classes."""
 

@@ -16,6 +16,9 @@ from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, METRIC_NAMES, P
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
 
+MOST_TOKENS = 16384
+"""Of a pass, unless more are asked for."""
+
 AUTO = "auto"
 
 _LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
@@ -68,11 +71,13 @@ class EngineConfig:
     lora: LoraSettings | None = None
     """Train LoRA adapters of the actor only, if the engine supports them; rollouts receive the merged weights."""
 
-    max_tokens_per_microbatch: Positive = 16384
-    """Maximum tokens of one forward pass of a train engine; a longer row is a micro-batch by itself."""
+    max_tokens_per_microbatch: Positive | Literal["auto"] = MOST_TOKENS
+    """Maximum tokens of one forward pass of a train engine; a longer row is a micro-batch by itself. ``auto``, the
+    default on CUDA: 16384, or as many as fit the device's memory by the arithmetic of ``check``."""
 
-    gradient_checkpointing: bool = False
-    """Recompute activations in the backward pass to save memory. Default on CUDA: true."""
+    gradient_checkpointing: bool | Literal["auto"] = False
+    """Recompute activations in the backward pass to save memory. ``auto``, the default on CUDA: where they do not fit
+    otherwise."""
 
     max_batch: Positive = 128
     """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""
@@ -97,14 +102,31 @@ class EngineConfig:
         return "bf16" if self.precision == "bf16" else "fp32"
 
     def resolve(self, on_cuda: bool) -> "EngineConfig":
-        """These settings without ``auto``."""
+        """These settings without ``auto``, but for passes on CUDA: what fits there is known with the device."""
         has_vllm = on_cuda and importlib.util.find_spec("vllm") is not None
-        return replace(
+        resolved = replace(
             self,
             device=self.device if self.device != AUTO else "cuda" if on_cuda else "cpu",
             precision=self.precision if self.precision != AUTO else "bf16" if on_cuda else "fp32",
             rollout=self.rollout if self.rollout != AUTO else "vllm" if has_vllm else "torch",
         )
+        on_device = resolved.device.startswith("cuda")
+        return resolved if on_device else resolved.with_passes(MOST_TOKENS, recompute=False)
+
+    def with_passes(self, tokens: int, recompute: bool) -> "EngineConfig":
+        """The same with these in place of ``auto``."""
+        most = tokens if self.max_tokens_per_microbatch == AUTO else self.max_tokens_per_microbatch
+        recomputes = recompute if self.gradient_checkpointing == AUTO else self.gradient_checkpointing
+        return replace(self, max_tokens_per_microbatch=most, gradient_checkpointing=recomputes)
+
+    @property
+    def tokens_of_a_pass(self) -> int:
+        most = self.max_tokens_per_microbatch
+        return MOST_TOKENS if isinstance(most, str) else most
+
+    @property
+    def recomputes(self) -> bool:
+        return self.gradient_checkpointing is not False
 
     def with_receivers(self, count: int) -> "EngineConfig":
         """The sender's settings, where ``count`` members receive its weights."""

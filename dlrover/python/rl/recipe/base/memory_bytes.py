@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The memory that a job's models take on each device with FSDP2, by arithmetic, before anything starts.
+
+Of ``P`` parameters on ``s`` ranks that divide them, with ``w`` bytes a number (2 in bf16, 4 in fp32) and ``t`` tokens
+in a pass::
+
+    weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s, with s 1 but for shard_frozen
+    gradients    4 P / s
+    optimizer    8 P / s with AdamW
+                 with optimizer_on_host none of it, and w P of the weights where s is 1; 16 P / s are on the host,
+                 and the largest tensor of the exchange has 4 bytes
+    gathered     where s > 1: two layers and what lies outside of the layers, w bytes each; trained, also the gradients
+                 of one layer, in float32 too, and of the latter
+    activations  t x layers x (8 + 4 w) hidden + w (2 queries + 2 keys + 4 intermediate), and with
+                 gradient_checkpointing t x (w hidden x layers + that of one layer)
+    logits       2 w t x vocabulary, or of one chunk, and the gradient of the output layer: 4 + w bytes a weight
+    kv cache     2 w keys x layers for each token of the sequences that are decoded at once
+    exchange     after the passes: where s > 1 gradients outside of the layers, 2 w + 4 bytes each; or the largest
+                 tensor
+
+Roles that share a device have it one at a time, so each has to fit by itself.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import product
+from typing import Literal
+
+import torch
+
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.model.chunked_head import CHUNK_ELEMENTS
+from dlrover.python.rl.engine.model.model_shape import ModelShape
+from dlrover.python.rl.engine.model.packing import Head
+from dlrover.python.rl.recipe.base.config import AUTO, MOST_TOKENS, EngineConfig
+
+FEW_TOKENS, FEWEST_TOKENS = 4096, 1024
+"""Of a pass: fewer than the first are used where nothing else helps, and never fewer than the second."""
+
+GB = 1e9
+
+_SIZED = 0.8
+"""Of a device's memory, for passes that the system sizes: the arithmetic is not exact."""
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """What a role does with a model."""
+
+    kind: Literal["trained", "frozen", "rollout"]
+    model: str
+    members: int = 1
+    optimizer: OptimizerConfig = OptimizerConfig()
+    lora: LoraSettings | None = None
+    head: Head = "causal"
+    longest: int = 0  # tokens of what has to be in one pass
+    sharded_class: str = ""  # of a frozen model of which each member may hold a part
+
+
+@dataclass(frozen=True)
+class PlannedBytes:
+    """Of one device, by owner."""
+
+    weights: float
+    gradients: float = 0.0
+    optimizer: float = 0.0
+    gathered: float = 0.0
+    activations: float = 0.0
+    logits: float = 0.0
+    kv_cache: float = 0.0
+    exchange: float = 0.0
+
+    @property
+    def peak(self) -> float:
+        kept = self.weights + self.gradients + self.optimizer + self.kv_cache
+        return kept + max(self.gathered + self.activations + self.logits, self.exchange)
+
+
+def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
+    """``engine`` is resolved, and its sizes divide the members."""
+    width = 2 if engine.dtype == "bf16" else 4
+    if use.kind == "rollout":
+        divisor = engine.rollout_tensor_parallel_size
+        cache = 2 * width * shape.keys * shape.layers * engine.max_batch * use.longest
+        return PlannedBytes(width * shape.parameters / divisor, kv_cache=cache / divisor)
+    shape = shape.with_score_head() if use.head == "token" else shape
+    tokens = max(engine.tokens_of_a_pass, use.longest)
+    return (
+        _trained(shape, use, engine, width, tokens)
+        if use.kind == "trained"
+        else _frozen(shape, use, engine, width, tokens)
+    )
+
+
+def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, tokens: float) -> PlannedBytes:
+    sizes = engine.parallel or ParallelSizes()
+    tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
+    shards = use.members // sizes.ddp_size
+    gathers = shards > tensor * sizes.pipeline_parallel_size
+    changed, on_host = _changed(shape, use), is_on_host(engine)
+    master, copy = 0 if on_host and not gathers else 4, 0 if gathers or (width == 4 and not on_host) else width
+    frozen = 0 if use.lora is None else width * shape.parameters
+    has_gradients = use.lora is None  # of layers; those of adapters are few
+    gathered = width * (2 * shape.layer + shape.outside)
+    if has_gradients:
+        gathered += width * (shape.layer + shape.outside) + 4 * shape.layer
+    outer = (2 * width + 4) * shape.outside if gathers and has_gradients else 0
+    return PlannedBytes(
+        (frozen + (master + copy) * changed) / shards,
+        4 * changed / shards,
+        0.0 if on_host else _moments(use) * changed / shards,
+        gathered / tensor if gathers else 0.0,
+        _activations(shape, width, tokens / context, tensor, engine.recomputes),
+        _logits(shape, width, tokens / context, tensor, trains=True, trains_head=has_gradients),
+        exchange=max(outer / tensor, (4 if on_host else width) * shape.tensor),
+    )
+
+
+def _moments(use: ModelUse) -> int:
+    """Bytes of the optimizer's state for each parameter."""
+    return 8 if use.optimizer.name == "adamw" else 4 if use.optimizer.momentum else 0
+
+
+def _changed(shape: ModelShape, use: ModelUse) -> float:
+    """Parameters that are trained."""
+    return shape.parameters if use.lora is None else shape.adapter_parameters(use.lora)
+
+
+def is_on_host(engine: EngineConfig) -> bool:
+    """Whether the float32 weights and the moments of trained models are in the host's memory."""
+    return engine.train == "fsdp2" and engine.train_options.get("optimizer_on_host") is True
+
+
+def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
+    """Of one member: float32 weights, gradients and moments."""
+    if use.kind != "trained" or not is_on_host(engine):
+        return 0.0
+    shape = shape.with_score_head() if use.head == "token" else shape
+    sizes = engine.parallel or ParallelSizes()
+    return (8 + _moments(use)) * _changed(shape, use) * sizes.ddp_size / use.members
+
+
+def _frozen(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, tokens: float) -> PlannedBytes:
+    shards = use.members if engine.shard_frozen and use.sharded_class else 1
+    return PlannedBytes(
+        width * shape.parameters / shards,
+        gathered=width * (2 * shape.layer + shape.outside) if shards > 1 else 0.0,
+        activations=tokens * _of_layer(shape, width, 1),
+        logits=_logits(shape, width, tokens, 1, trains=False, trains_head=False),
+    )
+
+
+def _of_layer(shape: ModelShape, width: int, tensor: int) -> float:
+    """Of a token. Norms are computed in float32, and on every tensor-parallel rank."""
+    norms = (8 + 4 * width) * shape.hidden
+    return norms + width * (2 * shape.queries + 2 * shape.keys + 4 * shape.intermediate) / tensor
+
+
+def _activations(shape: ModelShape, width: int, tokens: float, tensor: int, recomputes: bool) -> float:
+    of_layer = _of_layer(shape, width, tensor)
+    return tokens * (width * shape.hidden * shape.layers + of_layer if recomputes else shape.layers * of_layer)
+
+
+def _logits(  # noqa: PLR0913 - what they depend on
+    shape: ModelShape, width: int, tokens: float, tensor: int, trains: bool, trains_head: bool
+) -> float:
+    copies, whole = 2 if trains else 1, tokens * shape.vocabulary
+    if whole <= CHUNK_ELEMENTS or tensor > 1 or not shape.raw_logits:
+        return copies * width * whole / tensor
+    return copies * width * CHUNK_ELEMENTS + ((4 + width) * shape.vocabulary * shape.hidden if trains_head else 0)
+
+
+def device_bytes(engine: EngineConfig, device: str = "cuda:0") -> float | None:
+    """Memory of a CUDA device; None if it is not known here."""
+    if engine.device_memory_gb is not None:
+        return engine.device_memory_gb * GB
+    return float(torch.cuda.get_device_properties(device).total_memory) if torch.cuda.is_available() else None
+
+
+# -- passes that fit ---------------------------------------------------------------------------------------------------
+
+
+def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, capacity: float | None) -> EngineConfig:
+    """``engine`` without ``auto`` for the passes of a model that is trained or evaluated: the largest that fit a device
+    of ``capacity`` bytes, without recomputing activations if that is possible with :data:`FEW_TOKENS` or more; the
+    smallest if none fit. Where the memory is not known, :data:`MOST_TOKENS` tokens, recomputed."""
+    if AUTO not in (engine.max_tokens_per_microbatch, engine.gradient_checkpointing):
+        return engine
+    if shape is None or capacity is None or engine.train != "fsdp2" or use.kind == "rollout":
+        return engine.with_passes(MOST_TOKENS, recompute=True)
+    sizes = sorted(_sizes_of_passes(use), key=lambda each: (each[1] < FEW_TOKENS, each[0], -each[1]))
+    choices = [engine.with_passes(tokens, recompute) for recompute, tokens in sizes]
+    fitting = (each for each in choices if bytes_of(shape, use, each).peak <= _SIZED * capacity)
+    return next(fitting, engine.with_passes(min(tokens for _, tokens in sizes), recompute=use.kind == "trained"))
+
+
+def _sizes_of_passes(use: ModelUse) -> Iterator[tuple[bool, int]]:
+    fewest = min(max(FEWEST_TOKENS, use.longest), MOST_TOKENS)
+    halves = [MOST_TOKENS >> number for number in range((MOST_TOKENS // fewest).bit_length())]
+    return product((False, True) if use.kind == "trained" else (False,), halves)
