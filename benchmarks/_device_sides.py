@@ -28,7 +28,7 @@ from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.memory_plan import ModelUse, bytes_of
+from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, bytes_of
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
 
 

@@ -12,7 +12,7 @@ from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
 from dlrover.python.rl.recipe.base.config import PolicyConfig, Positive, RewardConfig, RolloutConfig
-from dlrover.python.rl.recipe.base.memory_plan import ModelUse
+from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.model_facts import validate_model
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer

@@ -11,7 +11,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe.base.checks import require_role, validate_train_engine
 from dlrover.python.rl.recipe.base.config import NonNegative, PolicyConfig, Positive, RolloutConfig
-from dlrover.python.rl.recipe.base.memory_plan import ModelUse
+from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.model_facts import validate_model
 from dlrover.python.rl.recipe.base.updates import average_metrics
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch

@@ -16,7 +16,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig
-from dlrover.python.rl.recipe.base.memory_plan import ModelUse
+from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics
 from dlrover.python.rl.recipe.online.batch import (
     AuxOutput,

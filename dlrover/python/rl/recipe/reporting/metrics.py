@@ -27,7 +27,8 @@ from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.machine import Machine
-from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, ModelUse
+from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
+from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
 from dlrover.python.rl.recipe.base.model_facts import describe_engines, validate_model
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
