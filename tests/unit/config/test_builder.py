@@ -62,6 +62,8 @@ def test_references_of_a_dictconfig_are_meant_within_it_or_else_in_the_job():
     )
     made = minimal().config(config).spec("j").config
     assert (made.critic_lr, made.out, made.text) == (1e-3, "runs/mine", "${lr}")
+    made = minimal().config(OmegaConf.create({"name": None, "of": "${name}"})).spec("j").config
+    assert made.of is None
     made = minimal().config(OmegaConf.create({"of": "${name}"})).spec("j").config
     assert made.of == "j"
 

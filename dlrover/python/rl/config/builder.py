@@ -190,7 +190,8 @@ def _within_job(config: DictConfig) -> DictConfig:
     """References to keys of ``config`` name them from the job's root; others are the job's."""
 
     def rewrite(match: re.Match[str]) -> str:
-        return f"${{config.{match['key']}}}" if OmegaConf.select(plain, match["key"]) is not None else match[0]
+        is_own = OmegaConf.select(plain, match["key"], default=absent) is not absent
+        return f"${{config.{match['key']}}}" if is_own else match[0]
 
     def walk(value: Any) -> Any:
         if isinstance(value, dict):
@@ -200,7 +201,7 @@ def _within_job(config: DictConfig) -> DictConfig:
         return _REFERENCE.sub(rewrite, value) if isinstance(value, str) else value
 
     content = OmegaConf.to_container(config, resolve=False)
-    plain = from_plain(content)  # type: ignore[arg-type]
+    plain, absent = from_plain(content), object()  # type: ignore[arg-type]
     made: DictConfig = OmegaConf.create(walk(content))
     return made
 
