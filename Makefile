@@ -77,7 +77,7 @@ ON_RAY := tests/contract/test_port_contract.py tests/examples tests/ray
 
 test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
-	$(BIN)/python -m pytest -n 2 --dist loadfile -m 'ray and not slow' $(ON_RAY)
+	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 
 test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow

@@ -28,6 +28,7 @@ def test_the_guides_blocks_run_in_one_process(tmp_path):
     assert status.phase is Phase.FINISHED, status.cause
 
 
+@pytest.mark.slow
 @pytest.mark.ray
 def test_the_guides_blocks_run_on_ray(tmp_path, ray_session):
     status = run_on_ray(check_job(guide_job(tmp_path)), connected=True)

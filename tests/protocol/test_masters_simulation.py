@@ -74,6 +74,6 @@ def test_a_seed_of_the_masters_is_the_same_run_every_time():
 def test_a_master_that_does_not_ask_whether_it_was_replaced_ends_what_is_needed(monkeypatch):
     monkeypatch.setattr(RLMaster, "_check_current", lambda self: None)
     with pytest.raises(AssertionError, match="which was replaced, ends sim/run1/") as caught:
-        for seed in range(400):
+        for seed in range(20, 400):  # the first that shows it is 26
             run(seed)
     assert "python tests/protocol/replay_protocol.py masters" in caught.value.__notes__[0]

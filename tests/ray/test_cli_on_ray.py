@@ -183,7 +183,8 @@ def test_a_master_that_dies_comes_back_and_the_run_goes_on(tmp_path, ray_session
     wait_for(lambda: not actors_of("survivor"), 20)
 
 
-@pytest.mark.parametrize("how", [pytest.param("killed for good", marks=pytest.mark.slow), "without restarts"])
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["killed for good", "without restarts"])
 def test_what_a_master_leaves_that_does_not_come_back_is_ended(tmp_path, ray_session, how):
     address, name = ray.get_runtime_context().gcs_address, how.replace(" ", "-")
     arguments = [str(job_file(tmp_path, "endless")), f"name={name}", "--address", address]

@@ -122,11 +122,12 @@ def test_the_trainers_own_error_is_reported_as_such(tmp_path, monkeypatch):
     assert "in own_error" in status.cause.detail
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("act", "who", "message"),
     [
         ("leave", "ACTOR[", "SystemExit: 5"),
-        pytest.param("leave_trainer", "trainer", "6", marks=pytest.mark.slow),
+        ("leave_trainer", "trainer", "6"),
     ],
 )
 def test_leaving_the_process_by_sys_exit_is_an_error_and_is_not_retried(tmp_path, monkeypatch, act, who, message):
@@ -234,6 +235,7 @@ def test_a_job_that_can_never_fit_is_refused_before_anything_starts(tmp_path, mo
         check_job(small)
 
 
+@pytest.mark.slow
 def test_a_master_whose_own_loop_breaks_releases_everything_and_says_that_it_failed(tmp_path, monkeypatch):
     class FragileMaster(RLMaster):
         def _carry_out(self, handled):
@@ -254,6 +256,7 @@ def test_a_master_whose_own_loop_breaks_releases_everything_and_says_that_it_fai
     wait_until(lambda: nothing_is_left("fragile"))
 
 
+@pytest.mark.slow
 def test_two_jobs_run_side_by_side_on_one_cluster(tmp_path, monkeypatch):
     masters = {}
     for name in ("left", "right"):

@@ -267,6 +267,7 @@ def test_a_master_that_comes_back_without_its_journal_fails_the_job_and_frees_ev
 # -- the end ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_users_exception_in_a_step_is_not_retried(stage):
     job = stage("users-own", "ROLLOUT-0:generate:2:error").run()
     assert (job.status.phase, job.status.restarts, job.status.recoveries) == (Phase.FAILED, 0, {})
