@@ -15,10 +15,13 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.model_shape import DENSE, ModelShape, shape_of
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base import engine_workload, memory_plan
+from dlrover.python.rl.recipe.base import memory_plan
+from dlrover.python.rl.recipe.base.auto import complete_config
 from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.engine_workload import TrainedWorkload
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, bytes_of, host_bytes, size_passes
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
+from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 
 ON_CUDA = EngineConfig(device="cuda", precision="bf16", rollout="torch")
 ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE
@@ -314,27 +317,52 @@ def test_on_a_cpu_passes_have_the_defaults():
     assert replace(AUTO_SIZED).resolve(on_cuda=False).max_tokens_per_microbatch == "auto"  # the device is given
 
 
-def test_a_plan_shows_the_passes_that_it_has_sized(monkeypatch, small):
+def test_a_plan_has_passes_that_fit_every_role_and_shows_them(monkeypatch, small):
     uses = {ACTOR: ModelUse("trained", ""), REFERENCE: ModelUse("frozen", "")}
-    lines = plan(monkeypatch, small, uses, AUTO_SIZED, 16).lines()
-    assert "  ACTOR x1: passes of 8,192 tokens, activations recomputed" in lines
-    assert "  REFERENCE x1: passes of 16,384 tokens" in lines
+    found = plan(monkeypatch, small, uses, AUTO_SIZED, 16)
+    assert "  passes of 8,192 tokens, activations recomputed" in found.lines()
+    assert (found.engine.max_tokens_per_microbatch, found.engine.gradient_checkpointing) == (8192, True)
+    assert plan(monkeypatch, small, {REFERENCE: uses[REFERENCE]}, AUTO_SIZED, 16).chosen == "  passes of 16,384 tokens"
     assert not any("passes of" in line for line in plan(monkeypatch, small, uses, ON_CUDA, 17).lines())
     (error,) = plan(monkeypatch, small, {ACTOR: uses[ACTOR]}, AUTO_SIZED, 4).find_errors()
     assert "workload.actor.num=4" in error.what
 
 
-def test_a_member_sizes_its_passes_by_its_device(monkeypatch, model):
-    made = []
-    monkeypatch.setattr(engine_workload, "use_device", lambda device: None)
-    monkeypatch.setattr(engine_workload, "device_bytes", lambda engine, device: asked.append(device) or 0.0)
-    monkeypatch.setattr(
-        engine_workload, "engine_class", lambda engines, name: lambda *arguments: made.append(arguments)
-    )
-    asked, workload = [], engine_workload.TrainedWorkload(None, {})
-    workload._make_train_engine(model, AUTO_SIZED, OptimizerConfig())
-    workload._make_train_engine(model, AUTO_SIZED, None)
-    settings = [arguments[2] for arguments in made]
-    assert [each.max_tokens_per_microbatch for each in settings] == [1024, 1024]
-    assert [each.gradient_checkpointing for each in settings] == [True, False]
-    assert asked == ["cuda:0", "cuda:0"]
+class Group:
+    """Members of a role with devices of so many bytes."""
+
+    workload_class = TrainedWorkload
+
+    def __init__(self, *found):
+        self.found, self.asked = found, 0
+
+    def device_memory(self, engine):
+        self.asked += 1
+        return list(self.found)
+
+
+@pytest.mark.parametrize(
+    ("gigabytes", "given", "passes"), [(16, None, (8192, True)), (80, None, (16384, False)), (80, 16, (8192, True))]
+)
+def test_a_job_has_the_passes_that_fit_its_smallest_device(monkeypatch, small, gigabytes, given, passes):
+    monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: small)
+    config = {"model": "m", "data": {"train": "d"}, "engine": {"device_memory_gb": given}, "steps": 1, "batch_size": 1}
+    cfg = complete_config(SFTConfig, config, "GPU")
+    trainer, announced = object.__new__(SFTTrainer), []
+    monkeypatch.setattr(SFTTrainer, "announce", lambda self, what: announced.append(what))
+    monkeypatch.setattr(SFTTrainer, "actor_handles", {ACTOR: [None]})
+    trainer.RG_ACTOR = Group(81e9, gigabytes * 1e9)
+    if given is not None:
+        trainer.RG_ACTOR.found = (given * 1e9,)  # a member answers with what is given
+    engine = trainer._size_passes(cfg)
+    assert (engine.max_tokens_per_microbatch, engine.gradient_checkpointing) == passes
+    assert replace(engine, max_tokens_per_microbatch="auto", gradient_checkpointing="auto") == cfg.engine
+    assert announced == [f"passes of {passes[0]:,} tokens{', activations recomputed' if passes[1] else ''}"]
+    assert trainer._size_passes(replace(cfg, engine=engine)) == engine
+    assert trainer.RG_ACTOR.asked == 1, "what is known needs no call"
+
+
+def test_a_member_on_a_host_has_no_device():
+    workload = TrainedWorkload(None, {})
+    assert workload.device_memory(EngineConfig(device="cpu")) is None
+    assert workload.device_memory(replace(ON_CUDA, device_memory_gb=3)) == 3e9

@@ -25,12 +25,11 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 
 from dlrover.python.rl.common.disk_space import retry_io
-from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.engine.api.base import (
@@ -44,20 +43,17 @@ from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class, e
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.model.loading import DTYPES, find_model_folder
-from dlrover.python.rl.engine.model.model_shape import shape_of
+from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, set_random_state, use_device
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, device_bytes, size_passes
+from dlrover.python.rl.recipe.base.memory_bytes import device_bytes
 from dlrover.python.rl.recipe.base.model_facts import trained_bytes
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.runtime.checkpoint.run_files import local_folder
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
-
-_LOG = get_logger(__name__)
 
 _PATIENCE_S = 5.0
 """A receiver of weights asks the role again after a sender was silent for this long."""
@@ -121,6 +117,12 @@ class EngineWorkload(BaseWorkload):
         vocabulary = json.dumps(sorted(self._engine.tokenizer.get_vocab().items()))
         return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
+    @trainer_invocation(changes_state=False)
+    def device_memory(self, engine: EngineConfig) -> float | None:
+        """Bytes of this member's device; None for a host."""
+        device = device_of(self, engine)
+        return device_bytes(engine, device) if device.startswith("cuda") else None
+
     @contextmanager
     def _first_turn(self, device: str) -> Iterator[DeviceMemory | None]:
         """Lock ``device`` for the first time, to make the engine; yields the memory accounting of a shared device."""
@@ -179,32 +181,11 @@ class EngineWorkload(BaseWorkload):
         engine = engine.resolve(torch.cuda.is_available())
         use_threads(engine.threads)
         device = device_of(self, engine)
-        if device.startswith("cuda"):
-            engine = self._size_passes(model, engine, optimizer, rendezvous.world_size, device, **changes)
         settings = replace(train_settings(engine, device, ParallelSizes()), **changes)
         make = engine_class(TRAIN_ENGINES, engine.train)  # the import takes seconds: not while it holds the device
         use_device(device)
         with self._first_turn(device) as memory:
             self._engine = make(model, optimizer, settings, rendezvous, memory)
-
-    def _size_passes(  # noqa: PLR0913 - what they depend on
-        self,
-        model: str,
-        engine: EngineConfig,
-        optimizer: OptimizerConfig | None,
-        members: int,
-        device: str,
-        lora: LoraSettings | None = None,
-        head: Head = "causal",
-        **_: Any,
-    ) -> EngineConfig:
-        kind: Literal["trained", "frozen"] = "frozen" if optimizer is None else "trained"
-        divides = type(self).__name__ if optimizer is None and members > 1 else ""
-        use = ModelUse(kind, model, members, optimizer or OptimizerConfig(), lora, head, sharded_class=divides)
-        sized = size_passes(engine, use, shape_of(str(find_model_folder(model))), device_bytes(engine, device))
-        recomputed = ", activations recomputed" if sized.recomputes and optimizer is not None else ""
-        _LOG.info("%s: passes of at most %d tokens%s", self.name, sized.tokens_of_a_pass, recomputed)
-        return sized
 
     def _make_weight_transport(self, engine: EngineConfig, device: str, is_leader: bool = False) -> WeightTransport:
         """This member's side of ``engine.weight_sync``, between the actor and the rollouts."""

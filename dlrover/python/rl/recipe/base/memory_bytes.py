@@ -181,11 +181,15 @@ def device_bytes(engine: EngineConfig, device: str = "cuda:0") -> float | None:
 # -- passes that fit ---------------------------------------------------------------------------------------------------
 
 
+def has_auto_passes(engine: EngineConfig) -> bool:
+    return AUTO in (engine.max_tokens_per_microbatch, engine.gradient_checkpointing)
+
+
 def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, capacity: float | None) -> EngineConfig:
     """``engine`` without ``auto`` for the passes of a model that is trained or evaluated: the largest that fit a device
     of ``capacity`` bytes, without recomputing activations if that is possible with :data:`FEW_TOKENS` or more; the
     smallest if none fit. Where the memory is not known, :data:`MOST_TOKENS` tokens, recomputed."""
-    if AUTO not in (engine.max_tokens_per_microbatch, engine.gradient_checkpointing):
+    if not has_auto_passes(engine):
         return engine
     if shape is None or capacity is None or engine.train != "fsdp2" or use.kind == "rollout":
         return engine.with_passes(MOST_TOKENS, recompute=True)

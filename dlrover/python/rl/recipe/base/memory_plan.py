@@ -10,7 +10,7 @@ from dlrover.python.rl.common.errors import ConfigError, EngineError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
-from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
+from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.memory_bytes import (
     FEW_TOKENS,
     FEWEST_TOKENS,
@@ -19,6 +19,7 @@ from dlrover.python.rl.recipe.base.memory_bytes import (
     PlannedBytes,
     bytes_of,
     device_bytes,
+    has_auto_passes,
     host_bytes,
     is_on_host,
     size_passes,
@@ -41,35 +42,49 @@ class MemoryPlan:
     model: str = ""  # the policy's
     model_config: str | None = None  # of that
     device_bytes: float | None = None  # of the job's devices, or else of this machine's
+    chosen: str = ""  # the passes, where they were ``auto``
 
     @classmethod
     def of(
         cls, uses: Mapping[RLRoleType, ModelUse], engine: EngineConfig, model: str, model_config: str | None
     ) -> "MemoryPlan":
-        return cls(uses, engine, model, model_config, device_bytes(engine))
+        return cls(uses, engine, model, model_config, device_bytes(engine)).size_passes()
 
-    def known(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape, EngineConfig]]:
-        """Those to which the arithmetic applies, of models whose shape is known, with passes of a size."""
+    def known(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
+        """Those to which the arithmetic applies, of models whose shape is known."""
         for role, use in self.uses.items():
             if use.kind != "rollout" and self.engine.train != "fsdp2":
                 continue
-            if use.kind == "trained" and not _divides(self.engine, use.members):
+            if not _divides(self.engine, use):
                 continue  # reported already
-            shape = shape_of(use.model, self.model_config if use.model == self.model else None)
+            shape = self._shape_of(use)
             if shape is not None:
-                yield role, use, shape, size_passes(self.engine, use, shape, self.device_bytes)
+                yield role, use, shape
+
+    def _shape_of(self, use: ModelUse) -> ModelShape | None:
+        return shape_of(use.model, self.model_config if use.model == self.model else None)
+
+    def size_passes(self) -> "MemoryPlan":
+        """The same without ``auto`` for passes: the largest that fit every role that trains or evaluates."""
+        uses = [use for use in self.uses.values() if use.kind != "rollout" and _divides(self.engine, use)]
+        if not has_auto_passes(self.engine) or not uses:
+            return self
+        found = [(use, size_passes(self.engine, use, self._shape_of(use), self.device_bytes)) for use in uses]
+        recompute = any(engine.recomputes for use, engine in found if use.kind == "trained")
+        tokens = min(engine.tokens_of_a_pass for _, engine in found)
+        recomputed = ", activations recomputed" if recompute else ""
+        chosen = f"  passes of {tokens:,} tokens{recomputed}"
+        return replace(self, engine=self.engine.with_passes(tokens, recompute), chosen=chosen)
 
     def lines(self) -> list[str]:
         """A table for people, the roles that it lacks, and what does not fit on this machine's devices; empty without a
         model on a device."""
-        rows, known, hosts = [], {role for role, *_ in self.known()}, []
-        for role, use, shape, engine in self.known():
-            if chosen := self._chosen_passes(use, engine):
-                hosts.append(f"  {role} x{use.members}: {chosen}")
-            if nbytes := host_bytes(shape, use, engine):
+        rows, known, hosts = [], {role for role, *_ in self.known()}, [self.chosen] if self.chosen else []
+        for role, use, shape in self.known():
+            if nbytes := host_bytes(shape, use, self.engine):
                 where = f"  {role} x{use.members}: {_gb(nbytes)} GB of its host's memory each, for the optimizer"
                 hosts.append(where if self.engine.threads else f"{where}; engine.threads: the cores that take its step")
-            found = self._held(use, bytes_of(shape, use, engine))
+            found = self._held(use, bytes_of(shape, use, self.engine))
             values = [*(getattr(found, name) for name in _COLUMNS), found.peak]
             rows.append([f"{role} x{use.members}", *map(_gb, values)])
         if not self.uses:
@@ -87,12 +102,6 @@ class MemoryPlan:
         ]
         warnings = [f"  it may not fit here: {what}" for what in warnings]
         return [f"memory of each device, GB{of}:", *(table if rows else ()), *hosts, *unknown, *warnings]
-
-    def _chosen_passes(self, use: ModelUse, engine: EngineConfig) -> str:
-        """What was ``auto``, if anything."""
-        recomputed = ", activations recomputed" if use.kind == "trained" and engine.recomputes else ""
-        chooses = self.engine.max_tokens_per_microbatch == AUTO or (recomputed and self.engine != engine)
-        return f"passes of {engine.tokens_of_a_pass:,} tokens{recomputed}" if chooses and use.kind != "rollout" else ""
 
     def _why_unknown(self, use: ModelUse) -> str:
         if use.kind != "rollout" and self.engine.train != "fsdp2":
@@ -114,8 +123,8 @@ class MemoryPlan:
 
     def _misfits(self) -> list[str]:
         found = []
-        for role, use, shape, engine in self.known() if self.device_bytes is not None else ():
-            planned = bytes_of(shape, use, engine)
+        for role, use, shape in self.known() if self.device_bytes is not None else ():
+            planned = bytes_of(shape, use, self.engine)
             if self._needed(use, planned) <= self._limit(use):
                 continue
             owners = sorted(
@@ -126,7 +135,7 @@ class MemoryPlan:
                 parts = f"weights {_gb(planned.weights)}, and the cache of one sequence"
             has = f"{_gb(self._limit(use))} GB of a device's {_gb(self.device_bytes or 0.0)}"
             what = f"{role} needs {_gb(self._needed(use, planned))} GB, and has {has} ({parts})"
-            found.append(f"{what}; {next(self._changes(role, use, shape, engine), 'no setting here makes it fit')}")
+            found.append(f"{what}; {next(self._changes(role, use, shape), 'no setting here makes it fit')}")
         return found
 
     def _needed(self, use: ModelUse, planned: PlannedBytes) -> float:
@@ -136,20 +145,23 @@ class MemoryPlan:
     def _limit(self, use: ModelUse) -> float:
         return (self.engine.gpu_memory_utilization if use.kind == "rollout" else _USABLE) * (self.device_bytes or 0.0)
 
-    def _changes(self, role: RLRoleType, use: ModelUse, shape: ModelShape, engine: EngineConfig) -> Iterator[str]:
+    def _changes(self, role: RLRoleType, use: ModelUse, shape: ModelShape) -> Iterator[str]:
         """Settings with which it fits, the smallest change first."""
-        for changes, other, members in _alternatives(engine, use, role):
+        for changes, engine, members in _alternatives(self.engine, use, role):
             changed = replace(use, members=members)
-            if use.kind == "trained" and not _divides(other, members):
+            if not _divides(engine, changed):
                 continue
-            if self._needed(use, bytes_of(shape, changed, other)) <= self._limit(use):
-                on_host = host_bytes(shape, changed, other)
+            if self._needed(use, bytes_of(shape, changed, engine)) <= self._limit(use):
+                on_host = host_bytes(shape, changed, engine)
                 yield f"it fits with {' '.join(changes)}" + (f" and {_gb(on_host)} GB of its host" if on_host else "")
 
 
-def _divides(engine: EngineConfig, members: int) -> bool:
+def _divides(engine: EngineConfig, use: ModelUse) -> bool:
+    """Whether the engine's sizes divide the members of a role that trains."""
+    if use.kind != "trained":
+        return True
     try:
-        Layout.of(members, engine.parallel or ParallelSizes())
+        Layout.of(use.members, engine.parallel or ParallelSizes())
     except EngineError:
         return False
     return True
