@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Receivers on another host than the sender's: one of them fetches the weights, the others take them from it."""
 
+import os
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -11,6 +13,7 @@ from sync_sides import PATIENT, ToySource, equal, hear, kill, process, receive_s
 
 from dlrover.python.rl.common.errors import WeightsLost
 from dlrover.python.rl.engine.weight_sync import pull, weight_server
+from dlrover.python.rl.engine.weight_sync.buckets import CrcTally
 
 LATEST_S = 60.0
 
@@ -62,7 +65,14 @@ def test_the_weights_come_to_a_host_once_however_many_receive_there(streams):
         sink.close()
 
 
-def test_those_who_follow_begin_before_the_last_byte_has_come():
+def test_those_who_follow_begin_before_the_last_byte_has_come(monkeypatch):
+    followed, update = set(), CrcTally.update
+
+    def following(tally, window, base, stop):
+        update(tally, window, base, stop)
+        followed.add(threading.get_ident())
+
+    monkeypatch.setattr(CrcTally, "update", following)
     sender, (first, second) = transport("pull", None), sinks(2)
     midway, goes_on = threading.Event(), threading.Event()
 
@@ -78,8 +88,9 @@ def test_those_who_follow_begin_before_the_last_byte_has_come():
         assert midway.wait(LATEST_S)
         received = [pool.submit(sink.receive, from_afar(ticket)) for sink in (first, second)]
         deadline_s = time.monotonic() + LATEST_S
-        while not any(sink._relay for sink in (first, second)):
+        while len(followed) < 3:  # the sender and both
             assert time.monotonic() < deadline_s
+            time.sleep(0.01)
         goes_on.set()
         assert sending.result(LATEST_S) == source.stamp()
         assert all(equal(each.result(LATEST_S), toy_weights(5)) for each in received)
@@ -119,6 +130,68 @@ def test_if_the_one_that_passes_them_on_is_killed_another_one_does(monkeypatch, 
         goes_on.set()
         assert equal(receiving.result(LATEST_S), toy_weights(6))
         assert sending.result(LATEST_S) == source.stamp()
+    sender.close()
+
+
+def test_one_that_is_stopped_while_it_passes_them_on_holds_nobody_up(monkeypatch, streams):
+    monkeypatch.setattr(pull, "_TURN_S", 0.0)
+    sender = transport("pull", None)
+    sink = transport("pull", None, replace(PATIENT, name="ROLLOUT[0]", timeout_s=1.0))
+    midway, goes_on = threading.Event(), threading.Event()
+
+    def halt(number):
+        if number == len(toy_weights()) - 1:
+            midway.set()
+            assert goes_on.wait(LATEST_S)
+
+    source = ToySource(toy_weights(6), 6, halt)
+    ticket = sender.offer(source)
+    with process(receive_side, "pull", "") as (child, pipe), ThreadPoolExecutor(2) as pool:
+        assert hear(pipe) == "up"
+        sending = pool.submit(sender.send, ticket, source)
+        assert midway.wait(LATEST_S)
+        pipe.send(from_afar(ticket))
+        deadline_s = time.monotonic() + LATEST_S
+        while not streams:
+            assert time.monotonic() < deadline_s
+            time.sleep(0.01)
+        os.kill(child.pid, signal.SIGSTOP)
+        try:
+            goes_on.set()
+            assert sending.result(LATEST_S) == source.stamp()
+            assert equal(sink.receive(from_afar(ticket)), toy_weights(6))
+            assert len(streams) == 2
+        finally:
+            os.kill(child.pid, signal.SIGCONT)
+    sender.close()
+
+
+def test_memory_for_others_is_given_back_when_the_sender_comes_to_this_host():
+    sender, (sink,) = transport("pull", None), sinks(1)
+    assert equal(sink.receive(sent(sender, 1)), toy_weights(1))
+    assert sink._relay is not None and sink._relayed._files
+    source = ToySource(toy_weights(2), 2)
+    near = sender.offer(source)
+    sender.send(near, source)
+    assert equal(sink.receive(near), toy_weights(2))
+    assert sink._relay is None and not sink._relayed._files
+    sender.close()
+
+
+def test_one_that_passes_them_on_forgets_what_it_had_of_another(streams):
+    sender, (sink,) = transport("pull", None), sinks(1)
+    with process(receive_side, "pull", "") as (child, pipe):
+        assert hear(pipe) == "up"
+        ticket = sent(sender, 1)
+        pipe.send(ticket)
+        assert hear(pipe).version == 1
+        assert equal(sink.receive(ticket), toy_weights(1))
+        (mapped,) = sink._maps
+        kill(child)
+    for version in (2, 3, 4):
+        assert equal(sink.receive(sent(sender, version)), toy_weights(version))
+    assert mapped not in sink._maps
+    assert len(streams) == 4
     sender.close()
 
 

@@ -157,17 +157,22 @@ def try_lock(descriptor: int, operation: int) -> bool:
 def reserve(descriptor: int, size: int) -> None:
     """Give an open file ``size`` bytes of space, without which a store into its mapping would end the process."""
     status = os.fstat(descriptor)
+    if status.st_size != size:
+        os.ftruncate(descriptor, size)
+    if status.st_blocks * 512 < size:
+        allocate(descriptor, 0, size)
+
+
+def allocate(descriptor: int, start: int, stop: int) -> None:
+    """Give a part of an open file space. Raises WeightSyncError where there is none."""
     try:
-        if status.st_size != size:
-            os.ftruncate(descriptor, size)
-        if status.st_blocks * 512 < size:
-            os.posix_fallocate(descriptor, 0, size)
+        os.posix_fallocate(descriptor, start, stop - start)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         disk = os.fstatvfs(descriptor)
         free = disk.f_bavail * disk.f_frsize
-        raise WeightSyncError(f"no space for weights: {size:,} bytes are needed, {free:,} are free") from error
+        raise WeightSyncError(f"no space for weights: {stop:,} bytes are needed, {free:,} are free") from error
 
 
 def seal_offset(table: WeightTable) -> int:
@@ -179,13 +184,18 @@ def _file_size(table: WeightTable) -> int:
 
 
 class WeightFile:
-    """A version in memory, which can be overwritten by another one with the same table."""
+    """A version in memory, which can be overwritten by another one with the same table. What comes slowly need not be
+    reserved ``at_once``, which takes a while for large models."""
 
-    def __init__(self, table: WeightTable) -> None:
+    def __init__(self, table: WeightTable, at_once: bool = True) -> None:
         self._descriptor = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
         size = _file_size(table)
-        reserve(self._descriptor, size)
+        if at_once:
+            reserve(self._descriptor, size)
+        else:
+            os.ftruncate(self._descriptor, size)
+            allocate(self._descriptor, 0, HEAD_BYTES)
         self._map = _map(self._descriptor, size, mmap.ACCESS_WRITE)
         self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
         self.table, self._nbytes = table, table.nbytes
@@ -211,12 +221,14 @@ class WeightFile:
         """The memory in parts of ``size`` bytes, to be filled: each is fingerprinted and shown to readers when the next
         one is requested."""
         for start, stop in bucket_spans(self.table, size):
+            allocate(self._descriptor, HEAD_BYTES + start, HEAD_BYTES + stop)
             yield self._data[start:stop]
             tally.update(self._data, 0, stop)
             self._publish(stop)
 
     def finish(self, seal: Seal) -> None:
         """All of the data is there."""
+        allocate(self._descriptor, HEAD_BYTES + self._nbytes, _file_size(self.table))
         self._map[seal_offset(self.table) :] = seal.pack()
         self._publish(self._nbytes + 1)
 

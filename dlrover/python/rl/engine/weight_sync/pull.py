@@ -28,6 +28,7 @@ from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.common.sockets import listening_socket
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import (
+    HOST_BUCKET,
     Pieces,
     Seal,
     SenderBase,
@@ -67,12 +68,12 @@ class PullTransport(SenderBase):
     def __init__(self, settings: SyncSettings | None = None, *, maps_pages: bool = True) -> None:
         super().__init__(settings)
         self._maps_pages = maps_pages
-        self._versions, self._relayed = PublishedVersions(), PublishedVersions()
+        self._versions, self._relayed = PublishedVersions(), PublishedVersions(at_once=False)
         self._server: WeightServer | None = None
         self._names: dict[str, Any] = {}
         self._relay: WeightServer | None = None
         self._arena = HostArena()
-        self._mapped_process = ("", 0)
+        self._mapped_process = 0
         self._maps: dict[int, mmap.mmap] = {}
 
     def offer(self, source: WeightSource) -> Ticket:
@@ -104,7 +105,10 @@ class PullTransport(SenderBase):
             if not self._maps_pages:
                 return self._copy(ticket)
             local = connect_on_host(ticket.address["local_name"], self.settings.timeout_s)
-            return self._receive_with_others(ticket) if local is None else self._map(ticket, local)
+            if local is None:
+                return self._receive_with_others(ticket)
+            self._stop_relay()  # if the sender was on another host before
+            return self._map(ticket, local)
         except OSError as error:
             raise WeightsLost(f"{ticket} cannot be had: {error}") from error
 
@@ -113,13 +117,14 @@ class PullTransport(SenderBase):
     def _map(self, ticket: Ticket, connection: socket.socket) -> WeightSnapshot:
         """Map the pages of the process at the other end, which has the ticket's weights or is about to."""
         with connection:
+            process, user = peer_credentials(connection)
+            if user != os.getuid():
+                raise WeightsLost(f"{ticket} cannot be had: another user's process listens at its name")
             connection.sendall(ticket.id.encode("ascii"))
             _, descriptors, _, _ = socket.recv_fds(connection, len(AVAILABLE), 1, socket.MSG_CMSG_CLOEXEC)
             if not descriptors:
                 raise WeightsLost(f"{ticket} {_GONE}")
-            process = ticket.address["local_name"], peer_credentials(connection)[0]
-            if self._mapped_process != process:
-                self._mapped_process, self._maps = process, {}
+            self._use_maps_of(process)
             try:
                 read_exactly(connection, len(AVAILABLE))
                 weights = MappedWeights(descriptors[0], ticket.table, self._maps)
@@ -127,6 +132,12 @@ class PullTransport(SenderBase):
                 os.close(descriptors[0])
                 raise
             return self._follow(ticket, weights, connection)
+
+    def _use_maps_of(self, process: int) -> None:
+        """Drop the mappings of another process's memory."""
+        self._arena = HostArena()  # the last copy of one's own is not needed, either
+        if self._mapped_process != process:
+            self._mapped_process, self._maps = process, {}
 
     def _follow(self, ticket: Ticket, weights: MappedWeights, connection: socket.socket) -> WeightSnapshot:
         """Fingerprint the pages as the sender writes them, up to the end."""
@@ -195,39 +206,42 @@ class PullTransport(SenderBase):
             return None
         try:
             weights = self._map(ticket, relay)
-        except (WeightsLost, OSError):
+        except (WeightSyncError, OSError):  # also one that is stopped, or has other bytes
             return None
-        if self._mapped_process[1] != os.getpid():
+        if self._mapped_process != os.getpid():
             self._stop_relay()
         return weights
 
     def _pass_on(self, ticket: Ticket, listener: socket.socket) -> WeightSnapshot:
-        if self._relay is not None:
-            self._relay.close()
+        self._close_relay()
         self._relayed.expect(ticket.id)
         self._relay = WeightServer(self._relayed, (listener,), self.settings.timeout_s)
-        tally = CrcTally(ticket.table)
+        tally, shown = CrcTally(ticket.table), min(self.settings.bucket, HOST_BUCKET)
         try:
-            with self._request(ticket) as connection, self._relayed.writing(ticket) as file:
-                for part in file.parts(self.settings.bucket, tally):
+            with self._relayed.writing(ticket) as file, self._request(ticket) as connection:
+                for part in file.parts(shown, tally):
                     read_into(connection, part.data)
                     note_progress()
                 file.finish(Seal.unpack(read_exactly(connection, Seal.size(ticket.table))))
             opened = self._relayed.open(ticket.id, self.settings.timeout_s)
             assert opened is not None, "it was written just now"
+            self._use_maps_of(os.getpid())
             weights = MappedWeights(opened[0], ticket.table, self._maps)
             return assemble_snapshot(ticket, weights.flat, tally.crcs, weights.seal())
         except BaseException:
-            self._stop_relay()
+            self._close_relay()
             raise
 
-    def _stop_relay(self) -> None:
-        """Another process passes the weights on, or this one cannot: it gives the memory back."""
+    def _close_relay(self) -> None:
         if self._relay is not None:
             self._relay.close()
             self._relay = None
+
+    def _stop_relay(self) -> None:
+        """Another process has the weights for all of this host: this one gives the memory back."""
+        self._close_relay()
         self._relayed.close()
-        self._relayed = PublishedVersions()
+        self._relayed = PublishedVersions(at_once=False)
 
     def close(self) -> None:
         self._stop_relay()

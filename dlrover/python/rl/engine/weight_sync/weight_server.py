@@ -32,10 +32,12 @@ BACKLOG = 1024
 class PublishedVersions:
     """A sender's last version, and the one that is being written. Thread safe.
 
-    A file that no receiver has open takes the next version: its pages cost more than copying into them.
+    A file that no receiver has open takes the next version: its pages cost more than copying into them. Files of what
+    comes from another host are not reserved ``at_once``.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: bool = True) -> None:
+        self._at_once = at_once
         self._changed = threading.Condition()
         self._files: dict[str, WeightFile] = {}
         self._expected = self._writing = ""
@@ -71,7 +73,7 @@ class PublishedVersions:
             last = next(reversed(self._files), "")
             older = [file for ticket_id, file in self._files.items() if ticket_id != last]
             spare = next((file for file in older if file.table == ticket.table and not file.is_open()), None)
-            file = spare or WeightFile(ticket.table)
+            file = spare or WeightFile(ticket.table, self._at_once)
             file.clear()
             self._files = {last: self._files[last]} if last else {}
             self._files[ticket.id] = file

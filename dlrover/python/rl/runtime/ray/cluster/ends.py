@@ -42,14 +42,15 @@ class ActorEnds:
             while self._watched:
                 self._look_at_all()
                 await asyncio.sleep(_LOOK_S)
-        except Exception as error:  # noqa: BLE001 -- all who wait must know that no end would be noticed any more
-            for ended in self._watched:
-                if not ended.done():
-                    ended.set_exception(error)
         finally:
             self._looking = None
 
     def _look_at_all(self) -> None:
         for ended, handle in self._watched.items():
-            if not ended.done() and handle._get_local_state() == ActorTableData.ActorState.DEAD:
-                ended.set_result(None)
+            if ended.done():
+                continue
+            try:
+                if handle._get_local_state() == ActorTableData.ActorState.DEAD:
+                    ended.set_result(None)
+            except Exception as error:  # noqa: BLE001 -- who waits must know that this end would not be noticed
+                ended.set_exception(error)
