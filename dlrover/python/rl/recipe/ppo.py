@@ -105,9 +105,8 @@ class PPOTrainer(PolicyTrainer):
         uses = super().model_uses(cfg, roles)
         if RLRoleType.CRITIC in roles:
             model, members = cfg.critic.model or cfg.model, roles[RLRoleType.CRITIC]
-            uses[RLRoleType.CRITIC] = ModelUse(
-                "trained", model, members, cfg.critic.optimizer, head="token", longest=cls.longest_row(cfg)
-            )
+            rows: dict[str, Any] = {"longest": cls.longest_row(cfg), "bounded": cls.bounds_rows(cfg)}
+            uses[RLRoleType.CRITIC] = ModelUse("trained", model, members, cfg.critic.optimizer, head="token", **rows)
         return uses
 
     @classmethod

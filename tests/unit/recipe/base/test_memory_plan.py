@@ -16,12 +16,9 @@ from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.model_shape import DENSE, ModelShape, shape_of
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base import memory_plan
-from dlrover.python.rl.recipe.base.auto import complete_config
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.engine_workload import TrainedWorkload
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, bytes_of, host_bytes, size_passes
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
-from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 
 ON_CUDA = EngineConfig(device="cuda", precision="bf16", rollout="torch")
 ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE
@@ -307,6 +304,8 @@ def test_what_is_given_stays_and_what_is_not_known_is_cautious(small):
         assert size_passes(engine, use, shape, capacity) == cautious
     other = replace(AUTO_SIZED, train="megatron")
     assert size_passes(other, use, small, 80e9) == replace(cautious, train="megatron")
+    unbounded = size_passes(AUTO_SIZED, replace(use, bounded=False), small, 80e9)
+    assert unbounded.gradient_checkpointing, "a longer row may come"
     long = size_passes(AUTO_SIZED, replace(use, longest=9000), small, 17e9)
     assert long.max_tokens_per_microbatch == 16384 and long.gradient_checkpointing
 
@@ -326,43 +325,3 @@ def test_a_plan_has_passes_that_fit_every_role_and_shows_them(monkeypatch, small
     assert not any("passes of" in line for line in plan(monkeypatch, small, uses, ON_CUDA, 17).lines())
     (error,) = plan(monkeypatch, small, {ACTOR: uses[ACTOR]}, AUTO_SIZED, 4).find_errors()
     assert "workload.actor.num=4" in error.what
-
-
-class Group:
-    """Members of a role with devices of so many bytes."""
-
-    workload_class = TrainedWorkload
-
-    def __init__(self, *found):
-        self.found, self.asked = found, 0
-
-    def device_memory(self, engine):
-        self.asked += 1
-        return list(self.found)
-
-
-@pytest.mark.parametrize(
-    ("gigabytes", "given", "passes"), [(16, None, (8192, True)), (80, None, (16384, False)), (80, 16, (8192, True))]
-)
-def test_a_job_has_the_passes_that_fit_its_smallest_device(monkeypatch, small, gigabytes, given, passes):
-    monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: small)
-    config = {"model": "m", "data": {"train": "d"}, "engine": {"device_memory_gb": given}, "steps": 1, "batch_size": 1}
-    cfg = complete_config(SFTConfig, config, "GPU")
-    trainer, announced = object.__new__(SFTTrainer), []
-    monkeypatch.setattr(SFTTrainer, "announce", lambda self, what: announced.append(what))
-    monkeypatch.setattr(SFTTrainer, "actor_handles", {ACTOR: [None]})
-    trainer.RG_ACTOR = Group(81e9, gigabytes * 1e9)
-    if given is not None:
-        trainer.RG_ACTOR.found = (given * 1e9,)  # a member answers with what is given
-    engine = trainer._size_passes(cfg)
-    assert (engine.max_tokens_per_microbatch, engine.gradient_checkpointing) == passes
-    assert replace(engine, max_tokens_per_microbatch="auto", gradient_checkpointing="auto") == cfg.engine
-    assert announced == [f"passes of {passes[0]:,} tokens{', activations recomputed' if passes[1] else ''}"]
-    assert trainer._size_passes(replace(cfg, engine=engine)) == engine
-    assert trainer.RG_ACTOR.asked == 1, "what is known needs no call"
-
-
-def test_a_member_on_a_host_has_no_device():
-    workload = TrainedWorkload(None, {})
-    assert workload.device_memory(EngineConfig(device="cpu")) is None
-    assert workload.device_memory(replace(ON_CUDA, device_memory_gb=3)) == 3e9

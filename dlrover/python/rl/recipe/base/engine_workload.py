@@ -20,12 +20,13 @@ import hashlib
 import importlib
 import json
 import os
+import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import chain, repeat
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 
@@ -90,6 +91,12 @@ _LONGEST_TURN_S = 3600.0
 """How long a call waits for the device; a member that hangs with it is found long before, by its own limit."""
 
 
+class DeviceShare(NamedTuple):
+    place: str  # node and device
+    nbytes: float
+    in_turn: bool  # the others that are there have it one at a time with this one
+
+
 class EngineWorkload(BaseWorkload):
     """A workload with one engine, ``self._engine``, which locks its device where several roles share it."""
 
@@ -118,16 +125,22 @@ class EngineWorkload(BaseWorkload):
         return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
     @trainer_invocation(changes_state=False)
-    def device_memory(self, engine: EngineConfig) -> float | None:
-        """Bytes of this member's device; None for a host."""
+    def device_share(self, engine: EngineConfig) -> DeviceShare | None:
+        """This member's device; None for a host."""
         device = device_of(self, engine)
-        return device_bytes(engine, device) if device.startswith("cuda") else None
+        nbytes = device_bytes(engine, device) if device.startswith("cuda") else None
+        if nbytes is None:
+            return None
+        return DeviceShare(f"{socket.gethostname()}/{physical_device(device)}", nbytes, self._shares_in_turn(device))
+
+    def _shares_in_turn(self, device: str) -> bool:
+        takes_turns = torch.device(device).type != "cpu" if self.takes_turns is None else self.takes_turns
+        return bool(takes_turns and self.get_device_collocation() and self.name)
 
     @contextmanager
     def _first_turn(self, device: str) -> Iterator[DeviceMemory | None]:
         """Lock ``device`` for the first time, to make the engine; yields the memory accounting of a shared device."""
-        takes_turns = torch.device(device).type != "cpu" if self.takes_turns is None else self.takes_turns
-        if not (takes_turns and self.get_device_collocation() and self.name):
+        if not self._shares_in_turn(device):
             yield None
             return
         folder, owner = memory_root(*run_of(self.name)) / "devices", f"{self.role}[{self.rank}]"

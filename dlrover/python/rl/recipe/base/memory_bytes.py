@@ -55,6 +55,7 @@ class ModelUse:
     lora: LoraSettings | None = None
     head: Head = "causal"
     longest: int = 0  # tokens of what has to be in one pass
+    bounded: bool = True  # nothing longer comes
     sharded_class: str = ""  # of a frozen model of which each member may hold a part
 
 
@@ -187,8 +188,9 @@ def has_auto_passes(engine: EngineConfig) -> bool:
 
 def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, capacity: float | None) -> EngineConfig:
     """``engine`` without ``auto`` for the passes of a model that is trained or evaluated: the largest that fit a device
-    of ``capacity`` bytes, without recomputing activations if that is possible with :data:`FEW_TOKENS` or more; the
-    smallest if none fit. Where the memory is not known, :data:`MOST_TOKENS` tokens, recomputed."""
+    of ``capacity`` bytes; the smallest if none fit. Activations are not recomputed if that is possible with
+    :data:`FEW_TOKENS` or more, and all rows are known to fit a pass. Where the memory is not known,
+    :data:`MOST_TOKENS` tokens, recomputed."""
     if not has_auto_passes(engine):
         return engine
     if shape is None or capacity is None or engine.train != "fsdp2" or use.kind == "rollout":
@@ -202,4 +204,5 @@ def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, c
 def _sizes_of_passes(use: ModelUse) -> Iterator[tuple[bool, int]]:
     fewest = min(max(FEWEST_TOKENS, use.longest), MOST_TOKENS)
     halves = [MOST_TOKENS >> number for number in range((MOST_TOKENS // fewest).bit_length())]
-    return product((False, True) if use.kind == "trained" else (False,), halves)
+    trained = (False, True) if use.bounded else (True,)
+    return product(trained if use.kind == "trained" else (False,), halves)

@@ -334,6 +334,10 @@ class PolicyTrainer(RecipeTrainer):
         return (cfg.data.max_prompt_tokens or 0) + turns * cfg.rollout.max_new_tokens
 
     @classmethod
+    def bounds_rows(cls, cfg: PolicyConfig) -> bool:
+        return cfg.data.max_prompt_tokens is not None and cfg.rollout.env_path is None
+
+    @classmethod
     def model_uses(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
         uses = super().model_uses(cfg, roles)
         if cfg.reward.model is not None and RLRoleType.REWARD in roles:

@@ -26,11 +26,11 @@ from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
-from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.machine import Machine
-from dlrover.python.rl.recipe.base.memory_bytes import GB, ModelUse, has_auto_passes
+from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
 from dlrover.python.rl.recipe.base.model_facts import describe_engines, validate_model
+from dlrover.python.rl.recipe.reporting.passes import choose_passes
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.port import COMMIT, Call, Outcome, Pending, Port, Ref
@@ -242,23 +242,10 @@ class RecipeTrainer(BaseTrainer):
     def init(self) -> None:
         cfg = require(self.config_class, self.config, "config")
         cfg = replace(cfg, engine=cfg.engine.resolve(torch.cuda.is_available()))
-        self.cfg = cfg = replace(cfg, engine=self._size_passes(cfg))
+        self.cfg = cfg = replace(cfg, engine=choose_passes(self, cfg))
         self.algorithm = self.algorithm_of(cfg)
         self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
         self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.results_dir, self.RG_ACTOR.save)
-
-    def _size_passes(self, cfg: Any) -> EngineConfig:
-        """The settings with which all members of the job make their engines, also those that replace others."""
-        if not has_auto_passes(engine := cfg.engine):
-            return cast(EngineConfig, engine)
-        uses = self.model_uses(cfg, {role: len(handles) for role, handles in self.actor_handles.items()})
-        groups = [getattr(self, f"RG_{role}") for role, use in uses.items() if use.kind != "rollout"]
-        asked = [group.device_memory(engine) for group in groups if hasattr(group.workload_class, "device_memory")]
-        found = [size for sizes in asked for size in sizes if size is not None]
-        known = replace(engine, device_memory_gb=min(found) / GB) if found else engine
-        plan = MemoryPlan.of(uses, known, cfg.model, cfg.model_config)
-        self.announce(plan.chosen.strip())
-        return replace(plan.engine, device_memory_gb=engine.device_memory_gb)
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
         self.stopwatch = Stopwatch()
@@ -359,8 +346,13 @@ class RecipeTrainer(BaseTrainer):
             RLRoleType.ROLLOUT: ModelUse("rollout", cfg.model),
             RLRoleType.REFERENCE: ModelUse("frozen", cfg.model, sharded_class="ShardedReferenceWorkload"),
         }
-        longest = cls.longest_row(cfg)
-        return {role: replace(use, members=roles[role], longest=longest) for role, use in made.items() if role in roles}
+        rows: dict[str, Any] = {"longest": cls.longest_row(cfg), "bounded": cls.bounds_rows(cfg)}
+        return {role: replace(use, members=roles[role], **rows) for role, use in made.items() if role in roles}
+
+    @classmethod
+    def bounds_rows(cls, cfg: Any) -> bool:
+        """Whether no row can be longer than :meth:`longest_row`."""
+        return True
 
     @classmethod
     @abstractmethod
