@@ -15,6 +15,7 @@ import mmap
 import os
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -155,24 +156,32 @@ def try_lock(descriptor: int, operation: int) -> bool:
 
 
 def reserve(descriptor: int, size: int) -> None:
-    """Give an open file ``size`` bytes of space, without which a store into its mapping would end the process."""
-    status = os.fstat(descriptor)
-    if status.st_size != size:
-        os.ftruncate(descriptor, size)
-    if status.st_blocks * 512 < size:
-        allocate(descriptor, 0, size)
+    """Give an open file ``size`` bytes of space, without which a store into its mapping would end the process. Raises
+    WeightSyncError where there is none."""
+    with _saying_what_is_free(descriptor, size):
+        status = os.fstat(descriptor)
+        if status.st_size != size:
+            os.ftruncate(descriptor, size)
+        if status.st_blocks * 512 < size:
+            os.posix_fallocate(descriptor, 0, size)
 
 
-def allocate(descriptor: int, start: int, stop: int) -> None:
-    """Give a part of an open file space. Raises WeightSyncError where there is none."""
-    try:
+def reserve_part(descriptor: int, start: int, stop: int) -> None:
+    """The same of a part of an open file, which has its size already."""
+    with _saying_what_is_free(descriptor, stop):
         os.posix_fallocate(descriptor, start, stop - start)
+
+
+@contextmanager
+def _saying_what_is_free(descriptor: int, needed: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         disk = os.fstatvfs(descriptor)
         free = disk.f_bavail * disk.f_frsize
-        raise WeightSyncError(f"no space for weights: {stop:,} bytes are needed, {free:,} are free") from error
+        raise WeightSyncError(f"no space for weights: {needed:,} bytes are needed, {free:,} are free") from error
 
 
 def seal_offset(table: WeightTable) -> int:
@@ -194,8 +203,9 @@ class WeightFile:
         if at_once:
             reserve(self._descriptor, size)
         else:
-            os.ftruncate(self._descriptor, size)
-            allocate(self._descriptor, 0, HEAD_BYTES)
+            with _saying_what_is_free(self._descriptor, size):
+                os.ftruncate(self._descriptor, size)
+            reserve_part(self._descriptor, 0, HEAD_BYTES)
         self._map = _map(self._descriptor, size, mmap.ACCESS_WRITE)
         self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
         self.table, self._nbytes = table, table.nbytes
@@ -221,14 +231,14 @@ class WeightFile:
         """The memory in parts of ``size`` bytes, to be filled: each is fingerprinted and shown to readers when the next
         one is requested."""
         for start, stop in bucket_spans(self.table, size):
-            allocate(self._descriptor, HEAD_BYTES + start, HEAD_BYTES + stop)
+            reserve_part(self._descriptor, HEAD_BYTES + start, HEAD_BYTES + stop)
             yield self._data[start:stop]
             tally.update(self._data, 0, stop)
             self._publish(stop)
 
     def finish(self, seal: Seal) -> None:
         """All of the data is there."""
-        allocate(self._descriptor, HEAD_BYTES + self._nbytes, _file_size(self.table))
+        reserve_part(self._descriptor, HEAD_BYTES + self._nbytes, _file_size(self.table))
         self._map[seal_offset(self.table) :] = seal.pack()
         self._publish(self._nbytes + 1)
 
