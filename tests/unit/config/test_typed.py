@@ -9,8 +9,9 @@ import pytest
 from annotated_types import Gt
 from omegaconf import OmegaConf
 
-from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.config.typed import parse, rename_keys, require, salvage, to_plain
+from dlrover.python.rl.recipe.base.config import EngineConfig
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,20 @@ def test_all_problems_are_said_with_their_places():
 @pytest.mark.parametrize("data", [None, 3, "text", [1]])
 def test_what_is_no_mapping_is_a_problem(data):
     assert list(found(data)) == ["config"]
+
+
+@pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"max_tokens_per_microbatch": 0}, "input should be greater than 0, or 'auto', got 0"),
+        ({"gradient_checkpointing": None}, "input should be a valid boolean, or 'auto', got None"),
+        ({"max_batch": 0}, "input should be greater than 0, got 0"),
+    ],
+)
+def test_a_value_that_no_branch_of_a_union_takes_is_one_problem(given, what):
+    value, errors = parse(EngineConfig, given, "config.engine")
+    assert value is None
+    assert errors == [ConfigError(f"config.engine.{next(iter(given))}", what)]
 
 
 def test_require_raises_all_problems():

@@ -19,6 +19,11 @@ from dlrover.python.rl.config.secrets import without_secrets
 T = TypeVar("T")
 
 _STRICT = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=True)
+_BRANCHES = frozenset(
+    {"bool", "int", "float", "str", "none", "constrained-int", "constrained-float", "constrained-str"}
+)
+"""Pydantic's names of the branches of a union that are plain values."""
+
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 
 OTHER_NAMES = "other_names"
@@ -55,7 +60,7 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Conf
     except InvalidJob as error:
         return None, list(error.errors)
     except ValidationError as error:
-        errors = [found for item in error.errors() for found in _config_errors(schema, item, where)]
+        errors = _join_branches([found for item in error.errors() for found in _config_errors(schema, item, where)])
         values = copy.deepcopy(values)
         for item in error.errors():
             _mend(values, item)
@@ -123,6 +128,22 @@ def _config_errors(schema: Any, item: Mapping[str, Any], where: str) -> list[Con
     return [_config_error(schema, item, where)]
 
 
+def _join_branches(errors: Sequence[ConfigError]) -> list[ConfigError]:
+    """One error for each place: of a value that fits no branch of a union, pydantic says why for each."""
+    by_place: dict[str, list[str]] = {}
+    for error in errors:
+        by_place.setdefault(error.where, []).append(error.what)
+    return [ConfigError(place, _one_of(texts)) for place, texts in by_place.items()]
+
+
+def _one_of(texts: Sequence[str]) -> str:
+    if len(texts) == 1:
+        return texts[0]
+    wanted = [text.rpartition(", got ")[0] or text for text in texts]
+    given = texts[-1].removeprefix(wanted[-1])
+    return ", or ".join([wanted[0], *(text.removeprefix("input should be ") for text in wanted[1:])]) + given
+
+
 def _leaves(value: Any) -> list[list[str]]:
     if not isinstance(value, Mapping) or not value:
         return [[]]
@@ -155,10 +176,12 @@ def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigErr
 
 
 def _path(item: Mapping[str, Any]) -> list[Any]:
-    """Where an error is, without pydantic's names of the branches of a union, which have brackets. An unknown key, the
-    last part, may have brackets too."""
+    """Where an error is, without pydantic's names of the branches of a union: those have brackets, or are last. An
+    unknown key, the last part, may have brackets too."""
     end = len(item["loc"]) - (item["type"] in _UNKNOWN)
     keys = [part for part in item["loc"][:end] if not (isinstance(part, str) and "[" in part)]
+    if len(keys) > 1 and keys[-1] in _BRANCHES and item["type"] not in _UNKNOWN:
+        del keys[-1]
     return [*keys, *item["loc"][end:]]
 
 
