@@ -181,6 +181,13 @@ def _as_connection_error() -> Iterator[None]:
         raise ConnectionError(str(error)) from error
 
 
+def _failure_of(work: Any) -> object:
+    try:
+        return work.exception()
+    except TypeError:  # earlier versions of torch cannot give it to Python
+        return None
+
+
 class BroadcastGroup:
     """A process group with a unique name; "" for none. Nothing else refers to torch's ``backend``: leaving frees it."""
 
@@ -206,6 +213,9 @@ class BroadcastGroup:
             work = backend.broadcast(tensor, _SENDER_RANK)
             while not work.is_completed() and self._backend is backend:
                 time.sleep(_POLL_S)
+            # nccl calls work complete that has failed, and the bucket is then not what was sent.
+            if (failure := _failure_of(work)) is not None:
+                raise RuntimeError(f"nccl failed: {failure}")
             result.set_result(None)
         except RuntimeError as error:
             result.set_exception(error)
