@@ -3,6 +3,7 @@
 
 import asyncio
 import os
+import threading
 import time
 from pathlib import Path
 
@@ -10,7 +11,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.turns import Guard
-from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
+from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment, _Server
 
 SCRIPT = str(Path(__file__).with_name("user_environments.py"))
 
@@ -129,3 +130,88 @@ def test_sync_calls_that_hang_take_no_others_place():
     *stuck, fine = run(hung())
     assert [episode.failure for episode in stuck] == ["step gave no answer within 1 s"] * 4
     assert (fine.failure, fine.done, fine.reward) == (None, True, 19.0)
+
+
+STUBBORN = """
+import asyncio
+from pathlib import Path
+
+
+class World:
+    \"\"\"Finds its world only after its caller has given up.\"\"\"
+
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    async def reset(self, extra_info):
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+        (self.folder / "taken").touch()
+        return "a state"
+
+    async def step(self, state, action, extra_info):
+        raise AssertionError
+
+    async def close(self, extra_info):
+        (self.folder / "taken").rename(self.folder / "given back")
+"""
+
+
+def test_a_world_that_comes_when_its_sample_has_failed_is_given_back(tmp_path):
+    (tmp_path / "stubborn.py").write_text(STUBBORN)
+
+    async def abandoned():
+        environment = IsolatedEnvironment(f"{tmp_path}/stubborn.py:World", {"folder": str(tmp_path)}, grace_s=30.0)
+        guard = Guard(environment, timeout_s=0.3)
+        episode = await guard.reset("prompt ", {})
+        assert episode.failure is not None
+        deadline_s = time.monotonic() + 30
+        while not (tmp_path / "given back").exists():
+            assert time.monotonic() < deadline_s
+            await asyncio.sleep(0.01)
+        await guard.shutdown()
+
+    run(abandoned())
+
+
+class Requests:
+    """What a parent sends, one after the other answer."""
+
+    def __init__(self, *requests):
+        self.requests, self.answers, self.answered = list(requests), {}, threading.Event()
+
+    def receive(self):
+        if not self.requests:
+            return None
+        if self.requests[0][1] == "cancel":
+            assert self.answered.wait(20)
+        return self.requests.pop(0)
+
+    def send(self, number, reply):
+        self.answers[number] = reply
+        self.answered.set()
+
+
+@pytest.mark.parametrize("which", ["1", "another"])
+def test_one_whose_answer_was_on_its_way_is_given_back_too(which):
+    closed = []
+
+    class World:
+        async def reset(self, extra_info):
+            return "a state"
+
+        async def close(self, extra_info):
+            closed.append(extra_info)
+
+    channel = Requests(("1", "reset", ({"world": 7},)), ("2", "cancel", (which,)))
+
+    async def serve():
+        server = _Server(World(), channel)
+        await server.serve()
+        await asyncio.gather(*server._closing)
+
+    run(serve())
+    assert "error" not in channel.answers["1"]
+    assert closed == ([{"world": 7}] if which == "1" else [])

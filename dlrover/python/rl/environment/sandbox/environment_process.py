@@ -36,6 +36,8 @@ _LOG = get_logger(__name__)
 
 _EXIT_S = 5.0
 _MAX_REPLY_BYTES = 64 << 20
+_REMEMBERED = 64
+"""Episodes whose first answer may still be refused."""
 
 
 class IsolatedEnvironment:
@@ -191,6 +193,8 @@ class _Server:
     def __init__(self, environment: UserEnvironment, channel: Channel) -> None:
         self._environment, self._channel = environment, channel
         self._calls: dict[str, asyncio.Task[None]] = {}
+        self._begun: dict[str, Any] = {}  # extra_info of the last episodes, by their first call
+        self._closing: set[asyncio.Task[None]] = set()
 
     async def serve(self) -> None:
         while (request := await run_in_thread(self._channel.receive)) is not None:
@@ -198,6 +202,8 @@ class _Server:
             if call == "cancel":
                 if arguments[0] in self._calls:
                     self._calls[arguments[0]].cancel()
+                elif arguments[0] in self._begun:  # the answer was on its way, and nobody takes it
+                    self._close(self._begun.pop(arguments[0]))
                 self._channel.send(number, _encode(None))
                 continue
             task = asyncio.create_task(self._answer(number, call, arguments))
@@ -209,10 +215,33 @@ class _Server:
         if task.cancelled():
             self._channel.send(number, error_reply("it was cancelled"))
 
+    def _begin(self, number: str, extra_info: Any) -> None:
+        """An episode has begun; it ends at once if its first call was cancelled, and answers all the same."""
+        if self._calls[number].cancelling():
+            self._close(extra_info)
+            raise EnvironmentFailed("it was cancelled")
+        self._begun[number] = extra_info
+        while len(self._begun) > _REMEMBERED:
+            del self._begun[next(iter(self._begun))]
+
+    def _close(self, extra_info: Any) -> None:
+        """End an episode that the other side does not know of."""
+
+        async def close() -> None:
+            try:
+                await self._environment.close(extra_info)
+            except Exception as error:  # noqa: BLE001 - the user's code; no caller waits for it
+                _LOG.warning("an episode that was given up did not close: %s: %s", type(error).__name__, error)
+
+        task = asyncio.create_task(close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+
     async def _answer(self, number: str, call: str, arguments: tuple[Any, ...]) -> None:
         try:
             returned = await getattr(self._environment, call)(*arguments)
             if call == "reset":
+                self._begin(number, arguments[0])
                 returned = [returned, arguments[0]]
             elif call == "step":
                 returned = dict(vars(returned))
