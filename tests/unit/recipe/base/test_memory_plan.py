@@ -322,6 +322,8 @@ def test_a_plan_has_passes_that_fit_every_role_and_shows_them(monkeypatch, small
     assert "  passes of 8,192 tokens, activations recomputed" in found.lines()
     assert (found.engine.max_tokens_per_microbatch, found.engine.gradient_checkpointing) == (8192, True)
     assert plan(monkeypatch, small, {REFERENCE: uses[REFERENCE]}, AUTO_SIZED, 16).chosen == "  passes of 16,384 tokens"
+    (line,) = (line for line in plan(monkeypatch, small, uses, AUTO_SIZED, None).lines() if "passes of" in line)
+    assert line.endswith("activations recomputed; they are sized once the devices are known (engine.device_memory_gb)")
     assert not any("passes of" in line for line in plan(monkeypatch, small, uses, ON_CUDA, 17).lines())
     (error,) = plan(monkeypatch, small, {ACTOR: uses[ACTOR]}, AUTO_SIZED, 4).find_errors()
     assert "workload.actor.num=4" in error.what

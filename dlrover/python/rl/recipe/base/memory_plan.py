@@ -73,7 +73,8 @@ class MemoryPlan:
         recompute = any(engine.recomputes for use, engine in found if use.kind == "trained")
         tokens = min(engine.tokens_of_a_pass for _, engine in found)
         recomputed = ", activations recomputed" if recompute else ""
-        chosen = f"  passes of {tokens:,} tokens{recomputed}"
+        later = "; they are sized once the devices are known (engine.device_memory_gb)"
+        chosen = f"  passes of {tokens:,} tokens{recomputed}{later if self.device_bytes is None else ''}"
         return replace(self, engine=self.engine.with_passes(tokens, recompute), chosen=chosen)
 
     def lines(self) -> list[str]:

@@ -34,7 +34,7 @@ def choose_passes(trainer: Any, cfg: Any) -> EngineConfig:
     groups = [getattr(trainer, f"RG_{role}") for role in uses]
     capacity = smallest_device(engine, [share for group in groups for share in _ask(group, engine)])
     plan = MemoryPlan(uses, engine, cfg.model, cfg.model_config, capacity).size_passes()
-    _LOG.info("%s", plan.chosen.strip())
+    _LOG.info("%s", plan.chosen.strip().partition(";")[0])
     chosen = {"tokens": plan.engine.tokens_of_a_pass, "recompute": plan.engine.recomputes}
     replace(file, json.dumps(chosen).encode(), DEFAULT_DISK_WAIT)
     return plan.engine
