@@ -225,6 +225,9 @@ class StuckDevices:
     def is_completed(self):
         return False
 
+    def exception(self):
+        return None
+
     def abort(self):
         self.aborted = True
         self.over.set()

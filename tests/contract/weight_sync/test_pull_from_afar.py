@@ -65,7 +65,7 @@ def test_the_weights_come_to_a_host_once_however_many_receive_there(streams):
         sink.close()
 
 
-def test_those_who_follow_begin_before_the_last_byte_has_come(monkeypatch):
+def test_those_who_follow_begin_before_the_last_byte_has_come(monkeypatch, streams):
     followed, update = set(), CrcTally.update
 
     def following(tally, window, base, stop):
@@ -94,6 +94,7 @@ def test_those_who_follow_begin_before_the_last_byte_has_come(monkeypatch):
         goes_on.set()
         assert sending.result(LATEST_S) == source.stamp()
         assert all(equal(each.result(LATEST_S), toy_weights(5)) for each in received)
+        assert len(streams) == 1
     sender.close()
 
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes of a run: chosen once, for all ranks and their replacements."""
 
-import json
 from dataclasses import replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 
@@ -13,12 +13,17 @@ from dlrover.python.rl.recipe.base import memory_plan
 from dlrover.python.rl.recipe.base.auto import complete_config
 from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare, TrainedWorkload
+from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.reporting.passes import choose_passes, smallest_device
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
-from dlrover.python.rl.trainer.port import Outcome, Pending, Ref, RestartInfo
+from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.trainer.port import Outcome, Pending, Ref
+from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+from dlrover.python.rl.trainer.workload import MemberContext
 
-ACTOR = RLRoleType.ACTOR
+ACTOR, ROLLOUT = RLRoleType.ACTOR, RLRoleType.ROLLOUT
 GIVEN = {"model": "m", "data": {"train": "d"}, "steps": 1, "batch_size": 1}
 SMALL = ModelShape.of_dense(
     {
@@ -40,17 +45,26 @@ class Port:
 
 
 class Group:
-    """Members of a role, of which two compute on the same rows, and their devices."""
+    """Members of a role, of which two compute on the same rows: their devices, and what they were first given to
+    keep."""
 
     workload_class = TrainedWorkload
 
     def __init__(self, *shares):
-        self.shares, self.asked = shares, 0
-        self.device_share = SimpleNamespace(options=lambda blocking: self._ask)
+        self.shares, self.calls, self.kept = shares, [], None
+        self.device_share = self._method("device_share", lambda engine: self.shares)
+        self.keep_passes = self._method("keep_passes", self._keep)
 
-    def _ask(self, engine):
-        self.asked += 1
-        return Pending([Ref(Port(), share) for share in self.shares], replica=2)
+    def _method(self, name, answers):
+        def call(*arguments):
+            self.calls.append(name)
+            return Pending([Ref(Port(), answer) for answer in answers(*arguments)], replica=2)
+
+        return SimpleNamespace(options=lambda blocking: call)
+
+    def _keep(self, *choice):
+        self.kept = self.kept or [choice] * len(self.shares)
+        return self.kept
 
 
 def device(name, gigabytes, in_turn=False):
@@ -58,11 +72,9 @@ def device(name, gigabytes, in_turn=False):
 
 
 @pytest.fixture
-def trainer(tmp_path, monkeypatch):
+def trainer(monkeypatch):
     monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: SMALL)
     return SimpleNamespace(
-        job_dir=tmp_path,
-        restart_info=RestartInfo(),
         model_uses=SFTTrainer.model_uses,
         actor_handles={ACTOR: [None, None]},
         RG_ACTOR=Group(device("a/cuda-0", 80), device("a/cuda-1", 80)),
@@ -79,39 +91,72 @@ def test_they_fit_the_smallest_device_that_any_member_has(trainer):
     assert chosen(trainer) == (16384, False)
     trainer.RG_ACTOR = Group(device("a/cuda-0", 80), device("a/cuda-1", 12))
     assert chosen(trainer) == (16384, True)
+    trainer.RG_ACTOR = Group(device("a/cuda-0", 80), device("a/cuda-1", 12))
     assert chosen(trainer, device_memory_gb=80) == (16384, False)
 
 
 def test_what_is_given_needs_no_call(trainer):
     assert chosen(trainer, max_tokens_per_microbatch=100, gradient_checkpointing=True) == (100, True)
-    assert trainer.RG_ACTOR.asked == 0
-    assert list(trainer.job_dir.iterdir()) == []
+    assert trainer.RG_ACTOR.calls == []
 
 
-def test_a_trainer_that_replaces_another_one_takes_over_its_choice(trainer):
+def test_the_first_choice_of_a_run_stays(trainer):
+    group = trainer.RG_ACTOR
     assert chosen(trainer) == (16384, False)
-    trainer.RG_ACTOR = Group(device("b/cuda-0", 12))
-    trainer.restart_info = RestartInfo(count=1)
+    calls = list(group.calls)
+    group.shares = (device("b/cuda-0", 12), group.shares[1])
     assert chosen(trainer) == (16384, False)
-    assert trainer.RG_ACTOR.asked == 0
-    trainer.restart_info = RestartInfo()
-    assert chosen(trainer) == (16384, True), "another run chooses anew"
-    assert json.loads((trainer.job_dir / "passes.json").read_text()) == {"tokens": 16384, "recompute": True}
+    assert group.calls == 2 * calls, "the same calls: members answer them from what they keep"
+    group.kept = [(16384, True), (16384, False)]  # the first one is new, and the other one alone knows
+    assert chosen(trainer) == (16384, False)
 
 
-def test_roles_that_are_on_a_device_together_are_sized_with_care(trainer):
-    trainer.RG_ACTOR = Group(device("a/cuda-0", 80), device("a/cuda-0", 80))
-    assert chosen(trainer) == (16384, True)
-    trainer.RG_ACTOR = Group(device("a/cuda-0", 80, in_turn=True), device("a/cuda-0", 80, in_turn=True))
-    assert chosen(trainer) == (16384, False)
+class Member(TrainedWorkload):
+    nbytes: ClassVar[float] = 80e9
+
+    def device_share(self, engine):
+        return DeviceShare("a/cuda-0", self.nbytes, False)
+
+
+class Choosing(BaseTrainer):
+    def init(self):
+        self.model_uses = SFTTrainer.model_uses
+        self.engine = choose_passes(self, complete_config(SFTConfig, GIVEN, "GPU"))
+
+    def fit(self):
+        pass
+
+
+def test_a_trainer_that_replaces_another_one_takes_over_its_choice(tmp_path, monkeypatch):
+    monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: SMALL)
+    host = MemberHost()
+    host.start(Member, MemberContext(role=ACTOR, world_size=1), None, {})
+    port = LocalPort({"ACTOR": [LocalMember(host, {})]})
+    found = []
+    for nbytes in (80e9, 12e9):
+        Member.nbytes = nbytes
+        trainer = Choosing({ACTOR: [LocalHandle(port, "ACTOR", 0)]}, {ACTOR: Member}, {})
+        with trainer.bind(TrainerLink(port, lambda report: None, "job", tmp_path)).setup():
+            trainer.init()
+        found.append((trainer.engine.max_tokens_per_microbatch, trainer.engine.gradient_checkpointing))
+    assert found == [(16384, False)] * 2
+    assert host.executed == {"device_share": 1, "keep_passes": 1}
+
+
+def test_of_a_device_that_members_have_at_the_same_time_each_has_its_part(trainer):
+    uses = {ACTOR: ModelUse("trained", ""), ROLLOUT: ModelUse("rollout", "")}
+    engine = EngineConfig(device="cuda")
+
+    def smallest(*shares, rollouts=()):
+        return smallest_device(engine, uses, {ACTOR: shares, ROLLOUT: rollouts})
+
+    assert smallest(device("a", 80), device("a", 80)) == 40e9
+    assert smallest(device("a", 80, in_turn=True), device("a", 80, in_turn=True)) == 80e9
+    assert smallest(device("a", 80), device("b", 80), rollouts=[device("b", 80), device("c", 24)]) == 40e9
+    assert smallest(None) is None
+    assert smallest_device(replace(engine, device_memory_gb=2), uses, {ACTOR: [None]}) == 2e9
     trainer.RG_ACTOR = Group(None, None)
     assert chosen(trainer) == (16384, True)
-
-
-def test_of_no_devices_nothing_is_known():
-    engine = EngineConfig(device="cuda")
-    assert smallest_device(engine, []) is None
-    assert smallest_device(replace(engine, device_memory_gb=2), [None]) == 2e9
 
 
 @pytest.mark.parametrize(

@@ -168,7 +168,7 @@ def reserve(descriptor: int, size: int) -> None:
 
 def reserve_part(descriptor: int, start: int, stop: int) -> None:
     """The same of a part of an open file, which has its size already."""
-    with _saying_what_is_free(descriptor, stop):
+    with _saying_what_is_free(descriptor, stop - start):
         os.posix_fallocate(descriptor, start, stop - start)
 
 

@@ -229,6 +229,7 @@ class PullTransport(SenderBase):
             weights = MappedWeights(opened[0], ticket.table, self._maps)
             return assemble_snapshot(ticket, weights.flat, tally.crcs, weights.seal())
         except BaseException:
+            self._relayed.stop_waiting()
             self._close_relay()
             raise
 

@@ -200,10 +200,9 @@ class _Server:
         while (request := await run_in_thread(self._channel.receive)) is not None:
             number, call, arguments = request
             if call == "cancel":
-                if arguments[0] in self._calls:
-                    self._calls[arguments[0]].cancel()
-                elif arguments[0] in self._begun:  # the answer was on its way, and nobody takes it
-                    self._close(self._begun.pop(arguments[0]))
+                task = self._calls.get(arguments[0])
+                if (task is None or not task.cancel()) and arguments[0] in self._begun:
+                    self._close(self._begun.pop(arguments[0]))  # the answer was on its way, and is not taken
                 self._channel.send(number, _encode(None))
                 continue
             task = asyncio.create_task(self._answer(number, call, arguments))

@@ -77,7 +77,7 @@ class EngineConfig:
 
     gradient_checkpointing: bool | Literal["auto"] = False
     """Recompute activations in the backward pass to save memory. ``auto``, the default on CUDA: where they do not fit
-    otherwise."""
+    otherwise, or rows may be longer than planned (without ``data.max_prompt_tokens``, with an environment)."""
 
     max_batch: Positive = 128
     """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""

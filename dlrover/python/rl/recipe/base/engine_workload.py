@@ -133,6 +133,11 @@ class EngineWorkload(BaseWorkload):
             return None
         return DeviceShare(f"{socket.gethostname()}/{physical_device(device)}", nbytes, self._shares_in_turn(device))
 
+    @trainer_invocation(changes_state=False)
+    def keep_passes(self, tokens: int, recompute: bool) -> tuple[int, bool]:
+        """The choice of the run's first trainer: a call that is repeated has the answer that it had before."""
+        return tokens, recompute
+
     def _shares_in_turn(self, device: str) -> bool:
         takes_turns = torch.device(device).type != "cpu" if self.takes_turns is None else self.takes_turns
         return bool(takes_turns and self.get_device_collocation() and self.name)
