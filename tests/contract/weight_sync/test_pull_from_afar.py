@@ -6,6 +6,7 @@ import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
@@ -32,7 +33,7 @@ def streams(monkeypatch):
 
 
 def from_afar(ticket):
-    """The ticket as processes of other hosts see it, where nobody listens at the sender's name."""
+    """The ticket as processes of other hosts see it, where no process listens at the sender's name."""
     return replace(ticket, address={**ticket.address, "local_name": "of another host"})
 
 
@@ -45,6 +46,32 @@ def sent(sender, version, **waiting):
 
 def sinks(count):
     return [transport("pull", None, replace(PATIENT, name=f"ROLLOUT[{rank}]")) for rank in range(count)]
+
+
+class Midway:
+    """A source that waits before its last tensor until :meth:`go_on`."""
+
+    def __init__(self):
+        self._is_there, self._goes_on = threading.Event(), threading.Event()
+        self.source = ToySource(toy_weights(6), 6, self._halt)
+
+    def _halt(self, number):
+        if number == len(toy_weights()) - 1:
+            self._is_there.set()
+            assert self._goes_on.wait(LATEST_S)
+
+    def wait(self):
+        assert self._is_there.wait(LATEST_S)
+
+    def go_on(self):
+        self._goes_on.set()
+
+
+def wait_for(holds):
+    deadline_s = time.monotonic() + LATEST_S
+    while not holds():
+        assert time.monotonic() < deadline_s
+        time.sleep(0.01)
 
 
 @pytest.mark.feature(102)
@@ -74,97 +101,64 @@ def test_those_who_follow_begin_before_the_last_byte_has_come(monkeypatch, strea
 
     monkeypatch.setattr(CrcTally, "update", following)
     sender, (first, second) = transport("pull", None), sinks(2)
-    midway, goes_on = threading.Event(), threading.Event()
-
-    def halt(number):
-        if number == len(toy_weights()) - 1:
-            midway.set()
-            assert goes_on.wait(LATEST_S)
-
-    source = ToySource(toy_weights(5), 5, halt)
-    ticket = sender.offer(source)
+    midway = Midway()
+    ticket = sender.offer(midway.source)
     with ThreadPoolExecutor(3) as pool:
-        sending = pool.submit(sender.send, ticket, source)
-        assert midway.wait(LATEST_S)
+        sending = pool.submit(sender.send, ticket, midway.source)
+        midway.wait()
         received = [pool.submit(sink.receive, from_afar(ticket)) for sink in (first, second)]
-        deadline_s = time.monotonic() + LATEST_S
-        while len(followed) < 3:  # the sender and both
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-        goes_on.set()
-        assert sending.result(LATEST_S) == source.stamp()
-        assert all(equal(each.result(LATEST_S), toy_weights(5)) for each in received)
+        wait_for(lambda: len(followed) == 3)  # the sender and both
+        midway.go_on()
+        assert sending.result(LATEST_S) == midway.source.stamp()
+        assert all(equal(each.result(LATEST_S), toy_weights(6)) for each in received)
         assert len(streams) == 1
+    sender.close()
+
+
+@contextmanager
+def half_received_by_another(streams):
+    """A sender that waits midway, its ticket, the sending, and the process that receives it so far from afar."""
+    sender, midway = transport("pull", None), Midway()
+    ticket = sender.offer(midway.source)
+    with process(receive_side, "pull", "") as (child, pipe), ThreadPoolExecutor(1) as pool:
+        assert hear(pipe) == "up"
+        sending = pool.submit(sender.send, ticket, midway.source)
+        try:
+            midway.wait()
+            pipe.send(from_afar(ticket))
+            wait_for(lambda: streams)
+            yield from_afar(ticket), midway, child
+        finally:
+            midway.go_on()
+        assert sending.result(LATEST_S) == midway.source.stamp()
     sender.close()
 
 
 @pytest.mark.feature(102)
 def test_if_the_one_that_passes_them_on_is_killed_another_one_does(monkeypatch, streams):
     monkeypatch.setattr(pull, "_TURN_S", 0.0)
-    sender, (sink,) = transport("pull", None), sinks(1)
-    midway, goes_on = threading.Event(), threading.Event()
-
-    def halt(number):
-        if number == len(toy_weights()) - 1:
-            midway.set()
-            assert goes_on.wait(LATEST_S)
-
-    source = ToySource(toy_weights(6), 6, halt)
-    ticket = sender.offer(source)
-    with process(receive_side, "pull", "") as (child, pipe), ThreadPoolExecutor(2) as pool:
-        assert hear(pipe) == "up"
-        sending = pool.submit(sender.send, ticket, source)
-        assert midway.wait(LATEST_S)
-        pipe.send(from_afar(ticket))
-        deadline_s = time.monotonic() + LATEST_S
-        while not streams:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-        receiving = pool.submit(sink.receive, from_afar(ticket))
-        time.sleep(0.2)
-        assert len(streams) == 1  # it follows the other one
+    (sink,) = sinks(1)
+    with half_received_by_another(streams) as (ticket, midway, child), ThreadPoolExecutor(1) as pool:
+        receiving = pool.submit(sink.receive, ticket)
+        wait_for(lambda: sink._mapped_process == child.pid)
+        assert len(streams) == 1
         kill(child)
-        deadline_s = time.monotonic() + LATEST_S
-        while len(streams) < 2:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
-        goes_on.set()
+        wait_for(lambda: len(streams) == 2)
+        midway.go_on()
         assert equal(receiving.result(LATEST_S), toy_weights(6))
-        assert sending.result(LATEST_S) == source.stamp()
-    sender.close()
 
 
-def test_one_that_is_stopped_while_it_passes_them_on_holds_nobody_up(monkeypatch, streams):
+def test_one_that_is_stopped_while_it_passes_them_on_does_not_hold_up_the_others(monkeypatch, streams):
     monkeypatch.setattr(pull, "_TURN_S", 0.0)
-    sender = transport("pull", None)
     sink = transport("pull", None, replace(PATIENT, name="ROLLOUT[0]", timeout_s=1.0))
-    midway, goes_on = threading.Event(), threading.Event()
-
-    def halt(number):
-        if number == len(toy_weights()) - 1:
-            midway.set()
-            assert goes_on.wait(LATEST_S)
-
-    source = ToySource(toy_weights(6), 6, halt)
-    ticket = sender.offer(source)
-    with process(receive_side, "pull", "") as (child, pipe), ThreadPoolExecutor(2) as pool:
-        assert hear(pipe) == "up"
-        sending = pool.submit(sender.send, ticket, source)
-        assert midway.wait(LATEST_S)
-        pipe.send(from_afar(ticket))
-        deadline_s = time.monotonic() + LATEST_S
-        while not streams:
-            assert time.monotonic() < deadline_s
-            time.sleep(0.01)
+    with half_received_by_another(streams) as (ticket, midway, child):
         os.kill(child.pid, signal.SIGSTOP)
         try:
-            goes_on.set()
-            assert sending.result(LATEST_S) == source.stamp()
-            assert equal(sink.receive(from_afar(ticket)), toy_weights(6))
+            midway.go_on()
+            assert equal(sink.receive(ticket), toy_weights(6))
             assert len(streams) == 2
         finally:
             os.kill(child.pid, signal.SIGCONT)
-    sender.close()
 
 
 def test_memory_for_others_is_given_back_when_the_sender_comes_to_this_host():

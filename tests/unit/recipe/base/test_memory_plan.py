@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from half_billion import SIZES
 from transformers import AutoConfig
 
 from dlrover.python.rl.common.names import RLRoleType
@@ -32,16 +33,7 @@ def model(tmp_path_factory):
 @pytest.fixture(scope="module")
 def small():
     """The shape of Qwen2.5-0.5B."""
-    sizes = {
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    }
-    return ModelShape.of(AutoConfig.for_model("qwen2", **sizes))
+    return ModelShape.of(AutoConfig.for_model("qwen2", **SIZES))
 
 
 def test_a_shape_is_that_of_the_model(small):

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
+from half_billion import SIZES
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.model_shape import ModelShape
@@ -25,18 +26,7 @@ from dlrover.python.rl.trainer.workload import MemberContext
 
 ACTOR, ROLLOUT = RLRoleType.ACTOR, RLRoleType.ROLLOUT
 GIVEN = {"model": "m", "data": {"train": "d"}, "steps": 1, "batch_size": 1}
-SMALL = ModelShape.of_dense(
-    {
-        "model_type": "qwen2",
-        "hidden_size": 896,
-        "intermediate_size": 4864,
-        "num_hidden_layers": 24,
-        "num_attention_heads": 14,
-        "num_key_value_heads": 2,
-        "vocab_size": 151936,
-        "tie_word_embeddings": True,
-    }
-)
+SMALL = ModelShape.of_dense({"model_type": "qwen2", **SIZES})
 
 
 class Port:

@@ -29,7 +29,7 @@ class WeightStore:
 
     All weights of a dtype are views of one flat tensor, so offload moves flat tensors. The tensors of a group have
     equal trailing dimensions and are contiguous: :meth:`fused` gives them as one. The copy in host memory is kept while
-    the weights are on the device, page-locked where that is faster: until new ones are written, leaving copies nothing.
+    the weights are on the device, page-locked if that is CUDA: until new ones are written, :meth:`cpu` copies nothing.
 
     Args:
         groups: names and tensors, which are copied.
@@ -112,7 +112,7 @@ class WeightStore:
         self._hosts_are_current = False
 
     def _settle(self, flats: dict[Any, Any], place: DeviceKind) -> None:
-        self._flats, self.place = dict(flats), place
+        self._flats, self.place = flats, place
         for name, shape in self.shapes.items():
             kind, start = self._at[name]
             self.views[name] = flats[kind][start : start + torch.Size(shape).numel()].view(shape)

@@ -24,6 +24,7 @@ from typing import Any
 from uuid import uuid4
 
 from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.common.sockets import listening_socket
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
@@ -51,6 +52,8 @@ from dlrover.python.rl.engine.weight_sync.weight_server import (
     read_exactly,
     read_into,
 )
+
+_LOG = get_logger(__name__)
 
 _GONE = "is not there: it has gone on, or sent nothing"
 _TURN_S, _PATIENCE_S, _PAUSE_S = 0.2, 1.0, 0.01
@@ -135,7 +138,7 @@ class PullTransport(SenderBase):
 
     def _use_maps_of(self, process: int) -> None:
         """Drop the mappings of another process's memory."""
-        self._arena = HostArena()  # the last copy of one's own is not needed, either
+        self._arena = HostArena()  # nor is a copy that this process had fetched alone
         if self._mapped_process != process:
             self._mapped_process, self._maps = process, {}
 
@@ -206,7 +209,8 @@ class PullTransport(SenderBase):
             return None
         try:
             weights = self._map(ticket, relay)
-        except (WeightSyncError, OSError):  # also one that is stopped, or has other bytes
+        except (WeightSyncError, OSError) as error:  # it has ended, is stopped, or has other bytes
+            _LOG.warning("%s: the process that passes the weights on has failed, trying without it: %s", ticket, error)
             return None
         if self._mapped_process != os.getpid():
             self._stop_relay()

@@ -193,7 +193,7 @@ def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, c
     :data:`MOST_TOKENS` tokens, recomputed."""
     if not has_auto_passes(engine):
         return engine
-    if shape is None or capacity is None or engine.train != "fsdp2" or use.kind == "rollout":
+    if shape is None or capacity is None or engine.train != "fsdp2":
         return engine.with_passes(MOST_TOKENS, recompute=True)
     sizes = sorted(_sizes_of_passes(use), key=lambda each: (each[1] < FEW_TOKENS, each[0], -each[1]))
     choices = [engine.with_passes(tokens, recompute) for recompute, tokens in sizes]
