@@ -148,14 +148,19 @@ def test_if_the_one_that_passes_them_on_is_killed_another_one_does(monkeypatch, 
         assert equal(receiving.result(LATEST_S), toy_weights(6))
 
 
-def test_one_that_is_stopped_while_it_passes_them_on_does_not_hold_up_the_others(monkeypatch, streams):
+@pytest.mark.parametrize("follows", [False, True], ids=["before", "while it is followed"])
+def test_one_that_is_stopped_while_it_passes_them_on_does_not_hold_up_the_others(monkeypatch, streams, follows):
     monkeypatch.setattr(pull, "_TURN_S", 0.0)
     sink = transport("pull", None, replace(PATIENT, name="ROLLOUT[0]", timeout_s=1.0))
-    with half_received_by_another(streams) as (ticket, midway, child):
+    with half_received_by_another(streams) as (ticket, midway, child), ThreadPoolExecutor(1) as pool:
+        if follows:
+            receiving = pool.submit(sink.receive, ticket)
+            wait_for(lambda: sink._mapped_process == child.pid)
         os.kill(child.pid, signal.SIGSTOP)
         try:
             midway.go_on()
-            assert equal(sink.receive(ticket), toy_weights(6))
+            receiving = receiving if follows else pool.submit(sink.receive, ticket)
+            assert equal(receiving.result(LATEST_S), toy_weights(6))
             assert len(streams) == 2
         finally:
             os.kill(child.pid, signal.SIGCONT)
