@@ -2,6 +2,8 @@
 """The executor on a cluster in memory: where members and standbys are, which deaths it tells, what a release ends."""
 
 import asyncio
+import gc
+import warnings
 from types import SimpleNamespace
 
 import pytest
@@ -115,6 +117,24 @@ def test_two_standbys_have_slots_of_their_own():
     started = stage.run(member(1), StartStandby("ACTOR", 0), StartStandby("ACTOR", 1))
     assert [slot for _, slot in started] == [0, 1, 2]
     assert stage.cluster.killed == []
+
+
+def test_work_that_a_release_cancels_before_its_turn_leaves_no_warning():
+    stage = Stage()
+
+    async def release_at_once():
+        executor = stage.new_executor()
+        executor.execute(member(1), stage.events.append)
+        executor.execute(Release(1, final=False), stage.events.append)
+        async with asyncio.timeout(5):
+            while not stage.events:
+                await asyncio.sleep(0.001)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(release_at_once())
+        gc.collect()
+    assert stage.events == [Released(1)]
 
 
 def test_a_release_ends_the_processes_before_it_removes_their_memory():

@@ -123,15 +123,14 @@ class RayExecutor:
     def _start_task(self, work: Coroutine[Any, Any, None], emit: Emit, entry: ProcessEntry | None = None) -> None:
         """Run ``work``. Its error is the loss of ``entry``, or without one the failure of the job."""
 
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception as error:  # noqa: BLE001 -- it becomes an event
+        def finish(task: asyncio.Task[None]) -> None:
+            self._tasks.discard(task)
+            if not task.cancelled() and isinstance(error := task.exception(), Exception):
                 emit(self._event_of(error, entry))
 
-        task = asyncio.get_running_loop().create_task(guarded())
+        task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        task.add_done_callback(finish)
         if entry is not None:
             entry.tasks.append(task)
 

@@ -325,15 +325,14 @@ class Detached:
         self._running: set[asyncio.Task[None]] = set()
 
     def run(self, work: Coroutine[Any, Any, None]) -> None:
-        async def guarded() -> None:
-            try:
-                await work
-            except Exception:  # noqa: BLE001 -- no caller waits for it
-                _LOG.exception("%s: a process could not be ended", self._job)
+        def finish(task: asyncio.Task[None]) -> None:
+            self._running.discard(task)
+            if not task.cancelled() and (error := task.exception()) is not None:
+                _LOG.error("%s: a process could not be ended", self._job, exc_info=error)
 
-        task = asyncio.get_running_loop().create_task(guarded())
+        task = asyncio.get_running_loop().create_task(work)
         self._running.add(task)
-        task.add_done_callback(self._running.discard)
+        task.add_done_callback(finish)
 
     async def retry(self, action: Callable[[], Awaitable[None]]) -> None:
         """Retry an action that ends or releases something: Ray's head may be away for a while."""
