@@ -112,14 +112,42 @@ def test_weights_that_were_not_taken_are_not_served(engine, model_path, monkeypa
     engine.receive(snapshot(model_path, 0), rewind=True)
     worker = engine._offloadable.runner.llm.model_executor.driver_worker.worker
     monkeypatch.setattr(worker, "take_weights", lambda weights: None)
-    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' has other values"):
+    with pytest.raises(WeightSyncError, match="has other values"):
         engine.receive(snapshot(model_path, 1, scale=1.02))
     assert engine.version == -1
+    with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' has other values"):  # all after a failure
+        engine.receive(snapshot(model_path, 1, scale=1.02))
     with pytest.raises(EngineError, match="receive them again"):
         engine.generate(prompts(), SamplingParams(), (0,))
     monkeypatch.undo()
     engine.receive(snapshot(model_path, 1, scale=1.02))
     assert engine.version == 1
+
+
+@needs_vllm
+def test_each_tensor_is_read_back_at_the_first_load_and_in_one_of_eight_later_ones(engine, model_path, monkeypatch):
+    engine.cuda()
+    runner = engine._offloadable.runner
+    take_weights = runner.llm.model_executor.driver_worker.worker.take_weights
+    names = list(snapshot(model_path, 0).buffers)
+    found = dict.fromkeys(names, 0)
+
+    def take_others(weights):
+        take_weights(take_snapshot(((name, weights.tensor(name) + 1) for name in weights.buffers), weights.version))
+
+    weights = snapshot(model_path, 0)
+    for part in range(8):
+        monkeypatch.setattr(runner, "_loads", part + 1)
+        with monkeypatch.context() as patch:
+            patch.setattr(runner.llm.model_executor.driver_worker.worker, "take_weights", take_others)
+            with pytest.raises(WeightSyncError) as caught:
+                runner.load(weights)
+        for name in names:
+            found[name] += f"'{name}' has other values" in str(caught.value)
+        assert runner._loads == 0
+    assert set(found.values()) == {1}
+    runner.load(weights)
+    assert runner._loads == 1
 
 
 @needs_vllm
@@ -167,6 +195,7 @@ def sleeper(engine, model_path, monkeypatch):
     monkeypatch.setattr(runner.llm, "wake_up", lambda tags: asked.append(("wake", *tags)))
     monkeypatch.setattr(runner.llm, "sleep", lambda level: asked.append(("sleep", level)))
     monkeypatch.setattr(runner, "sleep_again", lambda: asked.append(("sleep again",)))
+    monkeypatch.setattr(runner, "drop_host_copies", lambda: asked.append(("drop host copies",)))
     monkeypatch.setattr(engine, "_offloadable", SleepingRunner(lambda: runner))
     yield engine, runner, asked
     monkeypatch.undo()
@@ -184,13 +213,47 @@ def test_weights_that_were_not_taken_when_vllm_woke_do_not_stay_on_the_device(sl
         patch.setattr(worker, "take_weights", lambda weights: None)
         with pytest.raises(WeightSyncError, match="has other values"):
             engine.cuda()
-    assert asked == [("sleep", 1), ("wake", "weights"), ("sleep", 2)]
+    assert asked == [("sleep", 1), ("drop host copies",), ("wake", "weights"), ("sleep", 2)]
     assert (engine.version, engine.place(), engine.footprint()) == (-1, "meta", {})
     engine.cuda()
     with pytest.raises(EngineError, match="receive them again"):
         engine.generate(prompts(), SamplingParams(), (0,))
     engine.receive(snapshot(model_path, 1, scale=1.02))
     assert engine.generate(prompts(), SamplingParams(max_new_tokens=2), (0,))["version"].tolist() == [1] * 3
+
+
+@needs_vllm
+def test_weights_that_were_received_are_not_copied_to_the_host_when_vllm_sleeps(sleeper, model_path, monkeypatch):
+    engine, runner, asked = sleeper
+    loaded, load = [], runner.load
+    monkeypatch.setattr(runner, "load", lambda weights: (loaded.append(weights.version), load(weights)))
+    step = SamplingParams(max_new_tokens=4), (0,)
+    engine.cpu()
+    engine.receive(snapshot(model_path, 1, scale=1.02))
+    engine.cuda()
+    first = engine.generate(prompts(), *step)
+    engine.cpu()
+    engine.cuda()
+    assert loaded == [1, 1]
+    assert engine.generate(prompts(), *step)["logprobs"].values.tolist() == first["logprobs"].values.tolist()
+    engine.cpu()
+    engine.receive(snapshot(model_path, 2, scale=1.04))
+    engine.cuda()
+    assert (loaded, engine.version) == ([1, 1, 2], 2)
+    wake = [("wake", "weights"), ("wake", "kv_cache")]
+    levels = [("sleep", 1), ("drop host copies",), *wake, ("sleep", 2), *wake, ("sleep", 2), *wake]
+    assert asked == levels
+
+
+@needs_vllm
+def test_an_engine_that_never_sleeps_keeps_no_snapshot(sleeper, model_path):
+    engine, _, _ = sleeper
+    weights = snapshot(model_path, 1)
+    engine.receive(weights)
+    kept = weakref.ref(weights)
+    del weights
+    gc.collect()
+    assert kept() is None
 
 
 @needs_vllm

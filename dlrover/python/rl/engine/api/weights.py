@@ -55,6 +55,14 @@ class WeightStamp:
         return f"version {self.version} ({self.fingerprint})"
 
 
+@dataclass(frozen=True)
+class SnapshotFile:
+    """An open file that has the bytes of a snapshot, for other processes of this machine."""
+
+    path: str  # /proc/PID/fd/NUMBER
+    starts: Mapping[str, int]  # of each tensor's bytes
+
+
 @dataclass(frozen=True, eq=False)
 class WeightSnapshot:
     """A model's parameters at one version, as contiguous byte buffers (zero-copy through an object store)."""
@@ -66,6 +74,9 @@ class WeightSnapshot:
     fingerprints: Mapping[str, int]  # CRC-32 of the bytes
     checked: bool = False
     """This process has compared the bytes with the fingerprints, and nothing else writes to them. Not pickled."""
+
+    file: SnapshotFile | None = None
+    """Open as long as the buffers are in use; not pickled either."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightSnapshot, (self.version, self.buffers, self.shapes, self.dtypes, self.fingerprints)

@@ -36,9 +36,11 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
 
     Tokens are sampled by the same rule and from the same random numbers as in the ``torch`` engine (see
     ``vllm/worker.py``), so a sample depends neither on its batch nor on interruptions, beyond the rounding of its
-    logits. Weights are written in place by vLLM's own loader and read back, bit for bit, before they are served.
+    logits. Weights are written in place by vLLM's own loader and read back, bit for bit, before they are served: all
+    the first time, later an eighth of the tensors in turn.
 
-    On a GPU ``cpu()`` and ``meta()`` are vLLM's sleep of level 1 and 2. On a CPU vLLM cannot sleep: it is ended, and
+    On a GPU ``cpu()`` and ``meta()`` are vLLM's sleep of level 1 and 2; of level 2 only once weights have been
+    received, since the snapshot of those is kept. On a CPU vLLM cannot sleep: it is ended, and
     ``cuda()`` starts it again, which takes seconds.
 
     Raises:

@@ -17,12 +17,12 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
-from dlrover.python.rl.engine.api.weights import WeightSnapshot, take_snapshot
+from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import Kind
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.engine.rollout.requests import RunningRequest
 from dlrover.python.rl.engine.vllm.shared import share_weights
-from dlrover.python.rl.engine.vllm.worker import EXTRA, SamplingPlan
+from dlrover.python.rl.engine.vllm.worker import EXTRA, READ_BACK_PARTS, SamplingPlan
 
 _ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine lives and ends with this process
@@ -51,6 +51,7 @@ class Runner:
 
     def __init__(self, arguments: dict[str, Any]) -> None:
         self._ranks = int(arguments["tensor_parallel_size"])
+        self._loads = 0
         self._has_foreign_group = torch.distributed.is_initialized() and not Runner._alive
         if self._ranks == 1:  # several ranks are processes of their own
             Runner._alive.add(id(self))
@@ -95,16 +96,21 @@ class Runner:
         self.llm.abort_request(list(names))
 
     def load(self, weights: WeightSnapshot) -> None:
-        """Load weights in place and read them back; no request may run. A ``WeightSyncError`` names what differs."""
+        """Load weights in place and read them back: the first ones, and those after a failure, in full, later ones by
+        parts in turn, since what is compared goes to the device again. No request may run. A ``WeightSyncError`` names
+        what differs."""
+        loads, self._loads = self._loads, 0
+        part = (loads - 1) % READ_BACK_PARTS if loads else None
         try:
             with nullcontext(weights) if self._ranks == 1 else share_weights(weights) as shared:
                 self.llm.collective_rpc("take_weights", _LOAD_TIMEOUT_S, (shared,))
-                worker_faults = self.llm.collective_rpc("read_back", _LOAD_TIMEOUT_S, (shared,))
+                worker_faults = self.llm.collective_rpc("read_back", _LOAD_TIMEOUT_S, (shared, part))
         except _FAILURES as error:
             raise WeightSyncError(f"vLLM broke off taking the weights of version {weights.version}: {error}") from error
         self.llm.reset_prefix_cache()
         if faults := sorted({fault for faults in worker_faults for fault in faults}):
             raise WeightSyncError(f"vLLM did not take the weights of version {weights.version}: {'; '.join(faults)}")
+        self._loads = loads + 1
 
     def cache_bytes(self) -> int:
         """On the worker with the largest key-value cache."""
@@ -205,13 +211,20 @@ class OffloadableRunner(Protocol):
 
 
 class SleepingRunner:
-    """vLLM's sleep mode, for GPUs only: level 1 keeps the weights on the host, level 2 does not."""
+    """vLLM's sleep mode, for GPUs only.
+
+    An engine that has slept before keeps the last snapshot, which takes the place of a copy of the weights on the host:
+    it sleeps at level 2, which copies nothing, and loads the snapshot when it wakes. Before the first one it sleeps at
+    level 1, which keeps the weights.
+    """
 
     def __init__(self, start: Callable[[], Runner]) -> None:
         self.runner = start()
         self.has_weights = True
         self._asleep: set[Kind] = set()
-        self._pending: WeightSnapshot | None = None
+        self._has_slept = False
+        self._snapshot: WeightSnapshot | None = None
+        self._is_loaded = True  # the device has the last weights, or vLLM brings them by itself
 
     def wake(self, kind: Kind) -> None:
         try:
@@ -221,33 +234,41 @@ class SleepingRunner:
             self._asleep = {"weights", "kv_cache"}
             raise
         self._asleep.discard(kind)
-        if kind == "weights" and self._pending is not None:
+        if kind == "weights" and not self._is_loaded and self._snapshot is not None:
             try:
-                self.runner.load(self._pending)
+                self.runner.load(self._snapshot)
             except BaseException:
                 self.sleep(keep_weights=False)  # they are a mixture
                 raise
-            self._pending = None
+            self._is_loaded = True
 
     def sleep(self, keep_weights: bool) -> None:
+        self._snapshot = self._snapshot if keep_weights else None
         # Sleeping weights are not woken for this: another engine may use their memory.
         if "weights" not in self._asleep:
-            self.runner.llm.sleep(level=1 if keep_weights else 2)
+            self._is_loaded = keep_weights and self._snapshot is None
+            self.runner.llm.sleep(level=1 if self._is_loaded else 2)
         else:
             if "kv_cache" not in self._asleep:
                 self.runner.sleep_again()
             if not keep_weights:
-                self.runner.drop_host_copies()
+                self._drop_host_copies()
         self._asleep = {"weights", "kv_cache"}
-        self._pending = self._pending if keep_weights else None
+        self._has_slept = True
         self.has_weights = self.has_weights and keep_weights
 
     def load(self, weights: WeightSnapshot) -> None:
         if "weights" in self._asleep:
-            self._pending = _copy(weights)
+            self._drop_host_copies()
         else:
             self.runner.load(weights)
+        self._snapshot = weights if self._has_slept else None
         self.has_weights = True
+
+    def _drop_host_copies(self) -> None:
+        if self._is_loaded:
+            self.runner.drop_host_copies()
+        self._is_loaded = False
 
     def close(self) -> None:
         self.runner.close()
@@ -256,7 +277,7 @@ class SleepingRunner:
 class RestartingRunner:
     """For CPUs, where vLLM cannot sleep: it is ended, and started again once weights and cache are both needed.
 
-    A copy of the last snapshot is kept for that; before the first, the weights are those of the model's folder.
+    The last snapshot is kept for that; before the first, the weights are those of the model's folder.
     """
 
     def __init__(self, start: Callable[[], Runner]) -> None:
@@ -287,12 +308,11 @@ class RestartingRunner:
         self.close()
 
     def load(self, weights: WeightSnapshot) -> None:
-        copy = _copy(weights)
         if self._runner is not None:
-            self._runner.load(copy)
+            self._runner.load(weights)
         elif len(self._awake) == 2:
-            self._restart(copy)
-        self._weights, self.has_weights = copy, True
+            self._restart(weights)
+        self._weights, self.has_weights = weights, True
 
     def close(self) -> None:
         runner, self._runner = self._runner, None
@@ -308,8 +328,3 @@ class RestartingRunner:
             runner.close()
             raise
         self._runner = runner
-
-
-def _copy(weights: WeightSnapshot) -> WeightSnapshot:
-    """A snapshot with its own bytes: the received ones may be another process's shared memory."""
-    return take_snapshot(((name, weights.tensor(name)) for name in weights.buffers), weights.version)

@@ -1,43 +1,58 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights for other processes of this machine: those of vLLM."""
 
+import fcntl
+import mmap
 import os
-from collections.abc import Iterator, Mapping
+import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from dlrover.python.rl.engine.api.weights import WeightSnapshot, tensor_bytes
+from dlrover.python.rl.engine.api.weights import SnapshotFile, WeightSnapshot, tensor_bytes
 
 _ALIGN = 64
 
 
 @dataclass(frozen=True)
 class SharedWeights:
-    """Where another process of this machine finds the bytes of a snapshot, by name, and the snapshot without them."""
+    """A snapshot without its bytes, and the file of another process of this machine that has them."""
 
-    path: str
-    starts: Mapping[str, int]
     outline: WeightSnapshot
+    file: SnapshotFile
 
     def open(self) -> WeightSnapshot:
-        """The snapshot, whose bytes are mapped from the file."""
-        file, outline = np.memmap(self.path, dtype=np.uint8, mode="c"), self.outline
-        sizes = {name: tensor_bytes(outline.shapes[name], outline.dtypes[name]) for name in self.starts}
-        buffers = {name: file[start : start + sizes[name]] for name, start in self.starts.items()}
-        return replace(outline, buffers=buffers)
+        """The snapshot, whose bytes are mapped from the file. While they are in use, the file is open with a shared
+        lock, so that a sender of weights does not overwrite it."""
+        descriptor = os.open(self.file.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            whole = np.frombuffer(mmap.mmap(descriptor, 0, access=mmap.ACCESS_COPY), dtype=np.uint8)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        weakref.finalize(whole, os.close, descriptor)
+        starts, outline = self.file.starts, self.outline
+        sizes = {name: tensor_bytes(outline.shapes[name], outline.dtypes[name]) for name in starts}
+        buffers = {name: whole[start : start + sizes[name]] for name, start in starts.items()}
+        return replace(outline, buffers=buffers, file=SnapshotFile(f"/proc/{os.getpid()}/fd/{descriptor}", starts))
 
 
 @contextmanager
 def share_weights(weights: WeightSnapshot) -> Iterator[SharedWeights]:
-    """Copy the bytes to a file in memory, which exists inside the block only and ends with this process."""
+    """The snapshot for other processes, inside the block. Bytes that are in no file are copied to one in memory, which
+    ends with this process."""
+    outline = replace(weights, buffers={}, checked=False, file=None)
+    if weights.file is not None:
+        yield SharedWeights(outline, weights.file)
+        return
     starts = {}
     with os.fdopen(os.memfd_create("weights"), "wb") as file:
         for name in weights.buffers:
             starts[name] = file.seek(-(-file.tell() // _ALIGN) * _ALIGN)
             file.write(weights.tensor(name).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         file.flush()
-        outline = replace(weights, buffers={}, checked=False)
-        yield SharedWeights(f"/proc/{os.getpid()}/fd/{file.fileno()}", starts, outline)
+        yield SharedWeights(outline, SnapshotFile(f"/proc/{os.getpid()}/fd/{file.fileno()}", starts))

@@ -25,6 +25,8 @@ from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.rollout.requests import choose
 from dlrover.python.rl.engine.vllm.shared import SharedWeights
 
+READ_BACK_PARTS = 8
+
 EXTRA = "dlrover_drawing"
 """Key of the :class:`SamplingPlan` in a request's ``extra_args``."""
 
@@ -116,13 +118,14 @@ class WeightLoader:
     def take_weights(self, weights: WeightSnapshot | SharedWeights) -> None:
         self.model_runner.reload_weights(weights_iterator=_iterate(weights), is_checkpoint_format=True)
 
-    def read_back(self, weights: WeightSnapshot | SharedWeights) -> list[str]:
-        """The differences between the model's tensors and ``weights``, bit for bit.
+    def read_back(self, weights: WeightSnapshot | SharedWeights, part: int | None = None) -> list[str]:
+        """The differences between the model's tensors and ``weights``, bit for bit; given a number, those of a part of
+        ``READ_BACK_PARTS``. That each tensor has been read, and each of the model's written, is seen of all.
 
         vLLM's own loader decides which part of which tensor belongs where; it runs again, and each of its copies is
         compared instead of made.
         """
-        comparison = _CopyComparison(dict(self.model_runner.model.named_parameters()))
+        comparison = _CopyComparison(dict(self.model_runner.model.named_parameters()), part)
         with comparison:
             self.model_runner.model.load_weights(comparison.watch(_iterate(weights)))
         return comparison.faults()
@@ -153,8 +156,9 @@ class WeightLoader:
 class _CopyComparison(TorchDispatchMode):
     """While active, a copy into one of ``parameters`` compares instead, and the parameter stays as it is."""
 
-    def __init__(self, parameters: Mapping[str, Any]) -> None:
+    def __init__(self, parameters: Mapping[str, Any], part: int | None) -> None:
         super().__init__()
+        self._part, self._is_compared = part, True
         self._owners = {_storage(tensor).data_ptr(): name for name, tensor in parameters.items()}
         self._untouched = {name for name, tensor in parameters.items() if _owner_of(self._owners, tensor) == name}
         self._name = ""
@@ -163,8 +167,9 @@ class _CopyComparison(TorchDispatchMode):
 
     def watch(self, named: Iterable[tuple[str, Any]]) -> Iterator[tuple[str, Any]]:
         """Yield ``named``, and record which of them are read."""
-        for name, tensor in named:
+        for number, (name, tensor) in enumerate(named):
             self._name = name
+            self._is_compared = self._part in (None, number % READ_BACK_PARTS)
             self._unread.add(name)
             yield name, tensor
 
@@ -178,7 +183,7 @@ class _CopyComparison(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.copy_.default and (owner := _owner_of(self._owners, args[0])) is not None:
             target = args[0]
-            if not torch.equal(_bits(target), _bits(args[1].to(target.device, target.dtype).expand_as(target))):
+            if self._is_compared and not _equals(target, args[1]):
                 self._different.add(self._name)
             self._unread.discard(self._name)
             self._untouched.discard(owner)
@@ -200,6 +205,10 @@ def read_copies(tensors: Mapping[str, Any], copies: Mapping[int, Any]) -> dict[s
 
 def _storage(tensor: Any) -> Any:
     return tensor.untyped_storage()
+
+
+def _equals(target: Any, source: Any) -> bool:
+    return bool(torch.equal(_bits(target), _bits(source.to(target.device, target.dtype).expand_as(target))))
 
 
 def _bits(tensor: Any) -> Any:

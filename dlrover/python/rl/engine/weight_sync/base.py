@@ -23,7 +23,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple, Protocol, TypeAlias
@@ -37,7 +37,7 @@ from annotated_types import Ge, Gt
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.common.progress import note_progress
-from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp, tensor_bytes
+from dlrover.python.rl.engine.api.weights import SnapshotFile, WeightSnapshot, WeightStamp, tensor_bytes
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 
 ALIGN = 64
@@ -336,8 +336,11 @@ class SenderBase:
         return named[1].detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def assemble_snapshot(ticket: Ticket, flat: npt.NDArray[np.uint8], crcs: Sequence[int], seal: Seal) -> WeightSnapshot:
-    """The snapshot with the bytes ``flat``, ``[table.nbytes]``, if their ``crcs`` and the ticket match the seal.
+def assemble_snapshot(
+    ticket: Ticket, flat: npt.NDArray[np.uint8], crcs: Sequence[int], seal: Seal, path: str = "", flat_at: int = 0
+) -> WeightSnapshot:
+    """The snapshot with the bytes ``flat``, ``[table.nbytes]``, if their ``crcs`` and the ticket match the seal. They
+    begin at ``flat_at`` in the open file ``path``, if any.
 
     Raises:
         WeightSyncError: names the tensors that differ, or both stamps where version, names, shapes or dtypes do.
@@ -351,7 +354,8 @@ def assemble_snapshot(ticket: Ticket, flat: npt.NDArray[np.uint8], crcs: Sequenc
     snapshot = _snapshot(ticket, buffers, crcs)
     if snapshot.stamp != seal.stamp:
         raise WeightSyncError(f"{refusal}: {seal.stamp} was sent, and the ticket makes {snapshot.stamp} of it")
-    return snapshot
+    starts = {entry.name: flat_at + start for entry, (start, _) in zip(entries, spans, strict=True)}
+    return replace(snapshot, file=SnapshotFile(path, starts)) if path else snapshot
 
 
 def _snapshot(ticket: Ticket, buffers: Mapping[str, Any], crcs: Sequence[int]) -> WeightSnapshot:

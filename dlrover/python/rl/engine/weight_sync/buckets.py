@@ -295,8 +295,10 @@ class MappedWeights:
         self._check_length()  # reading a page that is cut off would end this process
         return int(self._progress[0])
 
-    def seal(self) -> Seal:
-        return Seal.unpack(self._map[self._seal_at :])
+    def snapshot(self, ticket: Ticket, crcs: Sequence[int]) -> WeightSnapshot:
+        """The whole version; see :func:`assemble_snapshot`."""
+        seal, path = Seal.unpack(self._map[self._seal_at :]), f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        return assemble_snapshot(ticket, self.flat, crcs, seal, path, HEAD_BYTES)
 
 
 def _map(descriptor: int, size: int, access: int) -> mmap.mmap:

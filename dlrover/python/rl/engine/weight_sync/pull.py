@@ -37,7 +37,6 @@ from dlrover.python.rl.engine.weight_sync.base import (
     SyncSettings,
     Ticket,
     WeightSource,
-    assemble_snapshot,
 )
 from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, MappedWeights
 from dlrover.python.rl.engine.weight_sync.weight_server import (
@@ -163,7 +162,7 @@ class PullTransport(SenderBase):
                 timer.restart()
             else:
                 timer.pause()
-        return assemble_snapshot(ticket, weights.flat, tally.crcs, weights.seal())
+        return weights.snapshot(ticket, tally.crcs)
 
     # -- from another host --------------------------------------------------------------------------------------------
 
@@ -231,7 +230,7 @@ class PullTransport(SenderBase):
             assert opened is not None, "it was written just now"
             self._use_maps_of(os.getpid())
             weights = MappedWeights(opened[0], ticket.table, self._maps)
-            return assemble_snapshot(ticket, weights.flat, tally.crcs, weights.seal())
+            return weights.snapshot(ticket, tally.crcs)
         except BaseException:
             self._relayed.stop_waiting()
             self._close_relay()

@@ -1,0 +1,77 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Received weights for vLLM's processes: the pages that the sender has written, which stay as they are while in use."""
+
+import gc
+import os
+import pickle
+
+import pytest
+import torch
+
+from dlrover.python.rl.engine.api.weights import take_snapshot, verify_snapshot
+from dlrover.python.rl.engine.vllm.shared import share_weights
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+
+
+class Source:
+    def __init__(self):
+        self.version = 0
+
+    def named_weights(self):
+        yield "a", torch.full((5, 7), float(self.version))
+        yield "b", torch.full((3,), float(self.version), dtype=torch.bfloat16)
+
+
+class Sync:
+    def __init__(self):
+        self.source, self.sender, self.receiver = Source(), PullTransport(), PullTransport()
+
+    def next(self):
+        self.source.version += 1
+        ticket = self.sender.offer(self.source)
+        self.sender.send(ticket, self.source)
+        return self.receiver.receive(ticket)
+
+
+@pytest.fixture
+def sync():
+    made = Sync()
+    yield made
+    made.receiver.close()
+    made.sender.close()
+
+
+def share(weights):
+    """What another process opens."""
+    with share_weights(weights) as shared:
+        return pickle.loads(pickle.dumps(shared)).open()
+
+
+@pytest.mark.feature(14)
+def test_received_weights_are_passed_on_without_a_copy(sync, monkeypatch):
+    received = sync.next()
+    monkeypatch.setattr(os, "memfd_create", None)
+    opened = share(received)
+    verify_snapshot(opened, received.shapes, -1)
+    assert opened.stamp == received.stamp
+    again = share(opened)  # from that process to its workers
+    assert again.tensor("a").tolist() == received.tensor("a").tolist()
+
+
+def test_weights_that_a_process_has_open_are_not_overwritten(sync):
+    received = sync.next()
+    opened = share(received)
+    del received
+    gc.collect()
+    for _ in range(3):
+        sync.next()
+    assert opened.tensor("a").unique().tolist() == [1.0]
+    assert opened.tensor("b").unique().tolist() == [1.0]
+
+
+def test_weights_in_no_file_are_copied_to_one_that_ends_with_the_block(sync):
+    weights = take_snapshot(sync.source.named_weights(), 0)
+    with share_weights(weights) as shared:
+        assert shared.open().tensor("b").tolist() == [0.0] * 3
+    with pytest.raises(FileNotFoundError):
+        shared.open()
