@@ -144,6 +144,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_only_and_is_found_by_its_addre
     code = """
     import os, subprocess, sys
     import ray
+    from ray._private import worker
     from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 
     with ray_cluster(None, {"cpu": 2.0}, log_to_driver=False):
@@ -151,6 +152,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_only_and_is_found_by_its_addre
         assert row["NodeManagerAddress"] == "127.0.0.1", row
         address = ray.get_runtime_context().gcs_address
         assert address.startswith("127.0.0.1:")
+        assert not {"monitor", "dashboard"} & set(worker._global_node.all_processes)
         as_elsewhere = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
         code = "from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster"
         code += "; import ray, sys; address = sys.argv[1]"

@@ -35,6 +35,7 @@ from dlrover.python.rl.runtime.ray.cluster.head import (
     private_folder,
     settings,
     use_token,
+    without_spare_processes,
 )
 from dlrover.python.rl.runtime.ray.cluster.open_ray import risk_of_open_ray
 
@@ -157,7 +158,8 @@ def _start(folder: Path, needed: Mapping[str, float], common: Mapping[str, Any])
         store = files / "gcs" if durable else None
         files.mkdir()
         try:
-            ray.init(**common, **_own(needed), _temp_dir=str(files), _system_config=settings(store))
+            with without_spare_processes():
+                ray.init(**common, **_own(needed), _temp_dir=str(files), _system_config=settings(store))
             return GcsKeeper(worker._global_node) if durable else None
         except Exception as error:  # noqa: BLE001 - Ray raises just that when a busy machine was too slow
             last = error

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ray._private import ray_constants, services
+from ray._private.node import Node
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.runtime.process.executor import restore_environment
@@ -45,6 +46,8 @@ _PATIENCE = {
     # The same for one that starts while the GCS is away (5 s by default).
     "gcs_rpc_server_connect_timeout_s": 30,
 }
+
+_SPARE = ("start_monitor", "start_api_server")  # of Ray's node; one that a Ray does not have is not needed either
 
 _GCS = "gcs_server"  # its name among the processes of a node
 _FOLDER_PREFIX = "dlrover-ray-"
@@ -88,6 +91,18 @@ def on_loopback() -> Iterator[None]:
     finally:
         ray_constants.ENABLE_RAY_CLUSTER = attribute
         restore_environment({_ENABLE_CLUSTER: variable})
+
+
+@contextlib.contextmanager
+def without_spare_processes() -> Iterator[None]:
+    """Inside, Ray starts a head node without the processes of its autoscaler and dashboard: seconds of processor time
+    for each start, for a cluster that has one node and shows no dashboard."""
+    with contextlib.ExitStack() as stack:
+        for name in _SPARE:
+            if (start := getattr(Node, name, None)) is not None:
+                setattr(Node, name, lambda *_, **__: None)
+                stack.callback(setattr, Node, name, start)
+        yield
 
 
 def use_token() -> None:
