@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from unittest.mock import patch
 
 import dlrover.python.rl.master
 from tests.chaos.outside import CLI, REPOSITORY, digests, prepare, say
@@ -186,9 +187,9 @@ def wait_until(condition: Callable[[], object], what: str, driver: "subprocess.P
 
 def run(folder: Path, steps: int, disturbed: bool) -> int:
     """The demo job over three hosts; its exit code. ``disturbed``: one is cut off, one killed, one heals, one joins."""
-    os.environ.update({"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(16).hex()})
     out, log = folder / ("disturbed" if disturbed else "undisturbed"), folder / f"run-{disturbed}.log"
-    with hosts(4) as (head, second, third, fourth):
+    token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": os.urandom(16).hex()}
+    with patch.dict(os.environ, token), hosts(4) as (head, second, third, fourth):
         head.join(head, folder)
         for host in (second, third):
             host.join(head, folder)
