@@ -110,10 +110,12 @@ def _as_os_error(error: Exception, folder: Path) -> OSError:
     return error if isinstance(error, OSError) else disk_full_error(errno.ENOSPC, folder, 0)
 
 
-def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT) -> None:
-    """Add ``content`` to a file, whole or not at all; an absent file is created."""
-    size = path.stat().st_size if path.exists() else 0
+def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT, at: int | None = None) -> int:
+    """Add ``content`` to a file, whole or not at all, at its end or in place of what it has from byte ``at`` on; an
+    absent file is created. Returns its size."""
+    size = at if at is not None else path.stat().st_size if path.exists() else 0
     retry_io(lambda: _write_at(path, size, content), path, wait)
+    return size + len(content)
 
 
 def _write_at(path: Path, size: int, content: bytes) -> None:

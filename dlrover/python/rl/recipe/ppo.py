@@ -95,7 +95,7 @@ class PPOTrainer(PolicyTrainer):
         without_returns = Batch({name: column for name, column in rows.columns.items() if name != "returns"})
         return {**super().update(step, batch, without_returns, aux), **critic}
 
-    def finish(self, before: Mapping[str, Scores], after: Batch) -> None:
+    def finish(self, before: Mapping[str, Scores], after: StepBatch) -> None:
         if self.uses("values"):
             self.RG_CRITIC.save(self.results_dir / "critic")
         super().finish(before, after)

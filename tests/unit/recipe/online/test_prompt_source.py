@@ -57,8 +57,8 @@ def test_sets_to_evaluate_on_follow_each_other_and_have_their_own_rows(tmp_path)
     prompts = PromptSource(GRPOConfig("m", PromptData(str(path), eval=sets, eval_rows=3)))
     assert prompts.held_out.objects("prompt") == ["0", "1", "2", "q0", "q1"]
     assert prompts.find_sets(prompts.held_out).tolist() == ["first"] * 3 + ["second"] * 2
-    rows = prompts.name_sets({"row": row} for row in prompts.held_out.dense("prompt_id").tolist())
-    assert [(row["set"], row["row"]) for row in rows] == [
+    rows = prompts.name_sets(prompts.held_out.with_columns(row=prompts.held_out.dense("prompt_id")))
+    assert list(zip(rows.objects("set"), rows.dense("row").tolist(), strict=True)) == [
         ("first", 0),
         ("first", 1),
         ("first", 2),

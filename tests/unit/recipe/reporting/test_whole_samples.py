@@ -6,8 +6,9 @@ import pytest
 
 from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.recipe.online.batch import format_samples, sample_metrics
+from dlrover.python.rl.recipe.online.batch import sample_metrics, select_logged
 from dlrover.python.rl.recipe.reporting.metrics import merge_rows, number_samples
+from dlrover.python.rl.recipe.reporting.sample_file import format_rows
 
 NAN = float("nan")
 
@@ -84,7 +85,7 @@ def test_the_parts_of_a_reward_are_means_over_the_scored_samples():
     assert metrics["reward/right"] == pytest.approx(2 / 3)
     assert metrics["reward/short"] == pytest.approx(0.2)
     assert "reward/score" not in metrics
-    assert [row["reward/short"] for row in format_samples(rows, rows=5)][:3] == [0.0, 0.5, 0.1]
+    assert select_logged(rows, rows=5).dense("reward/short").tolist()[:3] == [0.0, 0.5, 0.1]
 
 
 def test_of_samples_without_any_reward_only_the_mean_is_told():
@@ -95,7 +96,7 @@ def test_of_samples_without_any_reward_only_the_mean_is_told():
 
 @pytest.mark.feature(89)
 def test_rows_for_people_have_the_score_and_say_whose_they_are():
-    told = list(format_samples(ROWS, rows=5))
+    told = list(format_rows(select_logged(ROWS, rows=5), ROWS.select("completion")))
     assert [row["trajectory"] for row in told] == [0, 0, 1, 2, 2]
     assert [row["score"] for row in told[:3]] == [0.0, 1.0, 0.0]
     assert [row["row"] for row in told] == [2, 2, 2, 4, 4]

@@ -88,8 +88,8 @@ class Answers:
         generate = bind_method(self._trainer.RG_ROLLOUT, "generate", rows)
         score = bind_method(self._trainer.RG_REWARD, "score", rows)
         rollouts = generate(Shard(self._prompts), sampling, Replicate((self._seed, step)))
-        scored = Batch.concat(score(Shard(rollouts)))
-        rewards = scored.dense("reward")
-        logged = scored.select("prompt", "completion", "answer", "reward")
+        rewards = Batch.concat(score(Shard(rollouts))).dense("reward")
+        texts = bind_method(self._trainer.RG_ROLLOUT, "texts", rows)(Shard(rollouts)).result()  # waits: for a selection
+        logged = Batch.concat(texts).with_columns(reward=rewards)
         self.last = [logged.row(row) for row in range(rows)]
         return {METRIC: mean_reward(rewards), "eval/failed": float(count_failures(rewards))}

@@ -18,14 +18,15 @@ from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.base.config import RewardConfig
 from dlrover.python.rl.recipe.reporting.metrics import mean_reward, merge_rows, number_samples, part_columns
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.reporting.sample_file import NUMBERS
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
 
 
 @dataclass(frozen=True)
 class StepBatch:
-    """The rows of a step: groups in the order they were requested, retries at the end. Tokens stay with the rollouts
-    until a role needs them; the trainer has references, the order of the rows, and numbers and texts of each."""
+    """The rows of a step: groups in the order they were requested, retries at the end. Tokens and texts stay with the
+    rollouts until a role needs them; the trainer has references, the order of the rows, and a few numbers of each."""
 
     rollouts: Pending  # pending batches, which the trainer never reads
     rows: tuple[int, ...]  # those of ``rollouts`` that are trained on, in order
@@ -33,6 +34,7 @@ class StepBatch:
     groups: int
     total: int  # rows of ``rollouts``
     filtered: tuple[Batch, ...] = ()  # ``scored`` of groups whose rewards are all alike
+    filtered_rows: tuple[int, ...] = ()  # these rows of ``rollouts``
     # As the algorithm sees them: without the rewards of rows that it may not train on.
     train_rows: Batch = field(default_factory=lambda: Batch({}))
 
@@ -45,13 +47,15 @@ class StepBatch:
     @classmethod
     def concat(cls, parts: Sequence["StepBatch"]) -> "StepBatch":
         starts = np.cumsum([0, *(part.total for part in parts)]).tolist()
+        placed = list(zip(starts, parts, strict=False))
         return cls(
             Pending([ref for part in parts for ref in part.rollouts]),
-            tuple(start + row for start, part in zip(starts, parts, strict=False) for row in part.rows),
+            tuple(start + row for start, part in placed for row in part.rows),
             Batch.concat([part.scored for part in parts]),
             sum(part.groups for part in parts),
             starts[-1],
             tuple(rows for part in parts for rows in part.filtered),
+            tuple(start + row for start, part in placed for row in part.filtered_rows),
         )
 
     def drop_uniform_groups(self, rewards: npt.NDArray[np.float64]) -> "StepBatch":
@@ -67,6 +71,7 @@ class StepBatch:
             scored=self.scored.take(varied),
             groups=len(np.unique(ids[is_varied])),
             filtered=(*self.filtered, self.scored.take(uniform)),
+            filtered_rows=(*self.filtered_rows, *(self.rows[row] for row in uniform)),
         )
 
     # -- dividing -----------------------------------------------------------------------------------------------------
@@ -100,6 +105,11 @@ class StepBatch:
     def all_rows(self) -> Batch:
         """``scored`` with the rows that are filtered out at the end."""
         return Batch.concat([self.scored, *self.filtered])
+
+    @property
+    def all_numbers(self) -> tuple[int, ...]:
+        """The numbers in ``rollouts`` of :attr:`all_rows`."""
+        return (*self.rows, *self.filtered_rows)
 
     def metrics(self) -> dict[str, float]:
         """The number of groups filtered out and the staleness of the others, where there is any."""
@@ -162,29 +172,17 @@ def cast_columns(batch: Batch, dtypes: Mapping[str, str]) -> Batch:
 
 # -- samples for people -----------------------------------------------------------------------------------------------
 
-_LOGGED = (
-    "prompt_id", "sample_index", "retry", "trajectory", "reward", "score", "error", "version", "min_version",
-    "staleness", "prompt", "completion", "answer",
-)  # fmt: skip
-
 
 def name_samples(rows: Batch) -> list[dict[str, Any]]:
     ids = zip(rows.dense("prompt_id").tolist(), rows.dense("sample_index").tolist(), strict=True)
     return [{"sample": f"sample {index} of prompt {prompt}"} for prompt, index in ids]
 
 
-def format_samples(scored: Batch, rows: int) -> Iterator[dict[str, Any]]:
-    """Plain rows for ``samples.jsonl``: ``row`` is the prompt's number among the ``rows`` of its file; rows with the
-    same ``trajectory`` are one sample."""
-    logged = scored.with_columns(trajectory=number_samples(scored)).select(
-        *(name for name in _LOGGED if name in scored), *part_columns(scored)
-    )
-    logged = logged.with_columns(row=scored.dense("prompt_id") % rows)
-    return (_to_plain(logged.row(row)) for row in range(len(logged)))
-
-
-def _to_plain(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
+def select_logged(scored: Batch, rows: int) -> Batch:
+    """The columns of ``samples.jsonl`` but the texts: ``row`` is the prompt's number among the ``rows`` of its file;
+    rows with the same ``trajectory`` are one sample."""
+    logged = scored.with_columns(trajectory=number_samples(scored), row=scored.dense("prompt_id") % rows)
+    return logged.select(*(name for name in NUMBERS if name in logged), *part_columns(scored), "row")
 
 
 _LOG = get_logger(__name__)

@@ -329,17 +329,19 @@ class SampleCollector:
         raise_errors([*(error for part in faults for error in part.wrong), *refused])
         self.prompts.drop(too_long)
 
-    def evaluate(self, step: int) -> Batch:
+    def evaluate(self, step: int) -> StepBatch:
         """Answers to the held-out prompts with their rewards, by the weights that were synced last."""
         sampling = eval_sampling(self._cfg.rollout, self._cfg.eval)
         seed, rows = Replicate((self._cfg.seed, step)), len(self.prompts.held_out)
         generate = bind_method(self._trainer.RG_ROLLOUT, "generate", rows)
-        answers = self._score(generate(Shard(self.prompts.held_out), sampling, seed), rows)
-        self.check_versions(step, answers)
-        return answers
+        rollouts = generate(Shard(self.prompts.held_out), sampling, seed)
+        scored = self._score(rollouts, rows)
+        self.check_versions(step, scored)
+        return StepBatch.from_rollouts(rollouts, scored, np.arange(len(scored)), rows)
 
-    def collect_scores(self, answers: Batch) -> dict[str, Scores]:
+    def collect_scores(self, evaluation: StepBatch) -> dict[str, Scores]:
         """The scores of an evaluation by the name of the set."""
+        answers = evaluation.scored
         set_of_row = self.prompts.find_sets(answers)
         samples = self._cfg.eval.samples
         return {

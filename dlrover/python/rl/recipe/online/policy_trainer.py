@@ -25,7 +25,6 @@ from dlrover.python.rl.recipe.online.batch import (
     annotate_errors_with_samples,
     cast_columns,
     failure_metrics,
-    format_samples,
     is_unscored,
     mask_rewards,
     name_samples,
@@ -34,6 +33,7 @@ from dlrover.python.rl.recipe.online.batch import (
 )
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, validate_template
+from dlrover.python.rl.recipe.online.sample_log import SampleLog
 from dlrover.python.rl.recipe.reporting.evaluation import (
     Scores,
     compare_evaluations,
@@ -65,10 +65,10 @@ class PolicyTrainer(RecipeTrainer):
         ACTOR weights -> ROLLOUT -> REWARD -> annotate -> ACTOR.update
         prompts -----------^  '--> aux outputs --^-----------^
 
-    Completions go from workload to workload; the trainer sees texts and a few numbers per row, and of single tokens
-    what the algorithm's ``annotate`` needs. A step first sends the weights to the rollouts, so that a rollout which
-    is replaced during the step gets them too. What lasts from one step to the next is in the members and in
-    ``self.state``, and nowhere else in the trainer.
+    Completions go from workload to workload and into the run's files; the trainer sees a few numbers per row, and of
+    single tokens what the algorithm's ``annotate`` needs. A step first sends the weights to the rollouts, so that a
+    rollout which is replaced during the step gets them too. What lasts from one step to the next is in the members and
+    in ``self.state``, and nowhere else in the trainer.
 
     A subclass names its configuration and its algorithm. One with further roles lists their columns in
     :meth:`aux_outputs`; one that trains them too extends :meth:`load_models` and :meth:`update`.
@@ -93,6 +93,7 @@ class PolicyTrainer(RecipeTrainer):
         self.needed_outputs = [self._by_actor(output) for output in needed]
         self.prompts = self.state["prompts"] = PromptSource(cfg)
         self.collector = SampleCollector(self, cfg, self.prompts)
+        self.sample_log = self.state["samples"] = SampleLog(self, self.prompts)
         self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
         self.announce("loading the models")
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
@@ -107,6 +108,10 @@ class PolicyTrainer(RecipeTrainer):
         if output.role != "reference" or RLRoleType.REFERENCE in self.actor_handles:
             return output
         return replace(output, role="actor", method="reference_logprobs", init=None, collective=True)
+
+    def begin_log(self, step: int) -> None:
+        super().begin_log(step)
+        self.sample_log.begin_step(step)
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
@@ -132,7 +137,7 @@ class PolicyTrainer(RecipeTrainer):
     def generate(self, step: int) -> StepBatch:
         """Samples with the rewards that the REWARD members, or the environment, give them."""
         batch = self.collector.collect(step)
-        self.run_log.write_samples(step, format_samples(batch.all_rows, self.prompts.rows))
+        self.sample_log.write_step(step, batch)
         return batch
 
     def score(self, step: int, batch: StepBatch) -> StepBatch:
@@ -304,12 +309,12 @@ class PolicyTrainer(RecipeTrainer):
         self.collector.sync_weights()
         self.collector.check_prompts()
         answers = self.collector.evaluate(0)
-        self.run_log.write_held_out(self.prompts.name_sets(format_samples(answers, self.prompts.held_out_rows)))
+        self.sample_log.write_held_out(answers)
         metrics = step_metrics(self.collector.collect_scores(answers))
         self.write_results({**self.prompts.summary(), **metrics})
 
-    def finish(self, before: Mapping[str, Scores], after: Batch) -> None:
-        self.run_log.write_held_out(self.prompts.name_sets(format_samples(after, self.prompts.held_out_rows)))
+    def finish(self, before: Mapping[str, Scores], after: StepBatch) -> None:
+        self.sample_log.write_held_out(after)
         scores = compare_evaluations(before, self.collector.collect_scores(after))
         engines = self.engines.items()
         known_engines = {name: engine for name, engine in engines if engine}

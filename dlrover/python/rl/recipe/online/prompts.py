@@ -3,7 +3,7 @@
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,11 @@ class PromptSource:
         set_of_row: npt.NDArray[np.str_] = names[np.searchsorted(starts, answers.dense("prompt_id"), side="right") - 1]
         return set_of_row
 
-    def name_sets(self, rows: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-        """Plain rows of held-out prompts with their ``set``, of which they have the row, where sets have names."""
-        for row in rows:
-            name = next(name for name, numbers in self.eval_sets.items() if row["row"] in numbers)
-            yield {"set": name, **row, "row": row["row"] - self.eval_sets[name].start} if name else row
+    def name_sets(self, answers: Batch) -> Batch:
+        """Rows of held-out prompts with their ``set``, of which they have the ``row``, where sets have names."""
+        names = self.find_sets(answers).tolist()
+        starts = np.array([self.eval_sets[name].start for name in names], dtype=np.int64)
+        return answers.with_columns(set=names, row=answers.dense("row") - starts) if any(names) else answers
 
     def drop(self, too_long: Sequence[ConfigError]) -> None:
         """Neither train nor evaluate on these prompts, by their places; DataError if that leaves none."""

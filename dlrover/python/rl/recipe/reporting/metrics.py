@@ -194,7 +194,7 @@ _METHODS = {
     "update": ("train", "update"),
     "sync": ("publish_weights", "published_stamp", "receive_weights"),
     "evaluation": ("measure",),
-    "saving": ("save",),
+    "saving": ("save", "texts", "begin_samples", "write_samples", "write_held_out"),
     "commit": (COMMIT,),
 }
 PHASES = {method: phase for phase, methods in _METHODS.items() for method in methods}
@@ -283,11 +283,15 @@ class RecipeTrainer(BaseTrainer):
             if self.model_saver.should_stop:
                 self.last_step = step - 1
                 break
-            self.run_log.begin_step(step)
+            self.begin_log(step)
             if not number and (step > 1 or not self.evaluates_first):
                 self.announce(f"step {step}")
             yield step
-        self.run_log.begin_step(self.last_step + 1)
+        self.begin_log(self.last_step + 1)
+
+    def begin_log(self, step: int) -> None:
+        """Remove what the run's files have of ``step`` and of later ones."""
+        self.run_log.begin_step(step)
 
     def write_results(self, summary: Mapping[str, Any]) -> None:
         if self.cfg.eval_only:

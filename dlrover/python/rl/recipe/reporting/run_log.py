@@ -4,7 +4,6 @@
 import io
 import json
 import math
-import os
 import re
 import shutil
 import socket
@@ -25,19 +24,26 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.recipe.base.config import KeepConfig, LogConfig
+from dlrover.python.rl.recipe.reporting.sample_file import (
+    HELD_OUT,
+    SAMPLES,
+    Excerpt,
+    Written,
+    cut_at_step,
+    format_line,
+    replace_non_finite,
+    write_step,
+)
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
 from dlrover.python.rl.runtime.checkpoint.run_files import remove_folder
 from dlrover.python.rl.runtime.process.curve import CURVES, METRICS, Points, curve_png, finite_points
 
 _LOG = get_logger(__name__)
 
-_METRICS, _SAMPLES = METRICS, "samples.jsonl"
-_FILES = (_METRICS, _SAMPLES, "held_out.jsonl", "refused.jsonl", "summary.json", *CURVES.values())
+_FILES = (METRICS, SAMPLES, HELD_OUT, "refused.jsonl", "summary.json", *CURVES.values())
 _TENSORBOARD = "tensorboard"
 _REDRAW_S = 30.0
-_TABLE = ("prompt", "completion", "answer", "reward", "score", "error")
 _STEP_FOLDER = re.compile(r"step-[0-9]+")
-_STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
 
 class TensorBoardWriter:
@@ -110,6 +116,8 @@ class RunLog:
         settings: Mapping[str, Any] | None = None,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
+        self.owns_samples = True
+        """False: another process writes ``samples.jsonl``."""
         self._folder, self._disk_wait, self._config = folder, disk_wait, config or LogConfig()
         self._trackers = Trackers(self._config, folder, settings or {}, disk_wait)
         self._run = uuid4().hex[:12]
@@ -118,7 +126,7 @@ class RunLog:
         self._can_plot, self._now_s, self._drawn_s = True, now_s, now_s()
         self.drawing: threading.Thread | None = None
         """Draws the curve, or did so last."""
-        self._samples: list[Mapping[str, Any]] = []  # of this step, for trackers
+        self._samples: Sequence[Mapping[str, Any]] = []  # of this step, for trackers
         self._totals = {"samples": 0, "tokens": 0}
 
     def begin_step(self, step: int) -> None:
@@ -132,45 +140,53 @@ class RunLog:
         folder = self._folder
         if not step:
             for name in _FILES:
-                (folder / name).unlink(missing_ok=True)
+                if name != SAMPLES or self.owns_samples:
+                    (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / _TENSORBOARD, ignore_errors=True)
-        for name in (_METRICS, _SAMPLES):
+        retry_io((folder / SAMPLES).touch, folder / SAMPLES, self._disk_wait)
+        for name in (METRICS, SAMPLES) if self.owns_samples else (METRICS,):
             self._append(name, ())
-            _truncate_at_step(folder / name, step + 1)
-        rows = (folder / _METRICS).read_text(encoding="utf-8").splitlines()
+            cut_at_step(folder / name, step + 1)
+        rows = (folder / METRICS).read_text(encoding="utf-8").splitlines()
         parsed = (_parse_metrics(json.loads(row)) for row in rows)
         self._history = [(number, _curves_of(values)) for number, values in parsed]
         if [number for number, _ in self._history] != list(range(1, step + 1)):
-            _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / _METRICS, step)
+            _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / METRICS, step)
         self._tensorboard = TensorBoardWriter(folder / _TENSORBOARD, step + 1, self._disk_wait)
 
     def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
         values = {name: float(value) for name, value in metrics.items()}
         self._history.append((step, _curves_of(values)))
-        self._append(_METRICS, [{"step": step, **values}])
+        self._append(METRICS, [{"step": step, **values}])
         samples, self._samples = self._samples, []
         self._tensorboard.log(step, values, samples)
         self._trackers.log(self._run, step, values, samples)
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        samples = list(rows)
-        self._append(_SAMPLES, ({"step": step, **row} for row in samples))
-        every = self._config.samples_every
-        if every and (step - 1) % every == 0:
-            self._samples = [_table_row(step, row) for row in samples[: self._config.samples_rows]]
-        for row in samples[: self._config.show_samples]:
-            _LOG.info("step %d: %s", step, _format_sample(row, self._config.max_chars))
+        file, wait = self._folder / SAMPLES, self._disk_wait
+        self.show_samples(step, write_step(file, step, rows, self.excerpt(step), disk_wait=wait))
+
+    def excerpt(self, step: int) -> Excerpt:
+        config = self._config
+        has_table = bool(config.samples_every) and (step - 1) % config.samples_every == 0
+        return Excerpt(config.show_samples, config.max_chars, config.samples_rows if has_table else 0)
+
+    def show_samples(self, step: int, written: Written) -> None:
+        """Print some samples of a step, and keep others for the table of its metrics."""
+        self._samples = written.table
+        for line in written.printed:
+            _LOG.info("step %d: %s", step, line)
 
     def write_refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._replace("refused.jsonl", b"".join(_format_line({"step": step, **row}) for row in rows))
+        self._replace("refused.jsonl", b"".join(format_line({"step": step, **row}) for row in rows))
 
     def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the last answers to the held-out prompts, one line each, to ``held_out.jsonl``."""
-        self._replace("held_out.jsonl", b"".join(map(_format_line, rows)))
+        self._replace(HELD_OUT, b"".join(map(format_line, rows)))
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing metrics, which the command line prints as a table, and end the run in the trackers."""
-        self._replace("summary.json", json.dumps(_replace_non_finite(values), indent=2).encode())
+        self._replace("summary.json", json.dumps(replace_non_finite(values), indent=2).encode())
         self._trackers.close()
 
     def count(self, **amounts: int) -> dict[str, float]:
@@ -214,59 +230,10 @@ class RunLog:
             self._can_plot = False
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        append(self._folder / name, b"".join(map(_format_line, rows)), self._disk_wait)
+        append(self._folder / name, b"".join(map(format_line, rows)), self._disk_wait)
 
     def _replace(self, name: str, content: bytes) -> None:
         replace(self._folder / name, content, self._disk_wait)
-
-
-def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table shows of a sample: numbers and texts."""
-    shown = {name: value for name, value in row.items() if name in _TABLE or name.startswith("reward/")}
-    plain = {name: value if isinstance(value, float | None) else _printable(value) for name, value in shown.items()}
-    return {"step": step, **_replace_non_finite(plain)}
-
-
-def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
-    texts = {name: text if isinstance(text, str) else str(text) for name, text in row.items() if text is not None}
-    return "  ".join(f"{name} {_shorten(text, max_chars)}" for name, text in texts.items())
-
-
-def _shorten(text: str, max_chars: int) -> str:
-    line = repr(text)[1:-1]
-    return line if len(line) <= max_chars else f"{line[:max_chars]}... ({len(text)} characters)"
-
-
-def _format_line(row: Mapping[str, Any]) -> bytes:
-    return _encode(json.dumps(_replace_non_finite(row), ensure_ascii=False, allow_nan=False) + "\n")
-
-
-def _encode(text: str) -> bytes:
-    """Half of a surrogate pair, which an error's text may have, is escaped as in JSON."""
-    return text.encode(errors="backslashreplace")
-
-
-def _printable(value: Any) -> str:
-    return _encode(str(value)).decode()
-
-
-def _replace_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity, and most readers refuse them."""
-    return {
-        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
-    }
-
-
-def _truncate_at_step(file: Path, step: int) -> None:
-    """Cut a file of rising steps off before its first row of ``step`` or later, or the first that is torn."""
-    size = 0
-    with open(file, "rb") as lines:
-        for line in lines:
-            match = _STEP.match(line)
-            if match is None or int(match[1]) >= step or not line.endswith(b"\n"):
-                break
-            size += len(line)
-    os.truncate(file, size)
 
 
 def _curves_of(values: Mapping[str, float]) -> dict[str, float]:

@@ -2,11 +2,14 @@
 """ROLLOUT: generates completions with the policy."""
 
 import math
+import socket
 from contextlib import nullcontext
+from pathlib import Path
 
 import numpy as np
 import torch
 
+from dlrover.python.rl.common.disk_space import replace, retry_io
 from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, ResultLost, WeightsLost
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import run_of
@@ -24,6 +27,15 @@ from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
 from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, device_of, on_device, use_threads
+from dlrover.python.rl.recipe.reporting.sample_file import (
+    TEXTS,
+    Excerpt,
+    Written,
+    cut_at_step,
+    format_line,
+    format_rows,
+    write_step,
+)
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 from dlrover.python.rl.recipe.rollout.kept import KeptSamples
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
@@ -142,6 +154,30 @@ class RolloutWorkload(EngineWorkload):
         """What the trainer needs of the rows of :meth:`fetch` or :meth:`generate`, with the rewards of an environment;
         see :func:`~dlrover.python.rl.recipe.rollout.episodes.summarize_rows`."""
         return summarize_rows(rollouts)
+
+    @trainer_invocation(blocking=False)
+    def texts(self, rollouts: Batch) -> Batch:
+        """The texts of the rows of :meth:`fetch` or :meth:`generate`, as objects ``prompt``, ``completion`` and
+        ``answer``."""
+        return rollouts.select(*TEXTS)
+
+    @trainer_invocation(target="RANK0")
+    def begin_samples(self, file: Path, step: int, expected: int | None) -> int:
+        """Remove the lines of ``step`` and of later ones, ``expected`` from that byte on; returns the size. Raises
+        DataError if the trainer's file is not on this node."""
+        if not file.is_file():
+            message = f"{file} is not on {socket.gethostname()}, where a rollout runs: all nodes have to see job_dir"
+            raise DataError([ConfigError("job_dir", message)])
+        return retry_io(lambda: cut_at_step(file, step, expected), file)
+
+    @trainer_invocation(target="RANK0")
+    def write_samples(self, file: Path, step: int, at: int, numbers: Batch, texts: Batch, excerpt: Excerpt) -> Written:
+        """Write the lines of a step in place of what the file has from byte ``at`` on."""
+        return write_step(file, step, format_rows(numbers, texts), excerpt, at)
+
+    @trainer_invocation(target="RANK0")
+    def write_held_out(self, file: Path, numbers: Batch, texts: Batch) -> None:
+        replace(file, b"".join(map(format_line, format_rows(numbers, texts))))
 
     @trainer_invocation(blocking=False)
     @on_device

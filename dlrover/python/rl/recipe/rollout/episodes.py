@@ -22,7 +22,7 @@ from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
 
 _SUMMARY = (
     "prompt_id", "sample_index", "retry", "trajectory", "turns", "finished", "version", "min_version", "digest",
-    "prompt", "completion", "answer", "reward", "score", "error",
+    "reward", "score", "error",
 )  # fmt: skip
 
 _TRAJECTORY_BITS = {"created_step": 14, "retry": 6, "prompt_id": 28, "sample_index": 14}
@@ -125,7 +125,7 @@ def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
 
 
 def summarize_rows(rollouts: Batch) -> Batch:
-    """The numbers and texts of each row that the trainer needs, with ``action_tokens`` and ``token_count``."""
+    """The numbers of each row that the trainer needs, with ``action_tokens`` and ``token_count``."""
     actions = rollouts.ragged("action_mask")
     starts, totals = actions.offsets[:-1], np.concatenate([[0], np.cumsum(actions.values)])
     return rollouts.select(*(name for name in _SUMMARY if name in rollouts)).with_columns(

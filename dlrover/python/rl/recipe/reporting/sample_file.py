@@ -1,0 +1,136 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files of samples, one JSON object a line: their columns, where the lines of a step begin, and what is shown of them.
+
+Numbers and texts of the same rows come apart: the trainer has the ones, the rollouts have the others."""
+
+import json
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append
+from dlrover.python.rl.data.batch import Batch
+
+SAMPLES, HELD_OUT = "samples.jsonl", "held_out.jsonl"
+
+TEXTS = ("prompt", "completion", "answer")
+
+NUMBERS = (
+    "set", "prompt_id", "sample_index", "retry", "trajectory", "reward", "score", "error", "version", "min_version",
+    "staleness",
+)  # fmt: skip
+"""The first columns of a line; the texts and others follow."""
+
+_TABLE = (*TEXTS, "reward", "score", "error")
+_STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
+
+
+class Excerpt(NamedTuple):
+    """How many of a step's first samples the console and a table show; the console at most ``max_chars`` of a text."""
+
+    printed: int
+    max_chars: int
+    table: int
+
+
+class Written(NamedTuple):
+    end: int  # bytes of the file
+    printed: list[str]
+    table: list[dict[str, Any]]
+
+
+def format_rows(numbers: Batch, texts: Batch) -> Iterator[dict[str, Any]]:
+    """Plain rows, with the columns in the order of the files."""
+    joined = numbers.with_columns(**texts.columns)
+    first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
+    ordered = joined.select(*first, *(name for name in joined.columns if name not in first))
+    return (_to_plain(ordered.row(row)) for row in range(len(ordered)))
+
+
+def _to_plain(row: dict[str, Any]) -> dict[str, Any]:
+    return {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
+
+
+def write_step(
+    file: Path,
+    step: int,
+    rows: Iterable[Mapping[str, Any]],
+    excerpt: Excerpt,
+    at: int | None = None,
+    disk_wait: DiskWait = DEFAULT_DISK_WAIT,
+) -> Written:
+    """Write the lines of a step, all or none, at the end of the file or in place of what it has from byte ``at`` on."""
+    samples = list(rows)
+    end = append(file, b"".join(format_line({"step": step, **row}) for row in samples), disk_wait, at)
+    printed = [_format_sample(row, excerpt.max_chars) for row in samples[: excerpt.printed]]
+    return Written(end, printed, [_table_row(step, row) for row in samples[: excerpt.table]])
+
+
+def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
+    """Cut a file of rising steps off before its first line of ``step`` or later, or the first that is torn; returns its
+    size. Lines before byte ``expected`` are not read if it can be that place."""
+    size = expected if expected is not None and _can_begin_at(file, expected, step) else _find_step(file, step)
+    os.truncate(file, size)
+    return size
+
+
+def _can_begin_at(file: Path, at: int, step: int) -> bool:
+    with open(file, "rb") as lines:
+        lines.seek(max(at - 1, 0))
+        if at and lines.read(1) != b"\n":
+            return False
+        match = _STEP.match(lines.read(32))
+    return match is None or int(match[1]) >= step
+
+
+def _find_step(file: Path, step: int) -> int:
+    size = 0
+    with open(file, "rb") as lines:
+        for line in lines:
+            match = _STEP.match(line)
+            if match is None or int(match[1]) >= step or not line.endswith(b"\n"):
+                break
+            size += len(line)
+    return size
+
+
+def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
+    """What a table shows of a sample: numbers and texts."""
+    shown = {name: value for name, value in row.items() if name in _TABLE or name.startswith("reward/")}
+    plain = {name: value if isinstance(value, float | None) else _printable(value) for name, value in shown.items()}
+    return {"step": step, **replace_non_finite(plain)}
+
+
+def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
+    texts = {name: text if isinstance(text, str) else str(text) for name, text in row.items() if text is not None}
+    return "  ".join(f"{name} {_shorten(text, max_chars)}" for name, text in texts.items())
+
+
+def _shorten(text: str, max_chars: int) -> str:
+    line = repr(text)[1:-1]
+    return line if len(line) <= max_chars else f"{line[:max_chars]}... ({len(text)} characters)"
+
+
+def format_line(row: Mapping[str, Any]) -> bytes:
+    return _encode(json.dumps(replace_non_finite(row), ensure_ascii=False, allow_nan=False) + "\n")
+
+
+def _encode(text: str) -> bytes:
+    """Half of a surrogate pair, which an error's text may have, is escaped as in JSON."""
+    return text.encode(errors="backslashreplace")
+
+
+def _printable(value: Any) -> str:
+    return _encode(str(value)).decode()
+
+
+def replace_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity, and most readers refuse them."""
+    return {
+        name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
+    }

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A file of samples: where a step's lines begin, and what repeating a call makes of it."""
+
+import json
+
+import numpy as np
+import pytest
+
+from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.reporting.sample_file import Excerpt, cut_at_step, format_rows, write_step
+from dlrover.python.rl.recipe.workloads import RolloutWorkload
+
+NOTHING = Excerpt(0, 0, 0)
+
+
+def lines_of(step, count=2):
+    return "".join(f'{{"step": {step}, "row": {row}}}\n' for row in range(count)).encode()
+
+
+@pytest.mark.parametrize(
+    ("content", "step", "size"),
+    [
+        (b"", 1, 0),
+        (lines_of(1) + lines_of(2), 1, 0),
+        (lines_of(1) + lines_of(2), 2, len(lines_of(1))),
+        (lines_of(1) + lines_of(2), 3, len(lines_of(1) + lines_of(2))),
+        (lines_of(1) + lines_of(2)[:-4], 3, len(lines_of(1, 2) + lines_of(2, 1))),
+        (lines_of(1) + bytes(100), 3, len(lines_of(1))),
+    ],
+    ids=["empty", "all", "one step", "nothing", "a torn line", "a hole of zeros"],
+)
+def test_a_file_is_cut_at_a_step_wherever_it_is_expected(tmp_path, content, step, size):
+    file = tmp_path / "samples.jsonl"
+    for expected in (None, *range(len(content) + 3)):
+        file.write_bytes(content)
+        if expected is None or not _is_another_place(content, step, expected):
+            assert cut_at_step(file, step, expected) == size, expected
+            assert file.read_bytes() == content[:size]
+
+
+def _is_another_place(content, step, expected):
+    """Before a later line of the step, or of what is torn: only a file that was changed from outside ends there."""
+    begins_a_line = expected <= len(content) and (not expected or content[expected - 1 : expected] == b"\n")
+    return begins_a_line and expected > len(b"".join(lines_of(number) for number in range(1, step)))
+
+
+def test_lines_before_the_expected_place_are_not_read(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(b"not a line of a step\n" + lines_of(5))
+    assert cut_at_step(file, 5, 21) == 21
+    assert cut_at_step(file, 5, 20) == 0
+
+
+def test_lines_that_are_written_again_are_there_once(tmp_path):
+    file = tmp_path / "samples.jsonl"
+    file.write_bytes(lines_of(1))
+    rows = [{"prompt": "x" * 99, "reward": float(row)} for row in range(3)]
+    first = write_step(file, 2, rows, NOTHING, at=len(lines_of(1)))
+    content = file.read_bytes()
+    assert content.startswith(lines_of(1))
+    assert [json.loads(line) for line in content.splitlines()[2:]] == [{"step": 2, **row} for row in rows]
+    file.write_bytes(content[:-40] + b"{")
+    assert write_step(file, 2, rows, NOTHING, at=len(lines_of(1))) == first
+    assert file.read_bytes() == content
+    assert first.end == len(content)
+
+
+def test_texts_are_among_the_numbers_in_the_order_of_the_file():
+    numbers = Batch({"version": np.array([3]), "reward": np.array([0.5]), "reward/right": np.array([1.0])})
+    numbers = numbers.with_columns(row=np.array([7]), set=["first"])
+    (row,) = format_rows(numbers, Batch({"prompt": ["p"], "completion": ["c"], "answer": [None]}))
+    assert list(row) == ["set", "reward", "version", "prompt", "completion", "answer", "reward/right", "row"]
+    assert json.dumps(row)
+
+
+def test_what_is_shown_is_cut_and_no_more_than_was_asked_for(tmp_path):
+    rows = [{"prompt": "p" * 500, "reward": 0.5}] * 5
+    written = write_step(tmp_path / "samples.jsonl", 1, rows, Excerpt(printed=2, max_chars=10, table=3))
+    assert written.printed == [f"prompt {'p' * 10}... (500 characters)  reward 0.5"] * 2
+    assert written.table == [{"step": 1, "prompt": "p" * 500, "reward": 0.5}] * 3
+
+
+def test_a_rollout_that_does_not_see_the_folder_of_the_run_says_so(tmp_path):
+    with pytest.raises(DataError, match="job_dir: .*samples.jsonl is not on .*: all nodes have to see job_dir"):
+        RolloutWorkload(None, {}).begin_samples(tmp_path / "elsewhere/samples.jsonl", 1, None)
