@@ -49,7 +49,7 @@ def expected(model_path):
 
 def five_steps(rank, world_size, port, case, path):
     engine = make_engine(case, rank, port, path)
-    frequencies = engine._model._module.rotary_pos_emb.inv_freq.tolist()
+    frequencies = engine._model.module.rotary_pos_emb.inv_freq.tolist()
     result = train(engine, rank, range(STEPS)), weights_of(engine), frequencies
     engine.close()
     return result

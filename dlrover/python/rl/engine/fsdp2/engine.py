@@ -14,14 +14,6 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, Token
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.cpu_kernels import install_cpu_kernels
 from dlrover.python.rl.engine.fsdp2 import INFO, Fsdp2Options
-from dlrover.python.rl.engine.fsdp2.adapters import (
-    add_adapters,
-    fresh_adapter,
-    is_adapter,
-    merge,
-    model_name,
-    silenced,
-)
 from dlrover.python.rl.engine.fsdp2.compiled_layers import compile_layers
 from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, MaterializeOptions, materialize
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
@@ -33,6 +25,7 @@ from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.spec import ModelSpec
+from dlrover.python.rl.engine.training.adapters import add_adapters, fresh_adapter, is_adapter, merge, model_name
 from dlrover.python.rl.engine.training.backend import (
     model_tensor,
     optimizer_tensor,
@@ -137,13 +130,14 @@ class Fsdp2Backend(ShardedBackend):
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         """See ``BaseTrainEngine``. Without a ``dtype`` a trained model's weights are float32, frozen ones of lower
         precision too."""
-        lora = self._settings.lora
+        lora, by_name = self._settings.lora, {shard.name: shard for shard in self.shards}
         dtype = dtype or (None if self.optimizer is None else torch.float32)
         for shard in self.shards:
             if lora is None:
                 yield shard.name, self._whole(shard, dtype)
-            elif not is_adapter(shard):
-                yield model_name(shard.name), merge(self.shards, shard, self._whole, lora).to(dtype)
+            elif not is_adapter(shard.name):
+                merged = merge(shard.name, by_name, lambda name: self._whole(by_name[name]), lora)
+                yield model_name(shard.name), merged.to(dtype)
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self.buffers.items())
 
     def _whole(self, shard: ParameterShard, dtype: Any = None) -> Any:
@@ -192,7 +186,7 @@ class Fsdp2Backend(ShardedBackend):
 
 
 def _source(spec: ModelSpec, module: Any) -> WeightReader:
-    aliases = [tuple(map(model_name, names)) for names in list_aliases(module) if ".lora_" not in names[0]]
+    aliases = [tuple(map(model_name, names)) for names in list_aliases(module) if not is_adapter(names[0])]
     return spec.source_of({names[0]: names for names in aliases}, module.base_model_prefix)
 
 
@@ -237,13 +231,6 @@ class Fsdp2TrainEngine(BackendTrainEngine):
         merge_states(backend.local_state(), noted())
         backend._refresh()
         self._has_weights = True
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        backend = self._require_ready("without_adapters")
-        assert isinstance(backend, Fsdp2Backend)
-        with silenced(backend.module):
-            yield
 
     def _make(self, loaded: bool) -> Fsdp2Backend:
         parked = ParkedTensors(self._owner, self._memory)

@@ -53,18 +53,18 @@ class MegatronBackend(ShardedBackend):
         self.limits = shape.vocab, shape.max_positions
         precision = DTYPES[settings.precision]
         with context:
-            self._module = build_gpt(
+            self.module = build_gpt(
                 shape, stage.layout, stage.place, precision, settings.gradient_checkpointing, settings.device
             )
-            self._module.requires_grad_(config is not None)
-            self._passes = self._module
+            self.module.requires_grad_(config is not None)
+            self._passes = self.module
             if config is not None:
                 sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-                self._passes = DistributedDataParallel(self._module.config, sums, self._module)
-        self.shards = MegatronShards(self._module, shape, stage, trained=config is not None)
+                self._passes = DistributedDataParallel(self.module.config, sums, self.module)
+        self.shards = MegatronShards(self.module, shape, stage, trained=config is not None)
         self.optimizer = None if config is None else MasterOptimizer(config, self.shards.trained)
         if stage.is_last:
-            self._module.output_layer.register_forward_pre_hook(self._select_read_tokens)
+            self.module.output_layer.register_forward_pre_hook(self._select_read_tokens)
         self._track_memory()
 
     def _track_memory(self) -> None:

@@ -33,6 +33,8 @@ class TrainBackend(Protocol):
     """This rank's part of a model and, unless frozen, of its optimizer. All ranks call every method together."""
 
     parked: ParkedTensors
+    module: Any
+    """The model, whose passes a wrapper may run."""
 
     @property
     def packs(self) -> bool:

@@ -38,6 +38,7 @@ from dlrover.python.rl.engine.model.packing import (
 )
 from dlrover.python.rl.engine.model.ranks import Ranks, resolve_device
 from dlrover.python.rl.engine.model.spec import ModelSpec
+from dlrover.python.rl.engine.training.adapters import silenced
 from dlrover.python.rl.engine.training.backend import TrainBackend
 from dlrover.python.rl.engine.training.stepping import (
     agree_on_micro_batches,
@@ -177,6 +178,11 @@ class BackendTrainEngine(ABC):
         _LOG.warning("skipped, as number %d of %d in a row: %s", self._skipped, self._config.skip_nonfinite, error)
         lr = compute_learning_rate(self._config, self.version)
         return UpdateResult(math.nan, math.nan, lr, select_metrics(totals), skipped=True)
+
+    @contextmanager
+    def without_adapters(self) -> Iterator[None]:
+        with silenced(self._require_ready("without_adapters").module):
+            yield
 
     # -- weights ------------------------------------------------------------------------------------------------------
 

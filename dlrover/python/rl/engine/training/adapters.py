@@ -2,7 +2,7 @@
 """Low-rank adapters through peft: ``W' = W + B A alpha / rank`` (Hu et al., arXiv:2106.09685, equation 3)."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -10,7 +10,6 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.engine.api.base import LoraSettings
-from dlrover.python.rl.engine.fsdp2.shards import ParameterShard, Shards
 from dlrover.python.rl.engine.model.loading import init_normal
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
@@ -66,16 +65,20 @@ def fresh_adapter(name: str, shape: tuple[int, ...]) -> Any:
     return init_normal(name, shape, 1 / math.sqrt(3 * shape[-1])) if _DOWN in name else None
 
 
-def is_adapter(shard: ParameterShard) -> bool:
-    return _DOWN in shard.name or _UP in shard.name
+def is_adapter(name: str) -> bool:
+    return _DOWN in name or _UP in name
 
 
-def merge(shards: Shards, shard: ParameterShard, whole: Callable[[ParameterShard], Any], settings: LoraSettings) -> Any:
-    """The whole tensor of a parameter with its adapter, if any, added. A collective."""
-    by_name = {other.name: other for other in shards}
-    pair = [by_name.get(shard.name.replace(_BASE, kind)) for kind in (_DOWN, _UP)]
-    base = whole(shard)
-    if _BASE not in shard.name or None in pair:
+def merge(name: str, names: Collection[str], whole: Callable[[str], Any], settings: LoraSettings) -> Any:
+    """The whole tensor of a parameter with its adapter, if any, added. A collective.
+
+    Args:
+        name: in the module.
+        names: of all parameters of the module.
+        whole: gives the whole tensor of each.
+    """
+    base, pair = whole(name), [name.replace(_BASE, kind) for kind in (_DOWN, _UP)]
+    if _BASE not in name or not all(part in names for part in pair):
         return base
-    down, up = (whole(part) for part in pair if part is not None)
+    down, up = map(whole, pair)
     return base.float() + (up @ down) * (settings.alpha / settings.rank)
