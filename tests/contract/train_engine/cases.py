@@ -61,6 +61,7 @@ FSDP2 = [Case("fsdp2", world, sizes) for world in (1, 2, 4) for sizes in legal_s
 ON_HOST = {"optimizer_on_host": True}
 FSDP2 += [Case("fsdp2", 2, sizes, ON_HOST) for sizes in legal_sizes(2)]
 DEEPSPEED = [(world, ParallelSizes(), {"zero_stage": stage}) for stage in (1, 2, 3) for world in (1, 2)]
+DEEPSPEED += [(2, ParallelSizes(), {"zero_stage": stage} | ON_HOST) for stage in (1, 2, 3)]
 MEGATRON = [
     Case("megatron", tensor * pipeline * copies, sizes(tensor, pipeline), {"cpu_shim": True})
     for tensor, pipeline, copies in ((1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2), (1, 2, 2))
@@ -74,7 +75,11 @@ ENGINES = {
 
 
 def is_slow(case):
-    return case.world_size > 2 or case.backend == ON_HOST
+    return case.world_size > 2 or is_on_host(case)
+
+
+def is_on_host(case):
+    return case.backend.get("optimizer_on_host", False)
 
 
 def parameters(slow=is_slow, only=lambda case: True):

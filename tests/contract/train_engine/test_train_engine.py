@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from cases import ENGINES, is_slow, named, parameters
+from cases import ENGINES, is_on_host, is_slow, named, parameters
 from exercise import SAVED_AFTER, five_steps, go_on
 from plain import assert_close, make_batch, plain_model, plain_outputs, plain_run, reported, write_model
 from processes import run
@@ -94,7 +94,7 @@ def test_in_host_memory_nothing_is_on_the_device(case, found):
         before, empty, after = rank["footprints"]
         assert before == after
         assert "weights" in before
-        assert ("optimizer" in before) != case.backend.get("optimizer_on_host", False)
+        assert ("optimizer" in before) != is_on_host(case)
         assert empty == {}
         assert rank["places"] == ["cpu", "cuda"]
 

@@ -163,10 +163,10 @@ def receive_side(kind, folder, pipe):
             pipe.send(error)
 
 
-def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1):  # noqa: PLR0913 - as a process is started
+def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1, optimizer=None):  # noqa: PLR0913 - as a process is started
     """A rank of a train engine that divides its model; all ranks offer and send, the first one leads."""
     torch.set_num_threads(1)
-    engine = engine_class(TRAIN_ENGINES, name)(model, None, settings, place)
+    engine = engine_class(TRAIN_ENGINES, name)(model, optimizer, settings, place)
     wire = transport(kind, Path(folder), replace(PATIENT, is_leader=place.rank == 0, receivers=sinks))
     pipe.send(wire.offer(engine))
     pipe.send(wire.send(pipe.recv(), engine))

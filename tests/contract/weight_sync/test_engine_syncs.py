@@ -288,10 +288,20 @@ def two_places():
 def two_ranks():
     """Train engines and how two ranks of each divide a model."""
     tensors, stages = ParallelSizes(tensor_parallel_size=2), ParallelSizes(pipeline_parallel_size=2)
-    shim = {"cpu_shim": True}
+    shim, stages_of_zero = {"cpu_shim": True}, [{"zero_stage": stage} for stage in (1, 3)]
     ways = {
         "fsdp2": [("shards", TrainSettings()), ("tensors", TrainSettings(parallel=tensors))],
-        "deepspeed": [("shards", TrainSettings(backend={"zero_stage": 3}))],
+        "deepspeed": [
+            ("shards", TrainSettings(backend={"zero_stage": 3})),
+            *(
+                (f"masters{zero['zero_stage']}", TrainSettings(precision="bf16", backend=zero))
+                for zero in stages_of_zero
+            ),
+            *(
+                (f"adapters{zero['zero_stage']}", TrainSettings(lora=LoraSettings(), backend=zero))
+                for zero in stages_of_zero
+            ),
+        ],
         "megatron": [
             ("tensors", TrainSettings(parallel=tensors, backend=shim)),
             ("stages", TrainSettings(parallel=stages, backend=shim)),
@@ -307,10 +317,14 @@ def two_ranks():
 @pytest.mark.parametrize("kind", ["pull", "broadcast"])
 @pytest.mark.parametrize(("engine", "settings"), two_ranks())
 def test_weights_divided_among_ranks_arrive_whole(kind, engine, settings, tmp_path, model_path):
+    """Those of a frozen engine, and where they differ from what its passes compute with, those of a trained one."""
+    optimizer = OptimizerConfig() if settings.precision == "bf16" or settings.lora else None
     stamp = Fsdp2TrainEngine(model_path, None).publish().stamp
     with ExitStack() as stack:
         ranks = [
-            stack.enter_context(process(rank_side, kind, tmp_path, str(model_path), place, engine, settings))
+            stack.enter_context(
+                process(rank_side, kind, tmp_path, str(model_path), place, engine, settings, 1, optimizer)
+            )
             for place in two_places()
         ]
         ticket = [hear(pipe) for _, pipe in ranks][0]

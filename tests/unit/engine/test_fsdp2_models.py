@@ -126,52 +126,6 @@ def test_a_critic_scores_the_action_tokens_and_learns(model_path, tmp_path):
 # -- adapters ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.feature(38, 145)
-def test_adapters_are_trained_alone_and_leave_merged(model_path, tmp_path):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    lora = LoraSettings(rank=4, alpha=8.0)
-    engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=lora))
-    plain = Fsdp2TrainEngine(model_path, None)
-    before = weights(plain)
-    assert all(torch.equal(tensor, before[name]) for name, tensor in weights(engine).items())
-    for seed in range(3):
-        engine.step(make_batch(seed), token_loss)
-    state = engine.state_dict()["model"]
-    assert all(".lora_" in name for name in state)
-    after = weights(engine)
-    assert list(after) == list(before)
-    for name, tensor in after.items():
-        up, down = (state.get(name.replace(".weight", f".lora_{kind}.default.weight")) for kind in "BA")
-        expected = before[name] if up is None else before[name] + 2.0 * up @ down
-        assert torch.allclose(tensor, expected, atol=1e-6), name
-        assert (up is not None) == name.removesuffix(".weight").endswith("proj")
-    plain.receive(engine.publish())
-    found, expected = (one.evaluate(make_batch()).ragged("logprobs").values for one in (plain, engine))
-    assert np.allclose(found, expected, atol=1e-5)
-    engine.save(tmp_path / "merged")
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").state_dict()
-    assert all(torch.equal(merged[name], tensor) for name, tensor in after.items())
-
-
-def test_without_its_adapters_an_engine_computes_what_it_began_with_to_the_bit(model_path):
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=4)))
-
-    def logprobs():
-        return engine.evaluate(make_batch()).ragged("logprobs").values
-
-    before = logprobs()
-    for seed in range(3):
-        engine.step(make_batch(seed), token_loss)
-    with engine.without_adapters():
-        without = logprobs()
-    assert np.array_equal(without, before)
-    assert not np.array_equal(logprobs(), before)
-    with pytest.raises(RuntimeError, match="inside"), engine.without_adapters():
-        raise RuntimeError("inside")
-    assert not np.array_equal(logprobs(), before), "they are back"
-
-
 def test_adapters_beside_a_model_in_bf16_leave_in_one_precision(model_path, tmp_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     engine = Fsdp2TrainEngine(model_path, CONFIG, TrainSettings(lora=LoraSettings(rank=2), precision="bf16"))

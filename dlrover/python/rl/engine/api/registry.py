@@ -153,7 +153,7 @@ def find_train_errors(  # noqa: PLR0913 -- what is asked of it
     if bare_head and not info.bare_head:
         errors.append(f"{name} gives a score head a bias, which a reward model must not have: use fsdp2 or deepspeed")
     if lora and not info.adapters:
-        errors.append(f"{name} trains whole models only here: adapters need fsdp2")
+        errors.append(f"{name} trains whole models only here: adapters need fsdp2 or deepspeed")
     elif lora and sizes.tensor_parallel_size > 1:
         errors.append(f"adapters cannot be split: tensor_parallel_size is {sizes.tensor_parallel_size}, and must be 1")
     return errors

@@ -12,12 +12,15 @@ class DeepSpeedOptions:
     zero_stage: Literal[1, 2, 3] = 3
     """The ranks divide 1 the optimizer's state, 2 the gradients too, 3 the weights too."""
 
+    optimizer_on_host: bool = False
+    """The float32 weights and the optimizer's state are in the host's memory, with the gradients that a step is taken
+    with, and torch's threads take it (ZeRO-Offload). With ``precision: bf16`` a device has the weights in bf16."""
+
 
 INFO = EngineInfo(
     DeepSpeedOptions,
     "deepspeed",
     divides=(),
-    adapters=False,
     shares_process=False,
     sgd=False,
     redivides=False,

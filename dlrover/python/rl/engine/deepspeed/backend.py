@@ -6,7 +6,6 @@ Each rank writes its own file, for the same layout.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -22,20 +21,22 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.api.settings import Layout
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.deepspeed import DeepSpeedOptions
+from dlrover.python.rl.engine.deepspeed.parts import allocate, list_parameters, make_reader
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.loading import (
+    DTYPES,
     find_limits,
-    list_aliases,
     list_saved_buffers,
     prepare_training,
     sync_to_disk,
-    tie_parameter,
 )
 from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
-from dlrover.python.rl.engine.model.ranks import Ranks, all_gather_single, pack_random_state, unpack_random_state
+from dlrover.python.rl.engine.model.ranks import Ranks, pack_random_state, unpack_random_state
 from dlrover.python.rl.engine.model.spec import ModelSpec
+from dlrover.python.rl.engine.training.adapters import add_adapters, is_adapter, merge, model_name
 from dlrover.python.rl.engine.training.backend import present, write_folder
 from dlrover.python.rl.engine.training.stepping import (
     accumulate_gradients,
@@ -43,37 +44,6 @@ from dlrover.python.rl.engine.training.stepping import (
     find_nonfinite,
     restore_state,
 )
-
-
-def fill_parameters(
-    module: Any, spec: ModelSpec, device: str, loaded: bool, divide: Callable[[list[Any]], object]
-) -> None:
-    """Replace a module's parameters, which are on the meta device, by float32 ones, read or zeros; ties are kept.
-
-    ``divide`` is called with a list of each parameter as soon as it has its values.
-
-    Raises:
-        EngineError: the source lacks tensors, or has them in other shapes.
-    """
-    aliases, buffers = list_aliases(module), list_saved_buffers(module)
-    read = _reader(module, spec, aliases, list(buffers)) if loaded else None
-    for names in aliases:
-        old = module.get_parameter(names[0])
-        value = torch.zeros(old.shape) if read is None else read(names[0])
-        new = torch.nn.Parameter(value.to(device, torch.float32, copy=True), requires_grad=old.requires_grad)
-        tie_parameter(module, names, new)
-        divide([new])
-    if read is not None:
-        for name, buffer in buffers.items():
-            buffer.copy_(read(name))
-    module.to(device)  # the buffers: the parameters are there
-
-
-def _reader(module: Any, spec: ModelSpec, aliases: list[tuple[str, ...]], buffers: list[str]) -> Callable[[str], Any]:
-    wanted = {names[0]: names for names in aliases} | {name: (name,) for name in buffers}
-    shapes = {names[0]: tuple(module.get_parameter(names[0]).shape) for names in aliases}
-    shapes |= {name: tuple(module.get_buffer(name).shape) for name in buffers}
-    return spec.reader(wanted, shapes, module.base_model_prefix)
 
 
 def _read(path: Path, rank: int, layout: list[int]) -> dict[str, Any]:
@@ -106,68 +76,87 @@ class DeepSpeedBackend:
         spec: ModelSpec,
         config: OptimizerConfig | None,
         settings: TrainSettings,
-        stage: int,
+        options: DeepSpeedOptions,
         ranks: Ranks,
         parked: ParkedTensors,
         loaded: bool,
     ) -> None:
-        self._config, self._settings, self._ranks, self._stage = config, settings, ranks, stage
-        self.parked, self._has_gradients = parked, False
-        module = spec.empty()
+        self._config, self._settings, self._options, self._ranks = config, settings, options, ranks
+        self.parked, self._has_gradients, self._is_divided = parked, False, options.zero_stage == 3
+        self._on_host = options.optimizer_on_host and config is not None
+        self.module = module = spec.empty()
         self.packs = attention.can_pack(module)
+        if settings.lora is not None:
+            add_adapters(module, settings.lora)
         # Recomputing activations gathers divided parameters again.
-        prepare_training(module, config is not None, settings.gradient_checkpointing, reentrant=stage == 3)
-        ds_config = self._make_config(sum(parameter.numel() for parameter in module.parameters()))
-        self._fill(module, spec, ds_config, loaded)
+        prepare_training(module, config is not None, settings.gradient_checkpointing, reentrant=self._is_divided)
+        read = make_reader(module, spec) if loaded else None
+        ds_config = self._make_config()
+        self._allocate(ds_config)
         self.limits = find_limits(module)
-        self._names = dict(module.named_parameters())
-        self._buffers = list_saved_buffers(module)
         self._passes: Any = module
         self._zero: Any = None
-        if config is not None or stage == 3:
+        if config is not None or self._is_divided:
             self._passes, self._zero, *_ = deepspeed.initialize(
                 model=module, optimizer=None if config is None else _adamw(module, config), config=ds_config
             )
+        if self._sums_otherwise:
+            _sum_in_float32(self._zero)
         self._reader = OutputReader(settings.head, settings.device, self.packs)
         self._masters = self._init_optimizer() if config is not None else []
+        parameters = list_parameters(module, None if config is None else self._zero, ranks.rank)
+        self._parameters = {parameter.name: parameter for parameter in parameters}
+        self._buffers = list_saved_buffers(module)
         self._track_memory()
+        if read is not None:
+            self._write(read)
 
     # -- making -------------------------------------------------------------------------------------------------------
 
-    def _make_config(self, elements: int) -> dict[str, Any]:
+    def _make_config(self) -> dict[str, Any]:
         """DeepSpeed's configuration. The loss carries the normaliser, so nothing is averaged over steps or ranks."""
-        config = self._config
+        config, on_cuda = self._config, torch.device(self._settings.device).type == "cuda"
+        trained = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+        zero = {
+            "stage": self._options.zero_stage,
+            "reduce_bucket_size": min(trained or _BUCKET, _BUCKET),
+            "overlap_comm": on_cuda,
+            "memory_efficient_linear": False,
+            "stage3_param_persistence_threshold": 0,  # small ones kept whole could not be offloaded
+        }
+        if self._on_host:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda}
         return {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": 1,
             "gradient_clipping": (config.max_grad_norm if config else None) or 0.0,
             "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # torch's gives the same bits wherever it steps
             "steps_per_print": 1 << 62,
-            "torch_autocast": {
-                "enabled": self._settings.precision == "bf16",
-                "dtype": "bfloat16",
-                "lower_precision_safe_modules": [],  # gradients are reduced in float32
-            },
-            "zero_optimization": {
-                "stage": self._stage,
-                "reduce_bucket_size": min(elements, _BUCKET),
-                "overlap_comm": torch.device(self._settings.device).type == "cuda",
-                "memory_efficient_linear": False,
-                "stage3_param_persistence_threshold": 0,  # small ones kept whole could not be offloaded
-            },
+            # Non-finite gradients are refused before a step.
+            "bf16": {"enabled": self._settings.precision == "bf16", "check_grad_overflow": False},
+            "data_types": {"grad_accum_dtype": None if self._sums_otherwise else "fp32"},
+            "communication_data_type": "fp32",
+            "zero_optimization": zero,
         }
 
-    def _fill(self, module: Any, spec: ModelSpec, ds_config: dict[str, Any], loaded: bool) -> None:
+    @property
+    def _sums_otherwise(self) -> bool:
+        """Configured to sum gradients in float32, DeepSpeed would take another optimizer for ZeRO 1."""
+        on_device = self._config is not None and not self._on_host
+        return on_device and self._options.zero_stage == 1 and self._settings.precision == "bf16"
+
+    def _allocate(self, ds_config: dict[str, Any]) -> None:
         divide: Callable[[list[Any]], object] = lambda parameters: None  # noqa: E731
-        if self._stage == 3:  # Rank 0's values go to the others.
+        if self._is_divided:
             dividing = deepspeed.zero.Init(config_dict_or_path=ds_config, mem_efficient_linear=False)
             divide = dividing._convert_to_zero_parameters
-        fill_parameters(module, spec, self._settings.device, loaded, divide)
+        allocate(self.module, self._settings.device, DTYPES[self._settings.precision], divide)
 
     def _init_optimizer(self) -> list[Any]:
         """This rank's masters, each the parts of many parameters; their moments start as zeros."""
         zero = self._zero
-        masters = zero.fp32_partitioned_groups_flat if self._stage == 3 else zero.single_partition_of_fp32_groups
+        masters = zero.fp32_partitioned_groups_flat if self._is_divided else zero.single_partition_of_fp32_groups
         for master in masters:
             zero.optimizer.state[master] = {
                 "step": torch.zeros((), device=master.device),
@@ -177,33 +166,27 @@ class DeepSpeedBackend:
         return list(masters)
 
     def _track_memory(self) -> None:
-        self.parked.hold("weights", [self._part(parameter) for parameter in self._names.values()])
-        self.parked.hold("weights", self._passes.buffers())
+        """Account for what is on the device."""
+        self.parked.hold("weights", [parameter.local for parameter in self._parameters.values()])
+        self.parked.hold("weights", self.module.buffers())
+        if self._on_host:
+            return
         self.parked.hold("weights", self._masters)
         for master in self._masters:
             self.parked.hold("optimizer", self._zero.optimizer.state[master].values())
-        if self._stage == 3 and self._masters:
+        if self._is_divided and self._masters:
             self.parked.hold("gradients", [self._zero.grad_partitions_flat_buffer])
             buckets = [bucket.buffer for bucket in self._zero.ipg_buckets.values()]
             self.parked.hold("gradients", [buffer for buffer in buckets if buffer is not None])
-
-    def _part(self, parameter: Any) -> Any:
-        return parameter.ds_tensor if self._stage == 3 else parameter
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
     def outputs(
         self, micros: Sequence[MicroBatch], temperature: float, entropy: bool
     ) -> Iterator[tuple[MicroBatch, tuple[Any, ...]]]:
-        with self._precision():
-            for micro in micros:
-                note_progress()
-                yield micro, self._reader.read(self._passes, micro, temperature, entropy)
-
-    def _precision(self) -> AbstractContextManager[Any]:
-        if isinstance(self._passes, deepspeed.DeepSpeedEngine) or self._settings.precision == "fp32":
-            return nullcontext()
-        return torch.autocast(torch.device(self._settings.device).type, torch.bfloat16)
+        for micro in micros:
+            note_progress()
+            yield micro, self._reader.read(self._passes, micro, temperature, entropy)
 
     def add_gradients(
         self, micros: Sequence[MicroBatch], batch: Batch, loss: TokenLoss, temperature: float
@@ -226,11 +209,11 @@ class DeepSpeedBackend:
 
     def gradient_norm(self) -> float:
         zero = self._zero
-        norm = combine_grad_norm_groups(zero._get_norm_groups()) if self._stage == 3 else zero.scaled_global_norm()
+        norm = combine_grad_norm_groups(zero._get_norm_groups()) if self._is_divided else zero.scaled_global_norm()
         return math.nan if is_invalid_grad_norm(norm) else float(norm)
 
     def first_bad_gradient(self) -> str:
-        return find_nonfinite({name: safe_get_full_grad(parameter) for name, parameter in self._names.items()})
+        return find_nonfinite({name: safe_get_full_grad(each.parameter) for name, each in self._parameters.items()})
 
     def update(self, version: int, norm: float) -> float:
         assert self._config is not None
@@ -244,61 +227,65 @@ class DeepSpeedBackend:
     def drop_gradients(self) -> None:
         if not self._has_gradients:
             return
-        # DeepSpeed drops gradients in a step that it skips because their norm is NaN.
-        name, answer = ("_get_norm_groups", [math.nan]) if self._stage == 3 else ("scaled_global_norm", math.nan)
-        setattr(self._zero, name, lambda *_: answer)
+        # DeepSpeed drops gradients in a step that it skips because they are not finite.
+        skipped: dict[str, Any] = {"_get_norm_groups": lambda: [math.nan]}
+        if not self._is_divided:
+            skipped = {"check_overflow": lambda **_: setattr(self._zero, "overflow", True)}
+            self._zero.check_grad_overflow = True
+        vars(self._zero).update(skipped)
         try:
             self._passes.set_gradient_accumulation_boundary(True)
             self._passes.step()
         finally:
-            delattr(self._zero, name)
+            for name in skipped:
+                delattr(self._zero, name)
+            self._zero.check_grad_overflow = False
+        self._zero.averaged_gradients.update(dict.fromkeys(self._zero.averaged_gradients))
         self._has_gradients = False
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        for name, parameter in self._names.items():
-            local = self.parked.locate(self._part(parameter))
-            if local.dtype != (dtype or local.dtype):
-                local = local.to(self._settings.device).to(dtype)
-            yield name, self._whole(parameter, local) if self._stage == 3 else local
+        """See ``BaseTrainEngine``. Without a ``dtype`` a trained model's weights are float32, frozen ones of lower
+        precision too."""
+        lora, dtype = self._settings.lora, dtype or (None if self._config is None else torch.float32)
+        for name in self._parameters:
+            if lora is None:
+                yield name, self._whole(name, dtype)
+            elif not is_adapter(name):
+                yield model_name(name), merge(name, self._parameters, self._whole, lora).to(dtype)
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self._buffers.items())
 
-    def _whole(self, parameter: Any, local: Any) -> Any:
-        mine = local.to(self._settings.device)
-        flat = mine.new_empty(mine.numel() * self._ranks.world_size)
-        all_gather_single(flat, mine.contiguous())
-        return flat[: parameter.ds_numel].view(parameter.ds_shape)
+    def _whole(self, name: str, dtype: Any = None) -> Any:
+        return self._parameters[name].whole(dtype, self._settings.device, self._ranks, self.parked.locate)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        divided = self._stage == 3
-        shapes = {name: part.ds_shape if divided else part.shape for name, part in self._names.items()}
-        shapes |= {name: buffer.shape for name, buffer in self._buffers.items()}
-        return {name: tuple(shape) for name, shape in shapes.items()}
+        shapes = {name: parameter.shape for name, parameter in self._parameters.items()}
+        return shapes | {name: tuple(buffer.shape) for name, buffer in self._buffers.items()}
+
+    def write_weights(self, weights: WeightSnapshot) -> None:
+        self._write(weights.tensor)
 
     @torch.no_grad()
-    def write_weights(self, weights: WeightSnapshot) -> None:
-        for name, parameter in self._names.items():
-            local, whole = self.parked.locate(self._part(parameter)), weights.tensor(name)
-            if self._stage == 3:
-                start = self._ranks.rank * local.numel()
-                whole = whole.reshape(-1)[start : start + local.numel()]
-                local = local[: whole.numel()]
-            local.copy_(whole)
+    def _write(self, read: Callable[[str], Any]) -> None:
+        for name, parameter in self._parameters.items():
+            note_progress()
+            parameter.write(read(name), self._ranks.rank, self.parked.locate)
         for name, buffer in self._buffers.items():
-            self.parked.locate(buffer).copy_(weights.tensor(name))
+            self.parked.locate(buffer).copy_(read(name))
 
     # -- states -------------------------------------------------------------------------------------------------------
 
     @property
     def _layout(self) -> list[int]:
-        return [*Layout(shard=self._ranks.world_size).shape, self._stage]
+        return [*Layout(shard=self._ranks.world_size).shape, self._options.zero_stage]
 
     def local_state(self) -> dict[str, Any]:
-        """Weights by name, masters by number."""
-        locate, moments = self.parked.locate, None
-        model = {name: locate(self._part(parameter)) for name, parameter in self._names.items()}
-        model |= {name: locate(buffer) for name, buffer in self._buffers.items()}
+        """Weights by name, masters by number. With adapters, those alone: the rest of the model does not change."""
+        locate, moments, adapted = self.parked.locate, None, self._settings.lora is not None
+        parts = [part for part in self._parameters.values() if part.master is not None or not adapted]
+        model = {part.name: locate(part.local) for part in parts}
+        model |= {} if adapted else {name: locate(buffer) for name, buffer in self._buffers.items()}
         model |= {f"master {number}": locate(master) for number, master in enumerate(self._masters)}
         if self._config is not None:
             state = self._zero.optimizer.state
@@ -309,6 +296,12 @@ class DeepSpeedBackend:
         return {"layout": self._layout, "model": model, "optimizer": moments}
 
     def restore_local_state(self, state: Mapping[str, Any]) -> None:
+        model = {name: state["model"][name] for name in self._parameters if name in state["model"]}
+        if other := {str(part.dtype) for part in model.values()} - {str(DTYPES[self._settings.precision])}:
+            raise EngineError(
+                f"the state has weights of {', '.join(sorted(other))}, and the engine is of precision"
+                f" {self._settings.precision}: save the model in Hugging Face format to continue in another one"
+            )
         restore_state(self.local_state(), state)
 
     def write_checkpoint(self, path: Path, version: int) -> None:
@@ -326,7 +319,7 @@ class DeepSpeedBackend:
         except EngineError as error:
             own_error = str(error)
         self._ranks.raise_any(own_error)
-        restore_state(self.local_state(), state)
+        self.restore_local_state(state)
         unpack_random_state(state["random"])
         return int(state["version"])
 
@@ -335,10 +328,17 @@ class DeepSpeedBackend:
             self._passes.destroy()
 
 
+def _sum_in_float32(zero: Any) -> None:
+    """Let ZeRO 1 over bf16 weights sum gradients in float32, as it does with an optimizer on the host."""
+    zero.gradient_accumulation_dtype = torch.float32
+    zero.use_separate_grad_accum = zero.use_grad_accum_attribute = True
+
+
 def _adamw(module: Any, config: OptimizerConfig) -> Any:
     decayed: list[Any] = []
     others: list[Any] = []
-    for parameter in module.parameters():
+    for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):
         (decayed if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else others).append(parameter)
     groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=config.lr, betas=config.betas)
+    groups = [group for group in groups if group["params"]]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)

@@ -10,7 +10,7 @@ import torch
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.engine.api.base import Rendezvous
 from dlrover.python.rl.engine.api.settings import Layout
-from dlrover.python.rl.engine.deepspeed import INFO
+from dlrover.python.rl.engine.deepspeed import INFO, DeepSpeedOptions
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngine
@@ -35,8 +35,8 @@ warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", Fu
 class DeepSpeedTrainEngine(BackendTrainEngine):
     """All ranks have different rows, and divide what ``backend: {zero_stage: ...}`` says.
 
-    With ``precision: bf16`` the parameters are float32 and the passes run under autocast. A checkpoint can only be
-    read in the layout and stage that wrote it.
+    With ``precision: bf16`` a rank has its parameters in bf16, and its part of their masters and gradients in float32.
+    A checkpoint can only be read in the layout, stage and precision that wrote it.
 
     Raises:
         MissingExtra: deepspeed is not installed (on import).
@@ -65,8 +65,8 @@ class DeepSpeedTrainEngine(BackendTrainEngine):
 
     def _make(self, loaded: bool) -> DeepSpeedBackend:
         parked = ParkedTensors(self._owner, self._memory)
-        stage = self._options.zero_stage
-        return DeepSpeedBackend(self._spec, self._config, self._settings, stage, self._ranks, parked, loaded)
+        assert isinstance(self._options, DeepSpeedOptions)
+        return DeepSpeedBackend(self._spec, self._config, self._settings, self._options, self._ranks, parked, loaded)
 
     def _leave(self) -> None:
         if self._ranks.owns_group:

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A module's parameters under ZeRO: what a rank has of each, for the passes and of its float32 master."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dlrover.python.rl.engine.model.loading import list_aliases, list_saved_buffers, tie_parameter
+from dlrover.python.rl.engine.model.ranks import Ranks, all_gather_single, sum_tensors
+from dlrover.python.rl.engine.model.spec import ModelSpec
+from dlrover.python.rl.engine.training.adapters import fresh_adapter, is_adapter, model_name
+
+
+def allocate(module: Any, device: str, dtype: torch.dtype, divide: Callable[[list[Any]], object]) -> None:
+    """Replace a module's parameters, which are on the meta device, by zeros; ties are kept.
+
+    ``divide`` is called with a list of each parameter as soon as it has memory.
+    """
+    for names in list_aliases(module):
+        old = module.get_parameter(names[0])
+        zeros = torch.zeros(old.shape, dtype=dtype, device=device)
+        new = torch.nn.Parameter(zeros, requires_grad=old.requires_grad)
+        tie_parameter(module, names, new)
+        divide([new])
+    module.to(device)  # the buffers: the parameters are there
+
+
+def make_reader(module: Any, spec: ModelSpec) -> Callable[[str], Any]:
+    """A function from the first name of a parameter or saved buffer of a module, whose parameters are on the meta
+    device, to the whole tensor on the host. Raises as ``ModelSpec.reader``.
+    """
+    aliases, buffers = list_aliases(module), list_saved_buffers(module)
+    shapes = {names[0]: tuple(module.get_parameter(names[0]).shape) for names in aliases}
+    shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
+    wanted = {names[0]: tuple(map(model_name, names)) for names in aliases if not is_adapter(names[0])}
+    wanted |= {name: (name,) for name in buffers}
+    read = spec.reader(wanted, shapes, module.base_model_prefix)
+    return lambda name: fresh_adapter(name, shapes[name]) if is_adapter(name) else read(name)
+
+
+@dataclass(frozen=True, eq=False)
+class ZeroParameter:
+    """This rank's part of one parameter."""
+
+    name: str  # in the module, the first one if it is tied
+    parameter: Any  # the module's; empty between passes if the ranks divide it
+    master: Any = None
+    """``[elements]``, float32: this rank's part of the flat parameter, from ``start`` on, in the optimizer's memory;
+    empty if other ranks have all of it, None if it is not trained."""
+
+    start: int = 0
+
+    @property
+    def is_divided(self) -> bool:
+        return hasattr(self.parameter, "ds_tensor")
+
+    @property
+    def local(self) -> Any:
+        """Memory of the passes: a flat part, the last ranks' padded, if the ranks divide it; else the whole."""
+        return self.parameter.ds_tensor if self.is_divided else self.parameter
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.ds_shape if self.is_divided else self.parameter.shape)
+
+    @torch.no_grad()
+    def write(self, whole: Any, rank: int, locate: Callable[[Any], Any]) -> None:
+        """Copy in this rank's part of a whole tensor; ``locate`` gives the memory of a tensor."""
+        flat, local = whole.reshape(-1), self.local
+        start = rank * local.numel() if self.is_divided else 0
+        _copy_part(locate(local).view(-1), flat, start)
+        if self.master is not None:
+            _copy_part(locate(self.master), flat, self.start)
+
+    def whole(self, dtype: torch.dtype | None, device: str, ranks: Ranks, locate: Callable[[Any], Any]) -> Any:
+        """The whole tensor in ``dtype``, by default that of the master, or of the passes if it is not trained. A
+        collective.
+        """
+        local = locate(self.local)
+        dtype = dtype or (local.dtype if self.master is None else torch.float32)
+        if self.master is None or local.dtype in (dtype, torch.float32):
+            if self.is_divided or local.dtype != dtype:  # casts on the device
+                local = local.to(device).to(dtype)
+            return self._gather(local, ranks) if self.is_divided else local
+        master = locate(self.master).to(device)  # is more precise
+        if self.is_divided:
+            return self._gather(master.to(dtype), ranks)
+        flat = torch.zeros(self.parameter.numel(), dtype=master.dtype, device=device)
+        flat[self.start : self.start + master.numel()] = master
+        if ranks.world_size > 1:
+            sum_tensors([flat.view(torch.int32)], None)  # of bits: -0.0 + 0.0 is another number
+        return flat.view(self.shape).to(dtype)
+
+    def _gather(self, local: Any, ranks: Ranks) -> Any:
+        flat = local.new_empty(local.numel() * ranks.world_size)
+        all_gather_single(flat, local.contiguous())
+        return flat[: self.parameter.ds_numel].view(self.shape)
+
+
+def _copy_part(target: Any, flat: Any, start: int) -> None:
+    part = flat[start : start + target.numel()]
+    target[: part.numel()].copy_(part)
+
+
+def list_parameters(module: Any, zero: Any, rank: int) -> list[ZeroParameter]:
+    """All parameters of a module; those that DeepSpeed's optimizer ``zero`` steps, if there is one, with masters."""
+    return [_with_master(name, parameter, zero, rank) for name, parameter in module.named_parameters()]
+
+
+def _with_master(name: str, parameter: Any, zero: Any, rank: int) -> ZeroParameter:
+    if zero is None or not parameter.requires_grad:
+        return ZeroParameter(name, parameter)
+    if hasattr(parameter, "ds_tensor"):
+        group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
+        size = parameter.ds_tensor.numel()
+        master = zero.fp32_partitioned_groups_flat[group].detach().narrow(0, offset, size)
+        return ZeroParameter(name, parameter, master, size * rank)
+    mapping = parameter._hp_mapping
+    if mapping is None:  # other ranks step it
+        return ZeroParameter(name, parameter, zero.single_partition_of_fp32_groups[0].detach()[:0])
+    return ZeroParameter(name, parameter, mapping.hp_fragment.detach(), mapping.lp_fragment_address.start)

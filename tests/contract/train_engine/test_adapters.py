@@ -1,0 +1,142 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Low-rank adapters on every engine that has them: trained alone, merged on their way out, silenced for a reference."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from cases import named, parameters
+from exercise import digest, make_engine, replica_of, share, train, weights_of
+from plain import TEMPERATURE, assert_close, start_weights, write_model
+from processes import run
+from transformers import AutoModelForCausalLM
+
+from dlrover.python.rl.data import state_tree
+from dlrover.python.rl.engine.api.base import LoraSettings
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+
+pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+
+LORA = LoraSettings(rank=4, alpha=8.0)
+STEPS = 3
+
+
+def divides_rows_only(case):
+    few = case.world_size <= 2 and case.sizes == ParallelSizes()
+    return case.engine == "deepspeed" or (case.engine == "fsdp2" and few)
+
+
+def cases(world_size=2):
+    slow, only = (lambda case: case.world_size > 1), (lambda case: divides_rows_only(case))
+    return parameters(slow, lambda case: only(case) and case.world_size <= world_size)
+
+
+def saved(state):
+    skeleton, buffers = state_tree.dump(state)
+    return state_tree.load(bytes(skeleton), [memoryview(bytes(buffer)) for buffer in buffers])
+
+
+def logprobs(engine, rank):
+    return engine.evaluate(share(engine, rank, 0), TEMPERATURE).ragged("logprobs").values.copy()
+
+
+def adapted(rank, world_size, port, case, path, folder):
+    """Some steps; what goes out; the model without its adapters; and what a saved state and a checkpoint bring back."""
+    engine = make_engine(case, rank, port, path, lora=LORA)
+    result = {"replica": replica_of(engine, rank), "start": weights_of(engine), "before": logprobs(engine, rank)}
+    result["told"] = train(engine, rank, range(STEPS))
+    result["after"] = logprobs(engine, rank)
+    with engine.without_adapters():
+        result["without"] = logprobs(engine, rank)
+    with pytest.raises(RuntimeError, match="inside"), engine.without_adapters():
+        raise RuntimeError("inside")
+    result["again"] = logprobs(engine, rank)
+    result["weights"] = weights_of(engine)
+    state = saved(engine.state_dict())
+    result["state"] = {name: tensor.numpy() for name, tensor in state["model"].items()}
+    engine.save(folder / "saved")
+    engine.save_checkpoint(folder / "checkpoint")
+    result["on"] = train(engine, rank, [STEPS]), digest(engine)
+    engine.meta()
+    engine.load_state_dict(state)
+    result["restored"] = train(engine, rank, [STEPS]), digest(engine)
+    engine.load_checkpoint(folder / "checkpoint")
+    result["read"] = train(engine, rank, [STEPS]), digest(engine)
+    engine.meta()
+    rough = make_engine(case, rank, port, path, lora=LORA, precision="bf16", gradient_checkpointing=True)
+    result["rough"] = train(rough, rank, range(STEPS)), weights_of(rough)
+    rough.close()
+    engine.close()
+    return result
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    torch.set_num_threads(1)
+    return write_model(tmp_path_factory.mktemp("adapters") / "T")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("folders")
+
+
+@pytest.fixture(scope="module")
+def found(model_path, folder):
+    @functools.cache
+    def of(name):
+        case = named(name)
+        return run(case.world_size, adapted, case, model_path, folder / name)
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def expected(found):
+    (alone,) = found("fsdp2-1")
+    return alone
+
+
+@pytest.mark.feature(38, 145)
+@pytest.mark.parametrize("case", cases(world_size=1))
+def test_adapters_are_trained_alone_and_leave_merged(case, found, folder, model_path):
+    (result,) = found(case.name)
+    before, after, state = start_weights(model_path), result["weights"], result["state"]
+    assert all(".lora_" in name for name in state if not name.startswith("master "))
+    assert after.keys() == result["start"].keys() == before.keys()
+    for name, tensor in after.items():
+        assert np.array_equal(result["start"][name], before[name])
+        up, down = (state.get(name.replace(".weight", f".lora_{kind}.default.weight")) for kind in "BA")
+        assert (up is not None) == name.removesuffix(".weight").endswith("proj")
+        product = 0.0 if up is None else 2.0 * up.reshape(-1, LORA.rank) @ down.reshape(LORA.rank, -1)
+        assert np.allclose(tensor, before[name] + product, atol=1e-6), name
+    merged = AutoModelForCausalLM.from_pretrained(folder / case.name / "saved", dtype=torch.float32)
+    for name, tensor in merged.named_parameters():
+        assert np.array_equal(tensor.detach().numpy(), after[name])
+
+
+@pytest.mark.feature(145)
+@pytest.mark.parametrize("case", cases())
+def test_every_engine_takes_the_same_steps(case, found, expected):
+    for rank in found(case.name):
+        assert_close(rank["weights"], expected["weights"])
+        assert_close(rank["rough"][1], expected["rough"][1], tolerance=1e-3)
+        for steps, wanted in ((rank["told"], expected["told"]), (rank["rough"][0], expected["rough"][0])):
+            for step, plain in zip(steps, wanted, strict=True):
+                assert (step.loss, step.grad_norm) == pytest.approx((plain.loss, plain.grad_norm), rel=2e-3)
+
+
+@pytest.mark.parametrize("case", cases())
+def test_without_its_adapters_an_engine_computes_what_it_began_with_to_the_bit(case, found):
+    for rank in found(case.name):
+        assert np.array_equal(rank["without"], rank["before"])
+        assert not np.array_equal(rank["after"], rank["before"])
+        assert np.array_equal(rank["again"], rank["after"]), "they are back"
+
+
+@pytest.mark.parametrize("case", cases())
+def test_a_state_and_a_checkpoint_of_adapters_go_on_bit_for_bit(case, found):
+    for rank in found(case.name):
+        assert rank["restored"] == rank["on"]
+        assert rank["read"] == rank["on"]

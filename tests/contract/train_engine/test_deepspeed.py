@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What deepspeed has where, in bf16 and with its optimizer on the host; and that neither changes what a step gives."""
+
+import functools
+
+import numpy as np
+import pytest
+import torch
+from cases import ENGINES, Case
+from exercise import digest, make_engine, share, train, weights_of
+from plain import apart, start_weights, write_model
+from processes import run
+
+from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
+from dlrover.python.rl.data import state_tree
+
+pytestmark = [
+    pytest.mark.skipif(bool(ENGINES["deepspeed"].missing), reason=ENGINES["deepspeed"].missing),
+    pytest.mark.parametrize("stage", [1, 2, 3]),
+]
+
+TWO = pytest.param(2, marks=pytest.mark.slow)
+PLACES = (False, True)
+
+
+def saved(state):
+    skeleton, buffers = state_tree.dump(state)
+    return state_tree.load(bytes(skeleton), [memoryview(bytes(buffer)) for buffer in buffers])
+
+
+def refused(engine, rank):
+    """An update whose second micro-batch has a gradient that is not finite, and the step after it."""
+    passes = []
+
+    def infinite(logprobs, columns):
+        passes.append(None)
+        return -logprobs.sum() / (50 if len(passes) < 2 else 0.0), {}
+
+    before = digest(engine)
+    with pytest.raises(NonFiniteUpdate):
+        engine.step(share(engine, rank, 1), infinite)
+    with pytest.raises(ZeroDivisionError):
+        engine.step(share(engine, rank, 1), lambda logprobs, columns: (1 / 0, {}))
+    return len(passes) > 1, digest(engine) == before, train(engine, rank, [2]), weights_of(engine)
+
+
+def in_bf16(rank, world_size, port, stage, path):
+    """By whether the optimizer is on the host: what is held and sent after two steps, and how it goes on."""
+    result, states = {}, {}
+    for on_host in PLACES:
+        case = Case("deepspeed", world_size, backend={"zero_stage": stage, "optimizer_on_host": on_host})
+        engine = make_engine(case, rank, port, path, precision="bf16", max_tokens_per_microbatch=10)
+        start = {name: tensor.tobytes() for name, tensor in weights_of(engine).items()}
+        told = train(engine, rank, range(2))
+        sent = {name: (tensor.dtype, tensor.float().numpy()) for name, tensor in engine.named_weights(torch.bfloat16)}
+        states[on_host] = saved(engine.state_dict())
+        buffers = sum(buffer.nbytes for buffer in engine._model.module.buffers())
+        held = {kind: nbytes - (buffers if kind == "weights" else 0) for kind, nbytes in engine.footprint().items()}
+        result[on_host] = {"start": start, "told": told, "sent": sent, "weights": weights_of(engine), "held": held}
+        result[on_host]["parameters"] = engine.parameter_count
+        twin = make_engine(case, rank, port, path, precision="bf16", max_tokens_per_microbatch=10)
+        twin.load_state_dict(states[on_host])
+        result[on_host]["twin"] = train(twin, rank, [2]), weights_of(twin)
+        result[on_host]["refused"] = refused(engine, rank)
+        engine.load_state_dict(states[on_host])
+        if on_host:  # what was on the device
+            engine.load_state_dict(states[False])
+            result["moved"] = train(engine, rank, [2]), weights_of(engine)
+        twin.meta()
+        engine.meta()
+    exact = make_engine(case, rank, port, path)
+    with pytest.raises(EngineError) as error:
+        exact.load_state_dict(states[True])
+    frozen = make_engine(case, rank, port, path, frozen=True, precision="bf16")
+    result["frozen"] = sum(frozen.footprint().values()) - buffers, list(frozen.footprint())
+    result["another precision"] = str(error.value)
+    frozen.close()
+    exact.close()
+    return result
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    torch.set_num_threads(1)
+    return write_model(tmp_path_factory.mktemp("deepspeed") / "T")
+
+
+@pytest.fixture(scope="module")
+def found(model_path):
+    @functools.cache
+    def of(world_size, stage):
+        return run(world_size, in_bf16, stage, model_path)
+
+    return of
+
+
+def near(found, expected, path):
+    return apart(found, expected, start_weights(path)) < 1e-4
+
+
+@pytest.mark.feature(53)
+@pytest.mark.parametrize("world_size", [1, TWO])
+def test_the_passes_have_two_bytes_a_parameter_and_the_masters_are_float32(stage, world_size, found):
+    for rank in found(world_size, stage):
+        parameters, divided = rank[False]["parameters"], world_size if stage == 3 else 1
+        held = rank[False]["held"]
+        assert held["weights"] == 2 * parameters // divided + 4 * parameters // world_size
+        assert held["optimizer"] == pytest.approx(8 * parameters / world_size, abs=8)
+        assert rank[True]["held"] == {"weights": 2 * parameters // divided}
+        assert rank["frozen"] == (2 * parameters // divided, ["weights"])
+
+
+@pytest.mark.parametrize("world_size", [1, TWO])
+def test_weights_start_as_those_of_the_files_and_are_served_as_the_passes_have_them(
+    stage, world_size, found, model_path
+):
+    wanted = {name: tensor.tobytes() for name, tensor in start_weights(model_path).items()}
+    for rank in found(world_size, stage):
+        for on_host in PLACES:
+            assert rank[on_host]["start"] == wanted
+            for name, (dtype, sent) in rank[on_host]["sent"].items():
+                assert dtype == torch.bfloat16
+                rounded = torch.from_numpy(rank[on_host]["weights"][name]).bfloat16().float().numpy()
+                assert np.array_equal(sent, rounded), name
+
+
+@pytest.mark.parametrize("world_size", [1, TWO])
+def test_on_the_host_steps_are_those_of_the_device(stage, world_size, found, model_path):
+    for rank in found(world_size, stage):
+        for step, other in zip(rank[True]["told"], rank[False]["told"], strict=True):
+            assert (step.loss, step.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)
+        assert near(rank[True]["weights"], rank[False]["weights"], model_path)
+        (step,), weights = rank["moved"]
+        (other,), others = rank[False]["twin"]
+        assert (step.loss, step.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)
+        assert near(weights, others, model_path)
+
+
+@pytest.mark.parametrize("world_size", [1, TWO])
+def test_a_refused_update_changes_nothing_and_leaves_no_gradient(stage, world_size, found):
+    for rank in found(world_size, stage):
+        for on_host in PLACES:
+            several, unchanged, told, weights = rank[on_host]["refused"]
+            again, others = rank[on_host]["twin"]
+            assert several and unchanged
+            assert told == again, "nothing was added to a gradient that is left"
+            assert all(np.array_equal(tensor, others[name]) for name, tensor in weights.items())
+
+
+def test_a_state_of_another_precision_is_refused_with_both(stage, found):
+    (rank,) = found(1, stage)
+    assert "the state has weights of torch.bfloat16, and the engine is of precision fp32" in rank["another precision"]
