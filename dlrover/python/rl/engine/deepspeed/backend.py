@@ -169,15 +169,21 @@ class DeepSpeedBackend:
         """Account for what is on the device."""
         self.parked.hold("weights", [parameter.local for parameter in self._parameters.values()])
         self.parked.hold("weights", self.module.buffers())
-        if self._on_host:
+        if self._config is None:
             return
-        self.parked.hold("weights", self._masters)
-        for master in self._masters:
-            self.parked.hold("optimizer", self._zero.optimizer.state[master].values())
-        if self._is_divided and self._masters:
-            self.parked.hold("gradients", [self._zero.grad_partitions_flat_buffer])
-            buckets = [bucket.buffer for bucket in self._zero.ipg_buckets.values()]
-            self.parked.hold("gradients", [buffer for buffer in buckets if buffer is not None])
+        if not self._on_host:
+            self.parked.hold("weights", self._masters)
+            for master in self._masters:
+                self.parked.hold("optimizer", self._zero.optimizer.state[master].values())
+        self.parked.hold("gradients", self._list_gradient_buffers())
+
+    def _list_gradient_buffers(self) -> list[Any]:
+        """Those that stay on the device between steps."""
+        zero = self._zero
+        if not self._is_divided:
+            return [zero.temp_grad_buffer_for_gpu_offload] if self._on_host else []
+        buckets = [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
+        return buckets if self._on_host else [zero.grad_partitions_flat_buffer, *buckets]
 
     # -- passes -------------------------------------------------------------------------------------------------------
 
