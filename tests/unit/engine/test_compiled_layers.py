@@ -109,6 +109,14 @@ def test_layers_may_have_adapters(model_path):
 
 
 @pytest.mark.slow
+@pytest.mark.usefixtures("without_kernels")
+def test_layers_may_be_in_4_bits(model_path):
+    pytest.importorskip("peft")
+    pytest.importorskip("bitsandbytes")
+    assert_results_are_those_without(model_path, lora=LoraSettings(rank=4, quantize_base="nf4"))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
 def test_steps_of_compiled_kernels_are_those_without(model_path, settings):
     torch._dynamo.reset()

@@ -53,6 +53,8 @@ WAYS = {
 """What two processes do."""
 if find_spec("peft"):
     WAYS["adapters"] = settings(lora=LoraSettings(rank=4))
+    if find_spec("bitsandbytes"):
+        WAYS["adapters beside 4 bits"] = settings(COPIES, lora=LoraSettings(rank=4, quantize_base="nf4"))
 
 
 @pytest.fixture(scope="module")
@@ -206,6 +208,12 @@ def test_adapters_are_sharded_too(two, model_path):
     if "adapters" not in two:
         pytest.skip("the extra 'lora' is not installed")
     assert_like_alone(model_path, WAYS["adapters"], two["adapters"])
+
+
+def test_copies_of_a_model_in_4_bits_train_the_same_adapters(two, model_path):
+    if "adapters beside 4 bits" not in two:
+        pytest.skip("the extra 'lora' or 'bitsandbytes' is not installed")
+    assert_like_alone(model_path, WAYS["adapters beside 4 bits"], two["adapters beside 4 bits"])
 
 
 # -- ranks that differ ------------------------------------------------------------------------------------------------

@@ -164,6 +164,15 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind,
     assert found[f"config.engine.{kind}"] == f"'{engine}' is not installed: pip install 'dlrover-rl[{engine}]'"
 
 
+def test_a_base_in_4_bits_is_whole_on_every_member_and_needs_its_extra(tmp_path, monkeypatch):
+    where, job = "config.engine.lora.quantize_base", ["workload.actor.num=2", "+engine.lora={quantize_base: nf4}"]
+    found = problems_of(tmp_path, *job, "+engine.parallel={ddp_size: 1}")
+    assert found[where] == "a quantized base cannot be divided: parallel.ddp_size is 1, and must be 2"
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    absent = "'bitsandbytes' is not installed: pip install 'dlrover-rl[bitsandbytes]'"
+    assert problems_of(tmp_path, *job)[where] == absent
+
+
 @pytest.mark.parametrize(
     ("function", "what"),
     [

@@ -71,11 +71,13 @@ def test_a_shape_comes_from_a_folder_or_from_a_configuration_beside_the_job(mode
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("optimizer", [OptimizerConfig(lr=1e-3), OptimizerConfig(name="sgd", lr=1e-3)])
-@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4)])
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=4), LoraSettings(rank=4, quantize_base="nf4")])
 @pytest.mark.parametrize("on_host", [False, True])
 def test_weights_and_optimizer_are_what_an_engine_holds(model, precision, optimizer, lora, on_host):
     if lora is not None:
         pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+        if lora.quantize_base is not None:
+            pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
     options = {"optimizer_on_host": on_host}
     engine = Fsdp2TrainEngine(model, optimizer, TrainSettings(precision=precision, lora=lora, backend=options))
     use = ModelUse("trained", model, optimizer=optimizer, lora=lora)
@@ -126,6 +128,19 @@ def test_an_optimizer_on_the_host_leaves_six_bytes_of_a_parameter_or_eight_of_a_
     critic = ModelUse("trained", "", head="token")
     found = bytes_of(small, critic, settings)
     assert host_bytes(small, critic, settings) == 16 * found.gradients / 4
+
+
+def test_of_a_base_in_4_bits_one_matrix_at_a_time_is_whole(monkeypatch, small):
+    lora = LoraSettings(quantize_base="nf4")
+    use, plain = (ModelUse("trained", "", 2, lora=each) for each in (lora, replace(lora, quantize_base=None)))
+    copies = replace(ON_CUDA, parallel=ParallelSizes(ddp_size=2))
+    found, larger = (bytes_of(small, each, copies) for each in (use, plain))
+    matrices = 24 * (2 * 896 * 896 + 2 * 896 * 128 + 3 * 896 * 4864)
+    assert small.matrices == matrices
+    assert larger.weights - found.weights == (2 - 0.5625) * matrices
+    assert (larger.gathered, found.gathered) == (0, 2 * 896 * 4864)
+    (error,) = plan(monkeypatch, small, {ACTOR: use}, copies, 1).find_errors()
+    assert error.what.endswith("no setting here makes it fit")
 
 
 def test_recomputed_activations_are_those_of_one_layer_and_each_layers_input(small):

@@ -31,6 +31,11 @@ class LoraSettings:
     targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
     """Last parts of the names of the linear layers that get adapters."""
 
+    quantize_base: Literal["nf4"] | None = None
+    """``nf4``: the matrices of all linear layers but the output layer are in 4 bits (QLoRA, arXiv:2305.14314), by the
+    extra ``bitsandbytes``; every rank holds the whole model. Published weights are what it computes with. None: all of
+    the model is in ``precision``."""
+
 
 @dataclass(frozen=True)
 class TrainSettings:

@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, MissingExtra
 from dlrover.python.rl.common.extensions import ExtensionPoint, load_object
 from dlrover.python.rl.config.typed import parse
-from dlrover.python.rl.engine.api.settings import OptimizerConfig, ParallelSizes
+from dlrover.python.rl.engine.api.base import LoraSettings
+from dlrover.python.rl.engine.api.settings import Layout, OptimizerConfig, ParallelSizes
 
 T = TypeVar("T")
 
@@ -157,6 +158,14 @@ def find_train_errors(  # noqa: PLR0913 -- what is asked of it
     elif lora and sizes.tensor_parallel_size > 1:
         errors.append(f"adapters cannot be split: tensor_parallel_size is {sizes.tensor_parallel_size}, and must be 1")
     return errors
+
+
+def find_layout_errors(lora: LoraSettings | None, layout: Layout) -> list[str]:
+    """What ranks cannot divide as this layout does."""
+    ranks = layout.world_size
+    if lora is None or lora.quantize_base is None or layout.ddp == ranks:
+        return []
+    return [f"a quantized base cannot be divided: parallel.ddp_size is {layout.ddp}, and must be {ranks}"]
 
 
 def find_optimizer_errors(name: str, info: EngineInfo, config: OptimizerConfig) -> list[str]:

@@ -11,11 +11,13 @@ import torch
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TokenLoss, TrainSettings
+from dlrover.python.rl.engine.api.registry import find_layout_errors, raise_engine_errors
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.cpu_kernels import install_cpu_kernels
 from dlrover.python.rl.engine.fsdp2 import INFO, Fsdp2Options
 from dlrover.python.rl.engine.fsdp2.compiled_layers import compile_layers
 from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, MaterializeOptions, materialize
+from dlrover.python.rl.engine.fsdp2.quantized import quantize_linear_layers
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model import attention
@@ -38,8 +40,10 @@ from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngi
 
 
 def checkpoint_tensors(made: MaterializedModule, optimizer: MasterOptimizer[ParameterShard] | None) -> dict[str, Any]:
-    """The live tensors by name, in a form that tells which part of the whole each is."""
-    tree = {model_tensor(shard.name): shard.as_dtensor(shard.master.detach()) for shard in made.shards}
+    """The live tensors by name, in a form that tells which part of the whole each is. Beside a quantized model those of
+    its adapters alone: it is read again from its files."""
+    kept = made.shards.trained if any(shard.quantized is not None for shard in made.shards) else made.shards
+    tree = {model_tensor(shard.name): shard.as_dtensor(shard.master.detach()) for shard in kept}
     tree |= {model_tensor(name): buffer for name, buffer in made.buffers.items()}
     for shard, state in optimizer.state() if optimizer else ():
         for kind, tensor in state.items():
@@ -66,6 +70,8 @@ class Fsdp2Backend(ShardedBackend):
         if not options.compile_layers:
             install_cpu_kernels(module, attention.packed_attention)
         if settings.lora is not None:
+            if settings.lora.quantize_base is not None:
+                quantize_linear_layers(module, DTYPES[settings.precision])
             add_adapters(module, settings.lora)
         prepare_training(module, config is not None, settings.gradient_checkpointing)
         if options.compile_layers:
@@ -141,6 +147,8 @@ class Fsdp2Backend(ShardedBackend):
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self.buffers.items())
 
     def _whole(self, shard: ParameterShard, dtype: Any = None) -> Any:
+        if shard.quantized is not None:
+            return shard.quantized.restored(self.parked.locate)
         copy, local = self.parked.locate(to_local_tensor(shard.parameter)), self.parked.locate(shard.master)
         if copy.dtype in (dtype, local.dtype):  # the same values, on the device
             local = copy
@@ -215,6 +223,7 @@ class Fsdp2TrainEngine(BackendTrainEngine):
         ranks = Ranks.connect(rendezvous, settings.device)
         with ranks.close_on_failure():
             self._grid = Grid.of(ranks, settings.parallel, settings.device)
+            raise_engine_errors(find_layout_errors(settings.lora, self._grid.layout))
         self.layout = self._grid.layout
         return ranks
 

@@ -76,7 +76,7 @@ def materialize(
 
 def _set_precision(module: Any, precision: torch.dtype, whole: bool) -> None:
     for parameter in module.parameters():
-        if whole or not parameter.requires_grad:
+        if parameter.is_floating_point() and (whole or not parameter.requires_grad):
             parameter.data = parameter.data.to(precision)
 
 
@@ -119,7 +119,7 @@ def _fill(shards: Shards, buffers: Mapping[str, Any], source: WeightReader, opti
             note_progress()
             if shard.master.numel():
                 ranges, name = shard.ranges(shards.grid), matches.get(shard.name)
-                shard.master.copy_(initial[shard.name][ranges] if name is None else source.read(name, ranges))
+                shard.fill(initial[shard.name][ranges] if name is None else source.read(name, ranges))
             shard.refresh()
         for name, buffer in buffers.items():
             if name in matches:

@@ -15,6 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.device_bytes import copy_to_host
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
+from dlrover.python.rl.engine.fsdp2.quantized import QuantizedLinear
 from dlrover.python.rl.engine.model.loading import Ranges, list_aliases
 from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, sum_tensors
 from dlrover.python.rl.engine.training.stepping import find_first_nonfinite
@@ -82,6 +83,7 @@ class ParameterShard:
     tensor_dim: int | None = None  # the dimension that the ranks of `Grid.tensors` divide
     summed: bool = False  # its gradients on the ranks of `Grid.tensors` add up
     on_host: bool = False  # the master and the step are in the host's memory, wherever the parameter is
+    quantized: QuantizedLinear | None = None  # the layer whose frozen weight it is; parameter and master are packed
     _gradient: Any = None  # of a master on the host, where the parameter is
     _handed_over: Any = None  # the same on the host; kept, since new memory is slow
 
@@ -109,6 +111,13 @@ class ParameterShard:
     @property
     def decays(self) -> bool:
         return len(self.shape) >= 2
+
+    def fill(self, part: Any) -> None:
+        """Copy this rank's part of the whole parameter to the master."""
+        if self.quantized is None:
+            self.master.copy_(part)
+        else:
+            self.quantized.store(part)
 
     def ranges(self, grid: Grid) -> Ranges:
         """This rank's part of the whole parameter."""
@@ -245,6 +254,10 @@ class Shards:
 
 def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on_host: bool) -> ParameterShard:
     parameter = module.get_parameter(names[0])
+    owner, _, last = names[0].rpartition(".")
+    layer = module.get_submodule(owner)
+    if isinstance(layer, QuantizedLinear) and last == "weight":
+        return ParameterShard(names[0], names, parameter, parameter, tuple(layer.shape), quantized=layer)
     master = parameter if type(parameter) is torch.nn.Parameter else to_local_tensor(parameter)
     sharded, tensor_dim = False, None
     if isinstance(parameter, DTensor):

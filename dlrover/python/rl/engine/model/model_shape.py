@@ -38,6 +38,7 @@ class ModelShape:
     adaptable: Mapping[str, int] = field(default_factory=dict)
     """The last part of a layer's name to the sum of both sizes of its matrices, which an adapter has times its rank."""
 
+    matrices: int = 0  # parameters of the linear layers' matrices, without the output layer's
     raw_logits: bool = False  # those of the output layer, which may come in chunks
 
     def adapter_parameters(self, lora: LoraSettings) -> int:
@@ -82,6 +83,7 @@ class ModelShape:
             inner,
             vocabulary,
             {name: layers * sum(pair) for name, pair in matrices.items()},
+            layers * sum(products),
             kind in RAW_LOGITS,
         )
 
@@ -99,10 +101,11 @@ class ModelShape:
         lists = [part for part in module.modules() if isinstance(part, torch.nn.ModuleList) and len(part) == layers]
         experts = int(getattr(text, "num_experts_per_tok", None) or 0)
         inner = experts * int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
-        adaptable: Counter[str] = Counter()
+        adaptable, matrices = Counter[str](), 0
         for name, part in module.named_modules():
             if isinstance(part, torch.nn.Linear) and part is not getattr(module, "lm_head", None):
                 adaptable[name.rpartition(".")[2]] += sum(part.weight.shape)
+                matrices += part.weight.numel()
         return cls(
             sum(parameter.numel() for parameter in module.parameters()),
             layers,
@@ -114,6 +117,7 @@ class ModelShape:
             inner or int(text.intermediate_size),
             int(text.vocab_size),
             dict(adaptable),
+            matrices,
             text.model_type in RAW_LOGITS,
         )
 

@@ -2,6 +2,7 @@
 """Checks of the parts of a job against each other: roles, data, algorithm, reward function, engines, model."""
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 
 import torch
 
@@ -10,13 +11,21 @@ from dlrover.python.rl.algorithm.dapo import DAPO
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
-from dlrover.python.rl.common.errors import ConfigError, EngineError, EnvironmentFailed, InvalidJob, VerifierError
+from dlrover.python.rl.common.errors import (
+    ConfigError,
+    EngineError,
+    EnvironmentFailed,
+    InvalidJob,
+    MissingExtra,
+    VerifierError,
+)
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.api.registry import (
     ROLLOUT_ENGINES,
     TRAIN_ENGINES,
     engine_info,
+    find_layout_errors,
     find_optimizer_errors,
     find_rollout_errors,
     find_train_errors,
@@ -56,10 +65,21 @@ def validate_train_engine(
     faults = find_train_errors(engine.train, info, sizes, engine.lora is not None, bare_head, engine.train_options)
     errors += [ConfigError("config.engine", fault) for fault in faults]
     try:
-        Layout.of(members, sizes)
+        layout = Layout.of(members, sizes)
     except EngineError as error:
-        errors.append(ConfigError("config.engine.parallel", f"{error}: they are members of the {role}"))
-    return errors
+        return [*errors, ConfigError("config.engine.parallel", f"{error}: they are members of the {role}")]
+    return [*errors, *(_find_base_errors(engine, layout) if role == "actor" else ())]
+
+
+def _find_base_errors(engine: EngineConfig, layout: Layout) -> list[ConfigError]:
+    """What a base in 4 bits lacks."""
+    if engine.lora is None or engine.lora.quantize_base is None:
+        return []
+    absent = _runs_here(engine) and find_spec("bitsandbytes") is None
+    faults = [str(MissingExtra("bitsandbytes", "bitsandbytes"))] if absent else []
+    if engine.parallel is not None or engine.device != "cpu":  # there each member holds a copy
+        faults += find_layout_errors(engine.lora, layout)
+    return [ConfigError("config.engine.lora.quantize_base", fault) for fault in faults]
 
 
 def _runs_here(engine: EngineConfig) -> bool:

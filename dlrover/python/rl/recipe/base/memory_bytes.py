@@ -5,12 +5,13 @@ Of ``P`` parameters on ``s`` ranks that divide them, with ``w`` bytes a number (
 in a pass::
 
     weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s, with s 1 but for shard_frozen
+                 with adapters w P and those of the adapters; of matrices with quantize_base 0.5625 bytes a number
     gradients    4 P / s
     optimizer    8 P / s with AdamW
                  with optimizer_on_host none of it, and w P of the weights where s is 1; 16 P / s are on the host,
                  and the largest tensor of the exchange has 4 bytes
     gathered     where s > 1: two layers and what lies outside of the layers, w bytes each; trained, also the gradients
-                 of one layer, in float32 too, and of the latter
+                 of one layer, in float32 too, and of the latter; with quantize_base the largest matrix of a layer
     activations  t x layers x (8 + 4 w) hidden + w (2 queries + 2 keys + 4 intermediate), and with
                  gradient_checkpointing t x (w hidden x layers + that of one layer)
     logits       2 w t x vocabulary, or of one chunk, and the gradient of the output layer: 4 + w bytes a weight
@@ -39,6 +40,9 @@ FEW_TOKENS, FEWEST_TOKENS = 4096, 1024
 """Of a pass: fewer than the first are used where nothing else helps, and never fewer than the second."""
 
 GB = 1e9
+
+_QUANTIZED = 0.5 + 4 / 64
+"""Bytes of a number in 4 bits, in blocks of 64 with a float32 scale."""
 
 _SIZED = 0.8
 """Of a device's memory, for passes that the system sizes: the arithmetic is not exact."""
@@ -101,21 +105,33 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
     gathers = shards > tensor * sizes.pipeline_parallel_size
     changed, on_host = _changed(shape, use), is_on_host(engine)
     master, copy = 0 if on_host and not gathers else 4, 0 if gathers or (width == 4 and not on_host) else width
-    frozen = 0 if use.lora is None else width * shape.parameters
+    frozen = 0.0 if use.lora is None else _base(shape, use.lora, width)
     has_gradients = use.lora is None  # of layers; those of adapters are few
     gathered = width * (2 * shape.layer + shape.outside)
     if has_gradients:
         gathered += width * (shape.layer + shape.outside) + 4 * shape.layer
+    restored = width * shape.hidden * max(shape.queries, shape.intermediate) if is_quantized(use) else 0
     outer = (2 * width + 4) * shape.outside if gathers and has_gradients else 0
     return PlannedBytes(
         (frozen + (master + copy) * changed) / shards,
         4 * changed / shards,
         0.0 if on_host else _moments(use) * changed / shards,
-        gathered / tensor if gathers else 0.0,
+        gathered / tensor if gathers else restored,
         _activations(shape, width, tokens / context, tensor, engine.recomputes),
         _logits(shape, width, tokens / context, tensor, trains=True, trains_head=has_gradients),
         exchange=max(outer / tensor, (4 if on_host else width) * shape.tensor),
     )
+
+
+def is_quantized(use: ModelUse) -> bool:
+    return use.lora is not None and use.lora.quantize_base is not None
+
+
+def _base(shape: ModelShape, lora: LoraSettings, width: int) -> float:
+    """Bytes of the model that adapters are added to."""
+    if lora.quantize_base is None:
+        return width * shape.parameters
+    return width * (shape.parameters - shape.matrices) + _QUANTIZED * shape.matrices
 
 
 def _moments(use: ModelUse) -> int:

@@ -22,6 +22,7 @@ from dlrover.python.rl.recipe.base.memory_bytes import (
     has_auto_passes,
     host_bytes,
     is_on_host,
+    is_quantized,
     size_passes,
 )
 
@@ -179,7 +180,8 @@ def _alternatives(engine: EngineConfig, use: ModelUse, role: RLRoleType) -> Iter
     yield from ((changes, changed, use.members) for changes, changed in _smaller_passes(engine, use))
     if use.kind == "trained":
         yield from _on_host(engine, use)
-        yield from _more_members(engine, use, name, [], 2 * use.members)
+        if not is_quantized(use):  # whose members hold copies
+            yield from _more_members(engine, use, name, [], 2 * use.members)
     elif use.sharded_class:
         change = [] if engine.shard_frozen else ["engine.shard_frozen=true", f"{name}.class={use.sharded_class}"]
         yield from _more_members(replace(engine, shard_frozen=True), use, name, change, max(use.members, 2))

@@ -145,6 +145,7 @@ ELSEWHERE: Mapping[str, str] = {
     "use_vllm": "engine.rollout=vllm",
     "packing": "the only way: rows are packed, and attend only to themselves",
     "peft_config": "engine.lora",
+    "load_in_4bit": "engine.lora.quantize_base=nf4",
     "reward_funcs": "reward.function, or the argument 'reward' of rl.train_grpo",
     "reward_weights": "reward.function: {module:first: 1.0, module:second: 0.2}",
     "custom_reward_function": "reward.function=module:function",

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Frozen matrices in 4 bits through bitsandbytes: 4-bit NormalFloat in blocks (Dettmers et al., arXiv:2305.14314,
+section 3), without quantizing the scales again."""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from dlrover.python.rl.common.errors import EngineError, MissingExtra
+from dlrover.python.rl.engine.fsdp2.compiled_layers import layers_of
+
+BLOCK = 64
+"""Numbers with one scale in float32."""
+
+
+class QuantizedLinear(torch.nn.Linear):
+    """A linear layer that is not trained; its bias stays as it is. ``weight`` has two numbers in a byte."""
+
+    def __init__(self, plain: torch.nn.Linear, precision: torch.dtype) -> None:
+        """``plain`` is on the meta device, and so is ``weight``, to which :meth:`store` gives values. The numbers have
+        ``precision`` before and after."""
+        super().__init__(plain.in_features, plain.out_features, bias=False, device="meta")
+        self.bias, self.precision = plain.bias, precision
+        self.shape, count = plain.weight.shape, plain.weight.numel()
+        packed = torch.empty((count + 1) // 2, 1, dtype=torch.uint8, device="meta")
+        self.weight = torch.nn.Parameter(packed, requires_grad=False)
+        self.register_buffer("scales", torch.zeros(-(-count // BLOCK)), persistent=False)
+
+    @torch.no_grad()
+    def store(self, weight: Any) -> None:
+        """Quantize a whole weight. The same weight, precision and kind of device give the same bits."""
+        from bitsandbytes.functional import quantize_4bit
+
+        there = weight.to(self.weight.device, self.precision).contiguous()
+        packed, state = quantize_4bit(there, blocksize=BLOCK, quant_type="nf4")
+        self.weight.copy_(packed)
+        self.scales.copy_(state.absmax)
+
+    def restored(self, locate: Callable[[Any], Any]) -> Any:
+        """The weight that the layer computes with; ``locate`` gives the memory of its parts."""
+        from bitsandbytes.functional import dequantize_4bit
+
+        return dequantize_4bit(locate(self.weight.detach()), self._state(locate(self.scales)))
+
+    def forward(self, input: Any) -> Any:
+        from bitsandbytes import matmul_4bit
+
+        return matmul_4bit(input, self.weight, self._state(self.scales), bias=self.bias)
+
+    def _state(self, scales: Any) -> Any:
+        from bitsandbytes.functional import QuantState
+
+        return QuantState(scales, self.shape, blocksize=BLOCK, quant_type="nf4", dtype=self.precision)
+
+
+def quantize_linear_layers(module: Any, precision: torch.dtype) -> None:
+    """Replace the linear layers inside the decoder layers of a module on the meta device.
+
+    Raises:
+        MissingExtra: bitsandbytes is not installed.
+        EngineError: the module does not name its layers.
+    """
+    if find_spec("bitsandbytes") is None:
+        raise MissingExtra("bitsandbytes", "bitsandbytes")
+    if not (layers := layers_of(module)):
+        raise EngineError(f"{type(module).__name__} does not name its layers: they cannot be quantized")
+    for owner in (part for layer in layers for part in layer.modules()):
+        for name, part in owner.named_children():
+            if type(part) is torch.nn.Linear:
+                setattr(owner, name, QuantizedLinear(part, precision))

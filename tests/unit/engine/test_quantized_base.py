@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``lora.quantize_base``: adapters beside a model in 4 bits."""
+
+import copy
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from dlrover.python.rl.common.errors import EngineError, MissingExtra
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.api.registry import find_layout_errors
+from dlrover.python.rl.engine.api.settings import Layout
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.fsdp2.quantized import BLOCK, QuantizedLinear
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+
+LORA = LoraSettings(rank=4, alpha=8.0, quantize_base="nf4")
+CONFIG = OptimizerConfig(lr=1e-2, max_grad_norm=None)
+
+pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    torch.set_num_threads(1)
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
+
+
+@pytest.fixture
+def bitsandbytes():
+    return pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+
+
+def make(path, lora=LORA, config=CONFIG, **changes):
+    # Several micro-batches, one of them of several documents.
+    return Fsdp2TrainEngine(path, config, TrainSettings(lora=lora, **{"max_tokens_per_microbatch": 16, **changes}))
+
+
+def batch_of(seed=0):
+    generator = np.random.default_rng(seed)
+    tokens = [generator.integers(0, 256, length) for length in (9, 4, 17, 6)]
+    mask = [np.arange(len(row)) >= 2 for row in tokens]
+    return Batch({"tokens": Ragged.from_rows(tokens), "action_mask": Ragged.from_rows(mask)})
+
+
+def step(engine, seed):
+    return engine.step(batch_of(seed), lambda logprobs, columns: (-logprobs.sum() / 20, {}))
+
+
+def logprobs(engine):
+    return engine.evaluate(batch_of()).ragged("logprobs").values
+
+
+def weights(engine, dtype=None):
+    return {name: tensor.detach().clone() for name, tensor in engine.named_weights(dtype)}
+
+
+def bits(engine, dtype=None):
+    return {name: tensor.float().numpy().tobytes() for name, tensor in engine.named_weights(dtype)}
+
+
+def packed(engine):
+    layers = [part for part in engine._model.module.modules() if isinstance(part, QuantizedLinear)]
+    return [(layer.weight.numpy().tobytes(), layer.scales.numpy().tobytes()) for layer in layers]
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_matrices_of_layers_are_rounded_to_sixteen_values_a_block(model_path, precision):
+    plain = weights(make(model_path, None, None))
+    engine = make(model_path, precision=precision)
+    found = weights(engine)
+    assert list(found) == list(plain)
+    matrices = [name for name in plain if name.endswith("_proj.weight")]
+    assert len(matrices) == len(packed(engine)) == 7 * 2
+    for name, tensor in plain.items():
+        given = tensor if precision == "fp32" else tensor.bfloat16().float()
+        if name not in matrices:
+            assert torch.equal(found[name], given), name
+            continue
+        blocks = zip(given.reshape(-1, BLOCK), found[name].reshape(-1, BLOCK), strict=True)
+        for block, rounded in blocks:
+            largest = block.abs().max()
+            assert len(rounded.unique()) <= 16
+            assert (rounded - block).abs().max() <= 0.153 * largest + 2**-8 * largest, "half of the widest gap"
+        assert not torch.equal(found[name], given)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
+def test_steps_are_those_over_the_rounded_model(model_path, tmp_path, settings):
+    engine = make(model_path, **settings)
+    engine.save(tmp_path / "rounded")
+    plain = make(tmp_path / "rounded", replace(LORA, quantize_base=None), **settings)
+    for seed in range(3):
+        found, wanted = step(engine, seed), step(plain, seed)
+        assert (found.loss, found.grad_norm) == pytest.approx((wanted.loss, wanted.grad_norm), rel=1e-5)
+    assert np.allclose(logprobs(engine), logprobs(plain), atol=1e-4)
+    for (name, one), (_, other) in zip(engine.named_weights(), plain.named_weights(), strict=True):
+        assert torch.allclose(one, other, atol=1e-5), name
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+def test_the_results_depend_neither_on_the_passes_nor_on_recomputing(model_path):
+    ways = [{}, {"max_tokens_per_microbatch": 16384}, {"gradient_checkpointing": True}]
+    one, whole, recomputed = ([step(make(model_path, **way), seed) for seed in range(2)] for way in ways)
+    assert recomputed == one
+    assert [result.loss for result in whole] == pytest.approx([result.loss for result in one], rel=1e-5)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+def test_what_is_published_is_what_it_computes_with(model_path):
+    engine, plain = make(model_path), make(model_path, None, None)
+    for seed in range(3):
+        step(engine, seed)
+    with engine.without_adapters():
+        base = logprobs(engine)
+    plain.receive(engine.publish())
+    assert np.allclose(logprobs(plain), logprobs(engine), atol=1e-5)
+    assert not np.allclose(base, logprobs(engine), atol=1e-2)
+    assert np.array_equal(base, logprobs(make(model_path)))
+    served = weights(engine, torch.bfloat16)
+    assert all(torch.equal(served[name], tensor.bfloat16()) for name, tensor in weights(engine).items())
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_matrix_takes_half_a_byte_a_number_and_its_scales(model_path, precision):
+    lora = replace(LORA, quantize_base=None)
+    small, large = (make(model_path, lora, precision=precision).footprint() for lora in (LORA, lora))
+    numbers = sum(size for name, size in sizes(model_path) if name.endswith("_proj.weight"))
+    saved = numbers * (4 if precision == "fp32" else 2) - numbers / 2 - numbers / BLOCK * 4
+    assert large["weights"] - small["weights"] == saved
+    assert large["optimizer"] == small["optimizer"]
+
+
+def sizes(model_path):
+    return [(name, tensor.numel()) for name, tensor in make(model_path, None, None).named_weights()]
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+def test_it_makes_room_for_others_and_comes_back(model_path):
+    engine, undisturbed = make(model_path), make(model_path)
+    step(engine, 0), step(undisturbed, 0)
+    engine.cpu()
+    assert engine.footprint() == {}
+    assert bits(engine) == bits(undisturbed)
+    engine.cuda()
+    assert step(engine, 1) == step(undisturbed, 1)
+    assert engine.footprint() == undisturbed.footprint()
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_state_has_adapters_alone_and_the_rest_is_quantized_to_the_same_bits(model_path, precision):
+    engine, undisturbed = make(model_path, precision=precision), make(model_path, precision=precision)
+    step(engine, 0), step(undisturbed, 0)
+    state = copy.deepcopy(engine.state_dict())
+    assert all(".lora_" in name for name in state["model"])
+    engine.meta()
+    assert engine.footprint() == {}
+    engine.load_state_dict(state)
+    assert packed(engine) == packed(undisturbed)
+    assert step(engine, 1) == step(undisturbed, 1)
+    assert bits(engine) == bits(undisturbed)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+def test_so_has_a_checkpoint(model_path, tmp_path):
+    engine, other = make(model_path), make(model_path)
+    step(engine, 0)
+    engine.save_checkpoint(tmp_path / "checkpoint")
+    other.load_checkpoint(tmp_path / "checkpoint")
+    assert step(other, 1) == step(engine, 1)
+    assert bits(other) == bits(engine)
+    base = make(model_path, replace(LORA, quantize_base=None))
+    with pytest.raises(EngineError, match=r"is of another model: it lacks model/model\.embed_tokens"):
+        base.load_checkpoint(tmp_path / "checkpoint")
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+def test_its_adapters_may_be_trained_on_the_host(model_path):
+    engine, plain = make(model_path, backend={"optimizer_on_host": True}), make(model_path)
+    assert [step(engine, seed) for seed in range(3)] == [step(plain, seed) for seed in range(3)]
+    assert bits(engine, torch.bfloat16) == bits(plain, torch.bfloat16)
+    assert "optimizer" not in engine.footprint()
+
+
+def test_ranks_that_divide_the_model_are_refused():
+    layouts = [Layout(ddp=4), Layout(), Layout(shard=2), Layout(2, 2), Layout(2, context=2), Layout(2, tensor=2)]
+    found = [find_layout_errors(LORA, layout) for layout in layouts]
+    assert [len(errors) for errors in found] == [0, 0, 1, 1, 1, 1]
+    assert found[3] == ["a quantized base cannot be divided: parallel.ddp_size is 2, and must be 4"]
+    assert find_layout_errors(replace(LORA, quantize_base=None), Layout(shard=2)) == []
+
+
+def test_without_bitsandbytes_the_extra_is_named(model_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(
+        MissingExtra, match=r"'bitsandbytes' is not installed: pip install 'dlrover-rl\[bitsandbytes\]'"
+    ):
+        make(model_path)
