@@ -1,14 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """The contract on a GPU, where there is one: five steps near a plain loop's on the host, and a place to move to."""
 
+import dataclasses
 import functools
 
 import pytest
 import torch
 from cases import Case
-from exercise import SAVED_AFTER, five_steps, go_on
-from plain import apart, plain_run, reported, start_weights, write_model
+from exercise import SAVED_AFTER, five_steps, go_on, make_engine, train, weights_of
+from plain import CONFIG, STEPS, apart, plain_run, reported, start_weights, write_model
 from processes import run
+
+from dlrover.python.rl.engine.api.base import LoraSettings
 
 LIMITS = {"fp32": (1e-4, 1e-3), "bf16": (0.05, 0.05), "bf16 on the host": (0.05, 0.05)}
 """How far what a step reports may be from the plain loop's, and the weights, as a share of the way that they went."""
@@ -73,3 +76,34 @@ def test_saved_loaded_and_continued_is_near_not_stopping(name, found, model_path
     assert apart(same["weights"], undisturbed["weights"], start_weights(model_path)) < LIMITS[name][1]
     for step, other in zip(same["told"], undisturbed["told"][SAVED_AFTER:], strict=True):
         assert reported(step) == pytest.approx(reported(other), rel=LIMITS[name][0])
+
+
+def in_few_bits(path, device, optimizer, lora):
+    """What five steps reported, and the weights."""
+    config = dataclasses.replace(CONFIG, name=optimizer)
+    engine = make_engine(Case("fsdp2", settings={"device": device, "lora": lora}), 0, 0, path, optimizer=config)
+    start, told = weights_of(engine), [reported(step) for step in train(engine, 0, range(STEPS - 1))]
+    engine.cpu()
+    assert engine.footprint() == {}
+    engine.cuda()
+    told += [reported(step) for step in train(engine, 0, [STEPS - 1])]
+    found = start, told, weights_of(engine)
+    engine.close()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "base"),
+    [("adamw_8bit", None), ("adamw", "nf4"), ("adamw_8bit", "nf4")],
+    ids=["moments in 8 bits", "adapters over 4 bits", "both"],
+)
+def test_weights_in_4_bits_and_moments_in_8_train_as_on_a_cpu(optimizer, base, model_path):
+    pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    if base is not None:
+        pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    lora = LoraSettings(rank=4, quantize_base=base) if base is not None else None
+    start, wanted, weights = in_few_bits(model_path, "cpu", optimizer, lora)
+    _, told, found = in_few_bits(model_path, "cuda", optimizer, lora)
+    for step, other in zip(told, wanted, strict=True):
+        assert step == pytest.approx(other, rel=0.01)
+    assert apart(found, weights, start) < 0.1

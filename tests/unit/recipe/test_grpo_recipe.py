@@ -139,6 +139,7 @@ def test_all_problems_of_the_configuration_are_found_before_anything_starts(tmp_
         ("+engine.train_options={zero_stage: 2}", "config.engine.train_options.zero_stage", "unknown"),
         ("+engine.parallel={ddp_size: 2}", "config.engine.parallel", "1 ranks cannot be divided by ddp_size 2"),
         ("+engine.parallel={pipeline_parallel_size: 2}", "config.engine", "fsdp2 supports 1 only"),
+        ("optimizer={name: adamw_8bits}", "config.optimizer.name", "adamw_8bit"),
         ("+engine.rollout_tensor_parallel_size=2", "config.engine.rollout_tensor_parallel_size", "runs on one device"),
     ],
 )
@@ -164,13 +165,14 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind,
     assert found[f"config.engine.{kind}"] == f"'{engine}' is not installed: pip install 'dlrover-rl[{engine}]'"
 
 
-def test_a_base_in_4_bits_is_whole_on_every_member_and_needs_its_extra(tmp_path, monkeypatch):
+def test_a_base_in_4_bits_is_whole_on_every_member_and_moments_in_8_bits_need_the_same_extra(tmp_path, monkeypatch):
     where, job = "config.engine.lora.quantize_base", ["workload.actor.num=2", "+engine.lora={quantize_base: nf4}"]
     found = problems_of(tmp_path, *job, "+engine.parallel={ddp_size: 1}")
     assert found[where] == "a quantized base cannot be divided: parallel.ddp_size is 1, and must be 2"
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     absent = "'bitsandbytes' is not installed: pip install 'dlrover-rl[bitsandbytes]'"
     assert problems_of(tmp_path, *job)[where] == absent
+    assert problems_of(tmp_path, "+optimizer.name=adamw_8bit")["config.optimizer.name"] == absent
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,11 @@ def problems_of(job):
     [
         ({"critic": {"optimiser": {}}}, "config.critic.optimiser", "did you mean 'optimizer'"),
         ({"critic": {"warmup_steps": -1}}, "config.critic.warmup_steps", "greater than or equal to 0"),
+        (
+            {"critic": {"optimizer": {"name": "sgd"}}, "engine": {"train": "megatron"}},
+            "config.critic.optimizer.name",
+            "sgd",
+        ),
         ({"critic": {"model": "./none"}}, "config.critic.model", "no such folder: ./none"),
         ({"updates_per_step": 0}, "config.updates_per_step", "greater than 0"),
         (

@@ -9,7 +9,7 @@ from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig
-from dlrover.python.rl.recipe.base.checks import require_role, validate_train_engine
+from dlrover.python.rl.recipe.base.checks import require_role, validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.config import NonNegative, PolicyConfig, Positive, RolloutConfig
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.model_facts import validate_model
@@ -113,6 +113,7 @@ class PPOTrainer(PolicyTrainer):
     def validate_own(cls, cfg: PPOConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = require_role(cls.__name__, RLRoleType.CRITIC, roles)
         errors += validate_model(cfg.critic.model or "", "config.critic.model")
+        errors += validate_optimizer(cfg.engine, cfg.critic.optimizer, "config.critic.optimizer")
         if cfg.engine.parallel is not None and RLRoleType.CRITIC in roles:
             errors += validate_train_engine(cfg.engine, roles[RLRoleType.CRITIC], role="critic")
         return errors

@@ -90,6 +90,24 @@ def test_weights_and_optimizer_are_what_an_engine_holds(model, precision, optimi
     assert found.optimizer == pytest.approx(held.get("optimizer", 0), rel=0.02)
 
 
+@pytest.mark.parametrize("lora", [None, LoraSettings(rank=16)])
+@pytest.mark.parametrize("on_host", [False, True])
+def test_moments_in_8_bits_are_what_an_engine_holds(tmp_path, lora, on_host):
+    pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    if lora is not None:
+        pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    model = str(write_tiny_model(tmp_path / "wide", hidden=256, layers=1, max_positions=64))
+    optimizer, options = OptimizerConfig(name="adamw_8bit"), {"optimizer_on_host": on_host}
+    engine = Fsdp2TrainEngine(model, optimizer, TrainSettings(lora=lora, backend=options))
+    use, settings = ModelUse("trained", model, optimizer=optimizer, lora=lora), replace(ON_CUDA, train_options=options)
+    trained = sum(shard.master.numel() for shard in engine._model.shards.trained)
+    moments = sum(tensor.nbytes for tensor in engine._model.optimizer.tensors())
+    assert moments / trained < 2.4
+    found = bytes_of(shape_of(model), use, settings).optimizer
+    assert found == pytest.approx(engine.footprint().get("optimizer", 0), rel=0.02)
+    assert host_bytes(shape_of(model), use, settings) == pytest.approx(on_host * (8 * trained + moments), rel=0.02)
+
+
 @pytest.mark.parametrize(("trained", "measured"), [(255, 33.8e9), (128, 28.8e9)], ids=["sft", "grpo"])
 def test_a_step_of_half_a_billion_parameters_takes_what_it_took_on_an_h100(small, trained, measured):
     """64 rows of 256 tokens, all logits at once, without what was held before: benchmarks/results/device-cuda.md at

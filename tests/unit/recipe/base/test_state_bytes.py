@@ -24,10 +24,14 @@ def model(tmp_path_factory):
         ({"name": "sgd"}, {}),
         ({"name": "sgd", "momentum": 0.9}, {}),
         ({}, {"lora": {"rank": 4}}),
+        ({"name": "adamw_8bit"}, {}),
+        ({"name": "adamw_8bit"}, {"lora": {"rank": 4}}),
     ],
-    ids=["adamw", "sgd", "sgd with momentum", "adapters"],
+    ids=["adamw", "sgd", "sgd with momentum", "adapters", "adamw in 8 bits", "adapters in 8 bits"],
 )
 def test_it_is_right_within_a_few_percent(model, optimizer, engine):
+    if optimizer.get("name") == "adamw_8bit":
+        pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
     lora = LoraSettings(**engine["lora"]) if engine else None
     actor = ActorWorkload(None, {})
     actor.init_model(model, EngineConfig(threads=1, lora=lora), OptimizerConfig(**optimizer), GRPO())

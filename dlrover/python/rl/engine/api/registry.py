@@ -52,7 +52,7 @@ class EngineInfo:
     adapters: bool = True  # trains low-rank adapters
     shares_process: bool = True  # an engine of one rank runs in a process that is a rank of another engine
     top_token_ids: bool = True  # evaluates with `top`, as teachers of whole distributions do
-    sgd: bool = True  # has SGD besides AdamW
+    sgd: bool = True  # has SGD, and AdamW in 8 bits, besides AdamW
     bare_head: bool = True  # trains a token head without a bias, as reward models have
     may_be_remote: bool = False  # with the option `url` it has the backend elsewhere
     whole_matrices: tuple[str, ...] = ()  # options of `backend` that exclude tensor parallelism
@@ -168,9 +168,15 @@ def find_layout_errors(lora: LoraSettings | None, layout: Layout) -> list[str]:
     return [f"a quantized base cannot be divided: parallel.ddp_size is {layout.ddp}, and must be {ranks}"]
 
 
-def find_optimizer_errors(name: str, info: EngineInfo, config: OptimizerConfig) -> list[str]:
+def find_optimizer_errors(
+    name: str, info: EngineInfo, config: OptimizerConfig, tensor_parallel_size: int = 1
+) -> list[str]:
     """What is asked of a train engine's optimizer that it cannot do."""
-    return [] if config.name == "adamw" or info.sgd else [f"{name} supports adamw only here: {config.name} needs fsdp2"]
+    if config.name != "adamw" and not info.sgd:
+        return [f"{name} supports adamw only here: {config.name} needs fsdp2"]
+    if config.name == "adamw_8bit" and tensor_parallel_size > 1:
+        return [f"adamw_8bit needs tensor_parallel_size 1, which is {tensor_parallel_size}"]
+    return []
 
 
 def find_rollout_errors(name: str, info: EngineInfo, tensor_parallel_size: int) -> list[str]:

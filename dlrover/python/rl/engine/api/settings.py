@@ -103,8 +103,9 @@ class OptimizerConfig:
     max_grad_norm: Annotated[float, Gt(0.0)] | None = 1.0
     """Maximum global gradient norm; None: no clipping."""
 
-    name: Literal["adamw", "sgd"] = "adamw"
-    """``sgd`` is plain gradient descent, with optional ``momentum``."""
+    name: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    """``adamw_8bit`` is AdamW with the moments of matrices in 8 bits (arXiv:2110.02861), by the extra ``bitsandbytes``;
+    ``sgd`` is plain gradient descent, with optional ``momentum``."""
 
     momentum: Annotated[float, Ge(0.0), Lt(1.0)] = 0.0
     """Momentum of ``sgd``."""
@@ -125,7 +126,7 @@ class OptimizerConfig:
     def __post_init__(self) -> None:
         if self.momentum and self.name != "sgd":
             raise ValueError(f"only sgd has momentum; {self.name} has betas")
-        if self.betas != (0.9, 0.999) and self.name != "adamw":
+        if self.betas != (0.9, 0.999) and self.name == "sgd":
             raise ValueError(f"only adamw has betas; {self.name} has momentum")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr ({self.min_lr:g}) is above lr ({self.lr:g})")

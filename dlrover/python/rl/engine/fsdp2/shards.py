@@ -147,6 +147,9 @@ class ParameterShard:
             return local
         mesh, placements = self.parameter.device_mesh, self.parameter.placements
         shape, stride = torch.Size(self.shape), self.parameter.stride()
+        if local.shape != self.master.shape:  # scales of its rows
+            shape = torch.Size((self.shape[0], *local.shape[1:]))
+            stride = torch.empty(shape, device="meta").stride()
         if self.on_host:  # from_local would make a copy on the mesh's device
             spec = DTensorSpec(mesh, placements, TensorMeta(shape, stride, local.dtype))
             return DTensor(local, spec, requires_grad=False)

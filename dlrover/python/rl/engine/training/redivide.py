@@ -31,7 +31,7 @@ def merge_states(own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) ->
         (name, kind, tensor)
         for name, part in own["model"].items()
         for kind, tensor in _moments(own, name).items()
-        if tensor.shape != part.shape  # the number of steps
+        if tensor.ndim == 0 < part.ndim  # the number of steps
     ]
     seen: dict[str, set[tuple[int, ...]]] = {name: set() for name in copied}
     for state in states:
@@ -95,6 +95,8 @@ def _copy(own: Mapping[str, Any], state: Mapping[str, Any], name: str) -> int:
     target, source = tuple(own_slices), tuple(other_slices)
     part[target].copy_(other[source])
     for kind, tensor in _moments(own, name).items():
-        if tensor.shape == part.shape:
-            tensor[target].copy_(_moments(state, name)[kind][source])
+        if tensor.ndim or not part.ndim:
+            # The scales of numbers in 8 bits are of whole rows.
+            dimensions = part.ndim if tensor.shape == part.shape else 1
+            tensor[target[:dimensions]].copy_(_moments(state, name)[kind][source[:dimensions]])
     return int(part[target].numel())

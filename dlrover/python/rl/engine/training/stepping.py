@@ -17,6 +17,7 @@ from dlrover.python.rl.engine.api.weights import describe_shape_mismatches
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks, join_rank_errors
+from dlrover.python.rl.engine.training.eight_bit import AdamW8bit, make_state
 
 Read: TypeAlias = Callable[[MicroBatch, bool], tuple[Any, ...]]
 """``read(micro, entropy) -> (outputs, entropies or None)``, each ``[actions]``, with gradient; with candidates the
@@ -172,11 +173,7 @@ class MasterOptimizer(Generic[S]):
         ]
         self._inner = _build_optimizer(config, [group for group in groups if group["params"]])
         for shard in self._shards:
-            kinds = _MOMENTS[config.name] if config.name == "adamw" or config.momentum else ()
-            state = {kind: torch.zeros_like(shard.master, requires_grad=False) for kind in kinds}
-            if config.name == "adamw":
-                state["step"] = torch.zeros((), device=shard.master.device)
-            self._inner.state[shard.master] = state
+            self._inner.state[shard.master] = _make_state(config, shard.master)
 
     def step(self, version: int, norm: float) -> float:
         """Clip the masters' gradients of norm ``norm`` and take the step after ``version``; returns the rate."""
@@ -195,7 +192,8 @@ class MasterOptimizer(Generic[S]):
         return lr
 
     def state(self) -> Iterator[tuple[S, Mapping[str, Any]]]:
-        """Of each trained shard ``step``, ``exp_avg`` and ``exp_avg_sq``, or ``momentum_buffer``: the live tensors."""
+        """Of each trained shard ``step``, ``exp_avg`` and ``exp_avg_sq``, with scales if they are in 8 bits, or
+        ``momentum_buffer``: the live tensors."""
         return ((shard, self._inner.state[shard.master]) for shard in self._shards)
 
     def moments(self, locate: Callable[[Any], Any]) -> dict[str, dict[str, Any]]:
@@ -206,12 +204,24 @@ class MasterOptimizer(Generic[S]):
         return [tensor for _, state in self.state() for tensor in state.values()]
 
 
+def _make_state(config: OptimizerConfig, master: Any) -> dict[str, Any]:
+    if config.name == "adamw_8bit":
+        return make_state(master)
+    kinds = _MOMENTS[config.name] if config.name == "adamw" or config.momentum else ()
+    state = {kind: torch.zeros_like(master, requires_grad=False) for kind in kinds}
+    if config.name == "adamw":
+        state["step"] = torch.zeros((), device=master.device)
+    return state
+
+
 def _build_optimizer(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
     if config.name == "sgd":
         # SGD's decay goes through the gradient and the momentum; this one is decoupled, as AdamW's is.
         groups = [{**group, "weight_decay": 0.0, "decayed": group["weight_decay"] > 0} for group in groups]
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
     groups = [{**group, "decayed": False} for group in groups]
+    if config.name == "adamw_8bit":
+        return AdamW8bit(groups, config.lr, config.betas)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 

@@ -103,7 +103,8 @@ class BackendTrainEngine(ABC):
         errors = find_train_errors(self.name, self.info, settings.parallel, lora, bare_head, settings.backend)
         raise_engine_errors(errors)
         if config is not None:
-            raise_engine_errors(find_optimizer_errors(self.name, self.info, config))
+            splits = settings.parallel.tensor_parallel_size
+            raise_engine_errors(find_optimizer_errors(self.name, self.info, config, splits))
             compute_learning_rate(config, config.warmup_steps)  # raises if the schedule lacks decay_steps
 
     @abstractmethod

@@ -75,8 +75,7 @@ def _find_base_errors(engine: EngineConfig, layout: Layout) -> list[ConfigError]
     """What a base in 4 bits lacks."""
     if engine.lora is None or engine.lora.quantize_base is None:
         return []
-    absent = _runs_here(engine) and find_spec("bitsandbytes") is None
-    faults = [str(MissingExtra("bitsandbytes", "bitsandbytes"))] if absent else []
+    faults = _find_absent_bitsandbytes(engine)
     if engine.parallel is not None or engine.device != "cpu":  # there each member holds a copy
         faults += find_layout_errors(engine.lora, layout)
     return [ConfigError("config.engine.lora.quantize_base", fault) for fault in faults]
@@ -87,9 +86,19 @@ def _runs_here(engine: EngineConfig) -> bool:
     return not engine.device.startswith("cuda") or torch.cuda.is_available()
 
 
-def validate_optimizer(engine: EngineConfig, optimizer: OptimizerConfig) -> list[ConfigError]:
-    errors = find_optimizer_errors(engine.train, engine_info(TRAIN_ENGINES, engine.train), optimizer)
-    return [ConfigError("config.optimizer.name", error) for error in errors]
+def validate_optimizer(
+    engine: EngineConfig, optimizer: OptimizerConfig, where: str = "config.optimizer"
+) -> list[ConfigError]:
+    info, sizes = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
+    errors = find_optimizer_errors(engine.train, info, optimizer, sizes.tensor_parallel_size)
+    errors += _find_absent_bitsandbytes(engine) if optimizer.name == "adamw_8bit" else []
+    return [ConfigError(f"{where}.name", error) for error in errors]
+
+
+def _find_absent_bitsandbytes(engine: EngineConfig) -> list[str]:
+    if not _runs_here(engine) or find_spec("bitsandbytes") is not None:
+        return []
+    return [str(MissingExtra("bitsandbytes", "bitsandbytes"))]
 
 
 def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:

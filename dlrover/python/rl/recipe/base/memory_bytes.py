@@ -7,7 +7,7 @@ in a pass::
     weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s, with s 1 but for shard_frozen
                  with adapters w P and those of the adapters; of matrices with quantize_base 0.5625 bytes a number
     gradients    4 P / s
-    optimizer    8 P / s with AdamW
+    optimizer    8 P / s with AdamW, 2.03 P / s in 8 bits, and more of adapters, whose rows are short
                  with optimizer_on_host none of it, and w P of the weights where s is 1; 16 P / s are on the host,
                  and the largest tensor of the exchange has 4 bytes
     gathered     where s > 1: two layers and what lies outside of the layers, w bytes each; trained, also the gradients
@@ -35,6 +35,7 @@ from dlrover.python.rl.engine.model.chunked_head import CHUNK_ELEMENTS
 from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.recipe.base.config import AUTO, MOST_TOKENS, EngineConfig
+from dlrover.python.rl.recipe.base.model_facts import moment_bytes
 
 FEW_TOKENS, FEWEST_TOKENS = 4096, 1024
 """Of a pass: fewer than the first are used where nothing else helps, and never fewer than the second."""
@@ -115,7 +116,7 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
     return PlannedBytes(
         (frozen + (master + copy) * changed) / shards,
         4 * changed / shards,
-        0.0 if on_host else _moments(use) * changed / shards,
+        0.0 if on_host else moment_bytes(use.optimizer, use.lora) * changed / shards,
         gathered / tensor if gathers else restored,
         _activations(shape, width, tokens / context, tensor, engine.recomputes),
         _logits(shape, width, tokens / context, tensor, trains=True, trains_head=has_gradients),
@@ -134,11 +135,6 @@ def _base(shape: ModelShape, lora: LoraSettings, width: int) -> float:
     return width * (shape.parameters - shape.matrices) + _QUANTIZED * shape.matrices
 
 
-def _moments(use: ModelUse) -> int:
-    """Bytes of the optimizer's state for each parameter."""
-    return 8 if use.optimizer.name == "adamw" else 4 if use.optimizer.momentum else 0
-
-
 def _changed(shape: ModelShape, use: ModelUse) -> float:
     """Parameters that are trained."""
     return shape.parameters if use.lora is None else shape.adapter_parameters(use.lora)
@@ -155,7 +151,7 @@ def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
         return 0.0
     shape = shape.with_score_head() if use.head == "token" else shape
     sizes = engine.parallel or ParallelSizes()
-    return (8 + _moments(use)) * _changed(shape, use) * sizes.ddp_size / use.members
+    return (8 + moment_bytes(use.optimizer, use.lora)) * _changed(shape, use) * sizes.ddp_size / use.members
 
 
 def _frozen(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, tokens: float) -> PlannedBytes:

@@ -15,6 +15,7 @@ from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, absent_package
 from dlrover.python.rl.engine.model.model_shape import shape_of
+from dlrover.python.rl.engine.training.eight_bit import BLOCK
 from dlrover.python.rl.recipe.base.config import EngineConfig
 
 _ALMOST = 0.8
@@ -52,6 +53,14 @@ def _shapes_in(file: Path) -> Iterator[tuple[str, list[int]]]:
     return ((name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
 
 
+def moment_bytes(optimizer: OptimizerConfig, lora: LoraSettings | None = None) -> float:
+    """The optimizer's state for each trained parameter; in 8 bits for those of matrices, which are all but a few."""
+    if optimizer.name == "adamw_8bit":
+        short_rows = 0.0 if lora is None else 1 / (2 * lora.rank)  # half of the adapters have rows of their rank
+        return 2 + 2 * _FLOAT32 * (1 / BLOCK + short_rows)
+    return _FLOAT32 * (2 if optimizer.name == "adamw" else 1 if optimizer.momentum else 0)
+
+
 def trained_bytes(
     model: str, optimizer: OptimizerConfig, lora: LoraSettings | None = None, fallback: str | None = None
 ) -> int | None:
@@ -69,8 +78,7 @@ def trained_bytes(
         parameters = sum(lora.rank * sum(shape) for shape in adapted if len(shape) == _MATRIX)
     else:
         parameters = sum(map(math.prod, shapes.values()))
-    moments = 2 if optimizer.name == "adamw" else 1 if optimizer.momentum else 0
-    return parameters * _FLOAT32 * (1 + moments)
+    return int(parameters * (_FLOAT32 + moment_bytes(optimizer, lora)))
 
 
 def _layer_of(tensor: str) -> str:
