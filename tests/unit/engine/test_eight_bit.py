@@ -108,6 +108,12 @@ def test_vectors_have_moments_in_float32():
     assert state.keys() == {"step", "exp_avg", "exp_avg_sq"}
 
 
+@pytest.mark.usefixtures("bitsandbytes")
+def test_a_rank_without_a_row_counts_its_steps():
+    _, state = ours(0, 300)
+    assert state["step"] == 8 and state["exp_avg"].shape == (0, 300)
+
+
 @pytest.mark.parametrize("before", range(1, 7))
 @pytest.mark.parametrize("after", range(1, 7))
 def test_ranks_that_divide_rows_otherwise_find_the_same_numbers(before, after):

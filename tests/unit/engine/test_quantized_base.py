@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.data.batch import Batch, Ragged
@@ -27,7 +28,12 @@ pytest.importorskip("peft", reason="the extra 'lora' is not installed")
 @pytest.fixture(scope="module")
 def model_path(tmp_path_factory):
     torch.set_num_threads(1)
-    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
+    path = write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
+    tensors = load_file(path / "model.safetensors")
+    biases = {name: torch.full_like(tensor, 0.1) for name, tensor in tensors.items() if name.endswith(".bias")}
+    assert biases
+    save_file(tensors | biases, path / "model.safetensors", {"format": "pt"})
+    return path
 
 
 @pytest.fixture
