@@ -122,6 +122,17 @@ def test_dpo_with_adapters_needs_no_reference_and_is_the_same(inputs, tmp_path):
     assert ends[0] == ends[1]
 
 
+def test_dpo_over_4_bits_is_relative_to_the_rounded_model(inputs, tmp_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    config = config_of(inputs, "dpo", epochs=3.0, optimizer={"name": "adamw_8bit", "lr": 1e-2})
+    config["engine"] = {**config["engine"], "lora": {"rank": 2, "quantize_base": "nf4"}}
+    stage("dpo", tmp_path, config, {"ACTOR": ROLES["dpo"]["ACTOR"]}).run()
+    first, *_, last = metrics_of(tmp_path)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-6)
+    assert last["loss"] < 0.99 * first["loss"]
+
+
 @pytest.mark.parametrize(("kind", "rate"), [(SFTConfig, 1e-5), (RMConfig, 1e-5), (DPOConfig, 1e-6)])
 def test_a_learning_rate_that_nobody_gives_is_one_for_what_is_learned(kind, rate):
     given = {"model": "m", "data": {"train": "rows.jsonl"}}
