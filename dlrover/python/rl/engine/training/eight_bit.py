@@ -95,7 +95,7 @@ def _in_blocks(tensor: Any) -> Any:
 
 
 def _out_of_blocks(blocks: Any, shape: Sequence[int]) -> Any:
-    # The fused step takes numbers for adjacent.
+    # The fused step ignores strides.
     return blocks[:, : torch.Size(shape[1:]).numel()].contiguous().view(shape)
 
 
