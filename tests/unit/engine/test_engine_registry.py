@@ -10,6 +10,7 @@ import pytest
 
 from dlrover.python.rl.common import extensions
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.registry import (
     ROLLOUT_ENGINES,
     TRAIN_ENGINES,
@@ -66,16 +67,25 @@ def test_an_entry_point_is_an_engines_name(entry_point):
 def test_what_a_users_engine_states_is_checked(entry_point, name):
     (error,) = validate_engine(TRAIN_ENGINES, name, {"color": "blue"}, "config.engine.train")
     assert (error.where, "did you mean 'colour'" in error.what) == ("config.engine.train_options.color", True)
-    errors = find_train_errors(name, engine_info(TRAIN_ENGINES, name), ParallelSizes(tensor_parallel_size=2), lora=True)
+    info, sizes = engine_info(TRAIN_ENGINES, name), ParallelSizes(tensor_parallel_size=2)
+    errors = find_train_errors(name, info, sizes, LoraSettings())
     assert [error.split(",")[0] for error in errors] == [
         "tensor_parallel_size is 2",
         f"{name} trains whole models only here: adapters need fsdp2 or deepspeed",
     ]
 
 
+def test_a_base_in_4_bits_needs_an_engine_that_has_one():
+    lora = LoraSettings(quantize_base="nf4")
+    (error,) = find_train_errors("deepspeed", engine_info(TRAIN_ENGINES, "deepspeed"), ParallelSizes(), lora)
+    assert error == "deepspeed has models in full only here: lora.quantize_base needs fsdp2"
+    assert find_train_errors("fsdp2", engine_info(TRAIN_ENGINES, "fsdp2"), ParallelSizes(), lora) == []
+
+
 def test_an_engine_that_states_nothing_may_do_everything(module):
     info = engine_info(TRAIN_ENGINES, "my_engines:Silent")
-    assert find_train_errors("silent", info, ParallelSizes(pipeline_parallel_size=2), lora=True, bare_head=True) == []
+    sizes, lora = ParallelSizes(pipeline_parallel_size=2), LoraSettings(quantize_base="nf4")
+    assert find_train_errors("silent", info, sizes, lora, bare_head=True) == []
     assert validate_engine(TRAIN_ENGINES, "my_engines:Silent", {"any": 1}, "config.engine.train") == []
 
 

@@ -50,6 +50,7 @@ class EngineInfo:
     distribution: str = ""  # what to install, if it has another name
     divides: tuple[str, ...] | None = None  # sizes of parallelism that may be above 1; None: all
     adapters: bool = True  # trains low-rank adapters
+    quantizes: bool = True  # holds the model under them in 4 bits
     shares_process: bool = True  # an engine of one rank runs in a process that is a rank of another engine
     top_token_ids: bool = True  # evaluates with `top`, as teachers of whole distributions do
     sgd: bool = True  # has SGD, and AdamW in 8 bits, besides AdamW
@@ -135,7 +136,7 @@ def find_train_errors(  # noqa: PLR0913 -- what is asked of it
     name: str,
     info: EngineInfo,
     sizes: ParallelSizes,
-    lora: bool,
+    lora: LoraSettings | None,
     bare_head: bool = False,
     options: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[str]:
@@ -153,10 +154,14 @@ def find_train_errors(  # noqa: PLR0913 -- what is asked of it
     ]
     if bare_head and not info.bare_head:
         errors.append(f"{name} gives a score head a bias, which a reward model must not have: use fsdp2 or deepspeed")
-    if lora and not info.adapters:
+    if lora is not None and not info.adapters:
         errors.append(f"{name} trains whole models only here: adapters need fsdp2 or deepspeed")
-    elif lora and sizes.tensor_parallel_size > 1:
-        errors.append(f"adapters cannot be split: tensor_parallel_size is {sizes.tensor_parallel_size}, and must be 1")
+    elif lora is not None:
+        if sizes.tensor_parallel_size > 1:
+            what = f"tensor_parallel_size is {sizes.tensor_parallel_size}, and must be 1"
+            errors.append(f"adapters cannot be split: {what}")
+        if lora.quantize_base is not None and not info.quantizes:
+            errors.append(f"{name} has models in full only here: lora.quantize_base needs fsdp2")
     return errors
 
 

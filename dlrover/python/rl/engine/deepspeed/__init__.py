@@ -21,6 +21,7 @@ INFO = EngineInfo(
     DeepSpeedOptions,
     "deepspeed",
     divides=(),
+    quantizes=False,
     shares_process=False,
     sgd=False,
     redivides=False,

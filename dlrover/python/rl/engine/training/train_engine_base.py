@@ -99,8 +99,8 @@ class BackendTrainEngine(ABC):
         settings, config = self._settings, self._config
         if self.info.options is not None:
             self._options = read_options(self.info.options, settings.backend, f"{self.name}: backend")
-        lora, bare_head = settings.lora is not None, not settings.head_bias
-        errors = find_train_errors(self.name, self.info, settings.parallel, lora, bare_head, settings.backend)
+        bare_head, options = not settings.head_bias, settings.backend
+        errors = find_train_errors(self.name, self.info, settings.parallel, settings.lora, bare_head, options)
         raise_engine_errors(errors)
         if config is not None:
             splits = settings.parallel.tensor_parallel_size

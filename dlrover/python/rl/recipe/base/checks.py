@@ -62,7 +62,7 @@ def validate_train_engine(
     where = "config.engine.train"
     errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine))
     info, sizes = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
-    faults = find_train_errors(engine.train, info, sizes, engine.lora is not None, bare_head, engine.train_options)
+    faults = find_train_errors(engine.train, info, sizes, engine.lora, bare_head, engine.train_options)
     errors += [ConfigError("config.engine", fault) for fault in faults]
     try:
         layout = Layout.of(members, sizes)

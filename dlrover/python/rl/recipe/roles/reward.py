@@ -128,7 +128,7 @@ class ModelRewardWorkload(EngineWorkload):
         if reward.function != RewardConfig.function:
             errors.append(ConfigError("config.reward.function", "is not called if there is a reward.model"))
         faults = find_train_errors(
-            engine.train, engine_info(TRAIN_ENGINES, engine.train), ParallelSizes(), lora=False, bare_head=True
+            engine.train, engine_info(TRAIN_ENGINES, engine.train), ParallelSizes(), lora=None, bare_head=True
         )
         return [*errors, *(ConfigError("config.engine.train", fault) for fault in faults)]
 
