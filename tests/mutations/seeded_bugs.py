@@ -691,7 +691,7 @@ BUGS = {
     ),
     "a part that no state has is left out": Bug(_PARTS, "    if missing:\n", "    if False:\n"),
     "copies of a part count twice": Bug(_PARTS, "            if start not in seen[name]:", "            if True:"),
-    "moments stay as they were": Bug(_PARTS, "        if tensor.shape == part.shape:\n", "        if False:\n"),
+    "moments stay as they were": Bug(_PARTS, "        if tensor.ndim or not part.ndim:\n", "        if False:\n"),
     # -- masters that were replaced ------------------------------------------------------------------------------------
     "a replaced master ends actors": Bug(
         _FENCED,
