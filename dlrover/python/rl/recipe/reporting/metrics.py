@@ -278,7 +278,6 @@ class RecipeTrainer(BaseTrainer):
         """Yield the steps, with a log that begins each, until the evaluations get no better; then ``last_step`` is set,
         and the log has begun the one after it."""
         self.time_metrics()  # discards the time before the first step
-        self.last_step = total_steps
         for number, step in enumerate(self.steps(total_steps)):
             if self.model_saver.should_stop:
                 self.last_step = step - 1
@@ -287,6 +286,10 @@ class RecipeTrainer(BaseTrainer):
             if not number and (step > 1 or not self.evaluates_first):
                 self.announce(f"step {step}")
             yield step
+        else:
+            self.last_step = max(total_steps, committed := self.restart_info.step)
+            if committed > total_steps:
+                self.announce(f"{committed} steps have been taken already: steps={total_steps} adds none")
         self.begin_log(self.last_step + 1)
 
     def begin_log(self, step: int) -> None:
