@@ -25,15 +25,15 @@ _SERVER = click.option(
 _JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
-def connect(address: str, server: str | None) -> AbstractContextManager[JobOperations]:
-    """Raises ClusterUnavailable or ServiceUnavailable when entered."""
+def connect(address: str, server: str | None, name: str | None) -> AbstractContextManager[JobOperations]:
+    """Where the job of this name is, or all are. Raises ClusterUnavailable or ServiceUnavailable when entered."""
     if server:
         from dlrover.python.rl.service.remote_jobs import service_jobs  # gRPC takes a moment
 
         return service_jobs(server)
     from dlrover.python.rl.master.operations.ray_jobs import ray_jobs
 
-    return ray_jobs(address)
+    return ray_jobs(address, name)
 
 
 def _operation(function: Callable[..., None]) -> click.Command:
@@ -43,7 +43,7 @@ def _operation(function: Callable[..., None]) -> click.Command:
         name = arguments.get("name")
         if name is not None:
             check_name(name)
-        with connect(address, server) as jobs:
+        with connect(address, server, name) as jobs:
             function(jobs, **arguments)
 
     run.__doc__, run.__name__ = function.__doc__, function.__name__.removeprefix("_")

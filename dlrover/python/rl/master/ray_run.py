@@ -3,11 +3,13 @@
 
 import signal
 import time
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import ray
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict, MasterLost
 from dlrover.python.rl.common.log import get_logger
@@ -27,6 +29,9 @@ from dlrover.python.rl.runtime.run_folder import begin
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 _LOG = get_logger(__name__)
+
+CLUSTER = "cluster"
+"""A file of a run: the address of the cluster that it is on."""
 
 FOLLOW_S = 1.0
 ANSWER_S = 60.0
@@ -62,6 +67,8 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
     with Interrupts(signal.SIGINT) as interrupts, cluster:
         if interrupts.count:
             return interrupted(job)
+        with suppress(OSError):  # without a folder its master claims it
+            (job.job_dir / CLUSTER).write_text(ray.get_runtime_context().gcs_address, encoding="utf-8")
         try:
             master = _remaining_master(job) if again else None
             if master is None:

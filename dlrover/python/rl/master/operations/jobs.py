@@ -17,6 +17,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import check_job_name, hint
 from dlrover.python.rl.master.operations.history import JobHistory, RunHistory
 from dlrover.python.rl.master.process.status import JobStatus, RunningProcess
+from dlrover.python.rl.runtime.run_folder import Owner, in_use, newest_owner
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter
 
 _TAIL_BYTES = 64 * 1024
@@ -123,25 +124,33 @@ def view_of_status(status: JobStatus) -> JobView:
 
 
 def view_of_folder(name: str, folder: Path, history: RunHistory) -> JobView:
-    """A run that is on no cluster any more, from its files."""
+    """A run that is on no cluster, or on one that is not asked, from its files."""
     state, last = history.state, _last_metrics(folder)
     over = state.phase.terminal
+    holder = None if over else holder_of(folder)
+    reason = f"it runs elsewhere: {holder}" if holder else "its master is gone; the run goes on with: dlrover-rl resume"
     return JobView(
         name=name,
-        phase=state.phase.value if over else "lost",
-        ended=True,
+        phase=state.phase.value if over else "running" if holder else "lost",
+        ended=holder is None,
         step=int(last.get("step", 0)),
         reward=float(last.get("reward", nan)),
         started_s=history.began_s,
         elapsed_s=history.last_s - history.began_s,
         restarts=state.restarts,
-        reason=state.reason if over else "its master is gone; the run goes on with: dlrover-rl resume",
+        reason=state.reason if over else reason,
         cause=state.failure.kind.value if state.failure else "",
         detail=state.failure.detail if state.failure else "",
         folder=str(folder),
         roles=history.roles,
         recoveries=dict(state.recoveries),
     )
+
+
+def holder_of(folder: Path) -> Owner | None:
+    """The start of the run in ``folder`` whose process lives on this machine."""
+    owner = newest_owner(folder)
+    return owner if owner is not None and owner.pid and owner.is_here and in_use(folder) else None
 
 
 def _last_metrics(folder: Path) -> dict[str, Any]:

@@ -3,13 +3,13 @@
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import InvalidJob, JournalCorrupt, MasterLost
+from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob, JournalCorrupt, MasterLost
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.master.operations.history import JobHistory, read_history
@@ -17,18 +17,19 @@ from dlrover.python.rl.master.operations.jobs import (
     JobOperations,
     JobView,
     check_name,
+    holder_of,
     no_such_job,
     view_of_folder,
     view_of_status,
 )
 from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.master.ray_run import follow, stop_master
+from dlrover.python.rl.master.ray_run import CLUSTER, follow, stop_master
 from dlrover.python.rl.master.saved_run import find_saved_run
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
-from dlrover.python.rl.runtime.run_folder import LATEST
+from dlrover.python.rl.runtime.run_folder import LATEST, ON_RAY
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 _ANSWER_S = 30.0
@@ -40,14 +41,34 @@ _MASTER = "/master"
 
 
 @contextmanager
-def ray_jobs(address: str) -> Iterator[JobOperations]:
-    """Raises ClusterUnavailable."""
-    with ray_cluster(address, {}):
-        yield RayJobs()
+def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
+    """Jobs, or the one of this ``name``, on a cluster; ``auto`` is the one where a process of this machine runs it, or
+    the newest one, and without any what ``runs/`` has of it is there. Raises ClusterUnavailable."""
+    unavailable = None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(ray_cluster(_cluster_of(name) if address == "auto" and name else address, {}))
+        except ClusterUnavailable as error:
+            if address != "auto" or name is None:
+                raise
+            unavailable = error
+        yield RayJobs(unavailable)
+
+
+def _cluster_of(name: str) -> str:
+    with suppress(InvalidJob, OSError):
+        run = find_saved_run(name)
+        holder = holder_of(run.folder)
+        if holder is not None and (holder.job, holder.runtime) == (name, ON_RAY):
+            return (run.folder / CLUSTER).read_text(encoding="utf-8")
+    return "auto"
 
 
 class RayJobs:
-    """Uses the cluster that this process is connected to."""
+    """Uses the cluster that this process is connected to; without one, which was ``unavailable``, the run folders."""
+
+    def __init__(self, unavailable: ClusterUnavailable | None = None) -> None:
+        self._unavailable = unavailable
 
     def list_jobs(self) -> list[JobView]:
         views = []
@@ -60,8 +81,12 @@ class RayJobs:
         actors = RayClusterApi().list_actors("")
         return sorted(actor.removesuffix(_MASTER) for actor in actors if actor.endswith(_MASTER))
 
+    def _find(self, name: str) -> Any:
+        name = check_name(name)
+        return find(master_name(name)) if self._unavailable is None else None
+
     def get(self, name: str) -> JobView:
-        master = find(master_name(check_name(name)))
+        master = self._find(name)
         if master is None:
             return self._saved(name)
         try:
@@ -71,11 +96,18 @@ class RayJobs:
 
     def _master(self, name: str) -> Any:
         """The master of a job that runs. Raises InvalidJob, and MasterLost if it has ended."""
-        master = find(master_name(check_name(name)))
+        master = self._find(name)
         if master is None:
-            self._saved(name)
+            self._ended(name)
             raise MasterLost(f"'{name}' has ended")
         return master
+
+    def _ended(self, name: str) -> JobView:
+        """What :meth:`_saved` returns. Raises InvalidJob if it runs."""
+        view = self._saved(name)
+        if not view.ended:
+            raise InvalidJob([ConfigError(name, f"is not on this cluster, {view.reason}; end it there")])
+        return view
 
     def _saved(self, name: str) -> JobView:
         """The last run of a name in ``runs/``. Raises InvalidJob if there is none."""
@@ -84,6 +116,8 @@ class RayJobs:
             history = _history(run.folder)
             if history is not None and run.owner.job == name:
                 return view_of_folder(name, run.folder, history)
+        if self._unavailable is not None:
+            raise self._unavailable
         saved = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
         raise no_such_job(name, [*self._names(), *saved], "on this cluster, and no run of it in ./runs")
 
@@ -109,10 +143,11 @@ class RayJobs:
 
     def stop(self, name: str, hard: bool) -> JobView:
         """Without a master, what it has left is ended."""
-        master = find(master_name(check_name(name)))
+        master = self._find(name)
         if master is None:
-            sweep(name)
-            return self._saved(name)
+            if self._unavailable is None:
+                sweep(name)
+            return self._ended(name)
         before = self.get(name)
         try:
             view = before if hard or before.ended else view_of_status(_stopped(master))

@@ -13,6 +13,7 @@ with it. Newer wheels can store them on disk.
 import contextlib
 import fcntl
 import functools
+import logging
 import mmap
 import os
 import shutil
@@ -110,6 +111,7 @@ def use_token() -> None:
     with contextlib.suppress(ImportError):  # a Ray that has no tokens
         from ray._private.authentication import authentication_token_setup
 
+        authentication_token_setup.logger.setLevel(logging.ERROR)  # it would say at each command that there is a token
         authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 

@@ -1,0 +1,103 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The verbs of a job that the cluster they ask does not know, or where there is no cluster: its folder in ``runs`` says
+how it is, and a job that a process of this machine runs is never called lost."""
+
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.master.operations import ray_jobs as module
+from dlrover.python.rl.master.operations.ray_jobs import ray_jobs
+from dlrover.python.rl.master.ray_run import CLUSTER
+from dlrover.python.rl.trainer.trainer import BaseTrainer
+from dlrover.python.rl.trainer.workload import BaseWorkload
+
+TEXT = """
+name: mine
+trainer: {{module: {module}, class: Watched, device_type: CPU, device_per_node: 2}}
+workload: {{actor: {{module: {module}, class: Idle}}}}
+"""
+WHILE_IT_RUNS = []
+
+
+class Idle(BaseWorkload):
+    pass
+
+
+class Watched(BaseTrainer):
+    def init(self):
+        pass
+
+    def fit(self):
+        for look in WHILE_IT_RUNS:
+            look(self)
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """The addresses that were asked; no cluster answers."""
+    monkeypatch.chdir(tmp_path)
+    addresses = []
+
+    @contextmanager
+    def ray_cluster(address, needed):
+        addresses.append(address)
+        raise ClusterUnavailable("no Ray cluster here")
+        yield
+
+    monkeypatch.setattr(module, "ray_cluster", ray_cluster)
+    yield addresses
+    WHILE_IT_RUNS.clear()
+
+
+def run(*looks):
+    WHILE_IT_RUNS.extend(looks)
+    job = load_job_text(TEXT.format(module=__name__), "mine", [], (str(Path(__file__).parent),))
+    status = run_here(check_job(job))
+    assert status.phase.value == "finished", status.reason
+
+
+def test_without_a_cluster_an_ended_job_is_as_its_folder_says(asked):
+    run()
+    with ray_jobs("auto", "mine") as jobs:
+        view = jobs.get("mine")
+        assert (view.phase, view.ended, view.reason) == ("finished", True, "the trainer returned")
+        assert jobs.wait("mine", 0.0) == jobs.stop("mine", hard=False) == view
+    with ray_jobs("auto", "another") as jobs, pytest.raises(ClusterUnavailable):
+        jobs.get("another")
+    for address, name in (("auto", None), ("10.0.0.1:6379", "mine")):
+        with pytest.raises(ClusterUnavailable), ray_jobs(address, name):
+            pass
+
+
+def test_a_job_that_a_process_here_runs_is_not_lost_and_cannot_be_stopped_from_elsewhere(asked):
+    seen = []
+
+    def look(trainer):
+        with ray_jobs("auto", "mine") as jobs:
+            seen.append(jobs.get("mine"))
+            for verb in (lambda: jobs.stop("mine", hard=True), lambda: jobs.wait("mine", 1.0)):
+                with pytest.raises(InvalidJob, match=r"not on this cluster, it runs elsewhere: .*one process, process"):
+                    verb()
+
+    run(look)
+    (view,) = seen
+    assert (view.phase, view.ended) == ("running", False)
+    assert "resume" not in view.reason
+
+
+def test_the_cluster_where_a_process_here_runs_the_job_is_asked_first(asked, monkeypatch):
+    def look(trainer):
+        (trainer.job_dir / CLUSTER).write_text("127.0.0.1:4711")
+        monkeypatch.setattr(module, "ON_RAY", "one process")
+        with ray_jobs("auto", "mine"):
+            pass
+
+    run(look)
+    with ray_jobs("auto", "mine"):
+        pass
+    assert asked == ["127.0.0.1:4711", "auto"]
