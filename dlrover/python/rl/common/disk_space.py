@@ -111,9 +111,10 @@ def _as_os_error(error: Exception, folder: Path) -> OSError:
 
 
 def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT, at: int | None = None) -> int:
-    """Add ``content`` to a file, whole or not at all, at its end or in place of what it has from byte ``at`` on; an
-    absent file is created. Returns its size."""
-    size = at if at is not None else path.stat().st_size if path.exists() else 0
+    """Add ``content`` to a file, whole or not at all, at its end or in place of what it has from byte ``at`` on, if it
+    is as long; an absent file is created. Returns its size."""
+    size = path.stat().st_size if path.exists() else 0
+    size = size if at is None else min(at, size)
     retry_io(lambda: _write_at(path, size, content), path, wait)
     return size + len(content)
 

@@ -9,8 +9,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import ray
-
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict, MasterLost
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import master_name
@@ -23,7 +21,7 @@ from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus, Position, Update
 from dlrover.python.rl.master.saved_run import wait_for_lost_owner
 from dlrover.python.rl.runtime.process.interrupts import Interrupts
-from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process, ray_cluster
+from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
 from dlrover.python.rl.runtime.run_folder import begin
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
@@ -68,7 +66,7 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
         if interrupts.count:
             return interrupted(job)
         with suppress(OSError):  # without a folder its master claims it
-            (job.job_dir / CLUSTER).write_text(ray.get_runtime_context().gcs_address, encoding="utf-8")
+            (job.job_dir / CLUSTER).write_text(current_address(), encoding="utf-8")
         try:
             master = _remaining_master(job) if again else None
             if master is None:

@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.common.errors import DataError, RowsDiffer
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.reporting.sample_file import Excerpt, cut_at_step, format_rows, write_step
 from dlrover.python.rl.recipe.workloads import RolloutWorkload
@@ -84,3 +84,22 @@ def test_what_is_shown_is_cut_and_no_more_than_was_asked_for(tmp_path):
 def test_a_rollout_that_does_not_see_the_folder_of_the_run_says_so(tmp_path):
     with pytest.raises(DataError, match="job_dir: .*samples.jsonl is not on .*: all nodes have to see job_dir"):
         RolloutWorkload(None, {}).begin_samples(tmp_path / "elsewhere/samples.jsonl", 1, None)
+
+
+@pytest.mark.parametrize("left", [None, b"", lines_of(1)[:9]], ids=["removed", "emptied", "cut"])
+def test_a_file_that_is_shorter_than_expected_gets_no_hole_and_the_log_says_so(tmp_path, left, caplog):
+    file = tmp_path / "samples.jsonl"
+    if left is not None:
+        file.write_bytes(left)
+    written = write_step(file, 2, [{"row": 0}], NOTHING, at=len(lines_of(1)))
+    assert file.read_bytes() == (left or b"") + lines_of(2, 1)
+    assert written.end == file.stat().st_size
+    assert "was cut or removed while the run went on" in caplog.text
+
+
+def test_texts_of_other_samples_than_the_numbers_are_refused():
+    numbers = Batch({"reward": np.zeros(2), "digest": np.array([1, 2])})
+    texts = Batch({"prompt": ["a", "b"], "completion": ["c", "d"], "digest": np.array([1, 2])})
+    assert [*format_rows(numbers, texts)][0] == {"reward": 0.0, "prompt": "a", "completion": "c"}
+    with pytest.raises(RowsDiffer, match=r"rows \[1\] of 2"):
+        list(format_rows(numbers, texts.with_columns(digest=np.array([1, 3]))))

@@ -2,6 +2,7 @@
 """Engines by the name that a job file gives them, and what each can do."""
 
 import importlib
+import importlib.metadata
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -50,10 +51,11 @@ class EngineInfo:
     distribution: str = ""  # what to install, if it has another name
     divides: tuple[str, ...] | None = None  # sizes of parallelism that may be above 1; None: all
     adapters: bool = True  # trains low-rank adapters
-    quantizes: bool = True  # holds the model under them in 4 bits
+    quantizes: bool = False  # holds the model under them in 4 bits
     shares_process: bool = True  # an engine of one rank runs in a process that is a rank of another engine
     top_token_ids: bool = True  # evaluates with `top`, as teachers of whole distributions do
-    sgd: bool = True  # has SGD, and AdamW in 8 bits, besides AdamW
+    sgd: bool = True  # has SGD besides AdamW
+    adamw_8bit: bool = False  # has AdamW with moments in 8 bits
     bare_head: bool = True  # trains a token head without a bias, as reward models have
     may_be_remote: bool = False  # with the option `url` it has the backend elsewhere
     whole_matrices: tuple[str, ...] = ()  # options of `backend` that exclude tensor parallelism
@@ -132,6 +134,16 @@ def absent_package(point: ExtensionPoint, name: str, options: Mapping[str, Any])
     return package if package and importlib.util.find_spec(package) is None and not is_remote else ""
 
 
+def require_bitsandbytes() -> None:
+    """Raise MissingExtra unless it is there, in a version that multiplies by packed weights as they are stored."""
+    try:
+        major, minor = map(int, importlib.metadata.version("bitsandbytes").split(".")[:2])
+    except (importlib.metadata.PackageNotFoundError, ValueError):
+        major, minor = 0, 0
+    if (major, minor) < (0, 50):
+        raise MissingExtra("bitsandbytes>=0.50", "bitsandbytes")
+
+
 def find_train_errors(  # noqa: PLR0913 -- what is asked of it
     name: str,
     info: EngineInfo,
@@ -156,12 +168,10 @@ def find_train_errors(  # noqa: PLR0913 -- what is asked of it
         errors.append(f"{name} gives a score head a bias, which a reward model must not have: use fsdp2 or deepspeed")
     if lora is not None and not info.adapters:
         errors.append(f"{name} trains whole models only here: adapters need fsdp2 or deepspeed")
-    elif lora is not None:
-        if sizes.tensor_parallel_size > 1:
-            what = f"tensor_parallel_size is {sizes.tensor_parallel_size}, and must be 1"
-            errors.append(f"adapters cannot be split: {what}")
-        if lora.quantize_base is not None and not info.quantizes:
-            errors.append(f"{name} has models in full only here: lora.quantize_base needs fsdp2")
+    elif lora is not None and sizes.tensor_parallel_size > 1:
+        errors.append(f"adapters cannot be split: tensor_parallel_size is {sizes.tensor_parallel_size}, and must be 1")
+    if lora is not None and lora.quantize_base is not None and not info.quantizes:
+        errors.append(f"{name} has models in full only here: lora.quantize_base needs fsdp2")
     return errors
 
 
@@ -177,7 +187,7 @@ def find_optimizer_errors(
     name: str, info: EngineInfo, config: OptimizerConfig, tensor_parallel_size: int = 1
 ) -> list[str]:
     """What is asked of a train engine's optimizer that it cannot do."""
-    if config.name != "adamw" and not info.sgd:
+    if not {"adamw": True, "sgd": info.sgd, "adamw_8bit": info.adamw_8bit}[config.name]:
         return [f"{name} supports adamw only here: {config.name} needs fsdp2"]
     if config.name == "adamw_8bit" and tensor_parallel_size > 1:
         return [f"adamw_8bit needs tensor_parallel_size 1, which is {tensor_parallel_size}"]

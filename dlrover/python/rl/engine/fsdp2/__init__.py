@@ -22,4 +22,6 @@ INFO = EngineInfo(
     options=Fsdp2Options,
     divides=("ddp_size", "tensor_parallel_size", "context_parallel_size"),
     whole_matrices=("compile_layers",),
+    quantizes=True,
+    adamw_8bit=True,
 )

@@ -3,12 +3,12 @@
 section 3), without quantizing the scales again."""
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
-from dlrover.python.rl.common.errors import EngineError, MissingExtra
+from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.api.registry import require_bitsandbytes
 from dlrover.python.rl.engine.fsdp2.compiled_layers import layers_of
 
 BLOCK = 64
@@ -59,11 +59,10 @@ def quantize_linear_layers(module: Any, precision: torch.dtype) -> None:
     """Replace the linear layers inside the decoder layers of a module on the meta device.
 
     Raises:
-        MissingExtra: bitsandbytes is not installed.
+        MissingExtra: bitsandbytes is not installed, or is too old.
         EngineError: the module does not name its layers.
     """
-    if find_spec("bitsandbytes") is None:
-        raise MissingExtra("bitsandbytes", "bitsandbytes")
+    require_bitsandbytes()
     if not (layers := layers_of(module)):
         raise EngineError(f"{type(module).__name__} does not name its layers: they cannot be quantized")
     for owner in (part for layer in layers for part in layer.modules()):

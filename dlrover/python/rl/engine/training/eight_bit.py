@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.optim.adamw import adamw
 
-from dlrover.python.rl.common.errors import MissingExtra
+from dlrover.python.rl.engine.api.registry import require_bitsandbytes
 
 BLOCK = 256
 """Maximum numbers with one scale in float32."""
@@ -40,10 +40,9 @@ class AdamW8bit(torch.optim.Optimizer):
 
     def __init__(self, groups: Sequence[dict[str, Any]], lr: float, betas: tuple[float, float]) -> None:
         """The state of each parameter is :func:`make_state`'s. Raises MissingExtra without bitsandbytes."""
-        try:
-            from bitsandbytes import functional
-        except ImportError as error:
-            raise MissingExtra("bitsandbytes", "bitsandbytes") from error
+        require_bitsandbytes()
+        from bitsandbytes import functional
+
         super().__init__(groups, {"lr": lr, "betas": betas})
         self._functional = functional
         device = self.param_groups[0]["params"][0].device

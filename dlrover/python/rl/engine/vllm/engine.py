@@ -39,8 +39,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     logits. Weights are written in place by vLLM's own loader and read back, bit for bit, before they are served: all
     the first time, later an eighth of the tensors in turn.
 
-    On a GPU ``cpu()`` and ``meta()`` are vLLM's sleep of level 1 and 2; of level 2 only once weights have been
-    received, since the snapshot of those is kept. On a CPU vLLM cannot sleep: it is ended, and
+    On a GPU ``cpu()`` and ``meta()`` are vLLM's sleep of level 1 and 2; both of level 2 once weights have come to an
+    engine that has slept before, since it keeps their snapshot. On a CPU vLLM cannot sleep: it is ended, and
     ``cuda()`` starts it again, which takes seconds.
 
     Raises:

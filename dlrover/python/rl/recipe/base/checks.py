@@ -2,7 +2,6 @@
 """Checks of the parts of a job against each other: roles, data, algorithm, reward function, engines, model."""
 
 from collections.abc import Callable, Mapping
-from importlib.util import find_spec
 
 import torch
 
@@ -29,6 +28,7 @@ from dlrover.python.rl.engine.api.registry import (
     find_optimizer_errors,
     find_rollout_errors,
     find_train_errors,
+    require_bitsandbytes,
     validate_engine,
 )
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
@@ -76,7 +76,7 @@ def _find_base_errors(engine: EngineConfig, layout: Layout) -> list[ConfigError]
     if engine.lora is None or engine.lora.quantize_base is None:
         return []
     faults = _find_absent_bitsandbytes(engine)
-    if engine.parallel is not None or engine.device != "cpu":  # there each member holds a copy
+    if engine.parallel is not None:  # else each member holds a copy
         faults += find_layout_errors(engine.lora, layout)
     return [ConfigError("config.engine.lora.quantize_base", fault) for fault in faults]
 
@@ -96,9 +96,12 @@ def validate_optimizer(
 
 
 def _find_absent_bitsandbytes(engine: EngineConfig) -> list[str]:
-    if not _runs_here(engine) or find_spec("bitsandbytes") is not None:
-        return []
-    return [str(MissingExtra("bitsandbytes", "bitsandbytes"))]
+    try:
+        if _runs_here(engine):
+            require_bitsandbytes()
+    except MissingExtra as error:
+        return [str(error)]
+    return []
 
 
 def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:

@@ -291,8 +291,10 @@ class TrainedWorkload(EngineWorkload):
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
         model, optimizer = cls._trained(config)
         fallback = config.get("model_config") if model == config["model"] else None
-        whole = trained_bytes(model, optimizer, engine.lora if cls.has_adapters else None, fallback)
-        sizes = engine.parallel or ParallelSizes(ddp_size=world_size if _holds_copies(engine, engine.device) else 1)
+        lora = engine.lora if cls.has_adapters else None
+        whole = trained_bytes(model, optimizer, lora, fallback)
+        copies = _holds_copies(engine, engine.device, lora)
+        sizes = engine.parallel or ParallelSizes(ddp_size=world_size if copies else 1)
         return None if whole is None else whole // (world_size // sizes.ddp_size)
 
     @classmethod
@@ -305,7 +307,7 @@ class TrainedWorkload(EngineWorkload):
     ) -> None:
         rendezvous = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
         # On a CPU each member holds the whole model where the engine can: it recovers without the others.
-        copies = _holds_copies(engine, torch.device(device_of(self, engine)).type)
+        copies = _holds_copies(engine, torch.device(device_of(self, engine)).type, lora)
         sizes = engine.parallel or ParallelSizes(ddp_size=self.world_size if copies else 1)
         heads = {"head": self.head, "head_bias": self.head_bias}
         self._make_train_engine(model, engine, optimizer, rendezvous, parallel=sizes, lora=lora, **heads)
@@ -351,6 +353,6 @@ class TrainedWorkload(EngineWorkload):
         self._engine.load_states(engines())
 
 
-def _holds_copies(engine: EngineConfig, device: str) -> bool:
-    """Whether each member holds the whole model."""
-    return engine.train == "fsdp2" and device == "cpu"
+def _holds_copies(engine: EngineConfig, device: str, lora: LoraSettings | None) -> bool:
+    """Whether each member holds the whole model, where the job does not say it."""
+    return (engine.train == "fsdp2" and device == "cpu") or (lora is not None and lora.quantize_base is not None)

@@ -100,7 +100,7 @@ def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedB
 
 
 def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, tokens: float) -> PlannedBytes:
-    sizes = engine.parallel or ParallelSizes()
+    sizes = _sizes(use, engine)
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
     shards = use.members // sizes.ddp_size
     gathers = shards > tensor * sizes.pipeline_parallel_size
@@ -122,6 +122,11 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
         _logits(shape, width, tokens / context, tensor, trains=True, trains_head=has_gradients),
         exchange=max(outer / tensor, (4 if on_host else width) * shape.tensor),
     )
+
+
+def _sizes(use: ModelUse, engine: EngineConfig) -> ParallelSizes:
+    """Of a model that is trained: the members hold copies of a quantized one, and shard others."""
+    return engine.parallel or ParallelSizes(ddp_size=use.members if is_quantized(use) else 1)
 
 
 def is_quantized(use: ModelUse) -> bool:
@@ -150,7 +155,7 @@ def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
     if use.kind != "trained" or not is_on_host(engine):
         return 0.0
     shape = shape.with_score_head() if use.head == "token" else shape
-    sizes = engine.parallel or ParallelSizes()
+    sizes = _sizes(use, engine)
     return (8 + moment_bytes(use.optimizer, use.lora)) * _changed(shape, use) * sizes.ddp_size / use.members
 
 

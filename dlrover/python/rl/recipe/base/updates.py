@@ -41,15 +41,18 @@ def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
     return rows.with_columns(update=np.array(update, dtype=np.int64), weight=weight * np.float32(updates)), updates
 
 
-def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()) -> Batch:
-    """The columns of a loss: from rollout members, from the algorithm (``rows``), and from other roles, where a column
-    of several roles is stacked, ``[seq, n]``.
-
-    Raises RowsDiffer if, by their ``digest``, the rollouts are not the samples that were scored."""
+def check_same_samples(rollouts: Batch, rows: Batch) -> None:
+    """Raise RowsDiffer if, by their ``digest``, the rollouts are not the samples that were scored."""
     if "digest" in rollouts and "digest" in rows:
         differing = np.flatnonzero(np.asarray(rollouts["digest"]) != np.asarray(rows["digest"])).tolist()
         if differing:
             raise RowsDiffer(f"rows {differing[:20]} of {len(rows)} are not the samples that were scored")
+
+
+def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()) -> Batch:
+    """The columns of a loss: from rollout members, from the algorithm (``rows``), and from other roles, where a column
+    of several roles is stacked, ``[seq, n]``. Raises as :func:`check_same_samples`."""
+    check_same_samples(rollouts, rows)
     columns = {**rollouts.select(*TRAINED).columns, **rows.columns}
     for name in dict.fromkeys(name for output in aux_outputs for name in output.columns):
         columns[name] = _stack([output.ragged(name) for output in aux_outputs if name in output])

@@ -19,6 +19,7 @@ from dlrover.python.rl.recipe.online.collector import bind_method, sync_weights
 from dlrover.python.rl.recipe.online.prompts import make_prompt_batch
 from dlrover.python.rl.recipe.reporting.evaluation import count_failures
 from dlrover.python.rl.recipe.reporting.metrics import mean_reward
+from dlrover.python.rl.recipe.reporting.sample_file import TEXTS
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
@@ -90,6 +91,6 @@ class Answers:
         rollouts = generate(Shard(self._prompts), sampling, Replicate((self._seed, step)))
         rewards = Batch.concat(score(Shard(rollouts))).dense("reward")
         texts = bind_method(self._trainer.RG_ROLLOUT, "texts", rows)(Shard(rollouts)).result()  # waits: for a selection
-        logged = Batch.concat(texts).with_columns(reward=rewards)
+        logged = Batch.concat(texts).select(*TEXTS).with_columns(reward=rewards)
         self.last = [logged.row(row) for row in range(rows)]
         return {METRIC: mean_reward(rewards), "eval/failed": float(count_failures(rewards))}

@@ -179,10 +179,11 @@ def name_samples(rows: Batch) -> list[dict[str, Any]]:
 
 
 def select_logged(scored: Batch, rows: int) -> Batch:
-    """The columns of ``samples.jsonl`` but the texts: ``row`` is the prompt's number among the ``rows`` of its file;
-    rows with the same ``trajectory`` are one sample."""
+    """The columns of ``samples.jsonl`` but the texts, and ``digest``: ``row`` is the prompt's number among the ``rows``
+    of its file; rows with the same ``trajectory`` are one sample."""
     logged = scored.with_columns(trajectory=number_samples(scored), row=scored.dense("prompt_id") % rows)
-    return logged.select(*(name for name in NUMBERS if name in logged), *part_columns(scored), "row")
+    names = [name for name in (*NUMBERS, "digest") if name in logged]
+    return logged.select(*names, *part_columns(scored), "row")
 
 
 _LOG = get_logger(__name__)

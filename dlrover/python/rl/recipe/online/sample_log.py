@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.online.batch import StepBatch, select_logged
 from dlrover.python.rl.recipe.online.prompts import PromptSource
@@ -39,6 +40,7 @@ class SampleLog:
     def begin_step(self, step: int) -> None:
         """Remove the lines of ``step`` and of later ones."""
         if not self._is_local:
+            self._touch(SAMPLES)
             (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
 
     def write_step(self, step: int, batch: StepBatch) -> None:
@@ -59,7 +61,8 @@ class SampleLog:
         if self._is_local:
             self._run_log.write_held_out(format_rows(numbers, _fetch(texts, answers.rows)))
         else:
-            self._rollouts.write_held_out(self._folder / HELD_OUT, numbers, Shard(texts, rows=answers.rows))
+            file = self._touch(HELD_OUT)
+            self._rollouts.write_held_out(file, numbers, Shard(texts, rows=answers.rows))
 
     def _texts(self, rollouts: Pending) -> Pending:
         """Those of each call's results, from the members that have them."""
@@ -69,6 +72,12 @@ class SampleLog:
             return pending
         calls = [self._rollouts.texts(rollouts[at : at + members]) for at in range(0, len(rollouts), members)]
         return Pending([ref for call in calls for ref in call])
+
+    def _touch(self, name: str) -> Path:
+        """A file that is there for each member that sees the folder."""
+        file = Path(self._folder / name)
+        retry_io(file.touch, file)
+        return file
 
     def state_dict(self) -> dict[str, Any]:
         return {"end": self._end}

@@ -14,7 +14,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.base.updates import check_same_samples
+
+_LOG = get_logger(__name__)
 
 SAMPLES, HELD_OUT = "samples.jsonl", "held_out.jsonl"
 
@@ -45,10 +49,12 @@ class Written(NamedTuple):
 
 
 def format_rows(numbers: Batch, texts: Batch) -> Iterator[dict[str, Any]]:
-    """Plain rows, with the columns in the order of the files."""
+    """Plain rows, with the columns in the order of the files. Raises RowsDiffer if, by their ``digest``, the texts are
+    of other samples than the numbers."""
+    check_same_samples(texts, numbers)
     joined = numbers.with_columns(**texts.columns)
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
-    ordered = joined.select(*first, *(name for name in joined.columns if name not in first))
+    ordered = joined.select(*first, *(name for name in joined.columns if name not in (*first, "digest")))
     return (_to_plain(ordered.row(row)) for row in range(len(ordered)))
 
 
@@ -66,7 +72,10 @@ def write_step(
 ) -> Written:
     """Write the lines of a step, all or none, at the end of the file or in place of what it has from byte ``at`` on."""
     samples = list(rows)
-    end = append(file, b"".join(format_line({"step": step, **row}) for row in samples), disk_wait, at)
+    lines = b"".join(format_line({"step": step, **row}) for row in samples)
+    end = append(file, lines, disk_wait, at)
+    if at is not None and end < at + len(lines):
+        _LOG.warning("%s was cut or removed while the run went on: rows before step %d are missing", file, step)
     printed = [_format_sample(row, excerpt.max_chars) for row in samples[: excerpt.printed]]
     return Written(end, printed, [_table_row(step, row) for row in samples[: excerpt.table]])
 

@@ -158,16 +158,14 @@ class RolloutWorkload(EngineWorkload):
     @trainer_invocation(blocking=False)
     def texts(self, rollouts: Batch) -> Batch:
         """The texts of the rows of :meth:`fetch` or :meth:`generate`, as objects ``prompt``, ``completion`` and
-        ``answer``."""
-        return rollouts.select(*TEXTS)
+        ``answer``, with the ``digest`` of each."""
+        return rollouts.select(*TEXTS, *(("digest",) if "digest" in rollouts else ()))
 
     @trainer_invocation(target="RANK0")
     def begin_samples(self, file: Path, step: int, expected: int | None) -> int:
         """Remove the lines of ``step`` and of later ones, ``expected`` from that byte on; returns the size. Raises
         DataError if the trainer's file is not on this node."""
-        if not file.is_file():
-            message = f"{file} is not on {socket.gethostname()}, where a rollout runs: all nodes have to see job_dir"
-            raise DataError([ConfigError("job_dir", message)])
+        _require_file(file)
         return retry_io(lambda: cut_at_step(file, step, expected), file)
 
     @trainer_invocation(target="RANK0")
@@ -177,6 +175,8 @@ class RolloutWorkload(EngineWorkload):
 
     @trainer_invocation(target="RANK0")
     def write_held_out(self, file: Path, numbers: Batch, texts: Batch) -> None:
+        """Replace the content of the file. Raises as :meth:`begin_samples`."""
+        _require_file(file)
         replace(file, b"".join(map(format_line, format_rows(numbers, texts))))
 
     @trainer_invocation(blocking=False)
@@ -197,6 +197,12 @@ class RolloutWorkload(EngineWorkload):
             finally:
                 self._loop.close()
         super().close()
+
+
+def _require_file(file: Path) -> None:
+    if not file.is_file():
+        message = f"{file} is not on {socket.gethostname()}, where a rollout runs: all nodes have to see job_dir"
+        raise DataError([ConfigError("job_dir", message)])
 
 
 def _make_guard(rollout: RolloutConfig) -> Guard:

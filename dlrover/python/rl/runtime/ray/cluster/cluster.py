@@ -133,6 +133,11 @@ def _started(needed: Mapping[str, float], common: Mapping[str, Any], given: Path
                 keeper.close()
 
 
+def current_address() -> str:
+    """Of the cluster that this process is connected to, ``host:port``."""
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def lost_process(patience_s: float = 0.0) -> str:
     """The process of Ray that has died, of the cluster that this process has started; it gets ``patience_s`` seconds
     to do so. Empty if none has."""
