@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.python.rl.config.layout import job_to_yaml
+from dlrover.python.rl.config.load import load_job
+
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", README, flags=re.DOTALL)
@@ -50,6 +53,11 @@ def run(command, folder):
     )
 
 
+def test_no_setting_is_hidden_as_a_secret(folder):
+    job = load_job(folder / "hello.yaml")
+    assert job_to_yaml(job, hide_secrets=True) == job_to_yaml(job)
+
+
 def test_a_trainer_and_a_workload_fit_in_forty_lines():
     assert len(block("python").splitlines()) <= 40
 
@@ -61,7 +69,7 @@ def test_every_command_is_run_somewhere():
         ".venv/bin/dlrover-rl run examples/arithmetic/grpo.yaml data.train=my.jsonl model=path-or-hub-name",
         "dlrover-rl check hello.yaml",
         "dlrover-rl run hello.yaml --local",
-        "dlrover-rl run hello.yaml secret=77",
+        "dlrover-rl run hello.yaml target=77",
     ]
 
 
