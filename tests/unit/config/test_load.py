@@ -99,6 +99,18 @@ def test_a_list_or_a_number_is_no_job(text):
     assert problems_of(load_job_text, text, "x") == [("rl_config", "a job file is a mapping at its top level")]
 
 
+@pytest.mark.parametrize(("config", "kind"), [("hello", "a single value"), ("[a]", "a list"), ("3", "a single value")])
+def test_other_settings_than_a_mapping_are_refused(config, kind):
+    text = f"{JOB.partition('config:')[0]}config: {config}\n"
+    assert problems_of(load_job_text, text, "x", ["lr=1"]) == [
+        ("config", f"must be a mapping of your settings, not {kind}")
+    ]
+
+
+def test_settings_may_be_left_empty():
+    assert load_job_text(f"{JOB.partition('config:')[0]}config:\n", "x").config == {}
+
+
 def test_numbers_in_scientific_notation_are_numbers():
     job = load_job_text(JOB, "x", ["lr=1e-6"])
     assert job.config.lr == 1e-6

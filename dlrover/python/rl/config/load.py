@@ -121,6 +121,10 @@ def _read(text: str, where: str) -> DictConfig:
         raise InvalidJob([ConfigError(where, "a job file is a mapping at its top level")])
     if OmegaConf.is_interpolation(data, "config"):
         raise InvalidJob([ConfigError("config", "is a mapping of your settings, not a reference")])
+    config = data.get("config")
+    if config is not None and not isinstance(config, DictConfig):
+        kind = "a list" if isinstance(config, ListConfig) else "a single value"
+        raise InvalidJob([ConfigError("config", f"must be a mapping of your settings, not {kind}")])
     return data
 
 
