@@ -157,8 +157,20 @@ def test_pairs_that_are_too_long(tokenizer, tmp_path):
     assert (dropped.dense("row").tolist(), counts) == ([0, 0], Counts(5, 0, 4))
     with pytest.raises(DataError, match=r"pairs:2: 7 tokens, 5 at most\npairs:3: 7 tokens"):
         encoded(tokenizer, *rows, max_length=5, over_long="refuse")
-    with pytest.raises(DataError, match="no pair is left; 1 dropped at 2 tokens"):
+    with pytest.raises(DataError, match="no pair is left; dropped: 1 at 2 tokens"):
         encoded(tokenizer, rows[1], max_length=2)
+    with pytest.raises(DataError, match=r"dropped: 2 with equal answers, 1 at 2 tokens"):
+        encoded(tokenizer, rows[3], rows[1], rows[3], max_length=2)
+
+
+def test_a_source_of_equal_pairs_alone_is_refused_when_it_is_read(tmp_path):
+    equal, pair = ({"prompt": "A", "chosen": "B", "rejected": side} for side in "BC")
+    source = tmp_path / "pairs.jsonl"
+    source.write_text(f"{json.dumps(equal)}\n" * 2)
+    (fault,) = PAIR_ROWS.validate(source)
+    assert (fault.where, fault.what[:39]) == (str(source), "in every row 'chosen' equals 'rejected'")
+    source.write_text(f"{json.dumps(equal)}\n{json.dumps(pair)}\n")
+    assert PAIR_ROWS.validate(source) == []
 
 
 @pytest.mark.parametrize(

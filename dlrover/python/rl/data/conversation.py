@@ -309,16 +309,17 @@ def encode_sft(rows: SourceRows, tokenizer: Tokenizer, encoding: Encoding | None
         return fit_length(items, settings.max_length, settings.over_long)
 
     nothing_left = f"no row with a trained token; {len(rows)} dropped at {settings.max_length} tokens"
-    return encode_rows(rows, encode, fit, nothing_left)
+    return encode_rows(rows, encode, fit, lambda: nothing_left)
 
 
 def encode_rows(
     rows: SourceRows,
     encode: Callable[[Mapping[str, Any]], list[Encoded]],
     fit: Callable[[list[Encoded]], list[Encoded]],
-    nothing_left: str,
+    nothing_left: Callable[[], str],
 ) -> tuple[Batch, Counts]:
-    """Encode each row, and ``fit`` its sequences into the maximum length; returns and raises as :func:`encode_sft`."""
+    """Encode each row, and ``fit`` its sequences into the maximum length; returns and raises as :func:`encode_sft`.
+    ``nothing_left`` says why, if no row has a sequence."""
     encoded: list[Encoded] = []
     from_row: list[int] = []
     errors: list[ConfigError] = []
@@ -335,7 +336,7 @@ def encode_rows(
         cut += bool(sequences) and _token_count(sequences) < _token_count(whole)
     raise_errors(sort_by_line(errors))
     if not encoded:
-        raise DataError([ConfigError(rows.where, nothing_left)])
+        raise DataError([ConfigError(rows.where, nothing_left())])
     batch = Batch(
         {
             "tokens": Ragged.from_rows([item.tokens for item in encoded], dtype=np.int64),

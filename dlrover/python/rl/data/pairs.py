@@ -50,10 +50,17 @@ def encode_pairs(rows: SourceRows, tokenizer: Tokenizer, encoding: PairEncoding 
     ``action_mask`` (bool), both ``[2 * pairs, seq]``, and ``row`` (int64), the index of each one's row."""
     settings = encoding or PairEncoding()
 
+    equal = 0
+
     def fit(pair: list[Encoded]) -> list[Encoded]:
+        nonlocal equal
+        equal += pair[0] == pair[1]
         return [_mask(item, settings.masked) for item in _fit(pair, settings)]
 
-    nothing_left = f"no pair is left; {len(rows)} dropped at {settings.max_length} tokens"
+    def nothing_left() -> str:
+        reasons = {"with equal answers": equal, f"at {settings.max_length} tokens": len(rows) - equal}
+        return f"no pair is left; dropped: {', '.join(f'{count} {why}' for why, count in reasons.items() if count)}"
+
     return encode_rows(rows, lambda row: encode_pair(tokenizer, row), fit, nothing_left)
 
 
@@ -176,4 +183,9 @@ def _side_faults(row: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-PAIR_ROWS = RowReader(normalize_pair, (*_CONTEXT, *_SIDES), pair_prompt)
+def _fault_of_all(pairs: SourceRows) -> str:
+    are_equal = all(pair["chosen"] == pair["rejected"] for pair in pairs)
+    return "in every row 'chosen' equals 'rejected': no pair is left to train on" if are_equal else ""
+
+
+PAIR_ROWS = RowReader(normalize_pair, (*_CONTEXT, *_SIDES), pair_prompt, _fault_of_all)

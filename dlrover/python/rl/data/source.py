@@ -163,6 +163,8 @@ class RowReader:
     columns: Collection[str] = ()
     prompt_of: Callable[[Mapping[str, Any]], Any] = itemgetter("prompt")
     """The prompt of a row, text or messages; rows of one prompt are held out together."""
+    fault_of_all: Callable[[SourceRows], str] = lambda rows: ""
+    """Why rows of the right form are of no use together; empty if they are of use."""
 
     def read(self, where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
         """Raise DataError if there are no rows, or wrong ones (the first 20 are named)."""
@@ -176,6 +178,8 @@ class RowReader:
     def _scan(self, where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
         rows, errors = scan_rows(where, keys, self.columns)
         checked, faults = normalize_rows(rows, self.normalize)
+        if not errors and not faults and (fault := self.fault_of_all(checked)):
+            faults = [ConfigError(str(where), fault)]
         return checked, sort_by_line([*errors, *faults])
 
 
