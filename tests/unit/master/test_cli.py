@@ -333,6 +333,7 @@ def test_a_job_for_gpus_that_is_tried_without_one_says_so(shell, recipe):
         ("name=My_job", "such as 'my-job'"),
         ("name=a/b c", "such as 'a-b-c'"),
         ("model=modell", "config.model: no such folder: modell; did you mean 'model'?"),
+        ("model=runs/tinny", "config.model: no such folder: runs/tinny; did you mean 'runs/tiny'?"),
         ("model=bare", "config.model: bare holds no tokenizer: it has none of tokenizer.json, "),
         (
             "reward.function=toy_rewards:of_nothing",
@@ -343,6 +344,8 @@ def test_a_job_for_gpus_that_is_tried_without_one_says_so(shell, recipe):
 def test_an_input_that_is_almost_right_is_answered_once_in_one_line(shell, recipe, override, said):
     Path("bare").mkdir()
     Path("bare/config.json").write_text("{}")
+    Path("runs/tiny").mkdir(parents=True)
+    Path("runs/tiny/config.json").write_text("{}")
     Path("toy_rewards.py").write_text("def of_nothing():\n    return 0.0\n")
     message = refused(shell, recipe, override)
     assert message.count(said) == 1

@@ -47,3 +47,13 @@ def hub_fault(kind: str, name: str) -> str:
     except Exception as error:  # noqa: BLE001 - networks, proxies and the hub raise any error
         return f"the hub cannot be reached: {str(error).partition(chr(10))[0]}"
     return ""
+
+
+def is_cached(model: str) -> bool:
+    """Whether the hub's cache on this machine has the configuration of a model."""
+    from huggingface_hub import try_to_load_from_cache
+
+    try:
+        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+    except ValueError:  # no name of the hub
+        return False
