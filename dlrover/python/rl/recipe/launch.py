@@ -37,7 +37,7 @@ from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.runtime.process.executor import load_class
 from dlrover.python.rl.runtime.process.inspection import inspect_job
 from dlrover.python.rl.runtime.process.progress import ProgressView
-from dlrover.python.rl.runtime.run_folder import begin, continued, has_commits, newest_owner, repeated
+from dlrover.python.rl.runtime.run_folder import begin, continued, has_commits, repeated
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
 from dlrover.python.rl.runtime.torchrun.run import Leader, open_run, run_follower
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing
@@ -197,7 +197,7 @@ def check_job(
         raise InvalidJob(errors)
     for line in inspection.about:
         show(line)
-    if newest_owner(job.job_dir) is not None and job.checkpoint.resume == "latest":
+    if has_commits(job.job_dir) and job.checkpoint.resume == "latest":
         show(f"going on after the last committed step in {job.job_dir}")
     return begin(inspection.complete(job))
 

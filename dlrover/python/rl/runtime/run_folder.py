@@ -42,6 +42,7 @@ RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 BEAT_S = 5.0
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
+_COMMITTED = "step-*[1-9]*.e*"  # not step 0, which is the start
 _RESULTS = ("metrics.jsonl", "summary.json", MODEL, "checkpoints/*/step-*", "commits/*/step-*")
 
 
@@ -132,10 +133,10 @@ def newest_owner(folder: Path) -> Owner | None:
 
 
 def has_commits(folder: Path) -> bool:
-    """Whether a run has left something to go on with, in its folder or in this machine's memory."""
+    """Whether a run has committed a step, in its folder or in this machine's memory."""
     owner = newest_owner(folder)
-    in_memory = owner is not None and memory_path(owner.job, owner.run).exists()
-    return in_memory or any(any(folder.glob(pattern)) for pattern in _RESULTS[3:])
+    in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(_COMMITTED))
+    return in_memory or any(any(folder.glob(f"{name}/*/{_COMMITTED}")) for name in ("checkpoints", "commits"))
 
 
 def in_use(folder: Path) -> bool:
