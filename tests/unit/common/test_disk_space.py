@@ -96,6 +96,14 @@ def test_files_in_use_are_freed_after_the_wait_and_then_the_error_is_raised():
     assert in_use_files == []
 
 
+def test_an_error_of_an_open_file_names_it(tmp_path):
+    file = tmp_path / "metrics.jsonl"
+    for error in (OSError(errno.ENOSPC, "full"), OSError(errno.ENOSPC, "full", str(file))):
+        with pytest.raises(OSError) as raised:
+            retry_io(FailingWrite(1_000_000, error), file, DiskWait(0.0))
+        assert str(raised.value) == f"[Errno {errno.ENOSPC}] full: '{file}'"
+
+
 def test_the_error_names_the_folder_and_the_bytes(tmp_path):
     error = disk_full_error(errno.EDQUOT, tmp_path, 77)
     assert error.errno == errno.EDQUOT

@@ -20,6 +20,7 @@ from dlrover.python.rl.recipe.base import engine_workload
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.workloads import ActorWorkload
+from dlrover.python.rl.runtime.process.curve import redraw
 
 QUICK = DiskWait(limit_s=20.0, pause_s=0.01)
 NONE = DiskWait(limit_s=0.05, pause_s=0.01)
@@ -133,6 +134,16 @@ def test_a_model_is_saved_once_there_is_room(disk, relief, tmp_path):
     assert (disk.folder / "model" / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
     (said,) = relief.said
     assert said.startswith(f"no disk space for {disk.folder / 'model'}; waiting up to 60 s: ")
+
+
+def test_the_curve_of_a_failed_run_is_not_waited_for(disk, relief, caplog):
+    (disk.folder / "metrics.jsonl").write_text('{"step": 1, "loss": 0.5}\n')
+    disk.fill()
+    with caplog.at_level(logging.WARNING, "dlrover"):
+        redraw(disk.folder)
+    assert relief.said == []
+    assert "continuing without loss.png: [Errno 28] No space left on device" in caplog.text
+    assert not (disk.folder / "loss.png").exists()
 
 
 def test_a_model_whose_upload_has_failed_is_written_whole_again(tmp_path, monkeypatch):

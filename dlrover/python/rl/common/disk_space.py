@@ -85,7 +85,7 @@ def retry_io(
             if free_space(False) or full.pause(error):
                 continue
             if not free_space(True):
-                raise _as_os_error(error, path.parent) from None
+                raise _as_os_error(error, path) from None
 
 
 @dataclass
@@ -96,7 +96,9 @@ class _Patience:
     deadline_s: float | None = None
 
     def pause(self, error: Exception) -> bool:
-        """Sleep, and log the first time; False once ``limit_s`` have passed since then."""
+        """Sleep, and log the first time; False once ``limit_s`` have passed since then, at once if it is 0."""
+        if not self.limit_s:
+            return False
         if self.deadline_s is None:
             self.deadline_s = time.monotonic() + self.limit_s
             _LOG.warning("%s up to %g s: %s", self.message, self.limit_s, error)
@@ -106,8 +108,13 @@ class _Patience:
         return True
 
 
-def _as_os_error(error: Exception, folder: Path) -> OSError:
-    return error if isinstance(error, OSError) else disk_full_error(errno.ENOSPC, folder, 0)
+def _as_os_error(error: Exception, path: Path) -> OSError:
+    """The error with the file that it is about: writes to an open one do not name it."""
+    if not isinstance(error, OSError):
+        return disk_full_error(errno.ENOSPC, path.parent, 0)
+    if error.filename is None and error.errno is not None:
+        error.filename = str(path)
+    return error
 
 
 def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT, at: int | None = None) -> int:

@@ -9,7 +9,10 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from dlrover.python.rl.common.disk_space import replace
+from dlrover.python.rl.common.disk_space import DiskWait, replace
+from dlrover.python.rl.common.log import get_logger
+
+_LOG = get_logger(__name__)
 
 METRICS = "metrics.jsonl"
 CURVES = {"reward/mean": "reward.png", "loss": "loss.png"}
@@ -22,13 +25,17 @@ Points: TypeAlias = Sequence[tuple[int, float]]
 
 
 def redraw(folder: Path) -> None:
-    """Draw the curve of a run that has ended early, from its metrics, if it can be drawn."""
+    """Draw the curve of a run that has ended early, if it has the metrics for one; does not wait for the disk."""
     rows = list(_read_rows(folder / METRICS))
     name = next((name for name in CURVES if any(name in row for row in rows)), None)
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None] if name else []
     if name and points:
-        with suppress(ImportError, OSError):
-            replace(folder / CURVES[name], curve_png(name, points))
+        try:
+            replace(folder / CURVES[name], curve_png(name, points), DiskWait(limit_s=0.0, transient_s=0.0))
+        except ImportError:
+            pass
+        except OSError as error:
+            _LOG.warning("continuing without %s: %s", CURVES[name], error)
 
 
 def _read_rows(file: Path) -> Iterable[Mapping[str, Any]]:
