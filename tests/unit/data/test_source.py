@@ -229,3 +229,14 @@ def test_pairs_from_each_kind_of_file(tokenizer, tmp_path, kind):
     expected, _ = encode_pairs(PAIR_ROWS.read(write(tmp_path, "jsonl", rows)), tokenizer)
     batch, _ = encode_pairs(PAIR_ROWS.read(write(tmp_path, kind, rows)), tokenizer)
     assert tokens(batch) == tokens(expected)
+
+
+def test_a_folder_without_data_says_so_and_a_broken_one_why(tmp_path):
+    pytest.importorskip("datasets")
+    (tmp_path / "README.md").touch()
+    _, (error,) = scan_rows(tmp_path)
+    assert error.what == "holds no *.json, *.jsonl, *.csv, *.parquet, *.arrow"
+    (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n{"prompt": \n')
+    _, (error,) = scan_rows(tmp_path)
+    assert error.what.startswith("cannot be loaded: DatasetGenerationError: ")
+    assert "JSON" in error.what

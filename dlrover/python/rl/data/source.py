@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -69,6 +70,8 @@ DEFAULT_SPLIT = "train"
 _STRUCTURED = ("messages", "extra_info")
 _CONVERSATIONS = ("prompt", "chosen", "rejected")
 _FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+_FOLDER_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|zip|tar|h5|xml)\b")  # also compressed: .jsonl.gz
+_MOST_FILES = 10_000
 _SPLIT = re.compile(r"([\w.-]+)(?:\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?")
 
 
@@ -351,6 +354,8 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
         datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # reads what was loaded before, and does not retry
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             splits: Any = datasets.load_from_disk(place)
+        elif folder.is_dir() and not _holds_data(folder):
+            return [], [ConfigError(address.place, f"holds no {', '.join(f'*{kind}' for kind in _FILES)}")]
         else:
             splits = datasets.load_dataset(name, configuration or None)
         if not isinstance(splits, datasets.DatasetDict):
@@ -360,6 +365,12 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
             return [], [ConfigError(address.place, what)]
         return list(enumerate(splits[address.split], start=1)), []
     except Exception as error:  # noqa: BLE001 - file systems, the hub and parsers raise any error
-        return [], [ConfigError(address.place, fault or f"cannot be loaded: {type(error).__name__}: {error}")]
+        cause = f": {error.__cause__}" if error.__cause__ is not None else ""
+        return [], [ConfigError(address.place, fault or f"cannot be loaded: {type(error).__name__}: {error}{cause}")]
     finally:
         datasets.config.HF_HUB_OFFLINE = is_offline
+
+
+def _holds_data(folder: Path) -> bool:
+    """Whether a file that ``datasets`` may read is among the first in the folder and those in it."""
+    return any(_FOLDER_FILE.search(path.name.lower()) for path in islice(folder.rglob("*"), _MOST_FILES))
