@@ -111,8 +111,8 @@ def describe_engines(model: str, engine: EngineConfig, fallback: str | None = No
 
 
 def validate_model(model: str, where: str = "config.model") -> list[ConfigError]:
-    """A model given as a path must exist, and so must one in a folder that exists, unless the hub's cache has it; a hub
-    name is looked up if the check is asked to, else when it is loaded."""
+    """A model given as a path must exist, and a name like that of a folder beside it is none of the hub's, unless its
+    cache has it; a hub name is looked up if the check is asked to, else when it is loaded."""
     if not model:
         return []  # reported already: it is required
     looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
@@ -120,8 +120,8 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
     if not folder.is_dir():
         siblings = folder.parent.glob("*/config.json") if folder.parent.is_dir() else ()
         close = get_close_matches(folder.name, [path.parent.name for path in siblings], 1, _ALMOST)
-        is_in_folder = "/" in model and folder.parent.is_dir() and not is_cached(model)
-        if looks_like_path or is_in_folder or (close and "/" not in model):
+        is_meant_so = close and ("/" not in model or not is_cached(model))
+        if looks_like_path or is_meant_so:
             advice = f"; did you mean '{folder.parent / close[0]}'?" if close else ""
             return [ConfigError(where, f"no such folder: {model}{advice}")]
         fault = hub_fault("model", model) if current_lookup() is Lookup.ALL else ""
