@@ -51,12 +51,12 @@ def in_bf16(rank, world_size, port, stage, path):
         case = Case("deepspeed", world_size, backend={"zero_stage": stage, "optimizer_on_host": on_host})
         engine = make_engine(case, rank, port, path, precision="bf16", max_tokens_per_microbatch=10)
         start = {name: tensor.tobytes() for name, tensor in weights_of(engine).items()}
-        told = train(engine, rank, range(2))
+        steps = train(engine, rank, range(2))
         sent = {name: (tensor.dtype, tensor.float().numpy()) for name, tensor in engine.named_weights(torch.bfloat16)}
         states[on_host] = saved(engine.state_dict())
         buffers = sum(buffer.nbytes for buffer in engine._model.module.buffers())
         held = {kind: nbytes - (buffers if kind == "weights" else 0) for kind, nbytes in engine.footprint().items()}
-        result[on_host] = {"start": start, "told": told, "sent": sent, "weights": weights_of(engine), "held": held}
+        result[on_host] = {"start": start, "steps": steps, "sent": sent, "weights": weights_of(engine), "held": held}
         result[on_host]["parameters"] = engine.parameter_count
         twin = make_engine(case, rank, port, path, precision="bf16", max_tokens_per_microbatch=10)
         twin.load_state_dict(states[on_host])
@@ -128,7 +128,7 @@ def test_weights_start_as_those_of_the_files_and_are_served_as_the_passes_have_t
 @pytest.mark.parametrize("world_size", [1, TWO])
 def test_on_the_host_steps_are_those_of_the_device(stage, world_size, found, model_path):
     for rank in found(world_size, stage):
-        for step, other in zip(rank[True]["told"], rank[False]["told"], strict=True):
+        for step, other in zip(rank[True]["steps"], rank[False]["steps"], strict=True):
             assert (step.loss, step.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)
         assert near(rank[True]["weights"], rank[False]["weights"], model_path)
         (step,), weights = rank["moved"]
@@ -141,10 +141,10 @@ def test_on_the_host_steps_are_those_of_the_device(stage, world_size, found, mod
 def test_a_refused_update_changes_nothing_and_leaves_no_gradient(stage, world_size, found):
     for rank in found(world_size, stage):
         for on_host in PLACES:
-            several, unchanged, told, weights = rank[on_host]["refused"]
+            several, unchanged, steps, weights = rank[on_host]["refused"]
             again, others = rank[on_host]["twin"]
             assert several and unchanged
-            assert told == again, "nothing was added to a gradient that is left"
+            assert steps == again, "nothing was added to a gradient that is left"
             assert all(np.array_equal(tensor, others[name]) for name, tensor in weights.items())
 
 

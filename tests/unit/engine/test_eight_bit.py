@@ -63,11 +63,11 @@ def ours(*shape, steps=8):
 def test_rows_of_whole_blocks_take_the_steps_of_bitsandbytes(bitsandbytes):
     found, state = ours(64, 2 * BLOCK)
     parameter = make_parameter(64, 2 * BLOCK)
-    theirs = bitsandbytes.optim.AdamW8bit([parameter], 1e-3, (0.9, 0.95), weight_decay=0.1, min_8bit_size=1)
-    take_steps(parameter, theirs, 8)
+    library = bitsandbytes.optim.AdamW8bit([parameter], 1e-3, (0.9, 0.95), weight_decay=0.1, min_8bit_size=1)
+    take_steps(parameter, library, 8)
     # In a few places the last bit of a sum decides between two values.
     assert ((found - parameter.detach()).abs() > 2e-6).float().mean() < 1e-3
-    kept = theirs.state[parameter]
+    kept = library.state[parameter]
     for kind, codes, scales in (("exp_avg", "state1", "absmax1"), ("exp_avg_sq", "state2", "absmax2")):
         assert (state[kind] != kept[codes]).float().mean() < 1e-3
         assert torch.allclose(state[f"{kind}_scale"].flatten(), kept[scales], rtol=1e-5)
@@ -258,7 +258,7 @@ def test_one_process_goes_on_from_two_shards_with_the_same_numbers_and_two_from_
 def test_what_it_does_not_go_with_is_refused(model_path):
     for name in ("deepspeed", "megatron"):
         (error,) = find_optimizer_errors(name, engine_info(TRAIN_ENGINES, name), CONFIG)
-        assert error == f"{name} supports adamw only here: adamw_8bit needs fsdp2"
+        assert error == f"{name} does not support adamw_8bit here: use adamw, or fsdp2"
     with pytest.raises(EngineError, match="adamw_8bit needs tensor_parallel_size 1, which is 2"):
         make(model_path, parallel=ParallelSizes(tensor_parallel_size=2))
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The samples of a run go from the rollouts into its folder: none of their texts passes through the trainer, and the
-file is that of an undisturbed run, whoever dies while it is written."""
+file is that of an undisturbed run, whichever process dies while it is written."""
 
 import json
 import os

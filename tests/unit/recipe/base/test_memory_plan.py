@@ -157,7 +157,7 @@ def test_of_a_base_in_4_bits_one_matrix_at_a_time_is_whole(monkeypatch, small):
     assert small.matrices == matrices
     assert larger.weights - found.weights == (2 - 0.5625) * matrices
     assert (larger.gathered, found.gathered) == (0, 2 * 896 * 4864)
-    assert bytes_of(small, use, ON_CUDA) == found, "its members hold copies unless they are told otherwise"
+    assert bytes_of(small, use, ON_CUDA) == found, "its members hold copies unless engine.parallel says otherwise"
     (error,) = plan(monkeypatch, small, {ACTOR: use}, copies, 1).find_errors()
     assert error.what.endswith("no setting here makes it fit")
 

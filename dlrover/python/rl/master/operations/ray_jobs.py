@@ -60,7 +60,7 @@ def _cluster_of(name: str) -> str:
         run = find_saved_run(name)
         holder = holder_of(run.folder)
         if holder is not None and (holder.job, holder.runtime) == (name, ON_RAY):
-            return (run.folder / CLUSTER).read_text(encoding="utf-8")
+            return (run.folder / CLUSTER).read_text(encoding="utf-8") or "auto"  # empty while it is written
     return "auto"
 
 

@@ -111,7 +111,8 @@ def use_token() -> None:
     with contextlib.suppress(ImportError):  # a Ray that has no tokens
         from ray._private.authentication import authentication_token_setup
 
-        authentication_token_setup.logger.setLevel(logging.ERROR)  # it would say at each command that there is a token
+        # At each command it would say that there is a token.
+        logging.getLogger(authentication_token_setup.__name__).setLevel(logging.ERROR)
         authentication_token_setup.maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
