@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The engines that ``benchmarks.device`` measures, and the library that they are measured against."""
 
+import gc
 import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -19,15 +21,24 @@ from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.state_tree import dump_in_place
-from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, SamplingParams, TrainSettings
-from dlrover.python.rl.engine.api.weights import take_snapshot
+from dlrover.python.rl.engine.api.base import (
+    LoraSettings,
+    OptimizerConfig,
+    RolloutSettings,
+    SamplingParams,
+    TrainSettings,
+)
+from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import DTYPES, write_atomically
 from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.engine_workload import train_settings
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, bytes_of
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
 
@@ -106,6 +117,8 @@ class Bench:
             model, OptimizerConfig(lr=1e-5), TrainSettings(device, precision, backend=backend), memory=self.memory
         )
         self.rollout = TorchRolloutEngine(model, RolloutSettings(device, precision, shape.rows), self.memory)
+        settings = SyncSettings(device=device, dtype=DTYPES[precision])
+        self._sender, self._receiver = PullTransport(settings), PullTransport(settings)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -150,14 +163,14 @@ class Bench:
         generator, shape = np.random.default_rng(0), self.shape
         return [generator.integers(0, shape.vocabulary, shape.length) for _ in range(shape.rows)]
 
-    def sft_step(self) -> None:
+    def sft_step(self, engine: Fsdp2TrainEngine | None = None) -> None:
         """An optimizer step on all tokens but the first of each sequence."""
         shape = self.shape
         masks = [np.arange(shape.length) > 0] * shape.rows
         weights = SFT().annotate(Batch({"action_tokens": np.full(shape.rows, shape.length - 1)}))["weight"]
         tokens = Ragged.from_rows(self.sequences(), dtype=np.int64)
         masks = Ragged.from_rows(masks, dtype=np.bool_)
-        self.train.step(Batch({"tokens": tokens, "action_mask": masks, "weight": weights}), SFT().loss)
+        (engine or self.train).step(Batch({"tokens": tokens, "action_mask": masks, "weight": weights}), SFT().loss)
 
     def grpo_update(self) -> None:
         """An optimizer step on the new tokens."""
@@ -175,18 +188,50 @@ class Bench:
         )
         self.train.step(batch, make_algorithm("grpo", {}).loss)
 
-    def step_bytes(self) -> float:
-        """What :meth:`sft_step` takes beyond weights and optimizer, by the arithmetic of ``check``."""
+    def layout(
+        self,
+        tokens: int,
+        recompute: bool = False,
+        optimizer: OptimizerConfig = OptimizerConfig(lr=1e-5),  # noqa: B008 - frozen
+        lora: LoraSettings | None = None,
+        **options: Any,
+    ) -> tuple[float, int]:
+        """Bytes of an engine and its steps: those that ``check`` computes, and the most that are allocated.
+
+        Args:
+            tokens: of a pass.
+            recompute: its activations.
+            options: of the engine.
+        """
+        engine = EngineConfig(
+            device=self.memory.device,
+            precision=self.precision,
+            max_tokens_per_microbatch=tokens,
+            gradient_checkpointing=recompute,
+            train_options=options,
+        )
         shape = ModelShape.of(AutoConfig.from_pretrained(self.model))
-        tokens = self.shape.rows * self.shape.length
-        engine = EngineConfig(device="cuda", precision=self.precision, max_tokens_per_microbatch=tokens)
-        found = bytes_of(shape, ModelUse("trained", ""), engine)
-        return found.gradients + found.activations + found.logits
+        planned = bytes_of(shape, ModelUse("trained", "", optimizer=optimizer, lora=lora), engine).peak
+        settings = replace(train_settings(engine, self.memory.device, ParallelSizes()), lora=lora)
+
+        def make_and_step() -> None:
+            trained = Fsdp2TrainEngine(self.model, optimizer, settings)
+            for _ in range(2):
+                self.sft_step(trained)
+            trained.close()
+
+        peak = self.peak(make_and_step)
+        gc.collect()
+        self.memory.release_cache()
+        return planned, peak
 
     def sync(self) -> None:
-        """The train engine's weights to the rollout engine in its precision, verified."""
-        weights = take_snapshot(self.train.named_weights(DTYPES[self.precision]), self.train.version)
-        self.rollout.receive(weights, rewind=True)
+        """The train engine's weights to the rollout engine in its precision, verified, as between two processes."""
+        ticket = self._sender.offer(self.train)
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(self._sender.send, ticket, self.train)
+            self.rollout.receive(self._receiver.receive(ticket), rewind=True)
+            sent.result()
 
     def draw(self) -> None:
         """Complete the prompts."""

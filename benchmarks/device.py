@@ -10,11 +10,14 @@ A model with random weights of the shape of Qwen2.5-0.5B, in one process:
 * the completions while a thread writes the train engine's state, as commits do, and without
 * after each call that moves an engine: the bytes that it accounts for, and on a GPU those that torch has allocated
 
-Needs neither Ray nor vLLM, and on a GPU about two minutes. On a CPU, which tries the command, the host stands in for
+* the memory that training takes with several settings, next to what ``dlrover-rl check`` computes
+
+Needs neither Ray nor vLLM, and on a GPU about three minutes. On a CPU, which tries the command, the host stands in for
 the device, and the model is tiny.
 """
 
 import argparse
+import importlib.util
 import shutil
 import sys
 import tempfile
@@ -28,6 +31,7 @@ import torch
 
 from benchmarks._device_sides import QWEN_HALF_BILLION, SMALL, Bench, Transformers, memory_folder
 from benchmarks._results import RESULTS, keep
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 
 Results = dict[str, Any]
 
@@ -49,7 +53,6 @@ def training(bench: Bench, parameters: int, rounds: int) -> Results:
     flops = bench.shape.flops(parameters)
     return {
         "product_tflops": rate / 1e12,
-        "step_bytes": bench.step_bytes(),
         **{
             name: {
                 "seconds": seconds[name],
@@ -115,6 +118,24 @@ def places(bench: Bench) -> dict[str, Results]:
     return results
 
 
+def memory(bench: Bench) -> dict[str, Results]:
+    """Bytes by arithmetic, and measured, of layouts that this machine has the libraries for."""
+    whole = bench.shape.rows * bench.shape.length
+    layouts: dict[str, dict[str, Any]] = {
+        f"{whole:,} tokens a pass": {"tokens": whole},
+        f"{whole // 4:,} tokens a pass": {"tokens": whole // 4},
+        "activations recomputed": {"tokens": whole, "recompute": True},
+        "optimizer on the host": {"tokens": whole // 4, "optimizer_on_host": True},
+    }
+    if importlib.util.find_spec("peft"):
+        layouts["LoRA"] = {"tokens": whole // 4, "lora": LoraSettings(rank=16)}
+    if importlib.util.find_spec("bitsandbytes"):
+        layouts["AdamW in 8 bits"] = {"tokens": whole // 4, "optimizer": OptimizerConfig(name="adamw_8bit", lr=1e-5)}
+        layouts["QLoRA"] = {"tokens": whole // 4, "lora": LoraSettings(rank=16, quantize_base="nf4")}
+    found = {name: bench.layout(**settings) for name, settings in layouts.items()}
+    return {name: {"planned_bytes": planned, "peak_bytes": peak} for name, (planned, peak) in found.items()}
+
+
 def summary(results: Results) -> str:
     """The tables of a run."""
     shape, sync, commit = results["shape"], results["sync"], results["commit"]
@@ -138,10 +159,9 @@ def summary(results: Results) -> str:
     lines += [
         "",
         f"* a matrix product reaches {results['training']['product_tflops']:,.1f} TFLOP/s",
-        f"* an sft step takes {results['training']['step_bytes'] / 1e9:.2f} GB by the arithmetic of `dlrover-rl check`",
         f"* rollout: {engine['tokens_per_s']:,.0f} tokens/s, {library['seconds'] / engine['seconds']:.2f}x of"
         f" transformers' `generate` ({library['tokens_per_s']:,.0f})",
-        f"* weight sync in one process, verified: {sync['seconds'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of"
+        f"* weight sync through the host, verified: {sync['seconds'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of"
         f" {results['precision']}; a plain copy of them on the device: {sync['copy_seconds'] * 1e3:,.2f} ms",
         f"* the state, {commit['state_bytes'] / 1e9:.2f} GB, written to memory: {commit['write']:.2f} s; completions"
         f" take {commit['draw']:.3f} s, {commit['draw_meanwhile']:.3f} s while it is written; until both have ended"
@@ -155,6 +175,11 @@ def summary(results: Results) -> str:
         seconds = "" if footprint["seconds"] is None else f"{footprint['seconds']:.3f}"
         cells = " | ".join(f"{footprint[name] / 1e6:,.1f}" for name in columns)
         lines.append(f"| `{after}` | {seconds} | {cells} |")
+    lines += ["", "| training | by `dlrover-rl check`, GB | measured, GB | |", "|---|---|---|---|"]
+    for name, layout in results["memory"].items():
+        planned, peak = layout["planned_bytes"], layout["peak_bytes"]
+        share = f"{100 * (planned / peak - 1):+.1f} %" if peak else ""
+        lines.append(f"| {name} | {planned / 1e9:.2f} | {peak / 1e9:.2f} | {share} |")
     return "\n".join(lines)
 
 
@@ -189,6 +214,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "sync": syncs(bench, options.rounds),
             "commit": commits(bench, options.rounds),
             "places": places(bench),
+            "memory": memory(bench),
         }
     name = f"device-{torch.device(options.device).type}{'-compiled' if options.compile else ''}"
     keep(options.out, name, results, summary(results))

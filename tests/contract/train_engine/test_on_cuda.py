@@ -97,6 +97,7 @@ def in_few_bits(path, device, optimizer, lora):
     [("adamw_8bit", None), ("adamw", "nf4"), ("adamw_8bit", "nf4")],
     ids=["moments in 8 bits", "adapters over 4 bits", "both"],
 )
+@pytest.mark.filterwarnings("ignore:inner dimension")  # of a model as small as this
 def test_weights_in_4_bits_and_moments_in_8_train_as_on_a_cpu(optimizer, base, model_path):
     pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
     if base is not None:

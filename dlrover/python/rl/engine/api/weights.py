@@ -2,7 +2,7 @@
 """Weights on their way between engines: versioned, fingerprinted, verified; and engines that can be offloaded."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias
@@ -77,6 +77,9 @@ class WeightSnapshot:
 
     file: SnapshotFile | None = None
     """Open as long as the buffers are in use; not pickled either."""
+
+    lock_pages: Callable[[torch.device], bool] | None = None
+    """Locks the memory of all bytes for the device that will read them, if it can be; not pickled either."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return WeightSnapshot, (self.version, self.buffers, self.shapes, self.dtypes, self.fingerprints)

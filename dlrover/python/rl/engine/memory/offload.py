@@ -15,6 +15,7 @@ import torch
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.engine.api.weights import DeviceKind, Part
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
+from dlrover.python.rl.engine.memory.host_pages import HostBlock
 
 _KINDS: dict[Part, tuple[Kind, ...]] = {
     "all": ("weights", "kv_cache"),
@@ -182,7 +183,7 @@ class ParkedTensors:
     def release(self) -> None:
         """Free the memory of all on device and host, even if tensors still refer to it."""
         for each in self._storages.values():
-            each.host = None
+            each.host = each.block = None
             if each.storage.resizable():  # else a numpy array shares it
                 each.storage.resize_(0)
         self._storages.clear()
@@ -202,14 +203,15 @@ class _MovableStorage:
     kind: Kind
     nbytes: int
     host: Any = None  # its bytes while it is offloaded
+    block: HostBlock | None = None  # their memory, kept if it is page-locked: locking takes longer than copying
 
     def bytes(self) -> Any:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
     def move_to_host(self) -> None:
         if self.host is None:
-            host = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=self.storage.device.type == "cuda")
-            self.host = host.copy_(self.bytes())
+            self.block = self.block or HostBlock(self.nbytes, self.storage.device)
+            self.host = self.block.bytes.copy_(self.bytes())
         if self.storage.nbytes():
             self.storage.resize_(0)
 
@@ -217,3 +219,5 @@ class _MovableStorage:
         self.storage.resize_(self.nbytes)
         self.bytes().copy_(self.host)
         self.host = None
+        if self.block is not None and not self.block.is_locked:
+            self.block = None

@@ -17,6 +17,7 @@ from transformers import DynamicCache
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.memory.host_pages import HostBlock
 from dlrover.python.rl.engine.model.loading import CausalLM
 from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token
 
@@ -47,6 +48,7 @@ class WeightStore:
         self._sizes: dict[Any, int] = {}
         self._flats: dict[Any, Any] = {}
         self._hosts: dict[Any, Any] = {}
+        self._blocks: dict[Any, HostBlock] = {}  # the memory of the hosts
         self._hosts_are_current = False
         named: dict[str, Any] = {}
         for group in groups:
@@ -102,13 +104,13 @@ class WeightStore:
         self._settle(self._hosts, "cpu")
 
     def _allocate_hosts(self) -> None:
-        on_cuda = torch.device(self._memory.device).type == "cuda"
         for kind, size in self._sizes.items():
             if kind not in self._hosts:
-                self._hosts[kind] = torch.zeros(size, dtype=kind, pin_memory=on_cuda)
+                self._blocks[kind] = HostBlock(size * kind.itemsize, torch.device(self._memory.device))
+                self._hosts[kind] = self._blocks[kind].bytes.view(kind)
 
     def meta(self) -> None:
-        self._flats, self._hosts, self.views, self.place = {}, {}, {}, "meta"
+        self._flats, self._hosts, self._blocks, self.views, self.place = {}, {}, {}, {}, "meta"
         self._hosts_are_current = False
 
     def _settle(self, flats: dict[Any, Any], place: DeviceKind) -> None:
@@ -123,8 +125,13 @@ class WeightStore:
     def write(self, weights: WeightSnapshot) -> None:
         """Copy a checked snapshot into the weights, in place."""
         self._hosts_are_current = False
+        device = torch.device(self._memory.device)
+        if weights.lock_pages is not None and self.place == "cuda":
+            weights.lock_pages(device)
         for name, view in self.views.items():
-            view.copy_(weights.tensor(name))
+            view.copy_(weights.tensor(name), non_blocking=True)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 Ids = npt.NDArray[np.int64]

@@ -14,43 +14,30 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from isal.isal_zlib import crc32
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.memory.host_pages import HostPages
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, Ticket, WeightTable, assemble_snapshot
+from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
 
 Bytes = npt.NDArray[np.uint8]
 
 HEAD_BYTES = 4096
 _CACHED_MAPS = 3
+_UNDER_WAY = 1 << 27
+"""Bytes that a device is copying while those before them are fingerprinted."""
 
-
-class CrcTally:
-    """CRC-32 of each tensor of a table, updated while the passing bytes are in the cache."""
-
-    def __init__(self, table: WeightTable) -> None:
-        self.table, self.crcs = table, [0] * len(table.entries)
-        self._spans, self._tensor, self._offset = table.spans(), 0, 0
-
-    def update(self, window: Bytes, base: int, stop: int) -> None:
-        """Continue to offset ``stop``; ``window`` has the bytes from offset ``base``."""
-        while self._tensor < len(self._spans):
-            start, end = self._spans[self._tensor]
-            begin, until = max(start, self._offset), min(end, stop)
-            if begin < until:
-                self.crcs[self._tensor] = crc32(window[begin - base : until - base].data, self.crcs[self._tensor])
-            if end > stop:
-                break
-            self._tensor += 1
-        self._offset = stop
+_streams: dict[torch.device, Any] = {}
 
 
 def bucket_spans(table: WeightTable, size: int) -> list[tuple[int, int]]:
@@ -77,6 +64,51 @@ def copy_to_host(target: Bytes, piece: Any) -> None:
         np.copyto(target, np.from_dlpack(piece))
     else:
         torch.from_numpy(target).copy_(piece)
+
+
+def copy_pieces(target: Bytes, pages: HostPages, pieces: Pieces) -> Iterator[int]:
+    """Copy pieces, offset and bytes (``uint8``) in order, to host memory, which ``pages`` have. Those of a CUDA device
+    come while the caller reads the ones before.
+
+    Yields:
+        Up to where the bytes are there.
+    """
+    under_way: deque[tuple[int, Any, Any]] = deque()  # where a piece ends, the piece, and its arrival
+    try:
+        for offset, piece in pieces:
+            stop = offset + len(piece)
+            if piece.device.type != "cuda" or not pages.lock(piece.device):
+                yield from _arrived(under_way, 0)
+                copy_to_host(target[offset:stop], piece)
+                yield stop
+                continue
+            under_way.append((stop, piece, _begin_copy(target[offset:stop], piece)))
+            yield from _arrived(under_way, _UNDER_WAY)
+        yield from _arrived(under_way, 0)
+    finally:
+        for _, _, arrival in under_way:
+            arrival.synchronize()  # the device would write into memory that is free again
+
+
+def _begin_copy(target: Bytes, piece: Any) -> Any:
+    """Copy a piece on a stream of its own; returns the event of its end."""
+    if piece.device not in _streams:
+        _streams[piece.device] = torch.cuda.Stream(piece.device)
+    stream = _streams[piece.device]
+    stream.wait_stream(torch.cuda.current_stream(piece.device))
+    with torch.cuda.stream(stream):
+        torch.from_numpy(target).copy_(piece, non_blocking=True)
+        return stream.record_event()
+
+
+def _arrived(under_way: deque[tuple[int, Any, Any]], limit: int) -> Iterator[int]:
+    """Wait until at most ``limit`` bytes are under way."""
+    while sum(len(piece) for _, piece, _ in under_way) > limit:
+        under_way[0][2].synchronize()
+        stop = 0
+        while under_way and under_way[0][2].query():
+            stop, _, _ = under_way.popleft()
+        yield stop
 
 
 class HostBuffer:
@@ -207,6 +239,7 @@ class WeightFile:
                 os.ftruncate(self._descriptor, size)
             reserve_part(self._descriptor, 0, HEAD_BYTES)
         self._map = _map(self._descriptor, size, mmap.ACCESS_WRITE)
+        self.pages = HostPages(self._map)
         self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
         self.table, self._nbytes = table, table.nbytes
         self._data: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=self._nbytes, offset=HEAD_BYTES)
@@ -218,9 +251,7 @@ class WeightFile:
     def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
         """Copy pieces, offset and bytes, in order, and seal them; readers may follow."""
         tally = CrcTally(self.table)
-        for offset, piece in pieces:
-            stop = offset + len(piece)
-            copy_to_host(self._data[offset:stop], piece)
+        for stop in copy_pieces(self._data, self.pages, pieces):
             tally.update(self._data, 0, stop)
             self._publish(stop)
         seal = Seal.of(ticket, tally.crcs)
@@ -268,10 +299,11 @@ class MappedWeights:
     mappings of earlier files by inode, since a new one costs as much as a copy.
     """
 
-    def __init__(self, descriptor: int, table: WeightTable, maps: dict[int, mmap.mmap]) -> None:
+    def __init__(self, descriptor: int, table: WeightTable, maps: dict[int, HostPages]) -> None:
         self._descriptor, self._size, self._seal_at = descriptor, _file_size(table), seal_offset(table)
         self._check_length()
-        self._map = self._find_map(maps)
+        self._pages = self._find_pages(maps)
+        self._map = self._pages.mapping
         self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
         self.flat: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=table.nbytes, offset=HEAD_BYTES)
         weakref.finalize(self.flat, os.close, descriptor)
@@ -281,15 +313,15 @@ class MappedWeights:
         if nbytes != self._size:
             raise WeightSyncError(f"a sender's file is cut: {nbytes:,} of {self._size:,} bytes")
 
-    def _find_map(self, maps: dict[int, mmap.mmap]) -> mmap.mmap:
+    def _find_pages(self, maps: dict[int, HostPages]) -> HostPages:
         inode = os.fstat(self._descriptor).st_ino
-        mapping = maps.pop(inode, None)
-        if mapping is None or len(mapping) != self._size:
-            mapping = _map(self._descriptor, self._size, mmap.ACCESS_READ)
-        maps[inode] = mapping
+        pages = maps.pop(inode, None)
+        if pages is None or len(pages.mapping) != self._size:
+            pages = HostPages(_map(self._descriptor, self._size, mmap.ACCESS_READ), read_only=True)
+        maps[inode] = pages
         while len(maps) > _CACHED_MAPS:
             del maps[next(iter(maps))]
-        return mapping
+        return pages
 
     def progress(self) -> int:
         self._check_length()  # reading a page that is cut off would end this process
@@ -298,7 +330,8 @@ class MappedWeights:
     def snapshot(self, ticket: Ticket, crcs: Sequence[int]) -> WeightSnapshot:
         """The whole version; see :func:`assemble_snapshot`."""
         seal, path = Seal.unpack(self._map[self._seal_at :]), f"/proc/{os.getpid()}/fd/{self._descriptor}"
-        return assemble_snapshot(ticket, self.flat, crcs, seal, path, HEAD_BYTES)
+        snapshot = assemble_snapshot(ticket, self.flat, crcs, seal, path, HEAD_BYTES)
+        return replace(snapshot, lock_pages=self._pages.lock)
 
 
 def _map(descriptor: int, size: int, access: int) -> mmap.mmap:

@@ -15,7 +15,6 @@ another process too. If the sender no longer has a version, receivers raise
 :class:`~dlrover.python.rl.common.errors.WeightsLost` and their caller asks for another ticket.
 """
 
-import mmap
 import os
 import socket
 import time
@@ -28,6 +27,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.common.sockets import listening_socket
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
+from dlrover.python.rl.engine.memory.host_pages import HostPages
 from dlrover.python.rl.engine.weight_sync.base import (
     HOST_BUCKET,
     Pieces,
@@ -38,7 +38,8 @@ from dlrover.python.rl.engine.weight_sync.base import (
     Ticket,
     WeightSource,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, MappedWeights
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, MappedWeights
+from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
 from dlrover.python.rl.engine.weight_sync.weight_server import (
     AVAILABLE,
     BACKLOG,
@@ -76,10 +77,12 @@ class PullTransport(SenderBase):
         self._relay: WeightServer | None = None
         self._arena = HostArena()
         self._mapped_process = 0
-        self._maps: dict[int, mmap.mmap] = {}
+        self._maps: dict[int, HostPages] = {}
 
     def offer(self, source: WeightSource) -> Ticket:
         ticket = super().offer(source)
+        if self.settings.is_leader:
+            self._versions.prepare(ticket.table, self.settings.device)
         self._versions.expect(ticket.id)
         return ticket
 

@@ -15,6 +15,8 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 
+import torch
+
 from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, Ticket, WeightTable
 from dlrover.python.rl.engine.weight_sync.buckets import HEAD_BYTES, WeightFile, seal_offset
 
@@ -40,6 +42,7 @@ class PublishedVersions:
         self._at_once = at_once
         self._changed = threading.Condition()
         self._files: dict[str, WeightFile] = {}
+        self._prepared: WeightFile | None = None
         self._expected = self._writing = ""
         self._closed = False
 
@@ -47,6 +50,15 @@ class PublishedVersions:
         """Let receivers of this ticket wait until it is written."""
         with self._changed:
             self._expected = ticket_id
+
+    def prepare(self, table: WeightTable, device: str) -> None:
+        """Have the memory for the next version, which takes a second per GB or more, before a receiver waits for it."""
+        with self._changed:
+            file = self._find_unused(table)
+        file = file or WeightFile(table, self._at_once)
+        file.pages.lock(torch.device(device))
+        with self._changed:
+            self._prepared = file
 
     def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
         """Write the ticket's weights, which receivers follow; dropped if that fails."""
@@ -70,16 +82,20 @@ class PublishedVersions:
         """A file for the ticket's weights: the one before the last version, or a new one."""
         with self._changed:
             self._files.pop(ticket.id, None)
-            last = next(reversed(self._files), "")
-            older = [file for ticket_id, file in self._files.items() if ticket_id != last]
-            spare = next((file for file in older if file.table == ticket.table and not file.is_open()), None)
-            file = spare or WeightFile(ticket.table, self._at_once)
+            file = self._find_unused(ticket.table) or WeightFile(ticket.table, self._at_once)
             file.clear()
+            self._prepared = None
+            last = next(reversed(self._files), "")
             self._files = {last: self._files[last]} if last else {}
             self._files[ticket.id] = file
             self._writing = ticket.id
             self._changed.notify_all()
             return file
+
+    def _find_unused(self, table: WeightTable) -> WeightFile | None:
+        """The file that is prepared, or one of versions before the last; None if there is none, or receivers use it."""
+        found = [*([self._prepared] if self._prepared else []), *list(self._files.values())[:-1]]
+        return next((file for file in found if file.table == table and not file.is_open()), None)
 
     def stop_waiting(self) -> None:
         """No receiver waits any longer for a version that is expected or being written."""
@@ -111,6 +127,7 @@ class PublishedVersions:
         with self._changed:
             self._closed = True
             self._files.clear()
+            self._prepared = None
             self._changed.notify_all()
 
 

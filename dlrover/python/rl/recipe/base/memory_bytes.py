@@ -13,7 +13,8 @@ in a pass::
     gathered     where s > 1: two layers and what lies outside of the layers, w bytes each; trained, also the gradients
                  of one layer, in float32 too, and of the latter; with quantize_base the largest matrix of a layer
     activations  t x layers x (8 + 4 w) hidden + w (2 queries + 2 keys + 4 intermediate), and with
-                 gradient_checkpointing t x (w hidden x layers + that of one layer)
+                 gradient_checkpointing t x w hidden x layers; those of one layer are there after the logits, and
+                 count as far as they are more
     logits       2 w t x vocabulary, or of one chunk, and the gradient of the output layer: 4 + w bytes a weight
     kv cache     2 w keys x layers for each token of the sequences that are decoded at once
     exchange     after the passes: where s > 1 gradients outside of the layers, 2 w + 4 bytes each; or the largest
@@ -113,13 +114,14 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
         gathered += width * (shape.layer + shape.outside) + 4 * shape.layer
     restored = width * shape.hidden * max(shape.queries, shape.intermediate) if is_quantized(use) else 0
     outer = (2 * width + 4) * shape.outside if gathers and has_gradients else 0
+    logits = _logits(shape, width, tokens / context, tensor, trains=True, trains_head=has_gradients)
     return PlannedBytes(
         (frozen + (master + copy) * changed) / shards,
         4 * changed / shards,
         0.0 if on_host else moment_bytes(use.optimizer, use.lora) * changed / shards,
         gathered / tensor if gathers else restored,
-        _activations(shape, width, tokens / context, tensor, engine.recomputes),
-        _logits(shape, width, tokens / context, tensor, trains=True, trains_head=has_gradients),
+        _activations(shape, width, tokens / context, tensor, logits if engine.recomputes else None),
+        logits,
         exchange=max(outer / tensor, (4 if on_host else width) * shape.tensor),
     )
 
@@ -175,9 +177,12 @@ def _of_layer(shape: ModelShape, width: int, tensor: int) -> float:
     return norms + width * (2 * shape.queries + 2 * shape.keys + 4 * shape.intermediate) / tensor
 
 
-def _activations(shape: ModelShape, width: int, tokens: float, tensor: int, recomputes: bool) -> float:
-    of_layer = _of_layer(shape, width, tensor)
-    return tokens * (width * shape.hidden * shape.layers + of_layer if recomputes else shape.layers * of_layer)
+def _activations(shape: ModelShape, width: int, tokens: float, tensor: int, logits: float | None) -> float:
+    """Those beside ``logits`` if they are recomputed."""
+    of_layer = tokens * _of_layer(shape, width, tensor)
+    if logits is None:
+        return shape.layers * of_layer
+    return tokens * width * shape.hidden * shape.layers + max(of_layer - logits, 0.0)
 
 
 def _logits(  # noqa: PLR0913 - what they depend on

@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Weights that a device copies to the host by itself while the host reads those before them."""
+
+import numpy as np
+import pytest
+import torch
+from sync_sides import ToySource, Wire, equal, toy_weights
+
+from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, TrainSettings
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync import buckets, weight_server
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings
+from dlrover.python.rl.engine.weight_sync.buckets import WeightFile, copy_pieces
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+
+CUDA = torch.device("cuda")
+UNDER_WAY = 3000
+
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA here")
+
+
+class Pages:
+    def lock(self, device):
+        return True
+
+
+class Piece:
+    """Bytes of a device."""
+
+    device = CUDA
+
+    def __init__(self, value, size=1000):
+        self.data = np.full(size, value, dtype=np.uint8)
+
+    def __len__(self):
+        return len(self.data)
+
+
+class Arrival:
+    """Of a copy that takes until somebody waits for it."""
+
+    def __init__(self, target, piece):
+        self.copy, self.has_ended = lambda: np.copyto(target, piece.data), False
+
+    def synchronize(self):
+        self.copy()
+        self.has_ended = True
+
+    def query(self):
+        return self.has_ended
+
+
+@pytest.fixture
+def arrivals(monkeypatch):
+    made = []
+
+    def begin(target, piece):
+        made.append(Arrival(target, piece))
+        return made[-1]
+
+    monkeypatch.setattr(buckets, "_begin_copy", begin)
+    monkeypatch.setattr(buckets, "_UNDER_WAY", UNDER_WAY)
+    return made
+
+
+def test_what_is_read_has_arrived_and_no_more_than_some_bytes_are_under_way(arrivals):
+    target, pieces = np.zeros(10_000, dtype=np.uint8), [(1000 * number, Piece(number + 1)) for number in range(10)]
+    read = 0
+    for stop in copy_pieces(target, Pages(), iter(pieces)):
+        assert target[read:stop].all()
+        assert len(arrivals) * 1000 - stop <= UNDER_WAY
+        read = stop
+    assert read == 10_000 and target.tolist() == np.repeat(np.arange(1, 11), 1000).tolist()
+
+
+def test_pieces_of_the_host_among_them_keep_the_order(arrivals):
+    pieces = [(0, Piece(1)), (1000, Piece(2)), (2000, torch.full((500,), 3, dtype=torch.uint8)), (2500, Piece(4))]
+    target = np.zeros(3500, dtype=np.uint8)
+    for stop in copy_pieces(target, Pages(), iter(pieces)):
+        assert target[:stop].all()
+    assert target.tolist() == [1] * 1000 + [2] * 1000 + [3] * 500 + [4] * 1000
+
+
+def test_a_source_that_fails_leaves_no_copy_under_way(arrivals):
+    def pieces():
+        yield 0, Piece(1)
+        yield 1000, Piece(2)
+        raise RuntimeError("the source has failed")
+
+    with pytest.raises(RuntimeError, match="has failed"):
+        list(copy_pieces(np.zeros(2000, dtype=np.uint8), Pages(), pieces()))
+    assert [arrival.has_ended for arrival in arrivals] == [True, True]
+
+
+def test_the_memory_is_there_before_a_receiver_waits_for_it(tmp_path, monkeypatch):
+    made = []
+
+    class Counted(WeightFile):
+        def __init__(self, *arguments):
+            made.append(arguments)
+            super().__init__(*arguments)
+
+    monkeypatch.setattr(weight_server, "WeightFile", Counted)
+    wire = Wire("pull", tmp_path)
+    for version, files in ((1, 1), (2, 2), (3, 2), (4, 2)):
+        source = ToySource(toy_weights(version), version)
+        ticket = wire.source.offer(source)
+        assert len(made) == files
+        wire.attempt(ticket, source)
+        assert len(made) == files
+    wire.close()
+
+
+def large_weights(seed):
+    generator = torch.Generator(device=CUDA).manual_seed(seed)
+    sizes = {"large": 60_000_001, "small": 7, "half": 33_000_000, "last": 20_000_000}
+    return {
+        name: torch.randn(size, generator=generator, device=CUDA).to(
+            torch.bfloat16 if name == "half" else torch.float32
+        )
+        for name, size in sizes.items()
+    }
+
+
+@needs_cuda
+def test_versions_of_a_device_arrive_bit_for_bit(tmp_path):
+    """More bytes than are under way at a time; the device goes on to change them when they have been sent."""
+    settings = SyncSettings(name="ACTOR[0]", device="cuda", timeout_s=60.0)
+    wire = Wire("pull", tmp_path, settings=settings)
+    for version in range(4):
+        weights = large_weights(version)
+        source = ToySource(weights, version)
+        stamp, (received,) = wire.sync(source)
+        host = {name: tensor.cpu() for name, tensor in large_weights(version).items()}
+        for tensor in weights.values():
+            tensor.zero_()
+        assert equal(received, host) and received.stamp == stamp
+        assert received.lock_pages(CUDA) and received.tensor("half").is_pinned()
+    wire.close()
+
+
+@needs_cuda
+def test_a_device_whose_source_fails_can_send_again(tmp_path):
+    def halt(number):
+        if number == 3:
+            raise RuntimeError("the source has failed")
+
+    wire = Wire("pull", tmp_path, settings=SyncSettings(device="cuda", timeout_s=60.0))
+    source = ToySource(large_weights(1), 1, halt=halt)
+    with pytest.raises(RuntimeError, match="has failed"):
+        wire.source.send(wire.source.offer(source), source)
+    stamp, (received,) = wire.sync(ToySource(source.weights, 1))
+    assert equal(received, {name: tensor.cpu() for name, tensor in source.weights.items()})
+    wire.close()
+
+
+@needs_cuda
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_a_rollout_engine_on_a_device_serves_what_was_sent(tmp_path, precision):
+    model = write_tiny_model(tmp_path / "T", hidden=64, layers=2)
+    train = Fsdp2TrainEngine(model, OptimizerConfig(lr=1e-3), TrainSettings("cuda", precision))
+    rollout = TorchRolloutEngine(model, RolloutSettings("cuda", precision))
+    settings = SyncSettings(device="cuda", dtype=torch.bfloat16 if precision == "bf16" else None)
+    sender, receiver = PullTransport(settings), PullTransport(settings)
+    for version in range(3):
+        shard = next(iter(train._model.shards))
+        for weight in {id(each): each for each in (shard.master, shard.parameter)}.values():
+            weight.data += 1.0
+        train.version = version
+        ticket = sender.offer(train)
+        sender.send(ticket, train)
+        received = receiver.receive(ticket)
+        rollout.receive(received)
+        for name, view in rollout._decoder.store.views.items():
+            assert torch.equal(view.cpu(), received.tensor(name)), name
+    for engine in (sender, receiver, train, rollout):
+        engine.close()
