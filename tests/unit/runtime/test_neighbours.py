@@ -2,9 +2,10 @@
 """Commits in the memories of several nodes, each one's also in the next one's."""
 
 import logging
+import os
 
 import pytest
-from durable_toys import CLASSES, Policy, Stage, both
+from durable_toys import CLASSES, Policy, Stage, TrainerKilled, both
 
 from dlrover.python.rl.runtime.checkpoint import neighbours
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import encode
@@ -86,6 +87,27 @@ def test_one_node_after_the_other_costs_no_committed_step(tmp_path, commit_every
         assert stage.run(faults) == expected
         assert not stage.port.faults
         assert_no_step_is_lost(stage)
+
+
+def test_a_trainer_sends_what_the_one_before_it_did_not_get_to(tmp_path):
+    """It ends between a commit and sending its own part; then its node goes."""
+
+    def end(port):
+        raise TrainerKilled
+
+    reference = stage_on(tmp_path / "undisturbed")
+    expected = reference.run()
+    calls = [method for _, _, method in reference.port.calls]
+    own = [at for at, method in enumerate(calls[:-1]) if method == "!store" and not calls[at + 1].startswith("!")]
+    assert len(own) == STEPS + 1  # the first commit is that of what init left
+    for step, at in list(enumerate(own))[1:-1:2]:
+        ended = stage_on(tmp_path / f"ended{at}")
+        assert ended.run({(at, "before"): end}) == expected
+        update = next(number for number in numbers(ended, "ACTOR", "update") if number > at)
+        stage = stage_on(tmp_path / f"job{at}")
+        assert stage.run({(at, "before"): end, (update, "before"): stage.lose(NODES["trainer"])}) == expected
+        assert not stage.port.faults
+        assert [trainer.restart_info.step for trainer in stage.attempts[-2:]] == [step, step]
 
 
 def test_files_travel_in_parts(tmp_path, monkeypatch):
@@ -179,6 +201,27 @@ def test_of_what_nodes_hold_the_latest_trainers_newest_commit_is_taken(tmp_path)
     node = CheckpointStore(tmp_path / "of1", "run1", durable=False)
     neighbours.adopt_newest(node, [later])
     assert (node.manifests()[0].epoch, node.manifests()[0].step) == (2, 3)
+
+
+def test_an_overtaken_trainer_may_take_the_same_over_at_the_same_time(tmp_path, monkeypatch):
+    theirs, own = (CheckpointStore(tmp_path / name, "run1", durable=False) for name in ("theirs", "own"))
+    theirs.claim(1)
+    file = theirs.write(1, 1, "trainer.state", {"role": "trainer"}, {})
+    manifest = theirs.commit(1, 1, {"trainer": file})
+    held = neighbours.Held(encode(manifest), (theirs.root / manifest.folder / "trainer.state").read_bytes())
+    own.claim(2)
+    real, turns = os.replace, []
+
+    def replace(source, target):
+        turns.append(target)
+        if len(turns) == 1:
+            assert neighbours.adopt(own, held)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    assert neighbours.adopt(own, held)
+    assert len(turns) == 4 and own.manifests() == [manifest]
+    assert own.read(manifest, "trainer") == {}
 
 
 def test_a_commit_that_was_set_aside_does_not_come_back_from_a_neighbour(tmp_path):

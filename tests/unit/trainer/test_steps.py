@@ -52,6 +52,9 @@ class Commits:
     def transfers_to(self, step, members, nodes):
         return []
 
+    def trainers_copy(self, nodes):
+        return []
+
     def restore_request(self, step):
         return step
 

@@ -156,7 +156,7 @@ class Steps:
             self._publish(self._checkpoints, step, answers, copied)
         self.port.commit(step)
         if self._checkpoints is not None:
-            transfers.make(self._checkpoints.trainers_copy(transfers.nodes))
+            self._send_own_part(self._checkpoints)
         self.commits += step > 0
         if step > 0:
             self._recovery.progressed(step)
@@ -197,6 +197,7 @@ class Steps:
                 self._loaded = True
                 load_state(self.state, saved)
                 self._bring_members_to(step)
+                self._send_own_part(self._checkpoints)
             except (InvocationError, CheckpointCorrupt, CheckpointMissing) as error:
                 if not is_damage(error):
                     raise
@@ -211,6 +212,10 @@ class Steps:
         there = {node: member for member, node in self.port.transfers.nodes.items()}
         held = self.port.ask(there.values(), HELD, checkpoints.held_request())
         checkpoints.found({node: held[member] for node, member in there.items()})
+
+    def _send_own_part(self, checkpoints: Checkpoints) -> None:
+        """The trainer's part of the last commit to another node; the trainer before may have ended before it did so."""
+        self.port.transfers.make(checkpoints.trainers_copy(self.port.transfers.nodes))
 
     def _newest(self, checkpoints: Checkpoints) -> int | None:
         """The step to go back to; None if the members are as ``init`` left them."""

@@ -32,7 +32,7 @@ from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
     encode,
     write_manifest,
 )
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile, write_part
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile, write_part, write_whole
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.trainer.port import Transfer
 
@@ -140,7 +140,7 @@ def adopt(store: CheckpointStore, held: Held) -> bool:
         return False
     folder = store.root / manifest.folder
     folder.mkdir(mode=0o700, exist_ok=True)
-    write_part(folder, manifest.files[TRAINER], 0, memoryview(held.trainer))
+    write_whole(folder, manifest.files[TRAINER], memoryview(held.trainer))  # an overtaken trainer may do the same here
     write_manifest(folder, manifest, durable=False)
     return True
 

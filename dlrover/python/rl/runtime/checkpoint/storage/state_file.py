@@ -124,6 +124,14 @@ def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> Sta
     return StateFile(file.name, file.nbytes, file.checksum)
 
 
+def write_whole(folder: Path, file: StateFile, content: memoryview) -> None:
+    """Write a copy of ``file`` with this content, if that is intact; several may do so at once. Raises
+    CheckpointCorrupt, OSError."""
+    _check(folder / file.name, len(content), crc32(content), bytes(content[-_CRC.size :]), file)
+    with new_file(folder / file.name, durable=False, nbytes=file.nbytes) as copy:
+        copy.write(content)
+
+
 def write_part(folder: Path, file: StateFile, start: int, content: memoryview, recycled: Path | None = None) -> None:
     """Write a part of a copy of ``file``, after those before ``start``; with the last part it gets its name, if it is
     intact. See :func:`write_state` for ``recycled``. Raises CheckpointCorrupt, CheckpointMissing, OSError."""
