@@ -175,7 +175,8 @@ def summary(results: Results) -> str:
         seconds = "" if footprint["seconds"] is None else f"{footprint['seconds']:.3f}"
         cells = " | ".join(f"{footprint[name] / 1e6:,.1f}" for name in columns)
         lines.append(f"| `{after}` | {seconds} | {cells} |")
-    lines += ["", "| training | by `dlrover-rl check`, GB | measured, GB | |", "|---|---|---|---|"]
+    if results["memory"]:
+        lines += ["", "| training | by `dlrover-rl check`, GB | measured, GB | |", "|---|---|---|---|"]
     for name, layout in results["memory"].items():
         planned, peak = layout["planned_bytes"], layout["peak_bytes"]
         share = f"{100 * (planned / peak - 1):+.1f} %" if peak else ""
@@ -214,7 +215,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "sync": syncs(bench, options.rounds),
             "commit": commits(bench, options.rounds),
             "places": places(bench),
-            "memory": memory(bench),
+            "memory": {} if options.compile else memory(bench),  # check computes layers that are not compiled
         }
     name = f"device-{torch.device(options.device).type}{'-compiled' if options.compile else ''}"
     keep(options.out, name, results, summary(results))

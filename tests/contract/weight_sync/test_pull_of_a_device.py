@@ -6,6 +6,7 @@ import pytest
 import torch
 from sync_sides import ToySource, Wire, equal, toy_weights
 
+from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -110,6 +111,22 @@ def test_the_memory_is_there_before_a_receiver_waits_for_it(tmp_path, monkeypatc
         assert len(made) == files
         wire.attempt(ticket, source)
         assert len(made) == files
+    wire.close()
+
+
+def test_without_memory_the_offer_stands_and_sending_says_so(tmp_path, monkeypatch):
+    """The other ranks are about to gather: the one that leads takes its part before it fails."""
+
+    def full(*arguments):
+        raise WeightSyncError("no space for weights")
+
+    monkeypatch.setattr(weight_server, "WeightFile", full)
+    wire, taken = Wire("pull", tmp_path), []
+    source = ToySource(toy_weights(), 1, halt=taken.append)
+    ticket = wire.source.offer(source)
+    with pytest.raises(WeightSyncError, match="no space"):
+        wire.source.send(ticket, source)
+    assert taken == list(range(len(source.weights)))
     wire.close()
 
 

@@ -31,10 +31,15 @@ def driver(monkeypatch):
             made.locked[address] = nbytes, flags
         return made.answer
 
-    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=lambda address: made.locked.pop(address))
+    def unregister(address):
+        del made.locked[address]
+        return 0
+
+    runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
     monkeypatch.setattr(host_pages, "_forget_error", lambda device: None)
+    host_pages._warn.cache_clear()
     return made
 
 
@@ -71,16 +76,16 @@ def test_a_mapping_for_reading_is_locked_for_reading(driver):
 
 def test_on_a_host_nothing_is_locked(driver):
     assert not HostPages(mmap.mmap(-1, NBYTES)).lock(torch.device("cpu"))
-    assert not HostBlock(NBYTES, torch.device("cpu")).is_locked
+    assert not HostBlock(NBYTES, torch.device("cpu")).is_for_cuda
     assert driver.tries == 0
 
 
 def test_memory_that_cannot_be_locked_is_used_as_it_is_and_said_once(driver, caplog):
     driver.answer = 2
-    block = HostBlock(NBYTES, CUDA)
-    assert not block.is_locked and not block._pages.lock(CUDA)
-    assert driver.tries == 1 and len(caplog.records) == 1
-    assert f"{NBYTES} bytes of host memory are copied slowly: cudaHostRegister gives 2" in caplog.text
+    block, other = HostBlock(NBYTES, CUDA), HostBlock(NBYTES, CUDA)
+    assert not block._pages.lock(CUDA) and not other._pages.is_locked
+    assert driver.tries == 2 and len(caplog.records) == 1
+    assert "because memory cannot be locked: cudaHostRegister gives 2" in caplog.text
     block.bytes.fill_(7)
     assert block.bytes.tolist() == [7] * NBYTES
 
@@ -92,6 +97,15 @@ def test_a_block_is_as_large_as_asked_for_zero_and_locked_as_long_as_it_lives(dr
     del block
     gc.collect()
     assert not driver.locked
+    assert HostBlock(0, CUDA).bytes.tolist() == []
+
+
+def test_a_forked_process_unlocks_nothing(driver, monkeypatch):
+    block = HostBlock(NBYTES, CUDA)
+    monkeypatch.setattr(os, "getpid", lambda: -1)
+    del block
+    gc.collect()
+    assert len(driver.locked) == 1
 
 
 @needs_cuda
@@ -109,15 +123,16 @@ def test_cuda_takes_locked_memory_for_page_locked(writable):
 
 @needs_cuda
 def test_on_cuda_a_refusal_is_of_no_consequence(caplog):
+    host_pages._warn.cache_clear()
     pages = HostPages(read_only())  # without the flag that CUDA needs
     assert not pages.lock(CUDA)
-    assert "copied slowly" in caplog.text
+    assert "cannot be locked" in caplog.text
     assert torch.ones(3, device=CUDA).sum().item() == 3
 
 
 @needs_cuda
 def test_a_block_on_cuda_is_page_locked():
     block = HostBlock(NBYTES, CUDA)
-    assert block.is_locked and block.bytes.is_pinned()
+    assert block.bytes.is_pinned()
     block.bytes.copy_(torch.full((NBYTES,), 5, dtype=torch.uint8, device=CUDA))
     assert block.bytes.tolist() == [5] * NBYTES

@@ -189,7 +189,7 @@ class ParkedTensors:
         self._storages.clear()
 
     def locate(self, tensor: Any) -> Any:
-        """``tensor``, or a view of its copy in host memory while it is offloaded."""
+        """``tensor``, or a view of its copy in host memory while it is offloaded, which the next move changes."""
         storage = self._storages.get(tensor.untyped_storage()._cdata)
         if storage is None or storage.host is None:
             return tensor.detach()
@@ -203,7 +203,7 @@ class _MovableStorage:
     kind: Kind
     nbytes: int
     host: Any = None  # its bytes while it is offloaded
-    block: HostBlock | None = None  # their memory, kept if it is page-locked: locking takes longer than copying
+    block: HostBlock | None = None  # their memory, which is kept for a CUDA device: locking takes longer than copying
 
     def bytes(self) -> Any:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
@@ -219,5 +219,5 @@ class _MovableStorage:
         self.storage.resize_(self.nbytes)
         self.bytes().copy_(self.host)
         self.host = None
-        if self.block is not None and not self.block.is_locked:
+        if self.block is not None and not self.block.is_for_cuda:
             self.block = None

@@ -128,10 +128,14 @@ class WeightStore:
         device = torch.device(self._memory.device)
         if weights.lock_pages is not None and self.place == "cuda":
             weights.lock_pages(device)
-        for name, view in self.views.items():
-            view.copy_(weights.tensor(name), non_blocking=True)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
+        try:
+            for name, view in self.views.items():
+                tensor = weights.tensor(name)
+                # Without waiting, another dtype would come to the device before it is cast.
+                view.copy_(tensor, non_blocking=tensor.dtype == view.dtype)
+        finally:
+            if device.type == "cuda":
+                torch.cuda.current_stream(device).synchronize()  # it reads memory that the sender may use again
 
 
 Ids = npt.NDArray[np.int64]

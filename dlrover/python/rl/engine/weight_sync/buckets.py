@@ -74,20 +74,23 @@ def copy_pieces(target: Bytes, pages: HostPages, pieces: Pieces) -> Iterator[int
         Up to where the bytes are there.
     """
     under_way: deque[tuple[int, Any, Any]] = deque()  # where a piece ends, the piece, and its arrival
+    arrived = 0
     try:
         for offset, piece in pieces:
             stop = offset + len(piece)
             if piece.device.type != "cuda" or not pages.lock(piece.device):
-                yield from _arrived(under_way, 0)
+                _await_all(under_way)
                 copy_to_host(target[offset:stop], piece)
                 yield stop
                 continue
             under_way.append((stop, piece, _begin_copy(target[offset:stop], piece)))
-            yield from _arrived(under_way, _UNDER_WAY)
-        yield from _arrived(under_way, 0)
+            if under_way[0][2].query() or stop - arrived > _UNDER_WAY:
+                arrived = _take_arrived(under_way)
+                yield arrived
+        while under_way:
+            yield _take_arrived(under_way)
     finally:
-        for _, _, arrival in under_way:
-            arrival.synchronize()  # the device would write into memory that is free again
+        _await_all(under_way)  # the device would write into memory that is free again
 
 
 def _begin_copy(target: Bytes, piece: Any) -> Any:
@@ -101,14 +104,19 @@ def _begin_copy(target: Bytes, piece: Any) -> Any:
         return stream.record_event()
 
 
-def _arrived(under_way: deque[tuple[int, Any, Any]], limit: int) -> Iterator[int]:
-    """Wait until at most ``limit`` bytes are under way."""
-    while sum(len(piece) for _, piece, _ in under_way) > limit:
+def _await_all(under_way: deque[tuple[int, Any, Any]]) -> None:
+    while under_way:
         under_way[0][2].synchronize()
-        stop = 0
-        while under_way and under_way[0][2].query():
-            stop, _, _ = under_way.popleft()
-        yield stop
+        under_way.popleft()
+
+
+def _take_arrived(under_way: deque[tuple[int, Any, Any]]) -> int:
+    """Wait for the first piece and take all that have arrived; returns where they end."""
+    under_way[0][2].synchronize()
+    stop = 0
+    while under_way and under_way[0][2].query():
+        stop, _, _ = under_way.popleft()
+    return stop
 
 
 class HostBuffer:

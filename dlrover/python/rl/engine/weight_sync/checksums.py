@@ -15,7 +15,7 @@ from dlrover.python.rl.engine.weight_sync.base import WeightTable
 _PART = 1 << 22
 """Bytes for one thread: a third of a millisecond."""
 
-_CORES_FOR_A_THREAD, _MOST_THREADS = 4, 8
+_CORES_FOR_A_THREAD, _MOST_THREADS = 4, 4  # the receivers of a node compute at the same time
 
 
 class CrcTally:
@@ -43,8 +43,10 @@ class CrcTally:
 
 
 def _checksums(parts: Sequence[memoryview]) -> Iterator[int]:
+    if sum(map(len, parts)) < 2 * _PART:
+        return map(crc32, parts)
     threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // _CORES_FOR_A_THREAD)
-    if threads < 2 or sum(map(len, parts)) < 2 * _PART:
+    if threads < 2:
         return map(crc32, parts)
     return _pool(os.getpid(), threads).map(crc32, parts)  # waits: for a computation
 

@@ -82,7 +82,8 @@ class PullTransport(SenderBase):
     def offer(self, source: WeightSource) -> Ticket:
         ticket = super().offer(source)
         if self.settings.is_leader:
-            self._versions.prepare(ticket.table, self.settings.device)
+            with suppress(WeightSyncError, OSError):  # send() raises it, once this rank has taken part in the gathering
+                self._versions.prepare(ticket.table, self.settings.device)
         self._versions.expect(ticket.id)
         return ticket
 

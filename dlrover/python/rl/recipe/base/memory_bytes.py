@@ -14,7 +14,7 @@ in a pass::
                  of one layer, in float32 too, and of the latter; with quantize_base the largest matrix of a layer
     activations  t x layers x (8 + 4 w) hidden + w (2 queries + 2 keys + 4 intermediate), and with
                  gradient_checkpointing t x w hidden x layers; those of one layer are there after the logits, and
-                 count as far as they are more
+                 count as far as they are more (the gradient of the output layer may still be there)
     logits       2 w t x vocabulary, or of one chunk, and the gradient of the output layer: 4 + w bytes a weight
     kv cache     2 w keys x layers for each token of the sequences that are decoded at once
     exchange     after the passes: where s > 1 gradients outside of the layers, 2 w + 4 bytes each; or the largest
@@ -114,14 +114,14 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
         gathered += width * (shape.layer + shape.outside) + 4 * shape.layer
     restored = width * shape.hidden * max(shape.queries, shape.intermediate) if is_quantized(use) else 0
     outer = (2 * width + 4) * shape.outside if gathers and has_gradients else 0
-    logits = _logits(shape, width, tokens / context, tensor, trains=True, trains_head=has_gradients)
+    logits = _logits(shape, width, tokens / context, tensor, trains=True)
     return PlannedBytes(
         (frozen + (master + copy) * changed) / shards,
         4 * changed / shards,
         0.0 if on_host else moment_bytes(use.optimizer, use.lora) * changed / shards,
         gathered / tensor if gathers else restored,
         _activations(shape, width, tokens / context, tensor, logits if engine.recomputes else None),
-        logits,
+        logits + (_head_gradient(shape, width, tokens / context, tensor) if has_gradients else 0),
         exchange=max(outer / tensor, (4 if on_host else width) * shape.tensor),
     )
 
@@ -167,7 +167,7 @@ def _frozen(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, 
         width * shape.parameters / shards,
         gathered=width * (2 * shape.layer + shape.outside) if shards > 1 else 0.0,
         activations=tokens * _of_layer(shape, width, 1),
-        logits=_logits(shape, width, tokens, 1, trains=False, trains_head=False),
+        logits=_logits(shape, width, tokens, 1, trains=False),
     )
 
 
@@ -185,13 +185,19 @@ def _activations(shape: ModelShape, width: int, tokens: float, tensor: int, logi
     return tokens * width * shape.hidden * shape.layers + max(of_layer - logits, 0.0)
 
 
-def _logits(  # noqa: PLR0913 - what they depend on
-    shape: ModelShape, width: int, tokens: float, tensor: int, trains: bool, trains_head: bool
-) -> float:
-    copies, whole = 2 if trains else 1, tokens * shape.vocabulary
-    if whole <= CHUNK_ELEMENTS or tensor > 1 or not shape.raw_logits:
-        return copies * width * whole / tensor
-    return copies * width * CHUNK_ELEMENTS + ((4 + width) * shape.vocabulary * shape.hidden if trains_head else 0)
+def _logits(shape: ModelShape, width: int, tokens: float, tensor: int, trains: bool) -> float:
+    whole = tokens * shape.vocabulary
+    chunk = CHUNK_ELEMENTS if _has_chunks(shape, tokens, tensor) else whole / tensor
+    return (2 if trains else 1) * width * chunk
+
+
+def _has_chunks(shape: ModelShape, tokens: float, tensor: int) -> bool:
+    return tokens * shape.vocabulary > CHUNK_ELEMENTS and tensor == 1 and shape.raw_logits
+
+
+def _head_gradient(shape: ModelShape, width: int, tokens: float, tensor: int) -> float:
+    """Of the output layer, added up over chunks."""
+    return (4 + width) * shape.vocabulary * shape.hidden if _has_chunks(shape, tokens, tensor) else 0.0
 
 
 def device_bytes(engine: EngineConfig, device: str = "cuda:0") -> float | None:
