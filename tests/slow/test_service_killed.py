@@ -20,7 +20,7 @@ from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
 from tests.served import until
 
-pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 
 ROOT = Path(__file__).parents[2]
 CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
@@ -133,7 +133,7 @@ def test_twenty_jobs_with_a_kill_in_between_each_run_once(service, tmp_path):
     with service.client() as client:
         for number in range(20):
             client.submit(job_text(tmp_path / f"notes-{number}", 5, 0.1), name=f"job-{number}")
-        until(lambda: phase_of(client.get("job-2")).ended, 120)
+        until(lambda: phase_of(client.get("job-2")).ended, 300)  # ten jobs start at once, on a few cores
     service.kill()
     service.start()
     with service.client() as client:
