@@ -67,6 +67,7 @@ def main():
     sys.stdout.write("\n".join(broken[:20]) + f"\n{len(broken)} of {len(seeds)} are broken\n")
     for name, count in sorted(reached.items()):
         sys.stdout.write(f"{count:6d} {name}\n")
+    sys.exit(bool(broken))
 
 
 if __name__ == "__main__":
