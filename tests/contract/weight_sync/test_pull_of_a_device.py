@@ -11,9 +11,10 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, 
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
-from dlrover.python.rl.engine.weight_sync import buckets, weight_server
+from dlrover.python.rl.engine.weight_sync import host_copies, weight_server
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
-from dlrover.python.rl.engine.weight_sync.buckets import WeightFile, copy_pieces
+from dlrover.python.rl.engine.weight_sync.buckets import WeightFile
+from dlrover.python.rl.engine.weight_sync.host_copies import stream_to_host
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 
 CUDA = torch.device("cuda")
@@ -40,7 +41,7 @@ class Piece:
 
 
 class Arrival:
-    """Of a copy that takes until somebody waits for it."""
+    """Of a copy that takes until it is waited for."""
 
     def __init__(self, target, piece):
         self.copy, self.has_ended = lambda: np.copyto(target, piece.data), False
@@ -61,15 +62,15 @@ def arrivals(monkeypatch):
         made.append(Arrival(target, piece))
         return made[-1]
 
-    monkeypatch.setattr(buckets, "_begin_copy", begin)
-    monkeypatch.setattr(buckets, "_UNDER_WAY", UNDER_WAY)
+    monkeypatch.setattr(host_copies, "_begin_copy", begin)
+    monkeypatch.setattr(host_copies, "_UNDER_WAY", UNDER_WAY)
     return made
 
 
 def test_what_is_read_has_arrived_and_no_more_than_some_bytes_are_under_way(arrivals):
     target, pieces = np.zeros(10_000, dtype=np.uint8), [(1000 * number, Piece(number + 1)) for number in range(10)]
     read = 0
-    for stop in copy_pieces(target, Pages(), iter(pieces)):
+    for stop in stream_to_host(target, Pages(), iter(pieces)):
         assert target[read:stop].all()
         assert len(arrivals) * 1000 - stop <= UNDER_WAY
         read = stop
@@ -79,7 +80,7 @@ def test_what_is_read_has_arrived_and_no_more_than_some_bytes_are_under_way(arri
 def test_pieces_of_the_host_among_them_keep_the_order(arrivals):
     pieces = [(0, Piece(1)), (1000, Piece(2)), (2000, torch.full((500,), 3, dtype=torch.uint8)), (2500, Piece(4))]
     target = np.zeros(3500, dtype=np.uint8)
-    for stop in copy_pieces(target, Pages(), iter(pieces)):
+    for stop in stream_to_host(target, Pages(), iter(pieces)):
         assert target[:stop].all()
     assert target.tolist() == [1] * 1000 + [2] * 1000 + [3] * 500 + [4] * 1000
 
@@ -91,7 +92,7 @@ def test_a_source_that_fails_leaves_no_copy_under_way(arrivals):
         raise RuntimeError("the source has failed")
 
     with pytest.raises(RuntimeError, match="has failed"):
-        list(copy_pieces(np.zeros(2000, dtype=np.uint8), Pages(), pieces()))
+        list(stream_to_host(np.zeros(2000, dtype=np.uint8), Pages(), pieces()))
     assert [arrival.has_ended for arrival in arrivals] == [True, True]
 
 

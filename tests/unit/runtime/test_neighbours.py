@@ -204,11 +204,11 @@ def test_of_what_nodes_hold_the_latest_trainers_newest_commit_is_taken(tmp_path)
 
 
 def test_an_overtaken_trainer_may_take_the_same_over_at_the_same_time(tmp_path, monkeypatch):
-    theirs, own = (CheckpointStore(tmp_path / name, "run1", durable=False) for name in ("theirs", "own"))
-    theirs.claim(1)
-    file = theirs.write(1, 1, "trainer.state", {"role": "trainer"}, {})
-    manifest = theirs.commit(1, 1, {"trainer": file})
-    held = neighbours.Held(encode(manifest), (theirs.root / manifest.folder / "trainer.state").read_bytes())
+    other, own = (CheckpointStore(tmp_path / name, "run1", durable=False) for name in ("other", "own"))
+    other.claim(1)
+    file = other.write(1, 1, "trainer.state", {"role": "trainer"}, {})
+    manifest = other.commit(1, 1, {"trainer": file})
+    held = neighbours.Held(encode(manifest), (other.root / manifest.folder / "trainer.state").read_bytes())
     own.claim(2)
     real, turns = os.replace, []
 

@@ -29,8 +29,9 @@ from torch.multiprocessing.reductions import reduce_tensor
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, SenderBase, StallTimer, SyncSettings, Ticket
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, HostBuffer, fill_buckets
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, fill_buckets
 from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
+from dlrover.python.rl.engine.weight_sync.host_copies import HostBuffer
 
 _HALVES = 2
 

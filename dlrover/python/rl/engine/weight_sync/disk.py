@@ -23,8 +23,9 @@ from pathlib import Path
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, StallTimer, SyncSettings, Ticket
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, copy_to_host, reserve, try_lock
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, reserve, try_lock
 from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
+from dlrover.python.rl.engine.weight_sync.host_copies import copy_to_host
 
 _WEIGHTS, _PART, _SENDER = ".weights", ".part", ".sender"
 _SENDER_BYTES = 1024
