@@ -2,6 +2,7 @@
 """Low-rank adapters on every engine that has them: trained alone, merged on their way out, silenced for a reference."""
 
 import functools
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.api.weights import Adapters, take_snapshot
 
 pytest.importorskip("peft", reason="the extra 'lora' is not installed")
 
@@ -41,6 +43,13 @@ def logprobs(engine, rank):
     return engine.evaluate(share(engine, rank, 0), TEMPERATURE).ragged("logprobs").values.copy()
 
 
+def added_by_a_receiver(engine):
+    """The weights as one makes them of the model and the adapters, which come apart."""
+    base, factors = (take_snapshot(named, 0) for named in (engine.named_base_weights(), engine.named_adapters()))
+    both = replace(base, adapters=Adapters(factors, engine.adapter_scale))
+    return {name: both.tensor(name).numpy() for name in both.buffers}
+
+
 def adapted(rank, world_size, port, case, path, folder):
     """Some steps; what goes out; the model without its adapters; and what a saved state and a checkpoint bring back."""
     engine = make_engine(case, rank, port, path, lora=LORA)
@@ -53,6 +62,7 @@ def adapted(rank, world_size, port, case, path, folder):
         raise RuntimeError("inside")
     result["again"] = logprobs(engine, rank)
     result["weights"] = weights_of(engine)
+    result["added"] = added_by_a_receiver(engine)
     state = saved(engine.state_dict())
     result["state"] = {name: tensor.numpy() for name, tensor in state["model"].items()}
     engine.save(folder / "saved")
@@ -125,6 +135,14 @@ def test_every_engine_takes_the_same_steps(case, found, expected):
         for steps, wanted in ((rank["told"], expected["told"]), (rank["rough"][0], expected["rough"][0])):
             for step, plain in zip(steps, wanted, strict=True):
                 assert (step.loss, step.grad_norm) == pytest.approx((plain.loss, plain.grad_norm), rel=2e-3)
+
+
+@pytest.mark.feature(145)
+@pytest.mark.parametrize("case", cases())
+def test_who_adds_the_adapters_has_the_merged_weights_to_the_bit(case, found):
+    for rank in found(case.name):
+        assert rank["added"].keys() == rank["weights"].keys()
+        assert all(np.array_equal(each, rank["weights"][name]) for name, each in rank["added"].items())
 
 
 @pytest.mark.parametrize("case", cases())

@@ -11,8 +11,11 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
+from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
@@ -21,12 +24,15 @@ from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.engine.weight_sync.transports import make_transport
 
 LATEST_S = 240.0
 PATIENT = SyncSettings(name="ACTOR[0]", timeout_s=20.0, bucket_bytes=4096)
 
 WAITING = ("broadcast", "cuda_ipc")
 """Those in which the sender waits for its receivers."""
+
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 
 KINDS = ("disk", "broadcast", "cuda_ipc", "pull", "pull_copied")
 
@@ -39,6 +45,7 @@ def transport(kind, folder, settings=PATIENT):
         "broadcast": lambda: BroadcastTransport(settings),
         "cuda_ipc": lambda: CudaIpcTransport(settings),
         "pull": lambda: PullTransport(settings),
+        "adapters": lambda: make_transport("pull", {}, settings),
         "pull_copied": lambda: PullTransport(settings, maps_pages=False),
     }
     return makers[kind]()
@@ -129,6 +136,22 @@ def equal(snapshot, weights):
         for name, tensor in weights.items()
     ]
     return all(same) and list(snapshot.buffers) == list(weights)
+
+
+def step(engine, seed=0):
+    generator = np.random.default_rng(seed)
+    rows = [generator.integers(0, 256, 12) for _ in range(4)]
+    tokens = Ragged.from_rows(rows)
+    masks = Ragged.from_rows([np.arange(12) >= 4 for _ in rows])
+    batch = Batch({"tokens": tokens, "action_mask": masks, "weight": np.full(4, 1 / 32, dtype=np.float32)})
+    engine.step(batch, lambda logprobs, columns: (-(logprobs * columns["weight"]).sum(), {}))
+
+
+def completions(engine):
+    texts = ["a", "what is the answer?", "37+45="]
+    prompts = {"prompt_id": np.arange(3), "tokens": Ragged.from_rows([list(text.encode()) for text in texts])}
+    drawn = engine.generate(Batch(prompts), GREEDY, (0,))
+    return [row.tolist() for row in drawn.ragged("tokens")], drawn["version"].tolist()
 
 
 # -- in processes of their own ----------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import pickle
 from contextlib import ExitStack
 from importlib.util import find_spec
 
-import numpy as np
 import pytest
 import torch
 from sync_sides import (
@@ -14,30 +13,28 @@ from sync_sides import (
     PATIENT,
     ToySource,
     Wire,
+    completions,
     free_port,
     hear,
     process,
     rank_side,
+    step,
     taking_rank_side,
     transport,
 )
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import (
     LoraSettings,
     OptimizerConfig,
     Rendezvous,
     RolloutSettings,
-    SamplingParams,
     TrainSettings,
 )
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
-
-GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,22 +53,6 @@ def actor(model_path):
     engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2))
     step(engine)
     return engine
-
-
-def step(engine, seed=0):
-    generator = np.random.default_rng(seed)
-    rows = [generator.integers(0, 256, 12) for _ in range(4)]
-    tokens = Ragged.from_rows(rows)
-    masks = Ragged.from_rows([np.arange(12) >= 4 for _ in rows])
-    batch = Batch({"tokens": tokens, "action_mask": masks, "weight": np.full(4, 1 / 32, dtype=np.float32)})
-    engine.step(batch, lambda logprobs, columns: (-(logprobs * columns["weight"]).sum(), {}))
-
-
-def completions(engine):
-    texts = ["a", "what is the answer?", "37+45="]
-    prompts = {"prompt_id": np.arange(3), "tokens": Ragged.from_rows([list(text.encode()) for text in texts])}
-    drawn = engine.generate(Batch(prompts), GREEDY, (0,))
-    return [row.tolist() for row in drawn.ragged("tokens")], drawn["version"].tolist()
 
 
 @pytest.mark.feature(100)

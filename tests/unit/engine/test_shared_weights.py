@@ -4,11 +4,12 @@
 import gc
 import os
 import pickle
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dlrover.python.rl.engine.api.weights import take_snapshot, verify_snapshot
+from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.vllm.shared import share_weights
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 
@@ -56,6 +57,19 @@ def test_received_weights_are_passed_on_without_a_copy(sync, monkeypatch):
     assert opened.stamp == received.stamp
     again = share(opened)  # from that process to its workers
     assert again.tensor("a").tolist() == received.tensor("a").tolist()
+
+
+@pytest.mark.parametrize("in_a_file", [True, False])
+def test_adapters_go_with_the_weights_that_they_are_added_to(sync, in_a_file):
+    factors = take_snapshot({"a" + DOWN: torch.ones(2, 7), "a" + UP: torch.ones(5, 2)}.items(), 1)
+    received = replace(sync.next(), adapters=Adapters(factors, 0.5))
+    if not in_a_file:
+        received = replace(received, file=None)
+    with share_weights(received) as shared:
+        opened = pickle.loads(pickle.dumps(shared)).open()
+    verify_snapshot(opened, received.shapes, -1)
+    assert opened.stamp == received.stamp
+    assert [opened.tensor(name).unique().tolist() for name in "ab"] == [[2.0], [1.0]]
 
 
 def test_weights_that_a_process_has_open_are_not_overwritten(sync):

@@ -342,10 +342,10 @@ def test_a_step_that_breaks_off_leaves_the_requests_as_they_were(model_path):
 class Interrupted(WeightSnapshot):
     """Breaks off when the third tensor is read."""
 
-    def tensor(self, name):
+    def tensor(self, name, device="cpu"):
         if name == list(self.buffers)[2]:
             raise MemoryError("no more room")
-        return super().tensor(name)
+        return super().tensor(name, device)
 
 
 def test_a_sync_that_breaks_off_while_it_writes_leaves_nothing_that_is_served(model_path):

@@ -18,7 +18,14 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import OptimizerConfig, Request, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.base import (
+    LoraSettings,
+    OptimizerConfig,
+    Request,
+    RolloutSettings,
+    SamplingParams,
+    TrainSettings,
+)
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
@@ -27,7 +34,7 @@ from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
-from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.engine.weight_sync.transports import make_transport
 
 ABSENT = importlib.util.find_spec("vllm") is None
 needs_vllm = pytest.mark.skipif(ABSENT, reason="'vllm' is not installed here")
@@ -378,11 +385,14 @@ def test_two_engines_of_a_process_do_not_end_each_other(engine, model_path):
 
 @pytest.mark.feature(100, 105)
 @needs_vllm
-@pytest.mark.parametrize("bucket_bytes", [1 << 10, 1 << 20])
+@pytest.mark.parametrize(("bucket_bytes", "lora"), [(1 << 10, None), (1 << 20, None), (1 << 20, LoraSettings(rank=2))])
 def test_after_a_step_it_draws_what_a_fresh_engine_on_the_saved_weights_draws(
-    bucket_bytes, engine, model_path, tmp_path
+    bucket_bytes, lora, engine, model_path, tmp_path
 ):
-    trainer, wire = train_a_step(model_path), PullTransport(SyncSettings(bucket_bytes=bucket_bytes))
+    if lora is not None:
+        pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    trainer = train_a_step(model_path, lora)
+    wire = make_transport("pull", {"bucket_bytes": bucket_bytes}, SyncSettings())
     ticket = wire.offer(trainer)
     stamp, received = wire.send(ticket, trainer), wire.receive(ticket)
     engine.cuda()
@@ -401,8 +411,8 @@ def test_after_a_step_it_draws_what_a_fresh_engine_on_the_saved_weights_draws(
     trainer.close()
 
 
-def train_a_step(model_path):
-    trainer = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2))
+def train_a_step(model_path, lora=None):
+    trainer = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), TrainSettings(lora=lora))
     rows = [np.random.default_rng(0).integers(0, 256, 12) for _ in range(4)]
     masks = [np.arange(12) >= 4 for _ in rows]
     weight = np.full(4, 1 / 32, dtype=np.float32)

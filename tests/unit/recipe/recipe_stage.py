@@ -57,7 +57,7 @@ def flip_a_bit(actor, ticket, name):
     """Damage a tensor that an actor has published."""
     names = [entry.name for entry in ticket.table.entries]
     start, _ = ticket.table.spans()[names.index(name)]
-    actor._weights._versions._files[ticket.id]._data[start + 5] ^= 1
+    actor._weights._whole._versions._files[ticket.id]._data[start + 5] ^= 1
 
 
 class Stage:

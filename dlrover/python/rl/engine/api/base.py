@@ -20,7 +20,7 @@ from dlrover.python.rl.engine.api.weights import Offloadable, WeightSnapshot
 @dataclass(frozen=True)
 class LoraSettings:
     """Low-rank adapters instead of full training. A job needs no role REFERENCE then: the actor is it, without its
-    adapters. Published weights are merged, in bf16 with ``precision: bf16``."""
+    adapters. Rollouts receive the model once, and then the adapters, which they add; saved weights are merged."""
 
     rank: Annotated[int, Gt(0)] = 16
     """Rank of the adapters."""
@@ -35,6 +35,10 @@ class LoraSettings:
     """``nf4``: the matrices of all linear layers but the output layer are in 4 bits (QLoRA, arXiv:2305.14314), by the
     extra ``bitsandbytes``; every rank holds the whole model. Published weights are what it computes with. None: all of
     the model is in ``precision``."""
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / self.rank
 
 
 @dataclass(frozen=True)

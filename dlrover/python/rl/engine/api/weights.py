@@ -78,11 +78,15 @@ class WeightSnapshot:
     file: SnapshotFile | None = None
     """Open as long as the buffers are in use; not pickled either."""
 
+    adapters: "Adapters | None" = None
+    """To be added to the tensors in ``buffers``."""
+
     lock_pages: Callable[[torch.device], bool] | None = None
     """Locks the memory of all bytes for the device that will read them, if it can be; not pickled either."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return WeightSnapshot, (self.version, self.buffers, self.shapes, self.dtypes, self.fingerprints)
+        bare = self.version, self.buffers, self.shapes, self.dtypes, self.fingerprints
+        return WeightSnapshot, (*bare, False, None, self.adapters)
 
     @property
     def stamp(self) -> WeightStamp:
@@ -90,19 +94,60 @@ class WeightSnapshot:
         whole = blake2b(digest_size=8)
         for name in sorted(self.fingerprints):
             whole.update(f"{name}|{self.dtypes[name]}|{self.shapes[name]}|{self.fingerprints[name]}\n".encode())
-        return WeightStamp(self.version, whole.hexdigest())
+        stamp = WeightStamp(self.version, whole.hexdigest())
+        return self.adapters.stamp(stamp) if self.adapters is not None else stamp
 
     @property
     def nbytes(self) -> int:
         return sum(buffer.nbytes for buffer in self.buffers.values())
 
-    def tensor(self, name: str) -> Any:
-        """A view of the received bytes: never write to it."""
+    def tensor(self, name: str, device: torch.device | str = "cpu") -> Any:
+        """A view of the received bytes: never write to it. A tensor with an adapter is computed, on ``device``."""
+        base = self._received(name)
+        return base if self.adapters is None else self.adapters.added(name, base, device)
+
+    def _received(self, name: str) -> Any:
         buffer, shape, dtype = self.buffers[name], self.shapes[name], getattr(torch, self.dtypes[name])
         if not buffer.size:
             return torch.empty(shape, dtype=dtype)
         # The bytes may be read-only shared memory, of which torch.from_numpy and torch.frombuffer warn.
         return torch.from_dlpack(buffer).view(dtype).reshape(shape)
+
+
+DOWN, UP = ".lora_A", ".lora_B"
+"""Behind the name of the weight that an adapter is added to."""
+
+
+def add_adapter(base: Any, down: Any, up: Any, scale: float) -> Any:
+    """``W + scale B A`` in float32 (Hu et al., arXiv:2106.09685, equation 3)."""
+    return base.float() + (up @ down) * scale
+
+
+@dataclass(frozen=True, eq=False)
+class Adapters:
+    """The low-rank matrices of a version, under the names of their weights with ``DOWN`` and ``UP``."""
+
+    factors: WeightSnapshot
+    scale: float
+
+    def added(self, name: str, base: Any, device: torch.device | str) -> Any:
+        """The weight with its adapter, if it has one, in the dtype of ``base``."""
+        if name + DOWN not in self.factors.buffers:
+            return base
+        base, down, up = (
+            tensor.to(device, non_blocking=True)
+            for tensor in (base, self.factors.tensor(name + DOWN), self.factors.tensor(name + UP))
+        )
+        return add_adapter(base, down.float(), up.float(), self.scale).to(base.dtype)
+
+    def stamp(self, base: WeightStamp) -> WeightStamp:
+        """That of the weights with these adapters added."""
+        return adapted_stamp(base, self.factors.stamp, self.scale)
+
+
+def adapted_stamp(base: WeightStamp, factors: WeightStamp, scale: float) -> WeightStamp:
+    both = f"{base.fingerprint}|{factors.fingerprint}|{scale!r}"
+    return WeightStamp(factors.version, blake2b(both.encode(), digest_size=8).hexdigest())
 
 
 def take_snapshot(named: Iterable[tuple[str, Any]], version: int) -> WeightSnapshot:
@@ -128,10 +173,21 @@ def verify_snapshot(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, 
     arrived = {name: snapshot.shapes[name] for name in snapshot.buffers if name in described}
     faults += describe_shape_mismatches(expected, arrived)
     faults += filter(None, (_find_damage(snapshot, name) for name in arrived if name in expected))
+    if snapshot.adapters is not None:
+        faults += _find_bad_adapters(snapshot, snapshot.adapters.factors)
     if snapshot.version < serving:
         faults.append(f"version {snapshot.version} is older than {serving}, which is being served")
     if faults:
         raise WeightSyncError(f"weights of version {snapshot.version} refused: " + "; ".join(faults))
+
+
+def _find_bad_adapters(weights: WeightSnapshot, factors: WeightSnapshot) -> list[str]:
+    faults = []
+    for name in {name.removesuffix(DOWN).removesuffix(UP): None for name in factors.buffers}:
+        base, down, up = weights.shapes.get(name), factors.shapes.get(name + DOWN), factors.shapes.get(name + UP)
+        if not (base and down and up) or (*up[:1], *down[1:]) != base or up[1:] != down[:1]:
+            faults.append(f"the adapter of '{name}' has shapes {up} and {down}, which do not give {base}")
+    return faults + list(filter(None, (_find_damage(factors, name) for name in factors.buffers)))
 
 
 def _find_damage(snapshot: WeightSnapshot, name: str) -> str:

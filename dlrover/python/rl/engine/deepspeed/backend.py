@@ -36,7 +36,7 @@ from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks, pack_random_state, unpack_random_state
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.training.adapters import add_adapters, is_adapter, merge, model_name
+from dlrover.python.rl.engine.training.adapters import adapter_name, add_adapters, is_adapter, merge, model_name
 from dlrover.python.rl.engine.training.backend import present, write_folder
 from dlrover.python.rl.engine.training.stepping import (
     accumulate_gradients,
@@ -251,7 +251,7 @@ class DeepSpeedBackend:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+    def named_weights(self, dtype: Any = None, merged: bool = True) -> Iterator[tuple[str, Any]]:
         """See ``BaseTrainEngine``. Without a ``dtype`` a trained model's weights are float32, frozen ones of lower
         precision too."""
         lora, dtype = self._settings.lora, dtype or (None if self._config is None else torch.float32)
@@ -259,8 +259,14 @@ class DeepSpeedBackend:
             if lora is None:
                 yield name, self._whole(name, dtype)
             elif not is_adapter(name):
-                yield model_name(name), merge(name, self._parameters, self._whole, lora).to(dtype)
+                names = self._parameters if merged else ()
+                yield model_name(name), merge(name, names, self._whole, lora).to(dtype)
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self._buffers.items())
+
+    def named_adapters(self) -> Iterator[tuple[str, Any]]:
+        for name in self._parameters:
+            if is_adapter(name):
+                yield adapter_name(name), self._whole(name)
 
     def _whole(self, name: str, dtype: Any = None) -> Any:
         return self._parameters[name].whole(dtype, self._settings.device, self._ranks, self.parked.locate)

@@ -27,7 +27,14 @@ from dlrover.python.rl.engine.model.outputs import OutputReader
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.training.adapters import add_adapters, fresh_adapter, is_adapter, merge, model_name
+from dlrover.python.rl.engine.training.adapters import (
+    adapter_name,
+    add_adapters,
+    fresh_adapter,
+    is_adapter,
+    merge,
+    model_name,
+)
 from dlrover.python.rl.engine.training.backend import (
     model_tensor,
     optimizer_tensor,
@@ -133,7 +140,7 @@ class Fsdp2Backend(ShardedBackend):
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+    def named_weights(self, dtype: Any = None, merged: bool = True) -> Iterator[tuple[str, Any]]:
         """See ``BaseTrainEngine``. Without a ``dtype`` a trained model's weights are float32, frozen ones of lower
         precision too."""
         lora, by_name = self._settings.lora, {shard.name: shard for shard in self.shards}
@@ -142,9 +149,15 @@ class Fsdp2Backend(ShardedBackend):
             if lora is None:
                 yield shard.name, self._whole(shard, dtype)
             elif not is_adapter(shard.name):
-                merged = merge(shard.name, by_name, lambda name: self._whole(by_name[name]), lora)
-                yield model_name(shard.name), merged.to(dtype)
+                names = by_name if merged else ()
+                weight = merge(shard.name, names, lambda name: self._whole(by_name[name]), lora)
+                yield model_name(shard.name), weight.to(dtype)
         yield from ((name, self.parked.locate(buffer)) for name, buffer in self.buffers.items())
+
+    def named_adapters(self) -> Iterator[tuple[str, Any]]:
+        for shard in self.shards:
+            if is_adapter(shard.name):
+                yield adapter_name(shard.name), self._whole(shard)
 
     def _whole(self, shard: ParameterShard, dtype: Any = None) -> Any:
         if shard.quantized is not None:

@@ -183,8 +183,11 @@ class MegatronBackend(ShardedBackend):
     def _local(self, shard: MegatronShard) -> Any:
         return self.parked.locate(shard.master)
 
-    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+    def named_weights(self, dtype: Any = None, merged: bool = True) -> Iterator[tuple[str, Any]]:
         return self.shards.named_weights(self._local, self._settings.device, dtype)
+
+    def named_adapters(self) -> Iterator[tuple[str, Any]]:
+        return iter(())  # none are trained here
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return self.shards.shapes()

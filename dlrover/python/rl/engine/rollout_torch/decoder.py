@@ -130,7 +130,7 @@ class WeightStore:
             weights.lock_pages(device)
         try:
             for name, view in self.views.items():
-                tensor = weights.tensor(name)
+                tensor = weights.tensor(name, view.device)
                 # Without waiting, another dtype would come to the device before it is cast.
                 view.copy_(tensor, non_blocking=tensor.dtype == view.dtype)
         finally:

@@ -10,6 +10,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.engine.api.base import LoraSettings
+from dlrover.python.rl.engine.api.weights import DOWN, UP, add_adapter
 from dlrover.python.rl.engine.model.loading import init_normal
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
@@ -69,6 +70,11 @@ def is_adapter(name: str) -> bool:
     return _DOWN in name or _UP in name
 
 
+def adapter_name(name: str) -> str:
+    """An adapter's name in weight sync."""
+    return model_name(name.replace(_DOWN, ".").replace(_UP, ".")) + (DOWN if _DOWN in name else UP)
+
+
 def merge(name: str, names: Collection[str], whole: Callable[[str], Any], settings: LoraSettings) -> Any:
     """The whole tensor of a parameter with its adapter, if any, added. A collective.
 
@@ -81,4 +87,4 @@ def merge(name: str, names: Collection[str], whole: Callable[[str], Any], settin
     if _BASE not in name or not all(part in names for part in pair):
         return base
     down, up = map(whole, pair)
-    return base.float() + (up @ down) * (settings.alpha / settings.rank)
+    return add_adapter(base, down, up, settings.scale)

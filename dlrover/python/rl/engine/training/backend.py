@@ -68,8 +68,11 @@ class TrainBackend(Protocol):
 
     def drop_gradients(self) -> None: ...
 
-    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        """See ``BaseTrainEngine.named_weights``."""
+    def named_weights(self, dtype: Any = None, merged: bool = True) -> Iterator[tuple[str, Any]]:
+        """See ``BaseTrainEngine.named_weights``; unless ``merged``, without the adapters."""
+
+    def named_adapters(self) -> Iterator[tuple[str, Any]]:
+        """Name and whole tensor, in float32, of each matrix of an adapter. A collective, as the weights are."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name to shape of :meth:`named_weights`."""

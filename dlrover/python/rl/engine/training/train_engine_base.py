@@ -77,6 +77,7 @@ class BackendTrainEngine(ABC):
         memory: DeviceMemory | None = None,
     ) -> None:
         self.version = self._skipped = 0  # updates that were skipped in a row
+        self.base_version = 0  # of what adapters are added to
         self._unsaved: dict[str, Any] = {}  # of a model that may have to be written again
         self._saves_again = False
         settings = settings or TrainSettings()
@@ -190,6 +191,21 @@ class BackendTrainEngine(ABC):
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         return self._require_weights("named_weights").named_weights(dtype)
 
+    @property
+    def adapter_scale(self) -> float | None:
+        """See ``AdaptedSource``, as the next three."""
+        return None if self._settings.lora is None else self._settings.lora.scale
+
+    def named_base_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        return self._require_weights("named_base_weights").named_weights(dtype, merged=False)
+
+    def named_adapters(self) -> Iterator[tuple[str, Any]]:
+        return self._require_weights("named_adapters").named_adapters()
+
+    def any_rank(self, flag: bool) -> bool:
+        is_whole = self.layout.ddp == self.layout.world_size  # on each rank, which gathers nothing
+        return flag if is_whole else any(self._ranks.gather(flag))
+
     def publish(self) -> WeightSnapshot:
         """Whole on rank 0, without tensors on the others. If each rank has the whole model, rank 0 may call alone."""
         if self._ranks.rank:
@@ -240,7 +256,7 @@ class BackendTrainEngine(ABC):
         if not backend.parked.on_device:
             raise EngineError("the engine is in host memory: call cuda() before loading a checkpoint")
         self.version = backend.read_checkpoint(Path(path))
-        self._has_weights = True
+        self._has_weights, self.base_version = True, self.base_version + 1
 
     def state_dict(self) -> dict[str, Any]:
         """``version``, ``skipped``, ``layout``, ``model`` (tied tensors once; with adapters, those alone) and

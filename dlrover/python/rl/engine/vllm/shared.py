@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from dlrover.python.rl.engine.api.weights import SnapshotFile, WeightSnapshot, tensor_bytes
 
@@ -53,6 +52,6 @@ def share_weights(weights: WeightSnapshot) -> Iterator[SharedWeights]:
     with os.fdopen(os.memfd_create("weights"), "wb") as file:
         for name in weights.buffers:
             starts[name] = file.seek(-(-file.tell() // _ALIGN) * _ALIGN)
-            file.write(weights.tensor(name).cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
+            file.write(weights.buffers[name].data)
         file.flush()
         yield SharedWeights(outline, SnapshotFile(f"/proc/{os.getpid()}/fd/{file.fileno()}", starts))

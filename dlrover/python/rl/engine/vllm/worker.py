@@ -116,7 +116,8 @@ class WeightLoader:
     _sleep_saved_buffers: dict[str, Any]
 
     def take_weights(self, weights: WeightSnapshot | SharedWeights) -> None:
-        self.model_runner.reload_weights(weights_iterator=_iterate(weights), is_checkpoint_format=True)
+        tensors = _iterate(weights, self.model_runner.device)
+        self.model_runner.reload_weights(weights_iterator=tensors, is_checkpoint_format=True)
 
     def read_back(self, weights: WeightSnapshot | SharedWeights, part: int | None = None) -> list[str]:
         """The differences between the model's tensors and ``weights``, bit for bit; given a number, those of a part of
@@ -127,7 +128,7 @@ class WeightLoader:
         """
         comparison = _CopyComparison(dict(self.model_runner.model.named_parameters()), part)
         with comparison:
-            self.model_runner.model.load_weights(comparison.watch(_iterate(weights)))
+            self.model_runner.model.load_weights(comparison.watch(_iterate(weights, self.model_runner.device)))
         return comparison.faults()
 
     def drop_layer_records(self) -> None:
@@ -219,6 +220,6 @@ def _owner_of(owners: Mapping[int, str], tensor: Any) -> str | None:
     return owners.get(_storage(tensor).data_ptr())
 
 
-def _iterate(weights: WeightSnapshot | SharedWeights) -> Iterator[tuple[str, Any]]:
+def _iterate(weights: WeightSnapshot | SharedWeights, device: torch.device) -> Iterator[tuple[str, Any]]:
     snapshot = weights.open() if isinstance(weights, SharedWeights) else weights
-    yield from ((name, snapshot.tensor(name)) for name in snapshot.buffers)
+    yield from ((name, snapshot.tensor(name, device)) for name in snapshot.buffers)

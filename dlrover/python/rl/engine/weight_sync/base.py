@@ -78,7 +78,8 @@ class StallTimer:
 class WeightSource(Protocol):
     """The part of a train engine that weight sync needs."""
 
-    version: int
+    @property
+    def version(self) -> int: ...
 
     def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         """Name and whole tensor of each weight, always in the same order; a collective of all train ranks. With a torch
@@ -139,6 +140,8 @@ class Ticket:
     sender: str  # its name in messages
     table: WeightTable
     address: Mapping[str, Any] = field(default_factory=dict)  # what receivers need to reach the sender
+    base: "Ticket | None" = None  # of the weights to which these are adapters, which were sent before
+    scale: float = 1.0
 
     def __str__(self) -> str:
         return f"version {self.version} from {self.sender}"

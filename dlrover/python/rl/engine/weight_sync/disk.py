@@ -38,6 +38,8 @@ class DiskTransport(SenderBase):
     ``folder`` is required; ``channel`` becomes the first part of file names, and has neither a dot nor a slash.
     """
 
+    sends_adapters_alone = True
+
     def __init__(self, settings: SyncSettings) -> None:
         super().__init__(settings)
         if settings.folder is None:

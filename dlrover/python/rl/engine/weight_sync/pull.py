@@ -68,6 +68,8 @@ class PullTransport(SenderBase):
     map one copy; else each gets its own through TCP.
     """
 
+    sends_adapters_alone = True
+
     def __init__(self, settings: SyncSettings | None = None, *, maps_pages: bool = True) -> None:
         super().__init__(settings)
         self._maps_pages = maps_pages

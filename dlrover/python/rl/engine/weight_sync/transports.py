@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError
 from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.engine.weight_sync.adapters import AdapterTransport
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, SyncSettings, WeightTransport, waits_for_receivers
 
 _PACKAGE = "dlrover.python.rl.engine.weight_sync"
@@ -27,7 +28,8 @@ TRANSPORTS = ExtensionPoint(
     },
 )
 """Classes that are made as ``Transport(settings)`` on each side, see ``WeightTransport``. One with a true attribute
-``waits_for_receivers`` sends while the receivers receive; the others keep what was sent."""
+``waits_for_receivers`` sends while the receivers receive; the others keep what was sent. Of one with a true attribute
+``sends_adapters_alone`` each side has two where adapters are trained, with a ``channel`` each."""
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,9 @@ def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings
     timeout_s = parsed.timeout_s or (60.0 if waits_for_receivers(transport) else settings.timeout_s)
     folder = settings.folder if parsed.folder is None else Path(parsed.folder).expanduser()
     receivers, bucket_bytes = parsed.receivers or settings.receivers, parsed.bucket_bytes
-    made: WeightTransport = transport(
-        replace(settings, bucket_bytes=bucket_bytes, timeout_s=timeout_s, folder=folder, receivers=receivers)
-    )
-    return made
+    settings = replace(settings, bucket_bytes=bucket_bytes, timeout_s=timeout_s, folder=folder, receivers=receivers)
+    made: WeightTransport = transport(settings)
+    if not getattr(transport, "sends_adapters_alone", False):
+        return made
+    alone = replace(settings, channel=f"{settings.channel}-adapters", dtype=None)
+    return AdapterTransport(made, transport(alone), settings)

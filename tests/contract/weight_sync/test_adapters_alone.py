@@ -1,0 +1,281 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Where adapters are trained: the model is sent once, then the adapters alone, and each receiver adds them."""
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import replace
+
+import pytest
+import torch
+from sync_sides import LATEST_S, PATIENT, ToySource, completions, free_port, hear, process, rank_side, step
+
+from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
+from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.transports import make_transport
+
+KINDS = ("pull", "disk")
+each_kind = pytest.mark.parametrize("kind", KINDS)
+LAYERS = ("model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight")
+
+
+def transport(kind, folder, name="ACTOR[0]", **changes):
+    return make_transport(kind, {}, replace(PATIENT, name=name, folder=folder, channel="ACTOR", **changes))
+
+
+class Toy:
+    """A model of which two matrices have adapters; ``rounds`` counts how often its base was gathered."""
+
+    def __init__(self, ranks=1, seed=0):
+        generator = torch.Generator().manual_seed(seed)
+        self.version, self.base_version, self.adapter_scale, self.rounds = 1, 0, 0.5, 0
+        self.base = {name: torch.randn(40, 30, generator=generator) for name in (*LAYERS, "embed")}
+        self.factors = {}
+        for name in LAYERS:
+            self.factors[name + DOWN] = torch.randn(4, 30, generator=generator)
+            self.factors[name + UP] = torch.randn(40, 4, generator=generator)
+        self.together = threading.Barrier(ranks)
+        self.flags = []
+
+    def step(self):
+        self.version += 1
+        for name in self.factors:
+            self.factors[name] = self.factors[name] * 1.25
+
+    def merged(self):
+        def weight(name):
+            added = self.factors[name + UP] @ self.factors[name + DOWN] if name in LAYERS else 0.0
+            return self.base[name] + self.adapter_scale * added
+
+        return {name: weight(name) for name in self.base}
+
+    def named_weights(self, dtype=None):
+        raise AssertionError("the merged weights are not for receivers that add the adapters")
+
+    def named_base_weights(self, dtype=None):
+        self.rounds += 1
+        yield from self._gathered(self.base)
+
+    def named_adapters(self):
+        yield from self._gathered(self.factors)
+
+    def _gathered(self, tensors):
+        for item in tensors.items():
+            self.together.wait(LATEST_S)
+            yield item
+
+    def any_rank(self, flag):
+        self.flags.append(flag)
+        self.together.wait(LATEST_S)
+        found = any(self.flags)
+        self.together.wait(LATEST_S)
+        self.flags.clear()
+        self.together.wait(LATEST_S)
+        return found
+
+
+def publish(sender, source):
+    ticket = sender.offer(source)
+    return ticket, sender.send(ticket, source)
+
+
+def equal(snapshot, source):
+    expected = source.merged()
+    assert list(snapshot.buffers) == list(expected)
+    verify_snapshot(snapshot, {name: tuple(each.shape) for name, each in expected.items()}, -1)
+    for name, each in expected.items():
+        torch.testing.assert_close(snapshot.tensor(name), each, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.feature(145)
+@each_kind
+def test_the_model_is_gathered_and_sent_once_and_then_the_adapters(kind, tmp_path):
+    source, sender, receiver = Toy(), transport(kind, tmp_path), transport(kind, tmp_path, "ROLLOUT[0]")
+    for version in (1, 2, 3):
+        ticket, stamp = publish(sender, source)
+        received = receiver.receive(ticket)
+        equal(received, source)
+        assert (received.version, received.stamp) == (version, stamp)
+        assert [entry.name for entry in ticket.table.entries] == list(source.factors)
+        assert sum(entry.nbytes for entry in ticket.table.entries) == 4 * 4 * sum((40 + 30, 40 + 30))
+        source.step()
+    assert source.rounds == 2  # for the names and shapes, and to be sent
+    receiver.close()
+    sender.close()
+
+
+@each_kind
+def test_who_comes_late_has_the_model_too_and_earlier_versions_stay_as_they_were(kind, tmp_path):
+    source, sender = Toy(), transport(kind, tmp_path)
+    first = transport(kind, tmp_path, "ROLLOUT[0]").receive(publish(sender, source)[0])
+    before, stamp = {name: first.tensor(name).clone() for name in first.buffers}, first.stamp
+    for _ in range(3):
+        source.step()
+        ticket, _ = publish(sender, source)
+    equal(transport(kind, tmp_path, "ROLLOUT[1]").receive(ticket), source)
+    assert all(torch.equal(first.tensor(name), each) for name, each in before.items())
+    assert first.stamp == stamp
+    sender.close()
+
+
+@each_kind
+def test_a_sender_that_was_replaced_sends_the_model_again_under_the_same_stamp(kind, tmp_path):
+    source, sender, receiver = Toy(), transport(kind, tmp_path), transport(kind, tmp_path, "ROLLOUT[0]")
+    ticket, stamp = publish(sender, source)
+    receiver.receive(ticket)
+    sender.close()
+    another = transport(kind, tmp_path)
+    ticket, again = publish(another, source)
+    assert again == stamp
+    equal(receiver.receive(ticket), source)
+    another.close()
+    if kind == "pull":
+        with pytest.raises(WeightsLost):
+            receiver.receive(ticket)
+
+
+@each_kind
+def test_a_model_that_has_changed_beneath_its_adapters_is_sent_again(kind, tmp_path):
+    source, sender, receiver = Toy(), transport(kind, tmp_path), transport(kind, tmp_path, "ROLLOUT[0]")
+    _, before = publish(sender, source)
+    source.base, source.base_version = Toy(seed=1).base, 1
+    ticket, stamp = publish(sender, source)
+    equal(receiver.receive(ticket), source)
+    assert stamp != before
+    plain = ToySource({"norm": torch.ones(3)}, version=9)  # and one without any takes its place
+    assert receiver.receive(publish(sender, plain)[0]).tensor("norm").tolist() == [1.0] * 3
+    equal(receiver.receive(publish(sender, source)[0]), source)
+    sender.close()
+
+
+@each_kind
+@pytest.mark.parametrize("failing", ["_address", "_write"])
+def test_ranks_stay_together_when_the_one_that_sends_fails_with_the_model(kind, failing, tmp_path, monkeypatch):
+    source = Toy(ranks=2)
+    ranks = [transport(kind, tmp_path), transport(kind, tmp_path, "ACTOR[1]", is_leader=False)]
+    leader = ranks[0]._whole
+
+    def attempt(call, *arguments):
+        with ThreadPoolExecutor(2) as pool:
+            both = [pool.submit(call, rank, *each) for rank, *each in zip(ranks, *arguments, strict=True)]
+            return [each.exception(LATEST_S) or each.result() for each in both]
+
+    def offer(rank):
+        return rank.offer(source)
+
+    def send(rank, ticket):
+        return rank.send(ticket, source)
+
+    def broken(*arguments):
+        raise WeightSyncError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(leader, failing, broken)
+        tickets = attempt(offer)
+        if failing == "_write":
+            refused, nothing = attempt(send, tickets)
+            assert nothing is None
+        else:
+            refused = tickets[0]
+        assert "full" in str(refused)
+    tickets = attempt(offer)
+    stamp, _ = attempt(send, tickets)
+    received = transport(kind, tmp_path, "ROLLOUT[0]").receive(tickets[0])
+    equal(received, source)
+    assert received.stamp == stamp
+    for rank in ranks:
+        rank.close()
+
+
+def test_adapters_that_do_not_fit_their_weights_are_named():
+    source = Toy()
+    whole = take_snapshot(source.base.items(), 1)
+
+    def refused(factors):
+        adapters = Adapters(take_snapshot(factors.items(), 1), 0.5)
+        with pytest.raises(WeightSyncError) as caught:
+            verify_snapshot(replace(whole, adapters=adapters), whole.shapes, -1)
+        return str(caught.value)
+
+    one, up = LAYERS[0], LAYERS[0] + UP
+    cut = {**source.factors, up: torch.zeros(40, 3)}
+    assert f"the adapter of '{one}' has shapes (40, 3) and (4, 30), which do not give (40, 30)" in refused(cut)
+    assert f"'{one}' has shapes None" in refused({name: each for name, each in source.factors.items() if name != up})
+    assert "the adapter of 'norm'" in refused({"norm" + DOWN: torch.zeros(4, 3), "norm" + UP: torch.zeros(5, 4)})
+
+
+# -- from an engine to an engine --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model_path(tmp_path_factory):
+    torch.set_num_threads(1)
+    return write_tiny_model(tmp_path_factory.mktemp("models") / "T", hidden=32, layers=2, max_positions=64)
+
+
+def actor_on(model_path, base=None, **changes):
+    settings = TrainSettings(lora=LoraSettings(rank=2, alpha=8.0, quantize_base=base), **changes)
+    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), settings)
+    step(engine)
+    return engine
+
+
+@pytest.mark.feature(145)
+@pytest.mark.parametrize(("kind", "base"), [("pull", None), ("disk", None), ("pull", "nf4")])
+def test_a_rollout_serves_the_bits_of_the_merged_weights(kind, base, tmp_path, model_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    if base is not None:
+        pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    actor, rollout = actor_on(model_path, base), TorchRolloutEngine(model_path)
+    sender, receiver = transport(kind, tmp_path), transport(kind, tmp_path, "ROLLOUT[0]")
+    for seed in (1, 2):
+        received = receiver.receive(publish(sender, actor)[0])
+        rollout.receive(received)
+        for name, tensor in actor.named_weights():
+            assert torch.equal(received.tensor(name), tensor)
+        merged = TorchRolloutEngine(model_path)
+        merged.receive(actor.publish())
+        assert completions(rollout) == completions(merged)
+        step(actor, seed)
+    actor.save_checkpoint(tmp_path / "checkpoint")
+    ticket, stamp = publish(sender, actor)
+    actor.load_checkpoint(tmp_path / "checkpoint")  # which has the model that the adapters are added to
+    again, same = publish(sender, actor)
+    assert again.base.id != ticket.base.id
+    assert same == stamp
+    sender.close()
+
+
+def test_rollouts_in_bf16_get_the_model_in_bf16_and_the_adapters_in_float32(tmp_path, model_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    actor = actor_on(model_path, precision="bf16")
+    sender = transport("pull", tmp_path, dtype=torch.bfloat16)
+    ticket, _ = publish(sender, actor)
+    received = transport("pull", tmp_path, "ROLLOUT[0]").receive(ticket)
+    assert {entry.dtype for entry in ticket.base.table.entries} == {"bfloat16"}
+    assert {entry.dtype for entry in ticket.table.entries} == {"float32"}
+    for name, tensor in actor.named_weights(torch.bfloat16):
+        assert torch.equal(received.tensor(name), tensor)
+    sender.close()
+
+
+def test_ranks_that_shard_the_model_send_it_and_its_adapters_whole(tmp_path, model_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    port, settings = free_port(), TrainSettings(lora=LoraSettings(rank=2))
+    with ExitStack() as stack:
+        ranks = []
+        for rank in (0, 1):
+            place = Rendezvous(rank, 2, "127.0.0.1", port)
+            arguments = str(model_path), place, "fsdp2", settings, 1, OptimizerConfig()
+            ranks.append(stack.enter_context(process(rank_side, "adapters", tmp_path, *arguments))[1])
+        tickets = [hear(rank) for rank in ranks]
+        for rank, ticket in zip(ranks, tickets, strict=True):
+            rank.send(ticket)
+        received = transport("pull", tmp_path, "ROLLOUT[0]").receive(tickets[0])
+        assert [hear(rank) for rank in ranks] == [received.stamp, None]
+    for name, tensor in Fsdp2TrainEngine(model_path, None).named_weights():
+        assert torch.equal(received.tensor(name), tensor)
