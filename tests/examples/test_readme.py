@@ -86,6 +86,7 @@ def test_the_trainer_runs_in_one_process(folder):
 
 
 @pytest.mark.ray
+@pytest.mark.slow
 def test_the_trainer_runs_on_a_ray_of_its_own(folder):
     done = run(COMMANDS[5], folder)
     assert done.returncode == 0, done.stderr

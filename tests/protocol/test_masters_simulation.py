@@ -71,6 +71,7 @@ def test_a_seed_of_the_masters_is_the_same_run_every_time():
         assert run(seed).lines == run(seed).lines
 
 
+@pytest.mark.slow
 def test_a_master_that_does_not_ask_whether_it_was_replaced_ends_what_is_needed(monkeypatch):
     monkeypatch.setattr(RLMaster, "_check_current", lambda self: None)
     with pytest.raises(AssertionError, match="which was replaced, ends sim/run1/") as caught:

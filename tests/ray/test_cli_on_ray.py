@@ -110,10 +110,7 @@ MOMENTS = {
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        *(
-            pytest.param(name, signal.SIGINT, marks=[pytest.mark.slow] * (name in ("starting Ray", "placed")))
-            for name in MOMENTS
-        ),
+        *(pytest.param(name, signal.SIGINT, marks=[pytest.mark.slow] * (name != "checking")) for name in MOMENTS),
         pytest.param("running", signal.SIGTERM, marks=pytest.mark.slow),
     ],
 )

@@ -69,10 +69,11 @@ def files(folder, step):
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("trainer", [Training, Pipelined])
-def test_whatever_dies_between_states_the_end_is_the_same(folder, trainer, fault):
+@pytest.mark.parametrize("offset", [0, pytest.param(5, marks=pytest.mark.slow)])
+def test_whatever_dies_between_states_the_end_is_the_same(folder, offset, trainer, fault):
     reference = staged(folder / "undisturbed", trainer)
     expected = reference.run()
-    for number in range(OPENED, len(reference.port.calls), 5):
+    for number in range(OPENED + offset, len(reference.port.calls), 10):
         stage = staged(folder / str(number), trainer)
         same(stage.run({(number, "before"): FAULTS[fault]}), expected)
 

@@ -66,19 +66,25 @@ def same(outcome, expected):
     assert all(expected["members"][name] == state for name, state in outcome["members"].items())
 
 
+each_half = pytest.mark.parametrize("half", [0, pytest.param(1, marks=pytest.mark.slow)])
+"""Every other call."""
+
+
 @pytest.mark.parametrize("when", [pytest.param("before", marks=pytest.mark.slow), "after"])
 @pytest.mark.parametrize("fault", FAULTS)
-def test_whatever_dies_at_whichever_call_the_end_is_the_same(folder, fault, when):
+@each_half
+def test_whatever_dies_at_whichever_call_the_end_is_the_same(folder, half, fault, when):
     reference, expected = undisturbed(folder, steps=2)
-    for number in range(OPENED, len(reference.port.calls)):
+    for number in range(OPENED + half, len(reference.port.calls), 2):
         stage = Stage(folder / str(number), steps=2)
         same(stage.run({(number, when): FAULTS[fault]}), expected)
 
 
 @pytest.mark.parametrize("distance", [1, 2, 5, *(pytest.param(calls, marks=pytest.mark.slow) for calls in (3, 8))])
-def test_a_second_death_during_the_recovery_of_the_first_changes_nothing(folder, distance):
+@each_half
+def test_a_second_death_during_the_recovery_of_the_first_changes_nothing(folder, half, distance):
     reference, expected = undisturbed(folder, steps=2)
-    for number in range(OPENED, len(reference.port.calls)):
+    for number in range(OPENED + half, len(reference.port.calls), 2):
         stage = Stage(folder / str(number), steps=2)
         faults = {(number, "before"): kill("ACTOR", 1), (number + distance, "before"): kill("ACTOR", 0)}
         same(stage.run(faults), expected)
@@ -118,7 +124,7 @@ def test_the_death_of_one_rank_costs_its_group_that_step_and_nobody_else_anythin
     assert len(stage.attempts) == 1
 
 
-@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(8, 25))])
 @pytest.mark.parametrize("trainer", [Training, Pipelined])
 def test_deaths_of_chance_while_calls_wait_in_queues_change_nothing(folder, trainer, seed):
     _, expected = undisturbed(folder, trainer)

@@ -51,11 +51,12 @@ def assert_no_step_is_lost(stage):
 @pytest.mark.parametrize("commit_every", [1, 3])
 @pytest.mark.parametrize("classes", [CLASSES, {**CLASSES, "ACTOR": Alone}], ids=["together", "one by one"])
 @pytest.mark.parametrize("lost", ["a", "b", "c"])
-def test_a_lost_node_costs_no_committed_step(tmp_path, lost, classes, commit_every):
+@pytest.mark.parametrize("offset", [0, pytest.param(11, marks=pytest.mark.slow)])
+def test_a_lost_node_costs_no_committed_step(tmp_path, offset, lost, classes, commit_every):
     reference = stage_on(tmp_path / "undisturbed", classes=classes, commit_every=commit_every)
     expected = reference.run()
     begin = numbers(reference, "ACTOR", "!commit")[-1] // 2
-    for at in range(begin, len(reference.port.calls), 11):
+    for at in range(begin + offset, len(reference.port.calls), 22):
         stage = stage_on(tmp_path / f"at{at}", classes=classes, commit_every=commit_every)
         same(stage.run({(at, "before"): stage.lose(lost)}), expected)
         assert_no_step_is_lost(stage)
