@@ -13,10 +13,12 @@ from plain import TEMPERATURE, assert_close, start_weights, write_model
 from processes import run
 from transformers import AutoModelForCausalLM
 
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data import state_tree
-from dlrover.python.rl.engine.api.base import LoraSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, TrainSettings
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.api.weights import Adapters, take_snapshot
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 
 pytest.importorskip("peft", reason="the extra 'lora' is not installed")
 
@@ -135,6 +137,11 @@ def test_every_engine_takes_the_same_steps(case, found, expected):
         for steps, wanted in ((rank["told"], expected["told"]), (rank["rough"][0], expected["rough"][0])):
             for step, plain in zip(steps, wanted, strict=True):
                 assert (step.loss, step.grad_norm) == pytest.approx((plain.loss, plain.grad_norm), rel=2e-3)
+
+
+def test_no_adapters_for_a_layer_that_has_the_weight_of_another(model_path):
+    with pytest.raises(EngineError, match=r"'lm_head\.weight': it has the weight of another layer"):
+        Fsdp2TrainEngine(model_path, None, TrainSettings(lora=LoraSettings(targets=("lm_head",))))
 
 
 @pytest.mark.feature(145)

@@ -1,7 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Where adapters are trained: the model is sent once, then the adapters alone, and each receiver adds them."""
 
+import copy
+import gc
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import replace
@@ -16,6 +19,7 @@ from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapsh
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 
 KINDS = ("pull", "disk")
@@ -153,42 +157,107 @@ def test_a_model_that_has_changed_beneath_its_adapters_is_sent_again(kind, tmp_p
 
 
 @each_kind
-@pytest.mark.parametrize("failing", ["_address", "_write"])
-def test_ranks_stay_together_when_the_one_that_sends_fails_with_the_model(kind, failing, tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("part", "failing"), [("", "_address"), ("-model", "_address"), ("-adapters", "_address"), ("-model", "_write")]
+)
+def test_ranks_stay_together_when_the_one_that_sends_fails(kind, part, failing, tmp_path, monkeypatch):
+    """They are in the same collective after each publishing, of which the last one succeeds."""
     source = Toy(ranks=2)
     ranks = [transport(kind, tmp_path), transport(kind, tmp_path, "ACTOR[1]", is_leader=False)]
-    leader = ranks[0]._whole
+    if not part:
+        source.adapter_scale = None
+        source.named_weights = source.named_base_weights
+    kind_of, true = type(ranks[0]._whole), getattr(type(ranks[0]._whole), failing)
 
-    def attempt(call, *arguments):
+    def attempt():
         with ThreadPoolExecutor(2) as pool:
-            both = [pool.submit(call, rank, *each) for rank, *each in zip(ranks, *arguments, strict=True)]
+            both = [pool.submit(publish, rank, source) for rank in ranks]
             return [each.exception(LATEST_S) or each.result() for each in both]
 
-    def offer(rank):
-        return rank.offer(source)
+    def broken(self, *arguments):
+        if self.settings.is_leader and self.settings.channel == f"ACTOR{part}":
+            raise WeightSyncError("the disk is full")
+        return true(self, *arguments)
 
-    def send(rank, ticket):
-        return rank.send(ticket, source)
-
-    def broken(*arguments):
-        raise WeightSyncError("the disk is full")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(leader, failing, broken)
-        tickets = attempt(offer)
-        if failing == "_write":
-            refused, nothing = attempt(send, tickets)
-            assert nothing is None
-        else:
-            refused = tickets[0]
+    for _ in range(2):
+        with monkeypatch.context() as patch:
+            patch.setattr(kind_of, failing, broken)
+            refused, other = attempt()
         assert "full" in str(refused)
-    tickets = attempt(offer)
-    stamp, _ = attempt(send, tickets)
-    received = transport(kind, tmp_path, "ROLLOUT[0]").receive(tickets[0])
-    equal(received, source)
+        assert other[1] is None
+    (ticket, stamp), _ = attempt()
+    received = transport(kind, tmp_path, "ROLLOUT[0]").receive(ticket)
     assert received.stamp == stamp
+    if part:
+        equal(received, source)
     for rank in ranks:
         rank.close()
+
+
+@each_kind
+def test_a_ticket_of_another_model_beneath_the_adapters_is_not_sent(kind, tmp_path):
+    source, sender = Toy(), transport(kind, tmp_path)
+    ticket, _ = publish(sender, source)
+    source.base_version = 1
+    with pytest.raises(WeightSyncError, match="another model under its adapters"):
+        sender.send(ticket, source)
+    sender.close()
+
+
+@each_kind
+def test_a_sender_keeps_one_model_and_neither_source_nor_file_once_it_is_closed(kind, tmp_path):
+    source, sender = Toy(), transport(kind, tmp_path)
+    for version in range(4):
+        source.base_version = version
+        publish(sender, source)
+    if kind == "pull":
+        assert len(sender._part("model")._versions._files) == 1
+    else:
+        assert len(list(tmp_path.glob("ACTOR-model.*.weights"))) == 1
+    sender.close()
+    assert list(tmp_path.glob("*.weights")) == []
+    gone = weakref.ref(source)
+    del source
+    gc.collect()
+    assert gone() is None
+
+
+def test_adapters_reach_other_hosts_and_each_receiver_gets_its_own(tmp_path, monkeypatch):
+    """Where the sender's pages cannot be mapped, one receiver takes the stream, and the others have its pages."""
+    source, sender = Toy(), transport("pull", tmp_path)
+    receivers = [transport("pull", tmp_path, f"ROLLOUT[{rank}]") for rank in (0, 1)]
+    for _ in range(3):
+        ticket, stamp = publish(sender, source)
+        far = {"address": {**ticket.address, "local_name": f"elsewhere-{ticket.id}"}}
+        base = {**ticket.base.address, "local_name": f"elsewhere-{ticket.base.id}"}
+        ticket = replace(ticket, **far, base=replace(ticket.base, address=base))
+        with ThreadPoolExecutor(2) as pool:
+            received = list(pool.map(lambda receiver: receiver.receive(ticket), receivers))  # noqa: B023 - done here
+        assert [each.stamp for each in received] == [stamp, stamp]
+        for each in received:
+            equal(each, source)
+        source.step()
+    for each in (*receivers, sender):
+        each.close()
+
+
+def test_who_expects_a_whole_model_refuses_adapters_alone(tmp_path):
+    source, sender = Toy(), transport("pull", tmp_path)
+    ticket, _ = publish(sender, source)
+    with pytest.raises(WeightSyncError, match="adapters alone"):
+        PullTransport(PATIENT).receive(ticket)
+    sender.close()
+
+
+def test_merged_they_are_the_same_weights():
+    source = Toy()
+    adapters = Adapters(take_snapshot(source.factors.items(), 1), source.adapter_scale)
+    apart = replace(take_snapshot(source.base.items(), 1), adapters=adapters)
+    merged = apart.merged()
+    assert merged.adapters is None
+    verify_snapshot(merged, apart.shapes, -1)
+    assert all(torch.equal(merged.tensor(name), apart.tensor(name)) for name in apart.buffers)
+    assert apart.nbytes == merged.nbytes + adapters.factors.nbytes
 
 
 def test_adapters_that_do_not_fit_their_weights_are_named():
@@ -279,3 +348,30 @@ def test_ranks_that_shard_the_model_send_it_and_its_adapters_whole(tmp_path, mod
         assert [hear(rank) for rank in ranks] == [received.stamp, None]
     for name, tensor in Fsdp2TrainEngine(model_path, None).named_weights():
         assert torch.equal(received.tensor(name), tensor)
+
+
+def test_the_weights_of_an_engine_that_changes_them_on_their_way_leave_merged(tmp_path, model_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+
+    class Doubling(Fsdp2TrainEngine):
+        def named_weights(self, dtype=None):
+            return ((name, 2.0 * tensor) for name, tensor in super().named_weights(dtype))
+
+    engine = Doubling(model_path, OptimizerConfig(), TrainSettings(lora=LoraSettings(rank=2)))
+    sender = transport("pull", tmp_path)
+    received = transport("pull", tmp_path, "ROLLOUT[0]").receive(publish(sender, engine)[0])
+    assert received.stamp == engine.publish().stamp
+    sender.close()
+
+
+def test_a_model_that_is_read_again_from_its_files_is_sent_again(tmp_path, model_path):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    actor, sender = actor_on(model_path), transport("pull", tmp_path)
+    ticket, stamp = publish(sender, actor)
+    state = copy.deepcopy(actor.state_dict())
+    actor.meta()
+    actor.load_state_dict(state)
+    again, same = publish(sender, actor)
+    assert again.base.id != ticket.base.id
+    assert same == stamp
+    sender.close()

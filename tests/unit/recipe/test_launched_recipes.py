@@ -143,7 +143,6 @@ def test_a_recipe_is_the_same_in_one_process_and_in_two(desk, line):
 
 
 @pytest.mark.feature(138)
-@pytest.mark.slow
 def test_figures_are_means_over_the_rows_of_both_processes_and_are_written_once(desk):
     line = GRPO.replace("steps=2", "steps=1 job_dir=out").replace("eval_every=1 ", "")
     assert run_ranks(2, launched_rank, desk, line) == [0, 0]

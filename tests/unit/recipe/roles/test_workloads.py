@@ -6,6 +6,7 @@ import random
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -17,9 +18,11 @@ from dlrover.python.rl.common.errors import NonFiniteUpdate, WeightSyncError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.engine.api.base import OptimizerConfig, SamplingParams
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
+from dlrover.python.rl.engine.api.registry import EngineInfo
 from dlrover.python.rl.engine.model.ranks import get_random_state
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.environment.sandbox.confinement import sandbox_level
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.base.updates import UpdatePlan
@@ -166,6 +169,33 @@ def test_a_rollout_whose_sync_was_refused_serves_the_old_weights(model):
     with pytest.raises(WeightSyncError, match=r"'model\.norm\.weight' came with other bytes than were sent"):
         server.receive_weights(torn)
     assert same(before, server.generate(prompts(1, 2), SAMPLING, (1, 1)))
+
+
+class Foreign(TorchRolloutEngine):
+    """It does not say that it adds adapters, and reads the bytes."""
+
+    info = EngineInfo()
+
+    def receive(self, weights, rewind=False):
+        assert weights.adapters is None
+        super().receive(weights, rewind)
+
+
+@pytest.mark.feature(145)
+@pytest.mark.parametrize("engine", ["torch", f"{__name__}:Foreign"])
+def test_a_rollout_that_gets_adapters_alone_is_as_one_with_the_merged_weights(model, engine):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    first = ActorWorkload(None, {})
+    first.init_model(model, replace(ENGINE, lora=LoraSettings(rank=2)), OptimizerConfig(lr=1e-2), GRPO())
+    server = rollout(model, engine=replace(ENGINE, rollout=engine))
+    train(first, server, 1)
+    ticket = first.publish_weights()
+    assert all(".lora_" in entry.name for entry in ticket.table.entries)
+    assert server.receive_weights(ticket) == first.published_stamp()
+    merged = rollout(model)
+    merged._engine.receive(first._engine.publish())
+    ours, plain = (each.generate(prompts(1, 2), SAMPLING, (1, 1)) for each in (server, merged))
+    assert same(ours, plain)
 
 
 def test_a_run_that_has_gone_back_takes_its_rollouts_with_it(model, caplog):

@@ -196,6 +196,20 @@ def test_a_process_that_was_gone_when_the_master_came_back_is_lost():
     assert lost.cause.message == "it was gone when the master came back"
 
 
+@pytest.mark.usefixtures("without_logs")
+def test_a_process_that_the_journal_does_not_have_ends_when_the_master_comes_back():
+    stage, events = Stage(), []
+
+    async def scenario():
+        await stage.execute(Place(1), member(1))
+        del stage.events[1:]
+        assert await stage.new_executor().adopt(stage.state(), events.append) == 0
+
+    asyncio.run(scenario())
+    assert stage.cluster.killed == ["ACTOR[0]"]
+    assert events == []
+
+
 def test_members_that_start_together_all_know_their_first_rank_and_who_shares_their_node():
     stage = Stage(text=TWO_NODES, nodes=("a", "b"))
     stage.run(StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))))

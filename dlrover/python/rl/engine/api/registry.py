@@ -41,7 +41,7 @@ ROLLOUT_ENGINES = ExtensionPoint(
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine can do and be configured with, stated by its class as ``info``; by default it can do everything.
+    """What an engine can do and be configured with, stated by its class as ``info``; by default it can do most.
 
     An engine of this package states it in its folder's ``__init__.py``, which is read without importing the backend.
     """
@@ -60,6 +60,7 @@ class EngineInfo:
     may_be_remote: bool = False  # with the option `url` it has the backend elsewhere
     whole_matrices: tuple[str, ...] = ()  # options of `backend` that exclude tensor parallelism
     redivides: bool = True  # goes on from the states of another number of ranks, and of another layout
+    adds_adapters: bool = False  # takes each weight by ``WeightSnapshot.tensor``; else they come merged
 
 
 def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:

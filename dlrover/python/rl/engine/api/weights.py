@@ -46,7 +46,8 @@ class Offloadable(Protocol):
 
 @dataclass(frozen=True)
 class WeightStamp:
-    """Identifies weights: equal stamps mean the same bits under the same names."""
+    """Identifies weights: equal stamps mean the same bits under the same names; where adapters are added to some, the
+    same bits of both, whose sums may differ between kinds of devices as far as rounding goes."""
 
     version: int  # the train engine's
     fingerprint: str  # 16 hex digits over the names, dtypes, shapes and CRCs of all tensors
@@ -65,7 +66,10 @@ class SnapshotFile:
 
 @dataclass(frozen=True, eq=False)
 class WeightSnapshot:
-    """A model's parameters at one version, as contiguous byte buffers (zero-copy through an object store)."""
+    """A model's parameters at one version, as contiguous byte buffers (zero-copy through an object store).
+
+    :meth:`tensor` gives a parameter; ``buffers`` and ``file`` have it without the adapter that belongs to it, if any.
+    """
 
     version: int  # the train engine's
     buffers: Mapping[str, npt.NDArray[np.uint8]]  # bytes of each tensor
@@ -99,14 +103,22 @@ class WeightSnapshot:
 
     @property
     def nbytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers.values())
+        added = 0 if self.adapters is None else self.adapters.factors.nbytes
+        return added + sum(buffer.nbytes for buffer in self.buffers.values())
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Any:
         """A view of the received bytes: never write to it. A tensor with an adapter is computed, on ``device``."""
-        base = self._received(name)
+        base = self.bare_tensor(name)
         return base if self.adapters is None else self.adapters.added(name, base, device)
 
-    def _received(self, name: str) -> Any:
+    def merged(self) -> "WeightSnapshot":
+        """The same weights without adapters beside them."""
+        if self.adapters is None:
+            return self
+        return take_snapshot(((name, self.tensor(name)) for name in self.buffers), self.version)
+
+    def bare_tensor(self, name: str) -> Any:
+        """:meth:`tensor` without an adapter."""
         buffer, shape, dtype = self.buffers[name], self.shapes[name], getattr(torch, self.dtypes[name])
         if not buffer.size:
             return torch.empty(shape, dtype=dtype)
@@ -118,9 +130,19 @@ DOWN, UP = ".lora_A", ".lora_B"
 """Behind the name of the weight that an adapter is added to."""
 
 
-def add_adapter(base: Any, down: Any, up: Any, scale: float) -> Any:
-    """``W + scale B A`` in float32 (Hu et al., arXiv:2106.09685, equation 3)."""
-    return base.float() + (up @ down) * scale
+_BLOCK = 1 << 24
+"""Elements that are computed at a time."""
+
+
+def add_adapter(base: Any, down: Any, up: Any, scale: float, device: torch.device | str, dtype: Any) -> Any:
+    """A new tensor ``W + scale B A`` (Hu et al., arXiv:2106.09685, equation 3) on ``device``, computed there in float32
+    and cast to ``dtype``."""
+    down, up = (factor.to(device, torch.float32) for factor in (down, up))
+    merged = torch.empty(base.shape, dtype=dtype, device=device)
+    rows = max(1, _BLOCK // base.shape[1])
+    for whole, part, outputs in zip(merged.split(rows), base.split(rows), up.split(rows), strict=True):
+        whole.copy_(torch.addmm(part.to(device).float(), outputs, down, alpha=scale))
+    return merged
 
 
 @dataclass(frozen=True, eq=False)
@@ -134,11 +156,8 @@ class Adapters:
         """The weight with its adapter, if it has one, in the dtype of ``base``."""
         if name + DOWN not in self.factors.buffers:
             return base
-        base, down, up = (
-            tensor.to(device, non_blocking=True)
-            for tensor in (base, self.factors.tensor(name + DOWN), self.factors.tensor(name + UP))
-        )
-        return add_adapter(base, down.float(), up.float(), self.scale).to(base.dtype)
+        down, up = self.factors.tensor(name + DOWN), self.factors.tensor(name + UP)
+        return add_adapter(base, down, up, self.scale, device, base.dtype)
 
     def stamp(self, base: WeightStamp) -> WeightStamp:
         """That of the weights with these adapters added."""

@@ -22,4 +22,4 @@ class TorchOptions:
     """Most tokens, padding included, of one forward pass over prompts; a longer prompt is read alone."""
 
 
-INFO = EngineInfo(TorchOptions, divides=())
+INFO = EngineInfo(TorchOptions, divides=(), adds_adapters=True)

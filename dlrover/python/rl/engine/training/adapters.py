@@ -11,7 +11,7 @@ import torch
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.weights import DOWN, UP, add_adapter
-from dlrover.python.rl.engine.model.loading import init_normal
+from dlrover.python.rl.engine.model.loading import init_normal, list_aliases
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
@@ -31,11 +31,18 @@ def add_adapters(module: Any, settings: LoraSettings) -> None:
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets), lora_dropout=0.0
     )
+    lost = [name for names in list_aliases(module) if len(names) > 1 for name in names if _ends_in(name, settings)]
+    if lost:
+        raise EngineError(f"no adapters can be added to '{lost[0]}': it has the weight of another layer")
     try:
         with empty_weights():
             inject_adapter_in_model(config, module)
     except ValueError as error:
         raise EngineError(f"no adapters can be added: {error}") from error
+
+
+def _ends_in(name: str, settings: LoraSettings) -> bool:
+    return any(f".{name}".endswith(f".{target}.weight") for target in settings.targets)
 
 
 @contextmanager
@@ -87,4 +94,4 @@ def merge(name: str, names: Collection[str], whole: Callable[[str], Any], settin
     if _BASE not in name or not all(part in names for part in pair):
         return base
     down, up = map(whole, pair)
-    return add_adapter(base, down, up, settings.scale)
+    return add_adapter(base, down, up, settings.scale, base.device, torch.float32)

@@ -72,7 +72,7 @@ class TrainBackend(Protocol):
         """See ``BaseTrainEngine.named_weights``; unless ``merged``, without the adapters."""
 
     def named_adapters(self) -> Iterator[tuple[str, Any]]:
-        """Name and whole tensor, in float32, of each matrix of an adapter. A collective, as the weights are."""
+        """Name and whole tensor of each matrix of an adapter. A collective, as the weights are."""
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name to shape of :meth:`named_weights`."""

@@ -193,8 +193,9 @@ class BackendTrainEngine(ABC):
 
     @property
     def adapter_scale(self) -> float | None:
-        """See ``AdaptedSource``, as the next three."""
-        return None if self._settings.lora is None else self._settings.lora.scale
+        """See ``AdaptedSource``, as the next three. None for a subclass with weights of its own: they leave merged."""
+        is_split = self._settings.lora is not None and type(self).named_weights is BackendTrainEngine.named_weights
+        return self._settings.lora.scale if is_split and self._settings.lora is not None else None
 
     def named_base_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         return self._require_weights("named_base_weights").named_weights(dtype, merged=False)
@@ -255,8 +256,9 @@ class BackendTrainEngine(ABC):
         backend = self._revive()
         if not backend.parked.on_device:
             raise EngineError("the engine is in host memory: call cuda() before loading a checkpoint")
+        self.base_version += 1  # also if that fails midway
         self.version = backend.read_checkpoint(Path(path))
-        self._has_weights, self.base_version = True, self.base_version + 1
+        self._has_weights = True
 
     def state_dict(self) -> dict[str, Any]:
         """``version``, ``skipped``, ``layout``, ``model`` (tied tensors once; with adapters, those alone) and
@@ -317,6 +319,7 @@ class BackendTrainEngine(ABC):
         if self._model is None:
             # Adapters are all that changes: the rest of such a model is in its files.
             self._model = self._make(loaded=self._settings.lora is not None)
+            self.base_version += 1
         return self._model
 
     def _require_weights(self, caller: str) -> TrainBackend:

@@ -22,6 +22,7 @@ class SharedWeights:
 
     outline: WeightSnapshot
     file: SnapshotFile
+    factors: "SharedWeights | None" = None  # of the adapters that belong to them
 
     def open(self) -> WeightSnapshot:
         """The snapshot, whose bytes are mapped from the file. While they are in use, the file is open with a shared
@@ -37,14 +38,23 @@ class SharedWeights:
         starts, outline = self.file.starts, self.outline
         sizes = {name: tensor_bytes(outline.shapes[name], outline.dtypes[name]) for name in starts}
         buffers = {name: whole[start : start + sizes[name]] for name, start in starts.items()}
-        return replace(outline, buffers=buffers, file=SnapshotFile(f"/proc/{os.getpid()}/fd/{descriptor}", starts))
+        adapters = outline.adapters
+        if adapters is not None and self.factors is not None:
+            adapters = replace(adapters, factors=self.factors.open())
+        file = SnapshotFile(f"/proc/{os.getpid()}/fd/{descriptor}", starts)
+        return replace(outline, buffers=buffers, adapters=adapters, file=file)
 
 
 @contextmanager
 def share_weights(weights: WeightSnapshot) -> Iterator[SharedWeights]:
     """The snapshot for other processes, inside the block. Bytes that are in no file are copied to one in memory, which
     ends with this process."""
-    outline = replace(weights, buffers={}, checked=False, file=None)
+    outline = replace(weights, buffers={}, checked=False, file=None, lock_pages=None)
+    if weights.adapters is not None:
+        with share_weights(weights.adapters.factors) as factors, share_weights(replace(weights, adapters=None)) as base:
+            adapters = replace(weights.adapters, factors=factors.outline)
+            yield SharedWeights(replace(outline, adapters=adapters), base.file, factors)
+        return
     if weights.file is not None:
         yield SharedWeights(outline, weights.file)
         return

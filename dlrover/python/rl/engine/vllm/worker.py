@@ -128,7 +128,7 @@ class WeightLoader:
         """
         comparison = _CopyComparison(dict(self.model_runner.model.named_parameters()), part)
         with comparison:
-            self.model_runner.model.load_weights(comparison.watch(_iterate(weights, self.model_runner.device)))
+            self.model_runner.model.load_weights(comparison.watch(_iterate(weights, self.model_runner.device, part)))
         return comparison.faults()
 
     def drop_layer_records(self) -> None:
@@ -220,6 +220,11 @@ def _owner_of(owners: Mapping[int, str], tensor: Any) -> str | None:
     return owners.get(_storage(tensor).data_ptr())
 
 
-def _iterate(weights: WeightSnapshot | SharedWeights, device: torch.device) -> Iterator[tuple[str, Any]]:
+def _iterate(
+    weights: WeightSnapshot | SharedWeights, device: torch.device, part: int | None = None
+) -> Iterator[tuple[str, Any]]:
+    """All tensors; given a number, those of other parts without the adapters that would be computed for nothing."""
     snapshot = weights.open() if isinstance(weights, SharedWeights) else weights
-    yield from ((name, snapshot.tensor(name, device)) for name in snapshot.buffers)
+    for number, name in enumerate(snapshot.buffers):
+        is_whole = part in (None, number % READ_BACK_PARTS)
+        yield name, snapshot.tensor(name, device) if is_whole else snapshot.bare_tensor(name)

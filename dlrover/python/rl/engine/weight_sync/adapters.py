@@ -11,14 +11,19 @@
 Of a 7 B model with adapters of rank 16 those are 0.2 GB in float32, and the model 15 GB in bf16.
 """
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 import torch
 
+from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import Adapters, WeightSnapshot, WeightStamp, adapted_stamp
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, Ticket, WeightSource, WeightTransport
+
+_MODEL, _ADAPTERS = "model", "adapters"
 
 
 class AdaptedSource(WeightSource, Protocol):
@@ -26,11 +31,11 @@ class AdaptedSource(WeightSource, Protocol):
 
     @property
     def adapter_scale(self) -> float | None:
-        """How often ``up @ down`` is added to a weight; None: the source has no adapters, and lacks the rest."""
+        """The factor of ``up @ down``; None: the source has no adapters, and lacks the rest of this."""
 
     @property
     def base_version(self) -> int:
-        """Changes with the weights to which they are added."""
+        """Another one, on all train ranks, once the weights may have changed to which the adapters are added."""
 
     def named_base_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         """``named_weights`` without the adapters."""
@@ -40,21 +45,14 @@ class AdaptedSource(WeightSource, Protocol):
         collective, too."""
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether a rank that gathers with this one has a true ``flag``: a collective of those."""
+        """Return True on all ranks that gather weights together, if ``flag`` is true on one of them. A collective."""
 
 
-@dataclass(frozen=True, eq=False)
-class _Base:
-    source: AdaptedSource
-    version: int
+class _Adapters:
+    """The adapters of a source, as one of their own."""
 
-    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        return self.source.named_base_weights(dtype)
-
-
-@dataclass(frozen=True, eq=False)
-class _Factors:
-    source: AdaptedSource
+    def __init__(self, source: AdaptedSource) -> None:
+        self.source: AdaptedSource = weakref.proxy(source)
 
     @property
     def version(self) -> int:
@@ -64,17 +62,42 @@ class _Factors:
         return self.source.named_adapters()
 
 
-class AdapterTransport:
-    """Implements ``WeightTransport`` over two that keep what was sent: ``whole`` has models, ``alone`` the adapters."""
+@dataclass(eq=False)
+class _Base:
+    """The model under a source's adapters, as a source of its own, and what has become of it."""
 
-    def __init__(self, whole: WeightTransport, alone: WeightTransport, settings: SyncSettings) -> None:
-        self._whole, self._alone, self.settings = whole, alone, settings
+    owner: "weakref.ref[AdaptedSource]"
+    version: int
+    adapters: _Adapters
+    transport: WeightTransport
+    ticket: Ticket | None = None
+    is_sent: bool = False
+    stamp: WeightStamp | None = None  # on the rank that leads
+
+    def is_of(self, source: Any) -> bool:
+        owner = self.owner()
+        return owner is not None and owner is source and self.version == owner.base_version
+
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        return self.adapters.source.named_base_weights(dtype)
+
+
+class AdapterTransport:
+    """Implements ``WeightTransport`` over transports that keep what was sent: one for models that are sent whole, and
+    if need be one for the model under the adapters and one for these. ``make`` gets a name to be added to the channel.
+    """
+
+    def __init__(self, make: Callable[[str], WeightTransport], settings: SyncSettings) -> None:
+        self.settings = settings
+        self._make, self._whole = make, make("")
+        self._parts: dict[str, WeightTransport] = {}
         self._base: _Base | None = None
-        self._factors: _Factors | None = None
-        self._offered: Ticket | None = None
-        self._sent: WeightStamp | None = None
-        self._has_sent = False
         self._received: tuple[str, WeightSnapshot] | None = None
+
+    def _part(self, name: str) -> WeightTransport:
+        if name not in self._parts:
+            self._parts[name] = self._make(name)
+        return self._parts[name]
 
     # -- the sender ---------------------------------------------------------------------------------------------------
 
@@ -82,35 +105,38 @@ class AdapterTransport:
         scale = getattr(source, "adapter_scale", None)
         if scale is None:
             return self._whole.offer(source)
-        base, factors = self._views_of(source)
-        is_new = base.source.any_rank(self._offered is None)
-        try:
-            if is_new:
-                self._offered, self._has_sent = self._whole.offer(base), False
-        finally:
-            ticket = self._alone.offer(factors)  # after a failure too: the other ranks take part in it
-        return replace(ticket, base=self._offered, scale=scale)
+        base = self._renewed_base(source)
+        if base.ticket is None or not base.is_sent:
+            base.ticket = base.transport.offer(base)
+        return replace(self._part(_ADAPTERS).offer(base.adapters), base=base.ticket, scale=scale)
 
-    def _views_of(self, source: Any) -> tuple[_Base, _Factors]:
-        if self._base is None or self._factors is None or self._base.source is not source:
-            self._base, self._factors, self._offered = _Base(source, source.base_version), _Factors(source), None
-        elif self._base.version != source.base_version:
-            self._base, self._offered = _Base(source, source.base_version), None
-        return self._base, self._factors
+    def _renewed_base(self, source: Any) -> _Base:
+        """That which was offered before, if it is still the source's; else a new one, which replaces it."""
+        base = self._base
+        if base is None or not base.is_of(source):
+            if _MODEL in self._parts:
+                self._parts.pop(_MODEL).close()
+            base = _Base(weakref.ref(source), source.base_version, _Adapters(source), self._part(_MODEL))
+            self._base = base
+        return base
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         if ticket.base is None:
             return self._whole.send(ticket, source)
-        base, factors = self._views_of(source)
-        is_new = base.source.any_rank(not self._has_sent)
+        base = self._base
+        if base is None or not base.is_of(source):
+            raise WeightSyncError(f"{ticket} was offered, and the source has another model under its adapters")
+        is_new = base.adapters.source.any_rank(not base.is_sent)
         try:
             if is_new:
-                self._has_sent = False
-                self._sent = self._whole.send(ticket.base, base)
-                self._has_sent = True
-        finally:
-            stamp = self._alone.send(ticket, factors)
-        return stamp and self._sent and adapted_stamp(self._sent, stamp, ticket.scale)
+                base.is_sent = False
+                base.stamp = base.transport.send(ticket.base, base)
+                base.is_sent = True
+        finally:  # after a failure, too: the other ranks take part in this
+            stamp = self._part(_ADAPTERS).send(ticket, base.adapters)
+        if stamp is None or base.stamp is None:
+            return None  # this rank does not lead
+        return adapted_stamp(base.stamp, stamp, ticket.scale)
 
     # -- the receivers ------------------------------------------------------------------------------------------------
 
@@ -118,20 +144,23 @@ class AdapterTransport:
         if ticket.base is None:
             self._received = None
             return self._whole.receive(ticket)
-        base, adapters = self._receive_base(ticket.base), Adapters(self._alone.receive(ticket), ticket.scale)
+        base = self._receive_base(ticket.base)
+        adapters = Adapters(self._part(_ADAPTERS).receive(replace(ticket, base=None)), ticket.scale)
+        locks = [lock for lock in (base.lock_pages, adapters.factors.lock_pages) if lock is not None]
 
         def lock_pages(device: torch.device) -> bool:
-            return all([lock(device) for lock in (base.lock_pages, adapters.factors.lock_pages) if lock is not None])
+            return all([lock(device) for lock in locks])
 
-        return replace(base, version=ticket.version, adapters=adapters, lock_pages=lock_pages)
+        return replace(base, version=ticket.version, adapters=adapters, lock_pages=lock_pages if locks else None)
 
     def _receive_base(self, ticket: Ticket) -> WeightSnapshot:
         if self._received is None or self._received[0] != ticket.id:
             self._received = None  # before another one comes
-            self._received = ticket.id, self._whole.receive(ticket)
+            self._received = ticket.id, self._part(_MODEL).receive(ticket)
         return self._received[1]
 
     def close(self) -> None:
-        self._received = None
-        self._whole.close()
-        self._alone.close()
+        with ExitStack() as stack:
+            for transport in (self._whole, *self._parts.values()):
+                stack.callback(transport.close)
+        self._parts, self._base, self._received = {}, None, None

@@ -13,7 +13,8 @@
 
 A ticket has the weights' version, names, shapes and address: a few dozen bytes per tensor, which is all that passes
 through the trainer. Behind the bytes the sender puts a :class:`Seal`. ``receive`` returns a whole version, assembled in
-host memory and compared with the seal, or raises: an engine never sees a part, and a device holds at most a bucket.
+host memory and compared with the seal, or raises: an engine never sees a part, and a device holds at most a bucket, and
+the matrix to which adapters are being added.
 """
 
 import inspect
@@ -246,6 +247,12 @@ class WeightTransport(Protocol):
         """Release everything; snapshots stay valid."""
 
 
+def refuse_adapters(ticket: Ticket) -> None:
+    """Raise WeightSyncError for a ticket of adapters alone, where a whole model is expected."""
+    if ticket.base is not None:
+        raise WeightSyncError(f"{ticket} has adapters alone: receive it with what make_transport() makes")
+
+
 def waits_for_receivers(transport: Any) -> bool:
     """Return True if a transport, or a class of one, sends while its receivers receive; others keep what was sent."""
     return bool(getattr(transport, "waits_for_receivers", False))
@@ -261,11 +268,18 @@ class SenderBase:
         self.settings = settings or SyncSettings()
         self._table: WeightTable | None = None
         self._source: Callable[[], WeightSource | None] = lambda: None
+        self._unreachable: Exception | None = None
 
     def offer(self, source: WeightSource) -> Ticket:
         if self._table is None or self._source() is not source:
             self._table, self._source = WeightTable.of(self._named_weights(source)), weakref.ref(source)
-        address = self._address() if self.settings.is_leader else {}
+        address = {}
+        self._unreachable = None
+        if self.settings.is_leader:
+            try:
+                address = self._address()
+            except (OSError, WeightSyncError) as error:  # the other ranks go on, and send() has to meet them
+                self._unreachable = error
         return Ticket(uuid4().hex, source.version, self.settings.name, self._table, address)
 
     def _named_weights(self, source: WeightSource) -> Iterator[tuple[str, Any]]:
@@ -280,11 +294,14 @@ class SenderBase:
         )
 
     def _address(self) -> dict[str, Any]:
+        """What receivers need; of the rank that leads. Where that fails, :meth:`send` raises the error."""
         return {}
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         bucket = ticket.address.get("bucket", self.settings.bucket)
         with self._pieces(ticket, source, bucket) as pieces:
+            if self._unreachable is not None:
+                raise self._unreachable
             return self._write(ticket, pieces) if self.settings.is_leader else None
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:

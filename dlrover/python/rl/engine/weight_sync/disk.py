@@ -22,7 +22,15 @@ from pathlib import Path
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
-from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, StallTimer, SyncSettings, Ticket
+from dlrover.python.rl.engine.weight_sync.base import (
+    Pieces,
+    Seal,
+    SenderBase,
+    StallTimer,
+    SyncSettings,
+    Ticket,
+    refuse_adapters,
+)
 from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, reserve, try_lock
 from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
 from dlrover.python.rl.engine.weight_sync.host_copies import copy_to_host
@@ -101,6 +109,7 @@ class DiskTransport(SenderBase):
         return [path for path in paths if path.name.startswith(prefix) and path.suffix in suffixes]
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
+        refuse_adapters(ticket)
         path, assembly = self._path(ticket.id), Assembly(ticket, self._arena)
         self._wait_for(ticket, path)
         size = ticket.table.nbytes + Seal.size(ticket.table)

@@ -37,6 +37,7 @@ from dlrover.python.rl.engine.weight_sync.base import (
     SyncSettings,
     Ticket,
     WeightSource,
+    refuse_adapters,
 )
 from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, MappedWeights
 from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
@@ -109,6 +110,7 @@ class PullTransport(SenderBase):
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         """See ``WeightTransport``. Raises ``WeightsLost`` if the sender lacks them, or does not answer."""
+        refuse_adapters(ticket)
         try:
             if not self._maps_pages:
                 return self._copy(ticket)

@@ -29,7 +29,7 @@ TRANSPORTS = ExtensionPoint(
 )
 """Classes that are made as ``Transport(settings)`` on each side, see ``WeightTransport``. One with a true attribute
 ``waits_for_receivers`` sends while the receivers receive; the others keep what was sent. Of one with a true attribute
-``sends_adapters_alone`` each side has two where adapters are trained, with a ``channel`` each."""
+``sends_adapters_alone`` each side has two more where adapters are trained, with a ``channel`` each."""
 
 
 @dataclass(frozen=True)
@@ -88,8 +88,13 @@ def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings
     folder = settings.folder if parsed.folder is None else Path(parsed.folder).expanduser()
     receivers, bucket_bytes = parsed.receivers or settings.receivers, parsed.bucket_bytes
     settings = replace(settings, bucket_bytes=bucket_bytes, timeout_s=timeout_s, folder=folder, receivers=receivers)
-    made: WeightTransport = transport(settings)
-    if not getattr(transport, "sends_adapters_alone", False):
+    if waits_for_receivers(transport) or not getattr(transport, "sends_adapters_alone", False):
+        made: WeightTransport = transport(settings)
         return made
-    alone = replace(settings, channel=f"{settings.channel}-adapters", dtype=None)
-    return AdapterTransport(made, transport(alone), settings)
+
+    def make(part: str) -> WeightTransport:
+        channel = f"{settings.channel}-{part}" if part else settings.channel
+        of_part: WeightTransport = transport(replace(settings, channel=channel))
+        return of_part
+
+    return AdapterTransport(make, settings)

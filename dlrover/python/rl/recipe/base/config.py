@@ -69,7 +69,7 @@ class EngineConfig:
     fit on a device. Their classes are then ``ShardedReferenceWorkload`` and ``ShardedTeacherWorkload``."""
 
     lora: LoraSettings | None = None
-    """Train LoRA adapters of the actor only, if the engine supports them; rollouts receive the merged weights."""
+    """Train LoRA adapters of the actor only, if the engine supports them; rollouts add them to the model."""
 
     max_tokens_per_microbatch: Positive | Literal["auto"] = MOST_TOKENS
     """Maximum tokens of one forward pass of a train engine; a longer row is a micro-batch by itself. ``auto``, the

@@ -71,7 +71,9 @@ class RolloutWorkload(EngineWorkload):
             self.devices if engine.device == "cuda" else (),  # else the device was chosen by number
         )
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
-        own = "cpu" if engine_info(ROLLOUT_ENGINES, engine.rollout).package else device  # a backend has its own process
+        info = engine_info(ROLLOUT_ENGINES, engine.rollout)
+        self._adds_adapters = info.adds_adapters
+        own = "cpu" if info.package else device  # a backend has its own process
         use_device(own)
         with self._first_turn(device) as memory:
             if rollout.max_staleness and self._device_locks:
@@ -99,10 +101,12 @@ class RolloutWorkload(EngineWorkload):
             weights = self._weights.receive(ticket)
         except WeightsLost as error:
             raise ResultLost(str(error), role=self.role, rank=self.rank, method="receive_weights") from error
+        stamp = weights.stamp
+        weights = weights if self._adds_adapters else weights.merged()
         if weights.version < self._engine.version:
             _LOG.warning("weights go back from version %d to %d", self._engine.version, weights.version)
         self._loop.run(self._scheduler.receive(weights))
-        return weights.stamp
+        return stamp
 
     def check_prompts(
         self, prompts: Batch, sampling: SamplingParams, max_prompt_tokens: int | None = None
