@@ -63,6 +63,14 @@ def test_cuda_ipc_is_not_for_one_process():
         check_collocation("cuda_ipc", "cuda:0", True, in_one_process=True)
 
 
+def test_rollouts_of_one_process_cannot_be_waited_for_at_once():
+    with pytest.raises(EngineError, match="sends to 2 rollouts at once, .* leave out --local, or use 'pull'"):
+        check_collocation("broadcast", "cpu", False, in_one_process=True, receivers=2)
+    check_collocation("broadcast", "cpu", False, in_one_process=True, receivers=1)
+    check_collocation("broadcast", "cpu", False, receivers=2)
+    check_collocation("pull", "cpu", False, in_one_process=True, receivers=2)
+
+
 def test_a_transport_is_made_with_the_options_and_a_longer_timeout_where_it_waits(tmp_path):
     settings = SyncSettings("ACTOR[0]", timeout_s=5.0, channel="ACTOR")
     options = {"folder": str(tmp_path), "bucket_bytes": 4096, "receivers": 3}

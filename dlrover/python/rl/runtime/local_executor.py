@@ -124,6 +124,7 @@ class LocalExecutor:
             master_port=self._ports[role].number,
             collocation=",".join(self.job.collocation_of(role)),
             restart=RestartInfo(incarnation - 1, why),
+            shares_process=True,
         )
 
     def _kill(self, command: KillMember) -> None:

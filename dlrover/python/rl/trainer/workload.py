@@ -118,7 +118,8 @@ class MemberContext:
     ``name`` is unique, ``""`` outside a job; ``local_rank`` counts the role's members on this node. ``master_addr`` and
     ``master_port`` (-1: unknown) are for a torch rendezvous of the role. ``collocation`` are the roles that share this
     member's devices, ``"ACTOR,REFERENCE"``; ``devices`` the accelerators reserved for it, by their numbers in its
-    process: empty on CPUs, or where none are reserved."""
+    process: empty on CPUs, or where none are reserved. ``shares_process``: with all members of the job, which then do
+    one call after the other."""
 
     name: str = ""
     role: RLRoleType = RLRoleType.ACTOR
@@ -131,6 +132,7 @@ class MemberContext:
     collocation: str = ""
     restart: RestartInfo = RestartInfo()
     devices: tuple[int, ...] = ()
+    shares_process: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> "MemberContext":

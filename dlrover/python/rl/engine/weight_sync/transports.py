@@ -67,11 +67,14 @@ def validate_transport(
     return errors
 
 
-def check_collocation(name: str, device: str, is_collocated: bool, in_one_process: bool = False) -> None:
+def check_collocation(
+    name: str, device: str, is_collocated: bool, in_one_process: bool = False, receivers: int = 1
+) -> None:
     """Refuse a transport where sender and receivers share their devices, or do not, or their process.
 
     Raises:
-        EngineError: nccl needs each device once; CUDA IPC opens memory of a device that both sides see.
+        EngineError: nccl needs each device once; CUDA IPC opens memory of a device that both sides see; receivers of
+            one process receive one after the other.
     """
     if name == "broadcast" and is_collocated and device.startswith("cuda"):
         raise EngineError("engine.weight_sync 'broadcast' needs actor and rollout on separate devices")
@@ -79,6 +82,11 @@ def check_collocation(name: str, device: str, is_collocated: bool, in_one_proces
         raise EngineError("engine.weight_sync 'cuda_ipc' needs actor and rollout in one workload_group")
     if name == "cuda_ipc" and in_one_process:
         raise EngineError("engine.weight_sync 'cuda_ipc' needs actor and rollout in processes of their own")
+    if in_one_process and receivers > 1 and waits_for_receivers(TRANSPORTS.load(name)):
+        raise EngineError(
+            f"engine.weight_sync '{name}' sends to {receivers} rollouts at once, which in one process receive one after"
+            " the other: leave out --local, or use 'pull', or one rollout"
+        )
 
 
 def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings) -> WeightTransport:
