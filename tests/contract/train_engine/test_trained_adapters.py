@@ -139,9 +139,17 @@ def test_every_engine_takes_the_same_steps(case, found, expected):
                 assert (step.loss, step.grad_norm) == pytest.approx((plain.loss, plain.grad_norm), rel=2e-3)
 
 
-def test_no_adapters_for_a_layer_that_has_the_weight_of_another(model_path):
-    with pytest.raises(EngineError, match=r"'lm_head\.weight': it has the weight of another layer"):
-        Fsdp2TrainEngine(model_path, None, TrainSettings(lora=LoraSettings(targets=("lm_head",))))
+@pytest.mark.parametrize(
+    ("target", "refusal"),
+    [
+        ("lm_head", r"'lm_head\.weight': it has the weight of another layer"),
+        ("q_prj", "'q_prj': no linear layer has this name; did you mean 'q_proj'"),
+        ("embed_tokens", "'embed_tokens': no linear layer has this name"),
+    ],
+)
+def test_layers_that_can_have_no_adapters_are_named(target, refusal, model_path):
+    with pytest.raises(EngineError, match=f"no adapters can be added to {refusal}"):
+        Fsdp2TrainEngine(model_path, None, TrainSettings(lora=LoraSettings(targets=("v_proj", target))))
 
 
 @pytest.mark.feature(145)

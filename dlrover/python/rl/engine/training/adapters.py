@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
+from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.weights import DOWN, UP, add_adapter
 from dlrover.python.rl.engine.model.loading import init_normal, list_aliases
@@ -31,6 +32,11 @@ def add_adapters(module: Any, settings: LoraSettings) -> None:
     config = LoraConfig(
         r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets), lora_dropout=0.0
     )
+    layers = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+    for target in settings.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            near = hint(target, {name.rpartition(".")[2] for name in layers})
+            raise EngineError(f"no adapters can be added to '{target}': no linear layer has this name{near}")
     lost = [name for names in list_aliases(module) if len(names) > 1 for name in names if _ends_in(name, settings)]
     if lost:
         raise EngineError(f"no adapters can be added to '{lost[0]}': it has the weight of another layer")
