@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.algorithm.grpo import GRPO
-from dlrover.python.rl.common.errors import NonFiniteUpdate, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.data.batch import Batch
@@ -196,6 +196,15 @@ def test_a_rollout_that_gets_adapters_alone_is_as_one_with_the_merged_weights(mo
     merged._engine.receive(first._engine.publish())
     ours, plain = (each.generate(prompts(1, 2), SAMPLING, (1, 1)) for each in (server, merged))
     assert same(ours, plain)
+
+
+def test_rollouts_of_the_same_process_are_not_waited_for(model):
+    with member_context(MemberContext(shares_process=True)):
+        made = ActorWorkload(None, {})
+    engine = replace(ENGINE, weight_sync="broadcast").with_receivers(2)
+    with pytest.raises(EngineError, match="sends to 2 rollouts at once, .* leave out --local"):
+        made.init_model(model, engine, OptimizerConfig(), GRPO())
+    made.close()
 
 
 def test_a_run_that_has_gone_back_takes_its_rollouts_with_it(model, caplog):

@@ -194,8 +194,8 @@ class BackendTrainEngine(ABC):
     @property
     def adapter_scale(self) -> float | None:
         """See ``AdaptedSource``, as the next three. None for a subclass with weights of its own: they leave merged."""
-        is_split = self._settings.lora is not None and type(self).named_weights is BackendTrainEngine.named_weights
-        return self._settings.lora.scale if is_split and self._settings.lora is not None else None
+        lora, is_plain = self._settings.lora, type(self).named_weights is BackendTrainEngine.named_weights
+        return lora.scale if lora is not None and is_plain else None
 
     def named_base_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         return self._require_weights("named_base_weights").named_weights(dtype, merged=False)
