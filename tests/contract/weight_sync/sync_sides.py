@@ -150,8 +150,8 @@ def step(engine, seed=0):
 def completions(engine):
     texts = ["a", "what is the answer?", "37+45="]
     prompts = {"prompt_id": np.arange(3), "tokens": Ragged.from_rows([list(text.encode()) for text in texts])}
-    drawn = engine.generate(Batch(prompts), GREEDY, (0,))
-    return [row.tolist() for row in drawn.ragged("tokens")], drawn["version"].tolist()
+    generated = engine.generate(Batch(prompts), GREEDY, (0,))
+    return [row.tolist() for row in generated.ragged("tokens")], generated["version"].tolist()
 
 
 # -- in processes of their own ----------------------------------------------------------------------------------------

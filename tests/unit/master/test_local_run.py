@@ -138,6 +138,19 @@ def test_a_member_that_is_lost_inside_of_steps_is_replaced_alone(run):
     assert run.closed() == ["ACTOR-0/2", "ACTOR-1/2", "REWARD-0/1", "REWARD-1/1"]
 
 
+def test_members_know_that_they_share_a_process(run, monkeypatch):
+    known, true = [], toy_jobs.Adder.__init__
+
+    def init(self, *arguments):
+        true(self, *arguments)
+        known.append(self._member.shares_process)
+
+    monkeypatch.setattr(toy_jobs.Adder, "__init__", init)
+    run()
+    assert known
+    assert all(known)
+
+
 def test_a_crash_loop_ends_with_its_cause(run):
     status = run("AlwaysLosesMember", restart=RestartSpec(job_max_restart=2))
     assert (status.phase, status.restarts, status.cause.kind) == (Phase.FAILED, 2, CauseKind.PROCESS_DIED)

@@ -41,7 +41,7 @@ ROLLOUT_ENGINES = ExtensionPoint(
 
 @dataclass(frozen=True)
 class EngineInfo:
-    """What an engine can do and be configured with, stated by its class as ``info``; by default it can do most.
+    """What an engine can do and be configured with, stated by its class as ``info``; these are the defaults.
 
     An engine of this package states it in its folder's ``__init__.py``, which is read without importing the backend.
     """

@@ -142,7 +142,7 @@ class Ticket:
     table: WeightTable
     address: Mapping[str, Any] = field(default_factory=dict)  # what receivers need to reach the sender
     base: "Ticket | None" = None  # of the weights to which these are adapters, which were sent before
-    scale: float = 1.0
+    scale: float = 1.0  # of the product that is added
 
     def __str__(self) -> str:
         return f"version {self.version} from {self.sender}"

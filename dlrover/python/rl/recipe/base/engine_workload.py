@@ -209,7 +209,9 @@ class EngineWorkload(BaseWorkload):
         """This member's side of ``engine.weight_sync``, between the actor and the rollouts."""
         shares_process = self._member.shares_process
         in_one_process = shares_process or "/" not in self.name
-        receivers = int(engine.weight_sync_options.get("receivers", 1)) if shares_process else 1  # a script may thread
+        receivers = (
+            int(engine.weight_sync_options.get("receivers", 1)) if shares_process else 1
+        )  # a script may use threads
         check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()), in_one_process, receivers)
         settings = SyncSettings(
             f"{self.role}[{self.rank}]",
