@@ -35,8 +35,9 @@ from dlrover.python.rl.engine.model.loading import DTYPES, write_atomically
 from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
-from dlrover.python.rl.engine.weight_sync.base import SyncSettings
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings, Ticket
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import train_settings
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, bytes_of
@@ -232,6 +233,42 @@ class Bench:
             sent = pool.submit(self._sender.send, ticket, self.train)
             self.rollout.receive(self._receiver.receive(ticket), rewind=True)
             sent.result()
+
+    def adapter_syncs(self, rounds: int) -> dict[str, Any]:
+        """Adapters of rank 16 from an engine of their own: seconds of the first sync, which has the model, too, and of
+        later ones; the bytes that leave the sender."""
+        settings = TrainSettings(self.memory.device, self.precision, lora=LoraSettings(rank=16))
+        train = Fsdp2TrainEngine(self.model, OptimizerConfig(lr=1e-5), settings, memory=self.memory)
+        sync_settings = SyncSettings(device=self.memory.device, dtype=DTYPES[self.precision])
+        sender, receiver = (make_transport("pull", {}, sync_settings) for _ in "ab")
+        tickets: list[Ticket] = []
+
+        def sync() -> None:
+            train.version += 1
+            tickets.append(sender.offer(train))
+            with ThreadPoolExecutor(1) as pool:
+                sent = pool.submit(sender.send, tickets[-1], train)
+                self.rollout.receive(receiver.receive(tickets[-1]), rewind=True)
+                sent.result()
+
+        seconds, before = [], self.on_gpu and torch.cuda.memory_allocated()
+        if self.on_gpu:
+            torch.cuda.reset_peak_memory_stats()
+        for _ in range(rounds + 1):
+            seconds.append(self.timed(sync))
+        model, adapters = (
+            sum(entry.nbytes for entry in sent.table.entries) for sent in (tickets[-1].base, tickets[-1])
+        )
+        peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
+        for each in (sender, receiver, train):
+            each.close()
+        return {
+            "first_seconds": seconds[0],
+            "seconds": median(seconds[1:]),
+            "model_bytes": model,
+            "adapter_bytes": adapters,
+            "peak_bytes": peak,
+        }
 
     def draw(self) -> None:
         """Complete the prompts."""

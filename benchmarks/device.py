@@ -74,7 +74,8 @@ def rollouts(bench: Bench, model: Path, rounds: int) -> Results:
 def syncs(bench: Bench, rounds: int) -> Results:
     """The weights, and a plain copy of them."""
     seconds, (copy_s, nbytes) = medians(bench, {"sync": bench.sync}, rounds)["sync"], bench.copy()
-    return {"seconds": seconds, "copy_seconds": copy_s, "weight_bytes": nbytes}
+    adapters = bench.adapter_syncs(rounds) if importlib.util.find_spec("peft") else None
+    return {"seconds": seconds, "copy_seconds": copy_s, "weight_bytes": nbytes, "adapters": adapters}
 
 
 def commits(bench: Bench, rounds: int) -> Results:
@@ -136,6 +137,16 @@ def memory(bench: Bench) -> dict[str, Results]:
     return {name: {"planned_bytes": planned, "peak_bytes": peak} for name, (planned, peak) in found.items()}
 
 
+def adapter_line(found: Results | None) -> list[str]:
+    if found is None:
+        return []
+    return [
+        f"* adapters of rank 16 alone, verified and added: {found['seconds'] * 1e3:,.1f} ms for"
+        f" {found['adapter_bytes'] / 1e6:,.1f} MB; the first time, with the model,"
+        f" {found['first_seconds'] * 1e3:,.1f} ms; at most {found['peak_bytes'] / 1e6:,.0f} MB more on the device"
+    ]
+
+
 def summary(results: Results) -> str:
     """The tables of a run."""
     shape, sync, commit = results["shape"], results["sync"], results["commit"]
@@ -163,6 +174,7 @@ def summary(results: Results) -> str:
         f" transformers' `generate` ({library['tokens_per_s']:,.0f})",
         f"* weight sync through the host, verified: {sync['seconds'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of"
         f" {results['precision']}; a plain copy of them on the device: {sync['copy_seconds'] * 1e3:,.2f} ms",
+        *adapter_line(sync["adapters"]),
         f"* the state, {commit['state_bytes'] / 1e9:.2f} GB, written to memory: {commit['write']:.2f} s; completions"
         f" take {commit['draw']:.3f} s, {commit['draw_meanwhile']:.3f} s while it is written; until both have ended"
         f" {commit['both']:.2f} s",
