@@ -13,9 +13,9 @@ from plain import TEMPERATURE, assert_close, start_weights, write_model
 from processes import run
 from transformers import AutoModelForCausalLM
 
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.data import state_tree
-from dlrover.python.rl.engine.api.base import LoraSettings, TrainSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.api.weights import Adapters, take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
@@ -150,6 +150,47 @@ def test_every_engine_takes_the_same_steps(case, found, expected):
 def test_layers_that_can_have_no_adapters_are_named(target, refusal, model_path):
     with pytest.raises(EngineError, match=f"no adapters can be added to {refusal}"):
         Fsdp2TrainEngine(model_path, None, TrainSettings(lora=LoraSettings(targets=("v_proj", target))))
+
+
+def adapted_layers(module):
+    return {name.rpartition(".lora_A")[0] for name, _ in module.named_parameters() if ".lora_A" in name}
+
+
+def test_all_linear_layers_are_all_but_the_output_layer(model_path):
+    names, whole = (
+        Fsdp2TrainEngine(model_path, None, TrainSettings(lora=LoraSettings(targets=targets)))._model.module
+        for targets in (LoraSettings().targets, "all-linear")
+    )
+    assert adapted_layers(whole) == adapted_layers(names)
+    assert adapted_layers(whole)
+
+
+OTHERS = {
+    "rank": ({"rank": 2}, "lora.rank is 2, not 4"),
+    "alpha": ({"alpha": 4.0}, "lora.alpha is 4.0, not 8.0"),
+    "targets": ({"targets": "all-linear"}, "lora.targets is all-linear, not "),
+}
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one rank's", "all ranks'"])
+@pytest.mark.parametrize("other", OTHERS)
+def test_a_state_of_other_adapters_is_refused(other, several, model_path):
+    """Of another ``alpha``, say, it would mean other weights."""
+    changes, refusal = OTHERS[other]
+    state = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings(lora=LORA)).state_dict()
+    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings(lora=replace(LORA, **changes)))
+    before = {name: tensor.clone() for name, tensor in engine.named_adapters()}
+    with pytest.raises(WeightSyncError, match=f"the state is of other adapters: {refusal}"):
+        engine.load_states([state]) if several else engine.load_state_dict(state)
+    assert all(torch.equal(before[name], tensor) for name, tensor in engine.named_adapters())
+    whole = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings())
+    with pytest.raises(WeightSyncError, match="the state is of adapters, lora {'rank': 4, .* trains the whole model"):
+        whole.load_state_dict(state)
+
+
+def test_a_state_that_does_not_tell_its_adapters_is_taken(model_path):
+    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings(lora=LORA))
+    engine.load_state_dict({key: part for key, part in engine.state_dict().items() if key != "lora"})
 
 
 @pytest.mark.feature(145)

@@ -8,6 +8,7 @@ from policy_jobs import policy_job, write_inputs
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.engine.api import registry
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here
 
@@ -41,6 +42,35 @@ def problems_of(job):
 )
 def test_ppo(tmp_path, config, where, what):
     assert what in problems_of(policy_job(tmp_path, "ppo", **config))[where]
+
+
+@pytest.mark.parametrize(
+    ("targets", "what"),
+    [
+        ([], "names no layer: 'all-linear' is all of them but the output layer"),
+        (["q_prj", "v_proj"], "no linear layer has the name 'q_prj'; did you mean 'q_proj'"),
+        (["self_attn.q_proj", "lm_head"], "the output layer has the weight of the embedding"),
+        ("all-linear", None),
+        (["mlp.up_proj"], None),
+    ],
+)
+def test_layers_for_adapters_are_those_of_the_model(tmp_path, targets, what):
+    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+    write_inputs(tmp_path)
+    job = policy_job(tmp_path, "ppo", engine={"lora": {"targets": targets}})
+    if what is None:
+        assert check_job(job, local=True).inspection.errors == ()
+    else:
+        assert what in problems_of(job)["config.engine.lora.targets"]
+
+
+def test_adapters_need_a_package_where_the_job_runs(tmp_path, monkeypatch):
+    write_inputs(tmp_path)
+    here, elsewhere = ({"lora": {"rank": 2}, "device": device} for device in ("cpu", "cuda"))
+    monkeypatch.setattr(registry.importlib.util, "find_spec", lambda name: None)
+    missing = "'peft' is not installed: pip install 'dlrover-rl[lora]'"
+    assert problems_of(policy_job(tmp_path, "ppo", engine=here))["config.engine.lora"] == missing
+    assert "config.engine.lora" not in problems_of(policy_job(tmp_path, "ppo", engine={**elsewhere, "max_batch": 0}))
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """Members that take over the state of more or fewer of them."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, OtherLayout
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.checkpoint.calls import CallRecord
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.process.inspection import inspect_job
+from dlrover.python.rl.runtime.run_folder import DESCRIPTION
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
@@ -139,6 +143,14 @@ class Nothing(BaseTrainer):
         pass
 
 
+class Sized(Keeping):
+    @classmethod
+    def settings_of_state(cls, config):
+        if config["size"] == "broken":
+            raise KeyError("of the user's own")
+        return {"size": config["size"], "part": config.get("part")}
+
+
 def job(path, name, number, broken="false"):
     text = f"name: job\ntrainer: {{module: {__name__}, class: Nothing, device_type: CPU, device_per_node: 8}}\n"
     text += f"workload: {{actor: {{module: {__name__}, class: {name}, num: {number}}}}}\njob_dir: {path}\n"
@@ -161,3 +173,28 @@ def test_other_numbers_are_refused_where_a_role_cannot_divide_its_state_again(tm
         (error,) = inspect_job(refused).errors
         assert error.where == "checkpoint.resume"
         assert "holds the state of ACTOR x2, and this job's members with state are ACTOR x3" in error.what
+
+
+def sized(path, config):
+    text = f"name: job\ntrainer: {{module: {__name__}, class: Nothing, device_type: CPU, device_per_node: 8}}\n"
+    text += f"workload: {{actor: {{module: {__name__}, class: Sized, num: 2}}}}\njob_dir: {path}\n"
+    return load_job_text(f"{text}checkpoint: {{resume: latest}}\nconfig: {config}\n", "job")
+
+
+def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tmp_path):
+    begun, other = sized(tmp_path, "{size: 4, part: {a: 1, b: x}}"), sized(tmp_path, "{size: 8, part: {a: 2, b: x}}")
+    (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
+    assert inspect_job(other).errors == (), "nothing was committed yet"
+    Run(tmp_path, 2).commit(5)
+    assert inspect_job(begun).errors == ()
+    whole, part = inspect_job(other).errors
+    was = "8, but the run was begun with 4, which its state depends on"
+    assert str(whole) == f"config.size: {was}: go on with that, or begin another run"
+    assert str(part).startswith("config.part.a: 2, but the run was begun with 1, ")
+    (none,) = inspect_job(sized(tmp_path, "{size: 4}")).errors
+    assert str(none).startswith("config.part: null, but the run was begun with {a: 1, b: x}, ")
+    assert inspect_job(sized(tmp_path, "{size: broken}")).errors == (), "check_config says what is wrong with a config"
+    fresh = dataclasses.replace(other, checkpoint=dataclasses.replace(other.checkpoint, resume="never"))
+    assert inspect_job(fresh).errors == ()
+    (tmp_path / DESCRIPTION).unlink()
+    assert inspect_job(other).errors == ()

@@ -201,6 +201,12 @@ class BaseWorkload:
         return False
 
     @classmethod
+    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
+        """The settings that a saved state depends on, by their keys in ``config``; mappings are compared key by key. A
+        job with others is refused, before anything starts, if it would go on from a state."""
+        return {}
+
+    @classmethod
     def state_bytes(cls, config: Any, world_size: int) -> int | None:
         """About how large the state of one of ``world_size`` members is in a commit; None: unknown. ``check`` computes
         from it the room that the job needs, before anything starts."""

@@ -10,10 +10,12 @@ from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.typed import from_plain, list_keys, require, to_plain
+from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.auto import complete_config
 from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
-from dlrover.python.rl.recipe.base.model_facts import count_parameters, describe_engines
+from dlrover.python.rl.recipe.base.memory_plan import describe_engines
+from dlrover.python.rl.recipe.base.model_facts import count_parameters
 from dlrover.python.rl.recipe.base.other_names import EXAMPLE_NAMES, POLICY_NAMES
 from dlrover.python.rl.recipe.dpo import DPOTrainer
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
@@ -140,7 +142,7 @@ def test_the_size_of_a_model_is_read_from_its_files(tmp_path):
     stored = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     tied = sum(tensor.numel() for tensor in {tensor.data_ptr(): tensor for tensor in stored.values()}.values())
     assert count_parameters(folder) == tied
-    assert describe_engines(str(folder), EngineConfig().resolve(False)) == [
+    assert describe_engines(str(folder), EngineConfig().resolve(False), OptimizerConfig()) == [
         f"model: {folder}, {tied / 1e3:.3g} k parameters; {4 * tied / 1e3:.3g} kB of weights to generate,"
         f" {16 * tied / 1e3:.3g} kB to train, activations not counted",
         "engines: train fsdp2, rollout torch, on cpu in fp32",

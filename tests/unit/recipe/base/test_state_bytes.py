@@ -61,3 +61,17 @@ def test_a_critic_has_a_model_and_an_optimizer_of_its_own(model, tmp_path):
 
 def test_it_is_unknown_without_the_models_files():
     assert ActorWorkload.state_bytes({"model": "some/hub-name", "engine": {"device": "cpu"}}, 1) is None
+
+
+def test_a_state_depends_on_the_engine_the_adapters_and_the_kind_of_optimizer(model):
+    config = {"model": model, "engine": {"device": "cpu", "lora": {"rank": 4}}, "optimizer": {"lr": 1e-3}}
+    named = ActorWorkload.settings_of_state(config)
+    assert (named["engine"]["train"], named["engine"]["lora"]["rank"], named["optimizer"]) == (
+        "fsdp2",
+        4,
+        {"name": "adamw"},
+    )
+    critic = CriticWorkload.settings_of_state({**config, "critic": {"optimizer": {"name": "sgd"}}})
+    assert critic == {"engine": {"train": "fsdp2", "lora": None}, "critic.optimizer": {"name": "sgd"}}
+    faster = {**config, "optimizer": {"lr": 1.0}, "engine": {**config["engine"], "max_batch": 7}}
+    assert ActorWorkload.settings_of_state(faster) == named

@@ -28,8 +28,10 @@ class LoraSettings:
     alpha: Annotated[float, Gt(0.0)] = 32.0
     """Scale: the adapters' product counts ``alpha / rank`` times."""
 
-    targets: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
-    """Last parts of the names of the linear layers that get adapters."""
+    targets: tuple[str, ...] | Literal["all-linear"] = (
+        "q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"
+    )  # fmt: skip
+    """Last parts of the names of the linear layers that get adapters; ``all-linear``: all but the output layer."""
 
     quantize_base: Literal["nf4"] | None = None
     """``nf4``: the matrices of all linear layers but the output layer are in 4 bits (QLoRA, arXiv:2305.14314), by the

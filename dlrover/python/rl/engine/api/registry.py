@@ -135,6 +135,12 @@ def absent_package(point: ExtensionPoint, name: str, options: Mapping[str, Any])
     return package if package and importlib.util.find_spec(package) is None and not is_remote else ""
 
 
+def require_peft() -> None:
+    """Raise MissingExtra unless it is there."""
+    if importlib.util.find_spec("peft") is None:
+        raise MissingExtra("peft", "lora")
+
+
 def require_bitsandbytes() -> None:
     """Raise MissingExtra unless it is there, in a version that multiplies by packed weights as they are stored."""
     try:

@@ -30,6 +30,7 @@ from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.training.adapters import (
     adapter_name,
     add_adapters,
+    check_adapters,
     fresh_adapter,
     is_adapter,
     merge,
@@ -247,6 +248,7 @@ class Fsdp2TrainEngine(BackendTrainEngine):
 
         def noted() -> Iterator[Mapping[str, Any]]:
             for state in states:
+                check_adapters(self._settings.lora, state)
                 self.version, self._skipped = int(state["version"]), int(state["skipped"])
                 yield state
 

@@ -12,12 +12,15 @@ from typing import Any
 import huggingface_hub
 import torch
 
+from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.model.chunked_head import RAW_LOGITS
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 """Types of models whose shape follows from the configuration alone, which takes no time."""
+
+_OUTPUT = "lm_head"
 
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -39,10 +42,24 @@ class ModelShape:
     """The last part of a layer's name to the sum of both sizes of its matrices, which an adapter has times its rank."""
 
     matrices: int = 0  # parameters of the linear layers' matrices, without the output layer's
+    shares_embedding: bool = False  # the output layer has no weight of its own
     raw_logits: bool = False  # those of the output layer, which may come in chunks
 
     def adapter_parameters(self, lora: LoraSettings) -> int:
-        return lora.rank * sum(self.adaptable.get(name, 0) for name in lora.targets)
+        names = self.adaptable if isinstance(lora.targets, str) else lora.targets
+        return lora.rank * sum(self.adaptable.get(name.rpartition(".")[2], 0) for name in names)
+
+    def find_target_errors(self, lora: LoraSettings) -> list[str]:
+        """Names among the targets that no layer of the model has which can have adapters."""
+        own = [] if self.shares_embedding else [_OUTPUT]
+        names = [] if isinstance(lora.targets, str) else [name.rpartition(".")[2] for name in lora.targets]
+        return [
+            "the output layer has the weight of the embedding, to which no adapters can be added"
+            if name == _OUTPUT
+            else f"no linear layer has the name '{name}'{hint(name, [*self.adaptable, *own])}"
+            for name in names
+            if name not in (*self.adaptable, *own)
+        ]
 
     @property
     def outside(self) -> int:
@@ -84,6 +101,7 @@ class ModelShape:
             vocabulary,
             {name: layers * sum(pair) for name, pair in matrices.items()},
             layers * sum(products),
+            bool(config.get("tie_word_embeddings")),
             kind in RAW_LOGITS,
         )
 
@@ -103,7 +121,7 @@ class ModelShape:
         inner = experts * int(getattr(text, "moe_intermediate_size", None) or text.intermediate_size)
         adaptable, matrices = Counter[str](), 0
         for name, part in module.named_modules():
-            if isinstance(part, torch.nn.Linear) and part is not getattr(module, "lm_head", None):
+            if isinstance(part, torch.nn.Linear) and part is not getattr(module, _OUTPUT, None):
                 adaptable[name.rpartition(".")[2]] += sum(part.weight.shape)
                 matrices += part.weight.numel()
         return cls(
@@ -118,6 +136,7 @@ class ModelShape:
             int(text.vocab_size),
             dict(adaptable),
             matrices,
+            bool(getattr(config, "tie_word_embeddings", False)),
             text.model_type in RAW_LOGITS,
         )
 

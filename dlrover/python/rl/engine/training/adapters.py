@@ -2,13 +2,14 @@
 """Low-rank adapters through peft: ``W' = W + B A alpha / rank`` (Hu et al., arXiv:2106.09685, equation 3)."""
 
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 
-from dlrover.python.rl.common.errors import EngineError, MissingExtra
+from dlrover.python.rl.common.errors import EngineError, MissingExtra, WeightSyncError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.weights import DOWN, UP, add_adapter
@@ -29,15 +30,9 @@ def add_adapters(module: Any, settings: LoraSettings) -> None:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
         raise MissingExtra("peft", "lora") from error
-    config = LoraConfig(
-        r=settings.rank, lora_alpha=settings.alpha, target_modules=list(settings.targets), lora_dropout=0.0
-    )
-    layers = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
-    for target in settings.targets:
-        if not any(f".{name}".endswith(f".{target}") for name in layers):
-            near = hint(target, {name.rpartition(".")[2] for name in layers})
-            raise EngineError(f"no adapters can be added to '{target}': no linear layer has this name{near}")
-    lost = [name for names in list_aliases(module) if len(names) > 1 for name in names if _ends_in(name, settings)]
+    targets = _targets(module, settings)
+    config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, lora_dropout=0.0)
+    lost = [name for names in list_aliases(module) if len(names) > 1 for name in names if _ends_in(name, targets)]
     if lost:
         raise EngineError(f"no adapters can be added to '{lost[0]}': it has the weight of another layer")
     try:
@@ -47,8 +42,20 @@ def add_adapters(module: Any, settings: LoraSettings) -> None:
         raise EngineError(f"no adapters can be added: {error}") from error
 
 
-def _ends_in(name: str, settings: LoraSettings) -> bool:
-    return any(f".{name}".endswith(f".{target}.weight") for target in settings.targets)
+def _targets(module: Any, settings: LoraSettings) -> list[str]:
+    layers = {name: part for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
+    if isinstance(settings.targets, str):
+        output = module.get_output_embeddings()
+        return [name for name, part in layers.items() if part is not output]
+    for target in settings.targets:
+        if not any(f".{name}".endswith(f".{target}") for name in layers):
+            near = hint(target, {name.rpartition(".")[2] for name in layers})
+            raise EngineError(f"no adapters can be added to '{target}': no linear layer has this name{near}")
+    return list(settings.targets)
+
+
+def _ends_in(name: str, targets: Collection[str]) -> bool:
+    return any(f".{name}".endswith(f".{target}.weight") for target in targets)
 
 
 @contextmanager
@@ -86,6 +93,23 @@ def is_adapter(name: str) -> bool:
 def adapter_name(name: str) -> str:
     """An adapter's name in weight sync."""
     return model_name(name.replace(_DOWN, ".").replace(_UP, ".")) + (DOWN if _DOWN in name else UP)
+
+
+def describe_adapters(settings: LoraSettings) -> dict[str, Any]:
+    """For a state."""
+    targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
+    return {**asdict(settings), "targets": targets}
+
+
+def check_adapters(settings: LoraSettings | None, state: Mapping[str, Any]) -> None:
+    """Raise WeightSyncError if a state is of adapters of other settings, by which they would mean other weights."""
+    was, now = state.get("lora"), None if settings is None else describe_adapters(settings)
+    if was is None or was == now:  # states of earlier versions do not tell
+        return
+    if now is None:
+        raise WeightSyncError(f"the state is of adapters, lora {dict(was)}, and the engine trains the whole model")
+    other = [f"lora.{key} is {now[key]}, not {was.get(key)}" for key in now if now[key] != was.get(key)]
+    raise WeightSyncError(f"the state is of other adapters: {'; '.join(other)}")
 
 
 def merge(name: str, names: Collection[str], whole: Callable[[str], Any], settings: LoraSettings) -> Any:

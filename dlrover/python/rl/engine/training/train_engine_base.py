@@ -38,7 +38,7 @@ from dlrover.python.rl.engine.model.packing import (
 )
 from dlrover.python.rl.engine.model.ranks import Ranks, resolve_device
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.training.adapters import silenced
+from dlrover.python.rl.engine.training.adapters import check_adapters, describe_adapters, silenced
 from dlrover.python.rl.engine.training.backend import TrainBackend
 from dlrover.python.rl.engine.training.stepping import (
     agree_on_micro_batches,
@@ -261,14 +261,16 @@ class BackendTrainEngine(ABC):
         self._has_weights = True
 
     def state_dict(self) -> dict[str, Any]:
-        """``version``, ``skipped``, ``layout``, ``model`` (tied tensors once; with adapters, those alone) and
-        ``optimizer`` (None if frozen): the live tensors.
+        """``version``, ``skipped``, ``layout``, ``model`` (tied tensors once; with adapters, those alone, and their
+        ``lora``) and ``optimizer`` (None if frozen): the live tensors.
         """
         counts = {"version": self.version, "skipped": self._skipped}
-        return {**counts, **self._require_weights("state_dict").local_state()}
+        adapted = {"lora": describe_adapters(self._settings.lora)} if self._settings.lora is not None else {}
+        return {**counts, **adapted, **self._require_weights("state_dict").local_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy in what :meth:`state_dict` returned on this rank; see :func:`restore_state` for errors."""
+        check_adapters(self._settings.lora, state)
         self._revive().restore_local_state(state)
         self.version, self._skipped, self._has_weights = int(state["version"]), int(state["skipped"]), True
 

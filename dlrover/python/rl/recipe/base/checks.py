@@ -19,7 +19,7 @@ from dlrover.python.rl.common.errors import (
     VerifierError,
 )
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.api.registry import (
     ROLLOUT_ENGINES,
     TRAIN_ENGINES,
@@ -29,9 +29,11 @@ from dlrover.python.rl.engine.api.registry import (
     find_rollout_errors,
     find_train_errors,
     require_bitsandbytes,
+    require_peft,
     validate_engine,
 )
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
+from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.weight_sync.transports import validate_transport
 from dlrover.python.rl.environment.core.functions import find_environment, load_function
 from dlrover.python.rl.environment.core.scoring import RewardFunction
@@ -55,15 +57,16 @@ def validate_reward(function: str | Mapping[str, float], where: str = "config.re
 
 
 def validate_train_engine(
-    engine: EngineConfig, members: int, bare_head: bool = False, role: str = "actor"
+    engine: EngineConfig, members: int, bare_head: bool = False, role: str = "actor", shape: ModelShape | None = None
 ) -> list[ConfigError]:
     """Whether there is such an engine, that can do what is asked of it, and whether its sizes divide the members of a
-    role that trains."""
+    role that trains; ``shape``: of the actor's model."""
     where = "config.engine.train"
     errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine))
     info, sizes = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
     faults = find_train_errors(engine.train, info, sizes, engine.lora, bare_head, engine.train_options)
     errors += [ConfigError("config.engine", fault) for fault in faults]
+    errors += _find_adapter_errors(engine, engine.lora, shape) if role == "actor" and engine.lora is not None else []
     try:
         layout = Layout.of(members, sizes)
     except EngineError as error:
@@ -71,11 +74,18 @@ def validate_train_engine(
     return [*errors, *(_find_base_errors(engine, layout) if role == "actor" else ())]
 
 
+def _find_adapter_errors(engine: EngineConfig, lora: LoraSettings, shape: ModelShape | None) -> list[ConfigError]:
+    faults = [] if lora.targets else ["names no layer: 'all-linear' is all of them but the output layer"]
+    faults += [] if shape is None else shape.find_target_errors(lora)
+    errors = [ConfigError("config.engine.lora.targets", fault) for fault in faults]
+    return errors + [ConfigError("config.engine.lora", fault) for fault in _find_absent(engine, require_peft)]
+
+
 def _find_base_errors(engine: EngineConfig, layout: Layout) -> list[ConfigError]:
     """What a base in 4 bits lacks."""
     if engine.lora is None or engine.lora.quantize_base is None:
         return []
-    faults = _find_absent_bitsandbytes(engine)
+    faults = _find_absent(engine, require_bitsandbytes)
     if engine.parallel is not None:  # else each member holds a copy
         faults += find_layout_errors(engine.lora, layout)
     return [ConfigError("config.engine.lora.quantize_base", fault) for fault in faults]
@@ -91,14 +101,14 @@ def validate_optimizer(
 ) -> list[ConfigError]:
     info, sizes = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
     errors = find_optimizer_errors(engine.train, info, optimizer, sizes.tensor_parallel_size)
-    errors += _find_absent_bitsandbytes(engine) if optimizer.name == "adamw_8bit" else []
+    errors += _find_absent(engine, require_bitsandbytes) if optimizer.name == "adamw_8bit" else []
     return [ConfigError(f"{where}.name", error) for error in errors]
 
 
-def _find_absent_bitsandbytes(engine: EngineConfig) -> list[str]:
+def _find_absent(engine: EngineConfig, require_package: Callable[[], None]) -> list[str]:
     try:
         if _runs_here(engine):
-            require_bitsandbytes()
+            require_package()
     except MissingExtra as error:
         return [str(error)]
     return []

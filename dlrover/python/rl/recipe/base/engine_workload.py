@@ -23,7 +23,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -275,6 +275,9 @@ class TrainedWorkload(EngineWorkload):
     has_adapters: ClassVar[bool] = False
     """Whether ``engine.lora`` is for this role."""
 
+    optimizer_key: ClassVar[str] = "optimizer"
+    """Where ``config`` has the settings of the optimizer."""
+
     warmup = "warm_actor"
     _engine: BaseTrainEngine
 
@@ -300,6 +303,13 @@ class TrainedWorkload(EngineWorkload):
         copies = _holds_copies(engine, engine.device, lora)
         sizes = engine.parallel or ParallelSizes(ddp_size=world_size if copies else 1)
         return None if whole is None else whole // (world_size // sizes.ddp_size)
+
+    @classmethod
+    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
+        engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
+        lora = asdict(engine.lora) if cls.has_adapters and engine.lora is not None else None
+        _, optimizer = cls._trained(config)
+        return {"engine": {"train": engine.train, "lora": lora}, cls.optimizer_key: {"name": optimizer.name}}
 
     @classmethod
     def _trained(cls, config: Any) -> tuple[str, OptimizerConfig]:

@@ -5,9 +5,14 @@ change where something cannot fit. The arithmetic is in ``memory_bytes``."""
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, EngineError
+from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup
+from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, absent_package
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
 from dlrover.python.rl.recipe.base.config import EngineConfig
@@ -25,6 +30,7 @@ from dlrover.python.rl.recipe.base.memory_bytes import (
     is_quantized,
     size_passes,
 )
+from dlrover.python.rl.recipe.base.model_facts import parameters_of
 
 _USABLE = 0.92
 """Of a device's memory: the rest is CUDA's own, and lost between blocks."""
@@ -231,3 +237,29 @@ def _smaller_passes(engine: EngineConfig, use: ModelUse) -> list[tuple[list[str]
 
 def _gb(nbytes: float) -> str:
     return f"{nbytes / GB:,.1f}" if nbytes else "-"
+
+
+def describe_engines(
+    model: str, engine: EngineConfig, optimizer: OptimizerConfig, fallback: str | None = None
+) -> list[str]:
+    """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
+    parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
+    if parameters is not None:
+        weights = parameters * (2 if engine.precision == "bf16" else 4)
+        size = f", {short_number(parameters)} parameters; {short_number(weights)}B of weights to generate"
+        if shape is not None and not is_on_host(engine):
+            use = ModelUse("trained", model, optimizer=optimizer, lora=engine.lora)
+            planned = bytes_of(shape, use, replace(engine, parallel=None))
+            trained = int(planned.weights + planned.gradients + planned.optimizer)
+            size += f", {short_number(trained)}B to train, activations not counted"
+    elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
+        size = f", {NOT_LOOKED_UP}"
+    absent = {
+        absent_package(TRAIN_ENGINES, engine.train, engine.train_options),
+        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options),
+    }
+    return [
+        f"model: {model}{size}",
+        f"engines: train {engine.train}, rollout {engine.rollout}, on {engine.device} in {engine.precision}",
+        *(f"  {package} is not on this machine: those of the job need it" for package in sorted(absent) if package),
+    ]

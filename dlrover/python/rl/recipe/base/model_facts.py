@@ -10,13 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError
-from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup, hub_fault, is_cached
-from dlrover.python.rl.common.log import short_number
+from dlrover.python.rl.common.hub import Lookup, current_lookup, hub_fault, is_cached
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
-from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, absent_package
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.engine.training.eight_bit import BLOCK
-from dlrover.python.rl.recipe.base.config import EngineConfig
 
 _ALMOST = 0.8
 """Similarity from which a name is taken to mean a folder rather than a model of the hub."""
@@ -24,9 +21,7 @@ _ALMOST = 0.8
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 _HEADER = struct.Struct("<Q")
-_MATRIX, _FLOAT32 = 2, 4
-_TRAINED_BYTES = 16
-"""Per parameter: float32 weights, their gradients and Adam's two moments."""
+_FLOAT32 = 4
 
 
 def count_parameters(folder: Path) -> int | None:
@@ -67,47 +62,19 @@ def trained_bytes(
     """The state of a model that is trained, in float32: weights and the optimizer's moments, of the adapters alone if
     there are some. None if neither the model's files are here nor its configuration; ``fallback``: see
     :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
-    shapes = _shapes(Path(model).expanduser())
-    if shapes is None:
-        shape = shape_of(model, fallback)
-        if shape is None:
-            return None
-        parameters = shape.parameters if lora is None else shape.adapter_parameters(lora)
-    elif lora is not None:
-        adapted = [shape for name, shape in shapes.items() if _layer_of(name) in lora.targets]
-        parameters = sum(lora.rank * sum(shape) for shape in adapted if len(shape) == _MATRIX)
+    if lora is None:
+        parameters = parameters_of(model, fallback)
     else:
-        parameters = sum(map(math.prod, shapes.values()))
-    return int(parameters * (_FLOAT32 + moment_bytes(optimizer, lora)))
+        shape = shape_of(model, fallback)
+        parameters = None if shape is None else shape.adapter_parameters(lora)
+    return None if parameters is None else int(parameters * (_FLOAT32 + moment_bytes(optimizer, lora)))
 
 
-def _layer_of(tensor: str) -> str:
-    """``q_proj`` of ``model.layers.0.self_attn.q_proj.weight``."""
-    return tensor.rpartition(".")[0].rpartition(".")[2]
-
-
-def describe_engines(model: str, engine: EngineConfig, fallback: str | None = None) -> list[str]:
-    """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
-    shape = shape_of(model, fallback)
-    parameters = count_parameters(Path(model).expanduser()) or (None if shape is None else shape.parameters)
-    size = ""
-    if parameters is not None:
-        weights = parameters * (2 if engine.precision == "bf16" else 4)
-        trained = parameters * _TRAINED_BYTES + (weights if engine.precision == "bf16" else 0)
-        size = f", {short_number(parameters)} parameters; {short_number(weights)}B of weights to generate"
-        if not engine.train_options.get("optimizer_on_host"):
-            size += f", {short_number(trained)}B to train, activations not counted"
-    elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
-        size = f", {NOT_LOOKED_UP}"
-    absent = {
-        absent_package(TRAIN_ENGINES, engine.train, engine.train_options),
-        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options),
-    }
-    return [
-        f"model: {model}{size}",
-        f"engines: train {engine.train}, rollout {engine.rollout}, on {engine.device} in {engine.precision}",
-        *(f"  {package} is not on this machine: those of the job need it" for package in sorted(absent) if package),
-    ]
+def parameters_of(model: str, fallback: str | None = None) -> int | None:
+    """From the headers of its files, or else from its configuration."""
+    counted = count_parameters(Path(model).expanduser())
+    shape = shape_of(model, fallback) if counted is None else None
+    return counted if shape is None else shape.parameters
 
 
 def validate_model(model: str, where: str = "config.model") -> list[ConfigError]:

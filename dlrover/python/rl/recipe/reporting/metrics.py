@@ -28,8 +28,8 @@ from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.machine import Machine
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
-from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
-from dlrover.python.rl.recipe.base.model_facts import describe_engines, validate_model
+from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, describe_engines
+from dlrover.python.rl.recipe.base.model_facts import validate_model
 from dlrover.python.rl.recipe.reporting.passes import choose_passes
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
@@ -328,7 +328,7 @@ class RecipeTrainer(BaseTrainer):
         evaluated = cfg.data.eval.values() if isinstance(cfg.data.eval, Mapping) else [cfg.data.eval]
         unread = [where for where in (cfg.data.train, *evaluated) if where and is_left_unread(where)]
         return [
-            *describe_engines(cfg.model, cfg.engine, cfg.model_config),
+            *describe_engines(cfg.model, cfg.engine, cfg.optimizer, cfg.model_config),
             *(f"data: {where}, {NOT_LOOKED_UP}" for where in unread),
             f"each step: {cls.describe_step(cfg)}",
             *cls._plan_memory(cfg, roles).lines(),
@@ -385,7 +385,8 @@ class RecipeTrainer(BaseTrainer):
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*validate_model(cfg.model), *validate_optimizer(cfg.engine, cfg.optimizer)]
-        errors += validate_train_engine(cfg.engine, roles.get(RLRoleType.ACTOR, 1), cls.bare_head)
+        members, shape = roles.get(RLRoleType.ACTOR, 1), shape_of(cfg.model, cfg.model_config)
+        errors += validate_train_engine(cfg.engine, members, cls.bare_head, shape=shape)
         errors += validate_keep(cfg.keep, cfg.eval_every, cls.evaluation_names(cfg, roles))
         if cfg.model_config is not None and shape_of(cfg.model_config) is None:
             what = f"{cfg.model_config} is no config.json of a language model, nor a folder with one"

@@ -165,6 +165,7 @@ class CriticWorkload(TrainedWorkload):
     """CRITIC: a model with a head of one score, trained to predict the remaining reward."""
 
     head: ClassVar[Head] = "token"
+    optimizer_key = "critic.optimizer"
 
     @classmethod
     def _trained(cls, config: Any) -> tuple[str, OptimizerConfig]:

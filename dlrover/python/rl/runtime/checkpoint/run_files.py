@@ -46,6 +46,14 @@ class RunFiles:
         with store_errors():
             self._fs.put_file(str(self._folder / name), f"{self._path}/{name}")
 
+    def read(self, name: str) -> str:
+        """The text of a file there; empty if there is none."""
+        with store_errors():
+            try:
+                return str(self._fs.read_text(f"{self._path}/{name}", encoding="utf-8"))
+            except FileNotFoundError:
+                return ""
+
     def upload(self) -> None:
         """Upload what has changed since the last time."""
         for path in sorted(self._folder.rglob("*")):

@@ -9,11 +9,13 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import LOOKUP, Lookup, current_lookup
@@ -24,8 +26,10 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import from_plain, rename_keys, to_plain
 from dlrover.python.rl.control.events import RecoveryScope
+from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
 from dlrover.python.rl.runtime.process.executor import load_class
+from dlrover.python.rl.runtime.run_folder import DESCRIPTION, has_commits
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful
@@ -179,11 +183,60 @@ def _ask_lines(question: Callable[[], Iterable[str]]) -> list[str]:
 
 
 def _validate_resume(job: JobSpec, stateful: Mapping[str, int], loaded: Mapping[str, Any]) -> list[ConfigError]:
-    """A job continues from a copy with the same members, or with others of roles that can divide their state again."""
+    """A job goes on from a state with the settings that the state depends on."""
     resumed = resumed_layout(job)
-    if resumed is None or resumed[1] == stateful:
+    errors = [] if resumed is None else _validate_members(job, *resumed, stateful, loaded)
+    if job.checkpoint.resume == "latest" and (resumed is not None or has_commits(job.job_dir)):
+        errors += _validate_settings(job, [loaded[role] for role in stateful])
+    return errors
+
+
+def _validate_settings(job: JobSpec, workloads: Sequence[Any]) -> list[ConfigError]:
+    before = _config_before(job)
+    errors: dict[str, ConfigError] = {}
+    for workload in workloads if before is not None else ():
+        try:
+            was, now = workload.settings_of_state(before), workload.settings_of_state(job.config)
+        except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: check_config reports its config
+            _LOG.warning("%s.settings_of_state raised %s: %s", workload.__name__, type(error).__name__, error)
+            continue
+        for key, old, new in _differences(was, now):
+            what = f"{_inline(new)}, but the run was begun with {_inline(old)}, which its state depends on"
+            errors[key] = ConfigError(f"config.{key}", f"{what}: go on with that, or begin another run")
+    return list(errors.values())
+
+
+def _config_before(job: JobSpec) -> Any:
+    """That of the last run in the job's folder, or in its object store."""
+    path, files, text = job.job_dir / DESCRIPTION, files_of(job), ""
+    if path.is_file():
+        text = path.read_text(encoding="utf-8")
+    elif files is not None:
+        text = files.read(DESCRIPTION)
+    return from_plain(yaml.safe_load(text).get("config") or {}) if text else None
+
+
+def _differences(was: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any, Any]]:
+    for key in dict.fromkeys([*was, *now]):
+        old, new = was.get(key), now.get(key)
+        if isinstance(old, Mapping) and isinstance(new, Mapping):
+            yield from _differences(old, new, f"{where}{key}.")
+        elif old != new:
+            yield f"{where}{key}", old, new
+
+
+def _inline(value: Any) -> str:
+    return (
+        yaml.safe_dump(to_plain(value), default_flow_style=True, sort_keys=False, width=1000).split("\n...")[0].strip()
+    )
+
+
+def _validate_members(
+    job: JobSpec, folder: str, saved: Mapping[str, int], stateful: Mapping[str, int], loaded: Mapping[str, Any]
+) -> list[ConfigError]:
+    """With the same members, or with others of roles that can divide their state again."""
+    if saved == stateful:
         return []
-    folder, saved = resumed
     if saved.keys() == stateful.keys() and all(
         saved[role] == num or _takes_other_members(loaded[role], job.config) for role, num in stateful.items()
     ):
