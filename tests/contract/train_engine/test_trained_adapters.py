@@ -2,6 +2,7 @@
 """Low-rank adapters on every engine that has them: trained alone, merged on their way out, silenced for a reference."""
 
 import functools
+import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -11,6 +12,7 @@ from cases import named, parameters
 from exercise import digest, make_engine, replica_of, share, train, weights_of
 from plain import TEMPERATURE, assert_close, start_weights, write_model
 from processes import run
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
@@ -186,6 +188,19 @@ def test_a_state_of_other_adapters_is_refused(other, several, model_path):
     whole = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings())
     with pytest.raises(WeightSyncError, match="the state is of adapters, lora {'rank': 4, .* trains the whole model"):
         whole.load_state_dict(state)
+
+
+def test_a_state_fits_the_model_that_its_adapters_were_trained_on_wherever_that_is(model_path, tmp_path):
+    state = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings(lora=LORA)).state_dict()
+    moved, other = tmp_path / "moved", tmp_path / "other"
+    shutil.copytree(model_path, moved)
+    shutil.copytree(model_path, other)
+    Fsdp2TrainEngine(moved, OptimizerConfig(), TrainSettings(lora=LORA)).load_state_dict(state)
+    weights = load_file(other / "model.safetensors")
+    weights["model.norm.weight"][0] += 1.0
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    with pytest.raises(WeightSyncError, match="other adapters: the model that they are added to has other weights now"):
+        Fsdp2TrainEngine(other, OptimizerConfig(), TrainSettings(lora=LORA)).load_state_dict(state)
 
 
 def test_a_state_that_does_not_tell_its_adapters_is_taken(model_path):

@@ -4,6 +4,7 @@
 import copy
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ class ModelSpec:
         if not list(self.folder.glob("*.safetensors")):
             return self._library_source()
         return SafetensorsSource(self.folder)
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells the files of a model from those of another one; empty for other than safetensors files."""
+        if self.weights is not None or self.folder is None or not any(self.folder.glob("*.safetensors")):
+            return ""
+        return SafetensorsSource(self.folder).fingerprint()
 
     def source_of(self, wanted: Mapping[str, tuple[str, ...]], prefix: str) -> WeightReader:
         """The model's files, or the library's loader if it renames tensors."""

@@ -95,21 +95,23 @@ def adapter_name(name: str) -> str:
     return model_name(name.replace(_DOWN, ".").replace(_UP, ".")) + (DOWN if _DOWN in name else UP)
 
 
-def describe_adapters(settings: LoraSettings) -> dict[str, Any]:
-    """For a state."""
+def describe_adapters(settings: LoraSettings, model: str) -> dict[str, Any]:
+    """What a state says of its adapters; ``model``: the fingerprint of that which they are added to."""
     targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
-    return {**asdict(settings), "targets": targets}
+    return {**asdict(settings), "targets": targets, "model": model}
 
 
-def check_adapters(settings: LoraSettings | None, state: Mapping[str, Any]) -> None:
-    """Raise WeightSyncError if a state is of adapters of other settings, by which they would mean other weights."""
-    was, now = state.get("lora"), None if settings is None else describe_adapters(settings)
-    if was is None or was == now:  # states of earlier versions do not tell
+def check_adapters(own: Mapping[str, Any] | None, state: Mapping[str, Any]) -> None:
+    """Raise WeightSyncError if a state is of adapters that mean other weights: of other settings, or another model."""
+    was = state.get("lora")
+    if was is None or was == own:  # states of earlier versions do not say it
         return
-    if now is None:
+    if own is None:
         raise WeightSyncError(f"the state is of adapters, lora {dict(was)}, and the engine trains the whole model")
-    other = [f"lora.{key} is {now[key]}, not {was.get(key)}" for key in now if now[key] != was.get(key)]
-    raise WeightSyncError(f"the state is of other adapters: {'; '.join(other)}")
+    other = {key for key in own if own[key] != was.get(key)}
+    faults = [f"lora.{key} is {own[key]}, not {was.get(key)}" for key in own if key in other - {"model"}]
+    faults += ["the model that they are added to has other weights now"] if "model" in other else []
+    raise WeightSyncError(f"the state is of other adapters: {'; '.join(faults)}")
 
 
 def merge(name: str, names: Collection[str], whole: Callable[[str], Any], settings: LoraSettings) -> Any:

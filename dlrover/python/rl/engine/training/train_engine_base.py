@@ -85,7 +85,8 @@ class BackendTrainEngine(ABC):
         self._check_settings()
         if not isinstance(model, ModelSpec):
             model = ModelSpec.of(model, settings.head, settings.head_bias)
-        self._spec = model
+        self._spec, lora = model, self._settings.lora
+        self._adapters = None if lora is None else describe_adapters(lora, model.fingerprint)
         self._memory = memory or DeviceMemory(self._settings.device)
         self._ranks = self._connect(rendezvous or Rendezvous())
         self._owner = self._memory.owner(f"{'trained' if optimizer else 'frozen'} {self._spec.name}")
@@ -265,12 +266,12 @@ class BackendTrainEngine(ABC):
         ``lora``) and ``optimizer`` (None if frozen): the live tensors.
         """
         counts = {"version": self.version, "skipped": self._skipped}
-        adapted = {"lora": describe_adapters(self._settings.lora)} if self._settings.lora is not None else {}
+        adapted = {"lora": self._adapters} if self._adapters is not None else {}
         return {**counts, **adapted, **self._require_weights("state_dict").local_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy in what :meth:`state_dict` returned on this rank; see :func:`restore_state` for errors."""
-        check_adapters(self._settings.lora, state)
+        check_adapters(self._adapters, state)
         self._revive().restore_local_state(state)
         self.version, self._skipped, self._has_weights = int(state["version"]), int(state["skipped"]), True
 
