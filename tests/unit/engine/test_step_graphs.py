@@ -44,6 +44,8 @@ def test_the_generated_tokens_are_the_same(model_path, device, lengths, rows, mo
     engine = engine_with(model_path, device, rows, True)
     assert tokens_of(engine, lengths, 60) == plain
     assert len(engine._decoder._graphs._replays) >= 2
+    engine.cuda()
+    assert len(engine._decoder._graphs._replays) >= 2, "nothing has moved"
     for _ in range(2):  # weights and cache at other addresses
         engine.cpu()
         engine.cuda()

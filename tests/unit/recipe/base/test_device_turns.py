@@ -14,6 +14,7 @@ from recipe_stage import Stage, kill  # noqa: E402
 from dlrover.python.rl.common.errors import InvocationError  # noqa: E402
 from dlrover.python.rl.common.names import RLRoleType  # noqa: E402
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine  # noqa: E402
+from dlrover.python.rl.engine.memory.device_lock import DeviceLock  # noqa: E402
 from dlrover.python.rl.engine.memory.device_memory import MemoryLedger  # noqa: E402
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine  # noqa: E402
 from dlrover.python.rl.recipe.base.engine_workload import physical_device  # noqa: E402
@@ -42,11 +43,12 @@ class TurnReference(ReferenceWorkload):
     takes_turns = True
 
 
-def stage(folder, classes, collocation="", adapters=False, has_reference=True, **drawing):
+def stage(folder, classes, collocation="", adapters=False, has_reference=True, offload=True, **drawing):
     actor, rollout, reference = classes
     roles = {"ACTOR": (actor, 1), "ROLLOUT": (rollout, 1), "REFERENCE": (reference, 1), "REWARD": (RewardWorkload, 1)}
     small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0, **drawing}
     job = tiny_job(folder, 2, reference=True, rollout=small, prompts_per_step=4)
+    job.config.engine.offload = offload
     if adapters:
         job.config.engine.lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
     if not has_reference:
@@ -100,6 +102,30 @@ def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_pa
     assert len(peaks) == len(SHARING)
     assert 0 < max(together) <= max(peaks) < sum(peaks)
     assert list((tmp_path / "dlrover-rl" / "job-run1" / "devices" / "cpu-0").glob("*.wait")) == []
+
+
+def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(tmp_path, undisturbed, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
+    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), offload=False)
+    moves, holders = [], []
+
+    def moving(cls, name):
+        move = getattr(cls, name)
+        monkeypatch.setattr(cls, name, lambda engine, *part: (moves.append(name), move(engine, *part)))
+
+    def acquiring(lock, timeout_s):
+        acquire(lock, timeout_s)
+        workloads = [made.workload(role) for role in SHARING if RLRoleType(role) in made.port.members]
+        holders.append(sum(other.is_held for workload in workloads for other in workload._device_locks))
+
+    acquire = DeviceLock.acquire
+    moving(TorchRolloutEngine, "cpu")
+    moving(Fsdp2TrainEngine, "cpu")
+    monkeypatch.setattr(DeviceLock, "acquire", acquiring)
+    assert end_of(made) == undisturbed
+    assert moves == []
+    assert {made.workload(role)._engine.place() for role in SHARING} == {"cuda"}
+    assert {1} <= set(holders) <= {0, 1}, "they compute one at a time all the same"
 
 
 @pytest.mark.parametrize("samples", [4, 6])

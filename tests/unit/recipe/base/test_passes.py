@@ -15,8 +15,10 @@ from dlrover.python.rl.recipe.base.auto import complete_config
 from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare, TrainedWorkload
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
+from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
-from dlrover.python.rl.recipe.reporting.passes import choose_passes, smallest_device
+from dlrover.python.rl.recipe.reporting.passes import all_stay, choose_passes, smallest_device
+from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.process.host import MemberHost
@@ -86,7 +88,7 @@ def test_they_fit_the_smallest_device_that_any_member_has(trainer):
 
 
 def test_what_is_given_needs_no_call(trainer):
-    assert chosen(trainer, max_tokens_per_microbatch=100, gradient_checkpointing=True) == (100, True)
+    assert chosen(trainer, max_tokens_per_microbatch=100, gradient_checkpointing=True, offload=True) == (100, True)
     assert trainer.RG_ACTOR.calls == []
 
 
@@ -147,6 +149,60 @@ def test_of_a_device_that_members_have_at_the_same_time_each_has_its_part(traine
     assert smallest_device(replace(engine, device_memory_gb=2), uses, {ACTOR: [None]}) == 2e9
     trainer.RG_ACTOR = Group(None, None)
     assert chosen(trainer) == (16384, True)
+
+
+# -- who stays on a device that is shared ------------------------------------------------------------------------------
+
+BOTH = ("ACTOR", "ROLLOUT")
+
+
+def together(gigabytes, roles=BOTH, place="a"):
+    return DeviceShare(place, gigabytes * 1e9, True, roles)
+
+
+def stay(actors, rollouts, others=(), **engine):
+    uses = {ACTOR: ModelUse("trained", "m", longest=512), ROLLOUT: ModelUse("rollout", "m", longest=512)}
+    engine = EngineConfig(**{"device": "cuda", "rollout": "torch", "precision": "bf16", **engine})
+    return all_stay(MemoryPlan(uses, engine.with_passes(16384, False), "m"), {ACTOR: actors, ROLLOUT: rollouts}, others)
+
+
+@pytest.fixture
+def half_billion(monkeypatch):
+    monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: SMALL)
+
+
+@pytest.mark.usefixtures("half_billion")
+def test_engines_stay_on_a_device_that_has_room_for_all_of_them():
+    """At most 34.4 GB for the actor, and 1.8 for a rollout that rests; 7 for an actor that rests."""
+    assert stay([together(80)], [together(80)])
+    assert not stay([together(44)], [together(44)])
+    assert stay([together(46)], [together(46)])
+    assert not stay([together(80), together(80, place="b")], [together(80), together(44, place="b")])
+
+
+@pytest.mark.usefixtures("half_billion")
+def test_they_leave_where_what_others_need_is_not_known():
+    eighty = [together(80)]
+    assert not stay([None], [None])
+    assert not stay([DeviceShare("a", 80e9, False)], [DeviceShare("a", 80e9, False)]), "nothing is shared"
+    assert not stay(eighty, eighty, rollout="vllm"), "it takes its share of the device whatever it needs"
+    assert not stay(eighty, eighty, train="deepspeed")
+    assert stay(eighty, eighty, others=["CRITIC"]), "it is elsewhere"
+    three = [together(80, (*BOTH, "CRITIC"))]
+    assert not stay(three, three, others=["CRITIC"])
+
+
+def test_the_choice_reaches_the_members_in_their_settings(trainer):
+    def offload(*shares, roles=("ACTOR",), **engine):
+        trainer.RG_ACTOR = Group(*(together(each, roles) for each in shares))
+        return choose_passes(trainer, complete_config(SFTConfig, {**GIVEN, "engine": engine}, "GPU")).offload
+
+    trainer.actor_handles["REWARD"], trainer.RG_REWARD = [None], SimpleNamespace(workload_class=RewardWorkload)
+    assert offload(80, 80, rollout="torch", roles=("ACTOR", "REWARD")) is False
+    assert offload(80, 80, rollout="torch", offload=True) is True
+    assert offload(80, 12, rollout="torch", max_tokens_per_microbatch=16384, gradient_checkpointing=False) is True
+    trainer.RG_REWARD = SimpleNamespace(workload_class=ModelRewardWorkload)
+    assert offload(80, 80, rollout="torch", roles=("ACTOR", "REWARD")) is True
 
 
 @pytest.mark.parametrize(

@@ -241,7 +241,7 @@ class TorchRolloutEngine(RolloutEngineBase):
 
     def cuda(self, part: Part = "all") -> None:
         """Bring ``part`` to the device; the cache has its last size, the first is allocated with the first request."""
-        if part in ("all", "weights"):
+        if part in ("all", "weights") and self.place() != "cuda":
             self._decoder.store.cuda()
             self._rebind()
         if part in ("all", "kv_cache"):

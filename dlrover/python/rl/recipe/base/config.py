@@ -42,20 +42,19 @@ class EngineConfig:
     """Options of this rollout engine."""
 
     weight_sync: str = "auto"
-    """Transport of weights from the actor to the rollouts: ``pull`` (rollouts map the actor's memory, or one of each
-    other host fetches them over TCP for all of it), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an
-    entry point or ``module:Class``. ``auto`` is ``pull``."""
+    """Transport of weights from the actor to the rollouts: ``pull`` (rollouts map the actor's memory, or one of a host
+    fetches them over TCP), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an entry point or
+    ``module:Class``. ``auto`` is ``pull``."""
 
     weight_sync_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the transport: ``folder``, ``bucket_bytes``, ``timeout_s``."""
 
     device: str = AUTO
-    """A torch device. ``cuda`` is the device assigned to each member; ``cuda:0`` is the same device for all members.
-    ``auto``: ``cuda`` for ``trainer.device_type: GPU``, in one process or under ``torchrun`` where there is one."""
+    """A torch device. ``cuda`` is each member's own; ``cuda:0`` is the same one for all members. ``auto``: ``cuda`` for
+    ``trainer.device_type: GPU``, in one process or under ``torchrun`` where there is one."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of forward and backward passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Master weights, optimizer
-    and gradient reduction are always float32."""
+    """Of forward and backward passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Masters, moments and sums: float32."""
 
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Data type of saved models; ``auto``: that of the files of ``model``. Checkpoints are always float32."""
@@ -65,8 +64,8 @@ class EngineConfig:
     member holds a full copy if the engine supports it, and restores it from its own file after a failure."""
 
     shard_frozen: bool = False
-    """The members of a reference and of a teacher hold a part of the model each, and not a copy: for models that do not
-    fit on a device. Their classes are then ``ShardedReferenceWorkload`` and ``ShardedTeacherWorkload``."""
+    """The members of a reference and of a teacher hold a part of the model each instead of a copy. Their classes are
+    then ``ShardedReferenceWorkload`` and ``ShardedTeacherWorkload``."""
 
     lora: LoraSettings | None = None
     """Train LoRA adapters of the actor only, if the engine supports them; rollouts add them to the model."""
@@ -79,6 +78,9 @@ class EngineConfig:
     """Recompute activations in the backward pass to save memory. ``auto``, the default on CUDA: where they do not fit
     otherwise, or rows may be longer than planned (without ``data.max_prompt_tokens``, with an environment)."""
 
+    offload: bool | Literal["auto"] = "auto"
+    """Whether roles that share a device leave it for each other; ``auto``: unless all fit, with a fifth to spare."""
+
     max_batch: Positive = 128
     """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""
 
@@ -87,14 +89,13 @@ class EngineConfig:
 
     device_memory_gb: Annotated[float, Gt(0.0)] | None = None
     """Memory of a device in GB: a job that needs more by the arithmetic of ``check`` is refused. None: that of this
-    machine's devices, if it has any; what exceeds it is a warning."""
+    machine's devices, if any, and a warning."""
 
     gpu_memory_utilization: Annotated[float, Gt(0.0), Le(1.0)] = 0.85
     """Fraction of device memory for the weights and the key-value cache of a rollout engine."""
 
     threads: Positive | None = None
-    """CPU threads of each member; None: as the environment says (``OMP_NUM_THREADS``). The number affects the order of
-    some sums: set it for results that are bitwise equal on machines of different sizes."""
+    """CPU threads of each member, on which the order of some sums depends; None: as ``OMP_NUM_THREADS`` says."""
 
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
@@ -102,7 +103,7 @@ class EngineConfig:
         return "bf16" if self.precision == "bf16" else "fp32"
 
     def resolve(self, on_cuda: bool) -> "EngineConfig":
-        """These settings without ``auto``, but for passes on CUDA: what fits there is known with the device."""
+        """These settings without ``auto``, but for what depends on the memory of a CUDA device."""
         has_vllm = on_cuda and importlib.util.find_spec("vllm") is not None
         resolved = replace(
             self,

@@ -95,6 +95,7 @@ class DeviceShare(NamedTuple):
     place: str  # node and device
     nbytes: float
     in_turn: bool  # the others that are there have it one at a time with this one
+    roles: tuple[str, ...] = ()  # of those
 
 
 class EngineWorkload(BaseWorkload):
@@ -110,6 +111,7 @@ class EngineWorkload(BaseWorkload):
     _engine: Any = None
     _transport: WeightTransport | None = None
     _device_locks: tuple[DeviceLock, ...] = ()
+    _stays: bool = False  # on a shared device between its turns
     _memory: DeviceMemory | None = None
     _wait_until_written: Callable[[], None] = staticmethod(lambda: None)
 
@@ -131,7 +133,8 @@ class EngineWorkload(BaseWorkload):
         nbytes = device_bytes(engine, device) if device.startswith("cuda") else None
         if nbytes is None:
             return None
-        return DeviceShare(f"{socket.gethostname()}/{physical_device(device)}", nbytes, self._shares_in_turn(device))
+        place, in_turn = f"{socket.gethostname()}/{physical_device(device)}", self._shares_in_turn(device)
+        return DeviceShare(place, nbytes, in_turn, tuple((self.get_device_collocation() or "").split(",")))
 
     @trainer_invocation(changes_state=False)
     def keep_passes(self, tokens: int, recompute: bool) -> tuple[int, bool]:
@@ -143,8 +146,9 @@ class EngineWorkload(BaseWorkload):
         return bool(takes_turns and self.get_device_collocation() and self.name)
 
     @contextmanager
-    def _first_turn(self, device: str) -> Iterator[DeviceMemory | None]:
+    def _first_turn(self, device: str, engine: EngineConfig) -> Iterator[DeviceMemory | None]:
         """Lock ``device`` for the first time, to make the engine; yields the memory accounting of a shared device."""
+        self._stays = engine.offload is False
         if not self._shares_in_turn(device):
             yield None
             return
@@ -158,7 +162,7 @@ class EngineWorkload(BaseWorkload):
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Lock the device inside the block, with the engine on it."""
+        """Lock the device inside the block, with the engine on it; afterwards it leaves, unless all engines fit."""
         if not self._device_locks:
             yield
             return
@@ -168,7 +172,7 @@ class EngineWorkload(BaseWorkload):
                     self._engine.cuda()
                 yield
             finally:
-                if self._engine is not None:
+                if self._engine is not None and not self._stays:
                     self._wait_until_written()
                     self._engine.cpu()
 
@@ -184,7 +188,7 @@ class EngineWorkload(BaseWorkload):
             try:
                 yield
             finally:
-                if self._memory is not None:
+                if self._memory is not None and not (self._stays and self._member.shares_process):
                     self._memory.release_cache()
 
     def _make_train_engine(
@@ -202,7 +206,7 @@ class EngineWorkload(BaseWorkload):
         settings = replace(train_settings(engine, device, ParallelSizes()), **changes)
         make = engine_class(TRAIN_ENGINES, engine.train)  # the import takes seconds: not while it holds the device
         use_device(device)
-        with self._first_turn(device) as memory:
+        with self._first_turn(device, engine) as memory:
             self._engine = make(model, optimizer, settings, rendezvous, memory)
 
     def _make_weight_transport(self, engine: EngineConfig, device: str, is_leader: bool = False) -> WeightTransport:

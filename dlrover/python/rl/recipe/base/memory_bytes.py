@@ -23,7 +23,7 @@ in a pass::
 Roles that share a device have it one at a time, so each has to fit by itself.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -47,7 +47,7 @@ _QUANTIZED = 0.5 + 4 / 64
 """Bytes of a number in 4 bits, in blocks of 64 with a float32 scale."""
 
 _SIZED = 0.8
-"""Of a device's memory, for passes that the system sizes: the arithmetic is not exact."""
+"""Of a device's memory, for what the system chooses by the arithmetic, which is not exact."""
 
 
 @dataclass(frozen=True)
@@ -77,6 +77,11 @@ class PlannedBytes:
     logits: float = 0.0
     kv_cache: float = 0.0
     exchange: float = 0.0
+
+    @property
+    def resting(self) -> float:
+        """Between the calls of an engine that stays on its device."""
+        return self.weights + self.optimizer + self.kv_cache
 
     @property
     def peak(self) -> float:
@@ -205,6 +210,12 @@ def device_bytes(engine: EngineConfig, device: str = "cuda:0") -> float | None:
     if engine.device_memory_gb is not None:
         return engine.device_memory_gb * GB
     return float(torch.cuda.get_device_properties(device).total_memory) if torch.cuda.is_available() else None
+
+
+def fit_together(planned: Sequence[PlannedBytes], capacity: float) -> bool:
+    """Whether engines stay on a device of ``capacity`` bytes while each of them computes, one at a time."""
+    resting = sum(each.resting for each in planned)
+    return all(resting - each.resting + each.peak <= _SIZED * capacity for each in planned)
 
 
 # -- passes that fit ---------------------------------------------------------------------------------------------------

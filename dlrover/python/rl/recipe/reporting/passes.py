@@ -1,20 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many tokens the passes of a run's engines have, and whether activations are recomputed: chosen once in a run, by
-its trainer, so that all ranks and those that replace them compute alike.
+"""What depends on the memory of a run's devices: how many tokens the passes of engines have, whether activations are
+recomputed, and whether roles that share a device leave it for each other. Passes are chosen once in a run, by its
+trainer, so that all ranks and those that replace them compute alike.
 
 A trainer that replaces another one makes the same calls, as in all of ``init``. Members answer those from what they
 keep, also the one with the choice: so the first choice stays, whatever the second one would be.
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare
-from dlrover.python.rl.recipe.base.memory_bytes import GB, ModelUse, has_auto_passes
+from dlrover.python.rl.recipe.base.memory_bytes import GB, ModelUse, bytes_of, fit_together, has_auto_passes
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
 from dlrover.python.rl.trainer.port import gather
 
@@ -22,21 +24,53 @@ _LOG = get_logger(__name__)
 
 
 def choose_passes(trainer: Any, cfg: Any) -> EngineConfig:
-    """``cfg.engine`` without ``auto`` for passes."""
+    """``cfg.engine`` without ``auto`` for passes and offload."""
     engine: EngineConfig = cfg.engine
-    if not has_auto_passes(engine):
+    asks = engine.offload == AUTO and engine.device.startswith("cuda")
+    if not has_auto_passes(engine) and not asks:
         return engine
     uses = trainer.model_uses(cfg, {role: len(handles) for role, handles in trainer.actor_handles.items()})
     groups = {role: getattr(trainer, f"RG_{role}") for role in uses}
     asked = {role: group for role, group in groups.items() if hasattr(group.workload_class, "device_share")}
     shares = {role: _all_of(group.device_share, engine) for role, group in asked.items()}
     capacity = smallest_device(engine, uses, shares)
-    chosen = MemoryPlan(uses, engine, cfg.model, cfg.model_config, capacity).size_passes().engine
-    now = chosen.tokens_of_a_pass, chosen.recomputes
-    kept = [answer for group in asked.values() for answer in _all_of(group.keep_passes, *now)]
-    tokens, recompute = next((first for first in kept if first != now), now)
-    _LOG.info("passes of %d tokens, activations %s", tokens, "recomputed" if recompute else "kept")
-    return engine.with_passes(tokens, recompute)
+    plan = MemoryPlan(uses, engine, cfg.model, cfg.model_config, capacity).size_passes()
+    if has_auto_passes(engine):
+        now = plan.engine.tokens_of_a_pass, plan.engine.recomputes
+        kept = [answer for group in asked.values() for answer in _all_of(group.keep_passes, *now)]
+        tokens, recompute = next((first for first in kept if first != now), now)
+        _LOG.info("passes of %d tokens, activations %s", tokens, "recomputed" if recompute else "kept")
+        plan = replace(plan, engine=engine.with_passes(tokens, recompute))
+    if not asks:
+        return plan.engine
+    others = {role for role in trainer.actor_handles if role not in asked and _uses_device(trainer, role)}
+    stay = all_stay(plan, shares, others)
+    _LOG.info("engines %s a device that they share", "stay on" if stay else "leave")
+    return replace(plan.engine, offload=not stay)
+
+
+def _uses_device(trainer: Any, role: RLRoleType) -> bool:
+    return bool(getattr(getattr(trainer, f"RG_{role}").workload_class, "uses_device", True))
+
+
+def all_stay(
+    plan: MemoryPlan, shares: Mapping[RLRoleType, Sequence[DeviceShare | None]], others: Collection[RLRoleType] = ()
+) -> bool:
+    """Whether members that have devices in turn can keep what they have there: all of it fits. False where the needs of
+    one are not known, as of roles that are ``others`` than the plan's."""
+    planned = {role: bytes_of(shape, use, plan.engine) for role, use, shape in plan.known()}
+    members = [(role, share) for role, found in shares.items() for share in found if share and share.in_turn]
+    if not members or plan.engine.rollout != "torch" or any(role not in planned for role, _ in members):
+        return False
+    if any(str(role) in share.roles for role in others for _, share in members):
+        return False
+    places: dict[str, list[tuple[RLRoleType, DeviceShare]]] = {}
+    for role, share in members:
+        places.setdefault(share.place, []).append((role, share))
+    return all(
+        fit_together([planned[role] for role, _ in there], min(share.nbytes for _, share in there))
+        for there in places.values()
+    )
 
 
 def _all_of(method: Any, *arguments: Any) -> list[Any]:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -37,6 +37,9 @@ _LOG = get_logger(__name__)
 
 class RewardWorkload(BaseWorkload):
     """REWARD: calls a reward function, in processes that can be killed."""
+
+    uses_device: ClassVar[bool] = False
+    """Nothing of it is on a device that its process may share."""
 
     @classmethod
     def warm_up(cls) -> None:

@@ -75,7 +75,7 @@ class RolloutWorkload(EngineWorkload):
         self._adds_adapters = info.adds_adapters
         own = "cpu" if info.package else device  # a backend has its own process
         use_device(own)
-        with self._first_turn(device) as memory:
+        with self._first_turn(device, engine) as memory:
             if rollout.max_staleness and self._device_locks:
                 raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
             self._engine: BaseRolloutEngine = make(model, settings, memory)
