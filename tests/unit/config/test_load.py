@@ -182,7 +182,7 @@ def faults_of(override):
         ("lr=[1", "lr", "while parsing a flow sequence"),
         ("a..b=1", "a..b", "unknown key 'a'"),
         ("sizes.2=1", "sizes.2", "unknown key '2'"),
-        ("trainer=5", "trainer", "should be a dictionary"),
+        ("trainer=5", "trainer", "has to be a mapping with module, class, "),
         ("+sizes.7=1", "sizes.7", "list index out of range"),
     ],
 )

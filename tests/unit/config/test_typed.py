@@ -104,6 +104,51 @@ def test_a_value_that_no_branch_of_a_union_takes_is_one_problem(given, what):
     assert errors == [ConfigError(f"config.engine.{next(iter(given))}", what)]
 
 
+@pytest.mark.parametrize(
+    ("given", "place", "what"),
+    [
+        ({"optimizer": [1]}, "optimizer", "has to be a mapping with lr, kind, got [1]"),
+        ({"maybe": 4}, "maybe", "has to be a mapping with lr, kind, or null, got 4"),
+        ({"parts": [{}, "sgd"]}, "parts.1", "has to be a mapping with lr, kind, got 'sgd'"),
+        ({"optimizer": None}, "optimizer", "has to be a mapping with lr, kind, got None"),
+    ],
+)
+def test_what_has_to_be_a_mapping_is_answered_with_its_keys(given, place, what):
+    assert found({"model": "m", **given}) == {f"config.{place}": what}
+
+
+@dataclass(frozen=True)
+class Branches:
+    weights: str | Mapping[str, float] = ""
+    limits: Mapping[str, Annotated[int, Gt(0)] | Literal["auto"] | None] = field(default_factory=dict)
+    either: Optimizer | Literal["auto"] = "auto"
+
+
+@pytest.mark.parametrize("name", ["none", "int", "str", "dict[str,float]", "1.5", "a"])
+def test_a_key_that_is_called_like_a_branch_of_a_union_stays_in_the_place(name):
+    for key in {name, 1.5 if name == "1.5" else name}:
+        _, errors = parse(Branches, {"weights": {key: "x"}}, "config")
+        places = {error.where for error in errors}
+        assert places == {"config.weights", f"config.weights.{name}"}
+    _, errors = parse(Branches, {"limits": {name: 0}}, "config")
+    what = "input should be greater than 0, or 'auto', got 0"
+    assert errors == [ConfigError(f"config.limits.{name}", what)]
+
+
+@pytest.mark.parametrize(
+    ("given", "place", "what"),
+    [
+        (3, "", "has to be a mapping with lr, kind, or 'auto', got 3"),
+        ({"lr": 0}, ".lr", "input should be greater than 0, got 0"),
+        ({"l": 0}, ".l", "unknown key 'l'; did you mean 'lr'?"),
+    ],
+)
+def test_the_name_of_a_dataclass_among_others_is_in_no_place(given, place, what):
+    _, errors = parse(Branches, {"either": given}, "config")
+    assert ConfigError(f"config.either{place}", what) in errors
+    assert {error.where for error in errors} == {"config.either", f"config.either{place}"}
+
+
 def test_require_raises_all_problems():
     with pytest.raises(InvalidJob) as caught:
         require(Config, {"steps": 0, "x": 1}, "config")

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,12 +19,8 @@ from dlrover.python.rl.config.secrets import without_secrets
 T = TypeVar("T")
 
 _STRICT = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=True)
-_BRANCHES = frozenset(
-    {"bool", "int", "float", "str", "none", "constrained-int", "constrained-float", "constrained-str"}
-)
-"""Pydantic's names of the branches of a union that are plain values."""
-
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
+_REQUIRED = ("missing", "missing_argument")
 
 OTHER_NAMES = "other_names"
 """The class variable of a schema that maps dotted keys of other libraries to those of its own fields."""
@@ -60,7 +56,8 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Conf
     except InvalidJob as error:
         return None, list(error.errors)
     except ValidationError as error:
-        errors = _join_branches([found for item in error.errors() for found in _config_errors(schema, item, where)])
+        items = [{**item, "loc": _path(item, values)} for item in error.errors()]
+        errors = _join_branches([found for item in items for found in _config_errors(schema, item, where)])
         values = copy.deepcopy(values)
         for item in error.errors():
             _mend(values, item)
@@ -78,7 +75,7 @@ def _mend(values: Any, item: Mapping[str, Any]) -> None:
         if not isinstance(values, dict) or part not in values:
             return
         values = values[part]
-    if isinstance(values, dict) and item["type"] in ("missing", "missing_argument"):
+    if isinstance(values, dict) and item["type"] in _REQUIRED:
         values[last] = ""
     elif isinstance(values, dict):
         values.pop(last, None)
@@ -164,25 +161,39 @@ def answer(schema: Any, error: ConfigError) -> ConfigError:
 
 
 def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigError:
-    path = _path(item)
+    path = item["loc"]
     place = ".".join([where, *map(str, path)]) if where else ".".join(map(str, path))
     if item["type"] in _UNKNOWN:
         fields = _fields_at(schema, path[:-1])
         return ConfigError(place, f"unknown key '{path[-1]}'{hint(str(path[-1]), fields)}")
-    if item["type"] in ("missing", "missing_argument"):
+    if item["type"] in _REQUIRED:
         return ConfigError(place, "is required")
     given = without_secrets(item["input"], place)
-    return ConfigError(place, _lower(item["msg"]) + (f", got {given!r}" if given != HIDDEN else ""))
+    what = _no_mapping(schema, path) if item["type"] == "dataclass_type" else _lower(item["msg"])
+    return ConfigError(place, what + (f", got {given!r}" if given != HIDDEN else ""))
 
 
-def _path(item: Mapping[str, Any]) -> list[Any]:
-    """Where an error is, without pydantic's names of the branches of a union: those have brackets, or are last. An
-    unknown key, the last part, may have brackets too."""
-    end = len(item["loc"]) - (item["type"] in _UNKNOWN)
-    keys = [part for part in item["loc"][:end] if not (isinstance(part, str) and "[" in part)]
-    if len(keys) > 1 and keys[-1] in _BRANCHES and item["type"] not in _UNKNOWN:
-        del keys[-1]
-    return [*keys, *item["loc"][end:]]
+def _no_mapping(schema: Any, path: Sequence[Any]) -> str:
+    optional = ", or null" if type(None) in get_args(_annotation_at(schema, path)) else ""
+    return f"has to be a mapping with {', '.join(_fields_at(schema, path))}{optional}"
+
+
+def _path(item: Mapping[str, Any], values: Any) -> list[Any]:
+    """Where an error in ``values`` is, without pydantic's names of the branches of a union: those lead to no other
+    value, and a key may be called the same."""
+    path: list[Any] = []
+    end = len(item["loc"]) - (item["type"] in (*_UNKNOWN, *_REQUIRED))
+    for part in item["loc"][:end]:
+        inner = _MISSING if values is item["input"] else _value_at(values, part)
+        if inner is not _MISSING:
+            path, values = [*path, part], inner
+    return [*path, *item["loc"][end:]]
+
+
+def _value_at(values: Any, part: Any) -> Any:
+    if isinstance(values, Mapping):
+        return next((value for key, value in values.items() if key == part or str(key) == part), _MISSING)
+    return values[part] if isinstance(values, list | tuple) and isinstance(part, int) else _MISSING
 
 
 def _lower(text: str) -> str:
@@ -205,13 +216,17 @@ def list_keys(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{field.name}", "null" if default is None else str(default)
 
 
-def _fields_at(schema: Any, path: list[Any]) -> list[str]:
-    kind = schema
+def _annotation_at(schema: Any, path: Sequence[Any]) -> Any:
+    annotation = schema
     for part in path:
-        hints = get_type_hints(kind) if dataclasses.is_dataclass(kind) else {}
-        candidates = _nested(hints[part]) if part in hints else [kind]
-        kind = candidates[0] if candidates else kind
-    return [field.name for field in dataclasses.fields(kind)] if dataclasses.is_dataclass(kind) else []
+        kind = next(iter(_nested(annotation)), None)
+        if kind is not None:
+            annotation = get_type_hints(kind).get(part, kind)
+    return annotation
+
+
+def _fields_at(schema: Any, path: Sequence[Any]) -> list[str]:
+    return [field.name for kind in _nested(_annotation_at(schema, path))[:1] for field in dataclasses.fields(kind)]
 
 
 def to_plain(value: Any) -> Any:
