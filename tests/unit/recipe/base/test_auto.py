@@ -124,6 +124,33 @@ def test_every_key_of_another_library_is_read_as_one_that_exists(schema, names):
     assert not own & names.keys()
 
 
+@pytest.mark.parametrize("schema", [PolicyConfig, SFTConfig])
+@pytest.mark.parametrize(
+    ("given", "answer"),
+    [
+        ({"lora_rank": 8}, "engine.lora.rank"),
+        ({"lora_r": 8}, "engine.lora.rank"),
+        ({"lora_alpha": 8}, "engine.lora.alpha"),
+        ({"lora_target_modules": ["q_proj"]}, "engine.lora.targets, the last parts"),
+        ({"target_modules": "all-linear"}, "engine.lora.targets, the last parts"),
+        ({"lora": {"rank": 8}}, "engine.lora, such as {"),
+        ({"lora": 8}, "engine.lora, such as {"),
+        ({"actor": {"lora": {"rank": 8}}}, "engine.lora, such as {"),
+        ({"use_peft": True}, "engine.lora, such as {"),
+        ({"ds": {"lora": {"rank": 8}}}, "engine.lora, such as {"),
+        ({"engine": {"lora_rank": 8}}, "engine.lora.rank"),
+        ({"actor_rollout_ref": {"model": {"lora_rank": 8}}}, "engine.lora.rank"),
+        ({"actor_rollout_ref": {"model": {"lora_alpha": 8}}}, "engine.lora.alpha"),
+        ({"actor_rollout_ref": {"model": {"target_modules": "all-linear"}}}, "engine.lora.targets, the last parts"),
+    ],
+)
+def test_the_keys_of_other_libraries_for_adapters_are_answered_with_the_place_here(schema, given, answer):
+    with pytest.raises(InvalidJob, match=f"unknown key; here it is {answer}"):
+        require(schema, {**GIVEN, **given}, "config")
+    place = answer.partition(",")[0]
+    assert place == "engine.lora" or place in {key for key, _ in list_keys(schema)}
+
+
 def test_files_that_no_index_names_are_not_counted(tmp_path):
     folder = write_tiny_model(tmp_path / "m", hidden=32, layers=1)
     whole = count_parameters(folder)

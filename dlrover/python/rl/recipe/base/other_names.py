@@ -105,6 +105,28 @@ POLICY_NAMES: Mapping[str, str] = {
 _CLIP = "algorithm.clip_low and algorithm.clip_high"
 _ROWS = "the rows of an optimizer step over all ranks: batch_size, or prompts_per_step x rollout.samples_per_prompt"
 
+_LORA_SETTINGS = {
+    "lora_rank": "engine.lora.rank",
+    "lora_r": "engine.lora.rank",
+    "lora_alpha": "engine.lora.alpha",
+    "lora_target_modules": "engine.lora.targets, the last parts of layers' names",
+    "target_modules": "engine.lora.targets, the last parts of layers' names",
+    "lora_dropout": "none: adapters have no dropout",
+}
+"""Of TRL, OpenRLHF and verl."""
+
+_LORA = {
+    **{
+        f"{before}{name}": place
+        for before in ("", "engine.", "actor_rollout_ref.model.")
+        for name, place in _LORA_SETTINGS.items()
+    },
+    **dict.fromkeys(
+        ("lora", "actor.lora", "actor_rollout_ref.model.lora", "ds.lora", "use_peft", "peft_config"),
+        "engine.lora, such as {rank: 16, alpha: 32}",
+    ),
+}
+
 ELSEWHERE: Mapping[str, str] = {
     "scheduler": "optimizer.schedule",
     "actor.scheduler": "optimizer.schedule",
@@ -144,8 +166,8 @@ ELSEWHERE: Mapping[str, str] = {
     "bf16": "engine.precision",
     "use_vllm": "engine.rollout=vllm",
     "packing": "the only way: rows are packed, and attend only to themselves",
-    "peft_config": "engine.lora",
     "load_in_4bit": "engine.lora.quantize_base=nf4",
+    **_LORA,
     "reward_funcs": "reward.function, or the argument 'reward' of rl.train_grpo",
     "reward_weights": "reward.function: {module:first: 1.0, module:second: 0.2}",
     "custom_reward_function": "reward.function=module:function",
