@@ -51,7 +51,7 @@ def test_a_configuration_that_is_not_there_is_named(monkeypatch):
     monkeypatch.chdir(REPOSITORY)
     with looking_up(Lookup.NONE):
         found = inspect_job(load_job(RECIPES[0], ["config.model_config=models/none.json"]))
-    what = "models/none.json is no config.json of a language model, nor a folder with one"
+    what = f"no such file or folder: models/none.json in {REPOSITORY}"
     assert [str(error) for error in found.errors] == [f"config.model_config: {what}"]
 
 

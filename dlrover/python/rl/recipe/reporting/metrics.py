@@ -30,6 +30,7 @@ from dlrover.python.rl.recipe.base.machine import Machine
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, describe_engines
 from dlrover.python.rl.recipe.base.model_facts import validate_model
+from dlrover.python.rl.recipe.reporting.model_config import validate_model_config
 from dlrover.python.rl.recipe.reporting.passes import choose_passes
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
@@ -388,10 +389,7 @@ class RecipeTrainer(BaseTrainer):
         members, shape = roles.get(RLRoleType.ACTOR, 1), shape_of(cfg.model, cfg.model_config)
         errors += validate_train_engine(cfg.engine, members, cls.bare_head, shape=shape)
         errors += validate_keep(cfg.keep, cfg.eval_every, cls.evaluation_names(cfg, roles))
-        if cfg.model_config is not None and shape_of(cfg.model_config) is None:
-            what = f"{cfg.model_config} is no config.json of a language model, nor a folder with one"
-            errors.append(ConfigError("config.model_config", what))
-        errors += cls._plan_memory(cfg, roles).find_errors()
+        errors += [*validate_model_config(cfg.model_config), *cls._plan_memory(cfg, roles).find_errors()]
         return [*errors, *validate_log(cfg.log)]
 
     @classmethod
