@@ -20,6 +20,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import (
@@ -58,28 +59,50 @@ class DiskTransport(SenderBase):
         self._arena = HostArena()
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
-        with self._locked(ticket):
-            for path in self._files(_WEIGHTS, _PART):
-                if path != self._path(self._last) or self._last == ticket.id:
-                    path.unlink(missing_ok=True)
-            part, tally = self._path(ticket.id, _PART), CrcTally(ticket.table)
-            with part.open("w+b") as file:
-                reserve(file.fileno(), ticket.table.nbytes + Seal.size(ticket.table))
-                buffer = self._arena.allocate(self.settings.bucket)
-                for offset, piece in pieces:
-                    data = buffer[: len(piece)]
-                    copy_to_host(data, piece)
-                    tally.update(data, offset, offset + len(piece))
-                    file.seek(offset)
-                    file.write(data.data)
-                seal = Seal.of(ticket, tally.crcs)
-                file.seek(ticket.table.nbytes)
-                file.write(seal.pack())
-                file.flush()
-                os.fsync(file.fileno())
-            part.rename(self._path(ticket.id))
+        part, tally = self._path(ticket.id, _PART), CrcTally(ticket.table)
+        with self._locked(ticket), self._opened(part, ticket.table.nbytes + Seal.size(ticket.table)) as file:
+            buffer = self._arena.allocate(self.settings.bucket)
+            for offset, piece in pieces:  # an OSError in here is the source's own
+                data = buffer[: len(piece)]
+                copy_to_host(data, piece)
+                tally.update(data, offset, offset + len(piece))
+                with self._naming_folder():
+                    _write_exactly(file, data.data, offset)
+            seal = Seal.of(ticket, tally.crcs)
+            with self._naming_folder():
+                _write_exactly(file, memoryview(seal.pack()), ticket.table.nbytes)
+                os.fsync(file)
+                part.rename(self._path(ticket.id))
             self._last = ticket.id
         return seal.stamp
+
+    @contextmanager
+    def _opened(self, part: Path, size: int) -> Iterator[int]:
+        """The descriptor of a new file of this size; what is not needed beside it has been removed."""
+        with self._naming_folder():
+            last = self._path(self._last)
+            for path in self._files(_WEIGHTS, _PART):
+                if path != last or last.stem == part.stem:
+                    path.unlink(missing_ok=True)
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
+        try:
+            with self._naming_folder():
+                reserve(descriptor, size)
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    @contextmanager
+    def _naming_folder(self, done: str = "written to") -> Iterator[None]:
+        """Raise errors of the operating system as a WeightSyncError. A full disk's are left, which a job's end is
+        named after."""
+        try:
+            yield
+        except OSError as error:
+            if is_disk_full(error):
+                raise
+            what = f"weights cannot be {done} {self._folder}: {error.strerror or error}"
+            raise WeightSyncError(what) from error
 
     def _path(self, ticket_id: str, suffix: str = _WEIGHTS) -> Path:
         return self._folder / f"{self.settings.channel}.{ticket_id}{suffix}"
@@ -91,14 +114,16 @@ class DiskTransport(SenderBase):
     @contextmanager
     def _locked(self, ticket: Ticket) -> Iterator[None]:
         """Hold the sender's lock, which the kernel releases when this process ends."""
-        self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._sender_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        with self._naming_folder():
+            self._folder.mkdir(parents=True, exist_ok=True)
+            descriptor = os.open(self._sender_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
-            timer = StallTimer(_LOCK_TIMEOUT_S, lambda: f"{_sender_name(descriptor)} sends already")
-            while not try_lock(descriptor, fcntl.LOCK_EX):  # receivers hold it for an instant to test it
-                timer.pause()
-            sender = json.dumps({"name": self.settings.name, "pid": os.getpid(), "ticket": ticket.id})
-            os.pwrite(descriptor, sender.encode().ljust(_SENDER_BYTES), 0)
+            with self._naming_folder():
+                timer = StallTimer(_LOCK_TIMEOUT_S, lambda: f"{_sender_name(descriptor)} sends already")
+                while not try_lock(descriptor, fcntl.LOCK_EX):  # receivers hold it for an instant to test it
+                    timer.pause()
+                sender = json.dumps({"name": self.settings.name, "pid": os.getpid(), "ticket": ticket.id})
+                os.pwrite(descriptor, sender.encode().ljust(_SENDER_BYTES), 0)
             yield
         finally:
             os.close(descriptor)
@@ -110,6 +135,10 @@ class DiskTransport(SenderBase):
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         refuse_adapters(ticket)
+        with self._naming_folder("read from"):
+            return self._read(ticket)
+
+    def _read(self, ticket: Ticket) -> WeightSnapshot:
         path, assembly = self._path(ticket.id), Assembly(ticket, self._arena)
         self._wait_for(ticket, path)
         size = ticket.table.nbytes + Seal.size(ticket.table)
@@ -148,6 +177,12 @@ class DiskTransport(SenderBase):
         if self._last:
             for path in self._files(_WEIGHTS, _PART, _SENDER):
                 path.unlink(missing_ok=True)
+
+
+def _write_exactly(descriptor: int, data: memoryview, offset: int) -> None:
+    while data:
+        count = os.pwrite(descriptor, data, offset)
+        data, offset = data[count:], offset + count
 
 
 def _read_exactly(file: io.RawIOBase, target: memoryview) -> None:
