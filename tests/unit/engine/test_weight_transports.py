@@ -14,6 +14,7 @@ class OwnTransport(PullTransport):
 
 
 OWN = f"{__name__}:OwnTransport"
+OPTIONS = "config.engine.weight_sync_options"
 
 
 @pytest.mark.parametrize(
@@ -21,14 +22,23 @@ OWN = f"{__name__}:OwnTransport"
     [
         ("auto", {}, "cpu", []),
         ("pull", {"timeout_s": 3.0}, "cuda", []),
-        ("disk", {"folder": "/weights"}, "cpu", []),
+        ("disk", {"folder": "weights/new"}, "cpu", []),
         ("broadcast", {}, "cpu", []),
         ("cuda_ipc", {}, "cuda", []),
-        (OWN, {}, "cpu", []),
+        ("broadcast", {"receivers": 2}, "cpu", []),
+        ("cuda_ipc", {"folder": "weights/new", "receivers": 2}, "cuda", []),
+        (OWN, {"folder": f"{__file__}/any", "receivers": 2}, "cpu", []),
+        ("auto", {"folder": None, "receivers": None}, "cpu", []),
         ("brodcast", {}, "cpu", ["config.engine.weight_sync: no weight transport is called 'brodcast'; did you mean"]),
         ("nowhere:Transport", {}, "cpu", ["config.engine.weight_sync: module 'nowhere' cannot be imported"]),
         ("disk", {}, "cpu", ["config.engine.weight_sync_options.folder: 'disk' needs a folder"]),
         ("disk", {"foldr": "x"}, "cpu", ["config.engine.weight_sync_options.foldr"]),
+        ("auto", {"folder": "x"}, "cpu", [f"{OPTIONS}.folder: is not used by 'auto', but by 'disk' and 'cuda_ipc'"]),
+        ("pull", {"folder": "x"}, "cpu", [f"{OPTIONS}.folder: is not used by 'pull', but by 'disk' and 'cuda_ipc'"]),
+        ("broadcast", {"folder": "x"}, "cpu", [f"{OPTIONS}.folder: is not used by 'broadcast', but by 'disk'"]),
+        ("auto", {"receivers": 2}, "cpu", [f"{OPTIONS}.receivers: is not used by 'auto', but by 'broadcast' and"]),
+        ("pull", {"receivers": 2}, "cpu", [f"{OPTIONS}.receivers: is not used by 'pull', but by 'broadcast' and"]),
+        ("disk", {"receivers": 2, "folder": "w"}, "cpu", [f"{OPTIONS}.receivers: is not used by 'disk', but by 'b"]),
         ("cuda_ipc", {}, "cpu", ["config.engine.weight_sync: 'cuda_ipc' needs engine.device cuda"]),
         ("broadcast", {}, "cuda:0", ["config.engine.weight_sync: 'broadcast' needs a device for each member"]),
     ],
@@ -37,6 +47,24 @@ def test_a_choice_that_cannot_work_is_refused_with_its_key(name, options, device
     errors = [str(error) for error in validate_transport(name, options, device)]
     assert len(errors) == len(expected)
     assert all(error.startswith(start) for error, start in zip(errors, expected, strict=True)), errors
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("below", ["", "weights/of/run"])
+def test_a_folder_below_a_file_is_refused_on_every_device(tmp_path, device, below):
+    (tmp_path / "file").touch()
+    errors = validate_transport("disk", {"folder": str(tmp_path / "file" / below)}, device)
+    assert [str(error) for error in errors] == [f"{OPTIONS}.folder: {tmp_path / 'file'} is a file, not a folder"]
+
+
+def test_a_folder_that_cannot_be_made_here_is_refused_unless_the_job_may_be_for_other_machines(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.access", lambda path, mode: path != tmp_path)
+    options = {"folder": str(tmp_path / "weights/of/run")}
+    errors = validate_transport("disk", options, "cpu")
+    assert [str(error) for error in errors] == [f"{OPTIONS}.folder: {tmp_path} cannot be written to"]
+    assert validate_transport("disk", options, "cuda") == []
+    (tmp_path / "weights").mkdir()
+    assert validate_transport("disk", options, "cpu") == []
 
 
 @pytest.mark.parametrize(

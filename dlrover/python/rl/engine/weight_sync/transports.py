@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The transports that a job chooses from with ``engine.weight_sync``, and what each one requires."""
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -32,10 +33,14 @@ TRANSPORTS = ExtensionPoint(
 ``sends_adapters_alone`` each side has two more where adapters are trained, with a ``channel`` each."""
 
 
+_USERS = {"folder": ("disk", "cuda_ipc"), "receivers": ("broadcast", "cuda_ipc")}
+"""The built-in transports that use an option, of options that not all of them use."""
+
+
 @dataclass(frozen=True)
 class WeightSyncOptions:
     folder: str | None = None
-    """A folder that all members see; required by ``disk``."""
+    """A folder that all members see; required by ``disk``. Of ``cuda_ipc`` it has the sockets; None: in memory."""
 
     receivers: Annotated[int, Gt(0)] | None = None
     """Members that receive, for transports that wait for them; None: those of the role rollout."""
@@ -58,13 +63,39 @@ def validate_transport(
             TRANSPORTS.load(name)
     except ClassNotFound as error:
         return [*errors, ConfigError(where, str(error))]
-    if name == "disk" and parsed is not None and parsed.folder is None:
-        errors.append(ConfigError(f"{where}_options.folder", "'disk' needs a folder that all members see"))
+    if name in TRANSPORTS.builtin and parsed is not None:
+        faults = _find_option_faults(name, parsed, device)
+        errors += [ConfigError(f"{where}_options.{key}", what) for key, what in faults.items()]
     if name == "cuda_ipc" and not device.startswith("cuda"):
         errors.append(ConfigError(where, f"'cuda_ipc' needs engine.device cuda, which is {device}"))
     if name == "broadcast" and device.startswith("cuda:"):
         errors.append(ConfigError(where, f"'broadcast' needs a device for each member: engine.device is {device}"))
     return errors
+
+
+def _find_option_faults(name: str, options: WeightSyncOptions, device: str) -> dict[str, str]:
+    """What is wrong with the options of a built-in transport, by key."""
+    faults = {}
+    for key, users in _USERS.items():
+        if getattr(options, key) is not None and name not in users:
+            faults[key] = f"is not used by '{name}', but by {' and '.join(map(repr, users))}"
+    if name == "disk" and options.folder is None:
+        faults["folder"] = "'disk' needs a folder that all members see"
+    elif options.folder is not None and name in _USERS["folder"]:
+        what = _find_folder_fault(Path(options.folder).expanduser().absolute(), device)
+        faults |= {"folder": what} if what else {}
+    return faults
+
+
+def _find_folder_fault(folder: Path, device: str) -> str:
+    """Why it cannot be made; "" if it can, or if a job on CUDA may run on machines where it can."""
+    # os.path: Path.exists raises below a folder that may not be entered.
+    existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
+    if not existing.is_dir():
+        return f"{existing} is a file, not a folder"
+    if not device.startswith("cuda") and not os.access(existing, os.W_OK | os.X_OK):
+        return f"{existing} cannot be written to"
+    return ""
 
 
 def check_collocation(
