@@ -164,7 +164,9 @@ def test_all_linear_layers_are_all_but_the_output_layer(model_path):
         for targets in (LoraSettings().targets, "all-linear")
     )
     assert adapted_layers(whole) == adapted_layers(names)
-    assert adapted_layers(whole)
+    settings = TrainSettings(lora=LoraSettings(targets="all-linear"), head="token")
+    scoring = Fsdp2TrainEngine(model_path, None, settings)._model.module
+    assert adapted_layers(scoring) == adapted_layers(names) != set()
 
 
 OTHERS = {
@@ -201,6 +203,12 @@ def test_a_state_fits_the_model_that_its_adapters_were_trained_on_wherever_that_
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     with pytest.raises(WeightSyncError, match="other adapters: the model that they are added to has other weights now"):
         Fsdp2TrainEngine(other, OptimizerConfig(), TrainSettings(lora=LORA)).load_state_dict(state)
+
+
+def test_targets_in_another_order_are_the_same(model_path):
+    one, two = (LoraSettings(targets=targets) for targets in (("q_proj", "v_proj"), ("v_proj", "q_proj", "q_proj")))
+    state = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings(lora=one)).state_dict()
+    Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings(lora=two)).load_state_dict(state)
 
 
 def test_a_state_that_does_not_tell_its_adapters_is_taken(model_path):

@@ -26,6 +26,7 @@ class Config:
     steps: Annotated[int, Gt(0)] = 10
     optimizer: Optimizer = Optimizer()
     parts: list[Optimizer] = field(default_factory=list)
+    named: Mapping[str, Optimizer] = field(default_factory=dict)
     extra: Mapping[str, float] = field(default_factory=dict)
     maybe: Optimizer | None = None
 
@@ -110,6 +111,8 @@ def test_a_value_that_no_branch_of_a_union_takes_is_one_problem(given, what):
         ({"optimizer": [1]}, "optimizer", "has to be a mapping with lr, kind, got [1]"),
         ({"maybe": 4}, "maybe", "has to be a mapping with lr, kind, or null, got 4"),
         ({"parts": [{}, "sgd"]}, "parts.1", "has to be a mapping with lr, kind, got 'sgd'"),
+        ({"named": {"lr": 3}}, "named.lr", "has to be a mapping with lr, kind, got 3"),
+        ({"named": {"lr": {"lr": 0}}}, "named.lr.lr", "input should be greater than 0, got 0"),
         ({"optimizer": None}, "optimizer", "has to be a mapping with lr, kind, got None"),
     ],
 )

@@ -14,6 +14,7 @@ from dlrover.python.rl.runtime.checkpoint.calls import CallRecord
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.earlier_run import earlier_description
 from dlrover.python.rl.runtime.process.inspection import inspect_job
 from dlrover.python.rl.runtime.run_folder import DESCRIPTION
 from dlrover.python.rl.trainer.trainer import BaseTrainer
@@ -175,6 +176,10 @@ def test_other_numbers_are_refused_where_a_role_cannot_divide_its_state_again(tm
         assert "holds the state of ACTOR x2, and this job's members with state are ACTOR x3" in error.what
 
 
+def refusals(job):
+    return inspect_job(job, earlier_description(job)).errors
+
+
 def sized(path, config):
     text = f"name: job\ntrainer: {{module: {__name__}, class: Nothing, device_type: CPU, device_per_node: 8}}\n"
     text += f"workload: {{actor: {{module: {__name__}, class: Sized, num: 2}}}}\njob_dir: {path}\n"
@@ -184,17 +189,41 @@ def sized(path, config):
 def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tmp_path):
     begun, other = sized(tmp_path, "{size: 4, part: {a: 1, b: x}}"), sized(tmp_path, "{size: 8, part: {a: 2, b: x}}")
     (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
-    assert inspect_job(other).errors == (), "nothing was committed yet"
+    assert refusals(other) == (), "nothing was committed yet"
     Run(tmp_path, 2).commit(5)
-    assert inspect_job(begun).errors == ()
-    whole, part = inspect_job(other).errors
+    assert refusals(begun) == ()
+    whole, part = refusals(other)
     was = "8, but the run was begun with 4, which its state depends on"
     assert str(whole) == f"config.size: {was}: go on with that, or begin another run"
     assert str(part).startswith("config.part.a: 2, but the run was begun with 1, ")
-    (none,) = inspect_job(sized(tmp_path, "{size: 4}")).errors
+    (none,) = refusals(sized(tmp_path, "{size: 4}"))
     assert str(none).startswith("config.part: null, but the run was begun with {a: 1, b: x}, ")
-    assert inspect_job(sized(tmp_path, "{size: broken}")).errors == (), "check_config says what is wrong with a config"
+    assert refusals(sized(tmp_path, "{size: broken}")) == (), "check_config says what is wrong with a config"
     fresh = dataclasses.replace(other, checkpoint=dataclasses.replace(other.checkpoint, resume="never"))
-    assert inspect_job(fresh).errors == ()
+    assert refusals(fresh) == ()
+    (tmp_path / DESCRIPTION).write_text("broken: [")
+    assert refusals(other) == ()
     (tmp_path / DESCRIPTION).unlink()
-    assert inspect_job(other).errors == ()
+    assert refusals(other) == ()
+
+
+@pytest.mark.parametrize("size", ["${config.part}", "${.part}", "a\\${b}", "1.0"])
+def test_settings_that_refer_to_others_are_compared_by_their_values(size, tmp_path):
+    begun = sized(tmp_path, f"{{size: '{size}', part: 1.0}}")
+    (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
+    Run(tmp_path, 2).commit(5)
+    assert refusals(begun) == ()
+    (error, *_) = refusals(sized(tmp_path, f"{{size: '{size}2', part: 1.0}}"))
+    assert error.where == "config.size"
+
+
+def test_the_description_of_a_run_in_an_object_store_counts_before_that_of_a_folder_here(tmp_path):
+    begun, other = sized(tmp_path, "{size: 4}"), sized(tmp_path, "{size: 8}")
+    (tmp_path / DESCRIPTION).write_text(job_to_yaml(other))
+    Run(tmp_path, 2).commit(5)
+    store = tmp_path / "store"
+    store.mkdir()
+    archived = dataclasses.replace(begun, archive=f"file://{store}")
+    assert refusals(archived) != (), "none is there"
+    (store / DESCRIPTION).write_text(job_to_yaml(begun))
+    assert refusals(archived) == ()

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-from dlrover.python.rl.runtime.run_folder import IN_PROCESS, begin, claim, has_commits
+from dlrover.python.rl.runtime.earlier_run import has_commits
+from dlrover.python.rl.runtime.run_folder import IN_PROCESS, begin, claim
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 

@@ -5,7 +5,7 @@ import copy
 import dataclasses
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args, get_type_hints
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -216,11 +216,19 @@ def list_keys(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
             yield f"{prefix}{field.name}", "null" if default is None else str(default)
 
 
+def _is_collection(annotation: Any) -> bool:
+    origin = get_origin(annotation)
+    return isinstance(origin, type) and issubclass(origin, Mapping | list)
+
+
 def _annotation_at(schema: Any, path: Sequence[Any]) -> Any:
     annotation = schema
     for part in path:
-        kind = next(iter(_nested(annotation)), None)
-        if kind is not None:
+        kind, branches = next(iter(_nested(annotation)), None), [annotation, *get_args(annotation)]
+        plain = next((branch for branch in branches if _is_collection(branch)), None)
+        if plain is not None:
+            annotation = get_args(plain)[-1]
+        elif kind is not None:
             annotation = get_type_hints(kind).get(part, kind)
     return annotation
 

@@ -15,8 +15,9 @@ from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.master.process.resizing import validate_least
 from dlrover.python.rl.runtime.checkpoint.room import Room, room_for, validate_room
 from dlrover.python.rl.runtime.checkpoint.run_files import validate_archive
+from dlrover.python.rl.runtime.earlier_run import continued, earlier_description
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
-from dlrover.python.rl.runtime.run_folder import conflict, continued
+from dlrover.python.rl.runtime.run_folder import conflict
 
 _GPU_DRIVER = Path("/dev/nvidiactl")
 
@@ -42,7 +43,8 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     job = continued(job)
     placement, errors = plan(job)
     errors += [*_validate_job_dir(job), *validate_archive(job)]
-    inspection = inspect_job(job, here=True) if local else inspect_in_child(job)
+    before = earlier_description(job)
+    inspection = inspect_job(job, before, here=True) if local else inspect_in_child(job, before)
     errors += [*inspection.errors, *validate_least(job, inspection)]
     if local:
         errors += inspection.single_process_refusals

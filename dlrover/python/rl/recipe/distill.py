@@ -87,10 +87,10 @@ class DistillationTrainer(PolicyTrainer):
 
     @classmethod
     def model_uses(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
-        longest = cls.longest_row(cfg)
+        rows: dict[str, Any] = {"longest": cls.longest_row(cfg), "bounded": cls.bounds_rows(cfg)}
         teachers = {RLRoleType(name): teacher.model for name, teacher in cfg.teachers.items()}
         frozen = {
-            role: ModelUse("frozen", model, roles[role], longest=longest, sharded_class="ShardedTeacherWorkload")
+            role: ModelUse("frozen", model, roles[role], sharded_class="ShardedTeacherWorkload", **rows)
             for role, model in teachers.items()
             if role in roles
         }

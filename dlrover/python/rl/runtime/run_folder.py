@@ -42,7 +42,6 @@ RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 BEAT_S = 5.0
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
-_COMMITTED = "step-*[1-9]*.e*"  # not step 0, which is the start
 _RESULTS = ("metrics.jsonl", "summary.json", MODEL, "checkpoints/*/step-*", "commits/*/step-*")
 
 
@@ -98,26 +97,6 @@ def _owner(job: JobSpec, runtime: str, bound: bool) -> Owner:
     )
 
 
-def repeated(job: JobSpec) -> JobSpec:
-    """The same command as that of the last run, which has not finished, goes on in its folder; another one is a new
-    run."""
-    folder = (job.run_folders / LATEST).resolve() if job.run_folders else job.job_dir
-    owner = newest_owner(folder)
-    if owner is not None and owner.given == job.given and owner.state != FINISHED:
-        return replace(job, job_dir=folder)
-    return replace(job, checkpoint=replace(job.checkpoint, resume="never"))
-
-
-def continued(job: JobSpec) -> JobSpec:
-    """With ``checkpoint.resume: latest`` a job without ``job_dir`` goes on in the folder of the last run of this name,
-    unless that one has finished."""
-    if job.run_folders is None or job.checkpoint.resume != "latest":
-        return job
-    last = (job.run_folders / LATEST).resolve()
-    owner = newest_owner(last)
-    return job if owner is None or owner.state == FINISHED else replace(job, job_dir=last)
-
-
 def begin(job: JobSpec) -> JobSpec:
     """The job with the id of a new run and the folder that it writes into; one that has an id stays."""
     if job.run:
@@ -130,13 +109,6 @@ def begin(job: JobSpec) -> JobSpec:
 def newest_owner(folder: Path) -> Owner | None:
     record = _newest_record(folder)
     return _read(record) if record is not None else None
-
-
-def has_commits(folder: Path) -> bool:
-    """Whether a run has committed a step, in its folder or in this machine's memory."""
-    owner = newest_owner(folder)
-    in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(_COMMITTED))
-    return in_memory or any(any(folder.glob(f"{name}/*/{_COMMITTED}")) for name in ("checkpoints", "commits"))
 
 
 def in_use(folder: Path) -> bool:

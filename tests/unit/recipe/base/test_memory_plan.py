@@ -188,10 +188,10 @@ def test_logits_of_a_large_vocabulary_take_one_chunk(small):
 
 
 def test_a_rollout_has_weights_and_the_cache_of_what_it_decodes_at_once(small):
-    use, engine = ModelUse("rollout", "", longest=1000), replace(ON_CUDA, max_batch=256)
+    use, engine = ModelUse("rollout", "", longest=1024), replace(ON_CUDA, max_batch=256)
     found = bytes_of(small, use, engine)
     assert found.weights == 2 * small.parameters
-    assert found.kv_cache == 256 * 1000 * 24 * 2 * 128 * 2
+    assert found.kv_cache == 256 * 1024 * 24 * 2 * 128 * 2
     halves = bytes_of(small, use, replace(engine, rollout_tensor_parallel_size=2))
     assert (halves.weights, halves.kv_cache) == (found.weights / 2, found.kv_cache / 2)
 
@@ -364,3 +364,28 @@ def test_a_plan_has_passes_that_fit_every_role_and_shows_them(monkeypatch, small
     assert not any("passes of" in line for line in plan(monkeypatch, small, uses, ON_CUDA, 17).lines())
     (error,) = plan(monkeypatch, small, {ACTOR: uses[ACTOR]}, AUTO_SIZED, 3.9).find_errors()
     assert "workload.actor.num=4" in error.what
+
+
+@pytest.mark.parametrize(("longest", "held"), [(1, 64), (256, 256), (257, 512), (600, 768), (1024, 1024)])
+def test_the_cache_of_the_torch_engine_is_as_long_as_it_allocates_it(small, longest, held):
+    def cache(rollout, tokens):
+        engine = replace(ON_CUDA, rollout=rollout)
+        return bytes_of(small, ModelUse("rollout", "", longest=tokens), engine).kv_cache
+
+    assert cache("torch", longest) == cache("torch", held) == cache("vllm", held)
+    assert cache("vllm", longest) * held == cache("vllm", held) * longest
+
+
+def test_the_output_layer_that_can_have_adapters_is_the_models_own():
+    tied = ModelShape.of_dense({"model_type": "qwen2", **SIZES})
+    own = ModelShape.of_dense({"model_type": "qwen2", **SIZES, "tie_word_embeddings": False})
+    head, score = LoraSettings(targets=("lm_head",)), LoraSettings(targets=("q_proj", "score"))
+    assert own.find_target_errors(head) == []
+    assert tied.find_target_errors(head) == [
+        "the output layer has the weight of the embedding, to which no adapters can be added"
+    ]
+    for scoring in (own.with_score_head(), tied.with_score_head()):
+        assert scoring.find_target_errors(score) == []
+        assert scoring.find_target_errors(head)[0].startswith("no linear layer has the name 'lm_head'")
+    assert "did you mean" not in own.find_target_errors(score)[0]
+    assert own.find_target_errors(LoraSettings(targets="all-linear")) == []

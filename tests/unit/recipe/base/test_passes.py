@@ -160,8 +160,9 @@ def together(gigabytes, roles=BOTH, place="a"):
     return DeviceShare(place, gigabytes * 1e9, True, roles)
 
 
-def stay(actors, rollouts, others=(), **engine):
-    uses = {ACTOR: ModelUse("trained", "m", longest=512), ROLLOUT: ModelUse("rollout", "m", longest=512)}
+def stay(actors, rollouts, others=(), bounded=True, **engine):
+    rows = {"longest": 512, "bounded": bounded}
+    uses = {ACTOR: ModelUse("trained", "m", **rows), ROLLOUT: ModelUse("rollout", "m", **rows)}
     engine = EngineConfig(**{"device": "cuda", "rollout": "torch", "precision": "bf16", **engine})
     return all_stay(MemoryPlan(uses, engine.with_passes(16384, False), "m"), {ACTOR: actors, ROLLOUT: rollouts}, others)
 
@@ -187,6 +188,9 @@ def test_they_leave_where_what_others_need_is_not_known():
     assert not stay([DeviceShare("a", 80e9, False)], [DeviceShare("a", 80e9, False)]), "nothing is shared"
     assert not stay(eighty, eighty, rollout="vllm"), "it takes its share of the device whatever it needs"
     assert not stay(eighty, eighty, train="deepspeed")
+    assert not stay(eighty, eighty, bounded=False)
+    assert not stay(eighty, [*eighty, DeviceShare("a", 80e9, False)]), "one is there at the same time"
+    assert stay(eighty, [*eighty, DeviceShare("b", 80e9, False)])
     assert stay(eighty, eighty, others=["CRITIC"]), "it is elsewhere"
     three = [together(80, (*BOTH, "CRITIC"))]
     assert not stay(three, three, others=["CRITIC"])
@@ -197,6 +201,7 @@ def test_the_choice_reaches_the_members_in_their_settings(trainer):
         trainer.RG_ACTOR = Group(*(together(each, roles) for each in shares))
         return choose_passes(trainer, complete_config(SFTConfig, {**GIVEN, "engine": engine}, "GPU")).offload
 
+    assert offload(80, 80, rollout="torch", roles=("ACTOR",)) is False
     trainer.actor_handles["REWARD"], trainer.RG_REWARD = [None], SimpleNamespace(workload_class=RewardWorkload)
     assert offload(80, 80, rollout="torch", roles=("ACTOR", "REWARD")) is False
     assert offload(80, 80, rollout="torch", offload=True) is True

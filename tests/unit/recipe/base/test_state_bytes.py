@@ -75,3 +75,7 @@ def test_a_state_depends_on_the_engine_the_adapters_and_the_kind_of_optimizer(mo
     assert critic == {"engine": {"train": "fsdp2", "lora": None}, "critic.optimizer": {"name": "sgd"}}
     faster = {**config, "optimizer": {"lr": 1.0}, "engine": {**config["engine"], "max_batch": 7}}
     assert ActorWorkload.settings_of_state(faster) == named
+    one, two = (
+        {**config, "engine": {"lora": {"targets": targets}}} for targets in (["q_proj", "k_proj"], ["k_proj", "q_proj"])
+    )
+    assert ActorWorkload.settings_of_state(one) == ActorWorkload.settings_of_state(two)

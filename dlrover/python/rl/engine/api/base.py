@@ -39,6 +39,11 @@ class LoraSettings:
     the model is in ``precision``."""
 
     @property
+    def layers(self) -> list[str] | str:
+        """``targets`` in one order."""
+        return self.targets if isinstance(self.targets, str) else sorted(set(self.targets))
+
+    @property
     def scale(self) -> float:
         return self.alpha / self.rank
 

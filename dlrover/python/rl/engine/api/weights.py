@@ -23,7 +23,8 @@ Part: TypeAlias = Literal["all", "weights", "kv_cache"]
 
 
 class Offloadable(Protocol):
-    """An engine that can give its device memory to another one and take it back; results do not depend on it.
+    """An engine that can give its device memory to another one and take it back. Results do not depend on it, but for
+    rounding where adapters are added to received weights.
 
     A call that needs what is not on the device raises an ``EngineError`` that names the call that brings it back.
     """

@@ -29,7 +29,8 @@ _POLL_S = 0.002
 
 
 class DeviceLock:
-    """The right to have more than a few bytes on a device. One role at a time has it.
+    """The right to compute on a device, and where not all engines fit, to have more than a few bytes there. One role at
+    a time has it.
 
     Args:
         folder: shared by all processes that use the device, in the node's memory. Its owner removes it.

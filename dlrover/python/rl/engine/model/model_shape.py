@@ -42,7 +42,7 @@ class ModelShape:
     """The last part of a layer's name to the sum of both sizes of its matrices, which an adapter has times its rank."""
 
     matrices: int = 0  # parameters of the linear layers' matrices, without the output layer's
-    shares_embedding: bool = False  # the output layer has no weight of its own
+    output: str = "lm_head"  # the output layer; empty if it has no weight of its own
     raw_logits: bool = False  # those of the output layer, which may come in chunks
 
     def adapter_parameters(self, lora: LoraSettings) -> int:
@@ -51,14 +51,14 @@ class ModelShape:
 
     def find_target_errors(self, lora: LoraSettings) -> list[str]:
         """Names among the targets that no layer of the model has which can have adapters."""
-        own = [] if self.shares_embedding else [_OUTPUT]
+        layers = [*self.adaptable, *([self.output] if self.output else [])]
         names = [] if isinstance(lora.targets, str) else [name.rpartition(".")[2] for name in lora.targets]
         return [
             "the output layer has the weight of the embedding, to which no adapters can be added"
-            if name == _OUTPUT
-            else f"no linear layer has the name '{name}'{hint(name, [*self.adaptable, *own])}"
+            if name == _OUTPUT and not self.output
+            else f"no linear layer has the name '{name}'{hint(name, layers)}"
             for name in names
-            if name not in (*self.adaptable, *own)
+            if name not in layers
         ]
 
     @property
@@ -70,7 +70,7 @@ class ModelShape:
         """The same with a head of one score in place of an output layer of its own."""
         head = self.vocabulary * self.hidden
         own = head if self.outside >= 2 * head else 0
-        return replace(self, parameters=self.parameters - own, vocabulary=1)
+        return replace(self, parameters=self.parameters - own, vocabulary=1, output="score")
 
     @classmethod
     def of_dense(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -101,7 +101,7 @@ class ModelShape:
             vocabulary,
             {name: layers * sum(pair) for name, pair in matrices.items()},
             layers * sum(products),
-            bool(config.get("tie_word_embeddings")),
+            "" if config.get("tie_word_embeddings") else _OUTPUT,
             kind in RAW_LOGITS,
         )
 
@@ -136,7 +136,7 @@ class ModelShape:
             int(text.vocab_size),
             dict(adaptable),
             matrices,
-            bool(getattr(config, "tie_word_embeddings", False)),
+            "" if getattr(config, "tie_word_embeddings", False) else _OUTPUT,
             text.model_type in RAW_LOGITS,
         )
 

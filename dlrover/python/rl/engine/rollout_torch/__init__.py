@@ -22,4 +22,10 @@ class TorchOptions:
     """Most tokens, padding included, of one forward pass over prompts; a longer prompt is read alone."""
 
 
+def rounded_capacity(length: int) -> int:
+    """Tokens of each row of a cache for sequences of ``length``: slightly longer ones do not need another cache."""
+    step = 64 if length <= 256 else 256
+    return -(-length // step) * step
+
+
 INFO = EngineInfo(TorchOptions, divides=(), adds_adapters=True)

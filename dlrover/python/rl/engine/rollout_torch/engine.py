@@ -22,7 +22,7 @@ from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, raise_
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequests, choose
-from dlrover.python.rl.engine.rollout_torch import INFO, TorchOptions, fused
+from dlrover.python.rl.engine.rollout_torch import INFO, TorchOptions, fused, rounded_capacity
 from dlrover.python.rl.engine.rollout_torch.cache import Scheduler
 from dlrover.python.rl.engine.rollout_torch.decoder import Decoder, HuggingFaceDecoder, Ids, Prefix
 
@@ -110,7 +110,7 @@ class ContinuousBatch:
         """Make rows as long as needed; active requests are read again if the cache has to be replaced."""
         if not self._scheduler.waiting:
             return
-        needed = _round_up(self._needed)
+        needed = rounded_capacity(self._needed)
         too_few_rows = not self._scheduler.active and self._scheduler.rows < self._rows
         if needed > self._decoder.capacity or (too_few_rows and needed < self._decoder.capacity):
             self.requeue()
@@ -162,12 +162,6 @@ class ContinuousBatch:
             tokens, logprobs = choose(selected, running[rows[0]].sampling, uniform.to(logits.device))
             new_tokens += zip((numbers[row] for row in rows), tokens.tolist(), logprobs.tolist(), strict=True)
         return new_tokens
-
-
-def _round_up(length: int) -> int:
-    """Leaves some margin, so that slightly longer requests do not need another cache."""
-    step = 64 if length <= 256 else 256
-    return -(-length // step) * step
 
 
 class TorchRolloutEngine(RolloutEngineBase):

@@ -45,8 +45,8 @@ def add_adapters(module: Any, settings: LoraSettings) -> None:
 def _targets(module: Any, settings: LoraSettings) -> list[str]:
     layers = {name: part for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)}
     if isinstance(settings.targets, str):
-        output = module.get_output_embeddings()
-        return [name for name, part in layers.items() if part is not output]
+        outputs = module.get_output_embeddings(), getattr(module, "score", None)
+        return [name for name, part in layers.items() if part not in outputs]
     for target in settings.targets:
         if not any(f".{name}".endswith(f".{target}") for name in layers):
             near = hint(target, {name.rpartition(".")[2] for name in layers})
@@ -97,8 +97,7 @@ def adapter_name(name: str) -> str:
 
 def describe_adapters(settings: LoraSettings, model: str) -> dict[str, Any]:
     """What a state says of its adapters; ``model``: the fingerprint of that which they are added to."""
-    targets = settings.targets if isinstance(settings.targets, str) else list(settings.targets)
-    return {**asdict(settings), "targets": targets, "model": model}
+    return {**asdict(settings), "targets": settings.layers, "model": model}
 
 
 def check_adapters(own: Mapping[str, Any] | None, state: Mapping[str, Any]) -> None:
@@ -108,10 +107,12 @@ def check_adapters(own: Mapping[str, Any] | None, state: Mapping[str, Any]) -> N
         return
     if own is None:
         raise WeightSyncError(f"the state is of adapters, lora {dict(was)}, and the engine trains the whole model")
-    other = {key for key in own if own[key] != was.get(key)}
-    faults = [f"lora.{key} is {own[key]}, not {was.get(key)}" for key in own if key in other - {"model"}]
-    faults += ["the model that they are added to has other weights now"] if "model" in other else []
-    raise WeightSyncError(f"the state is of other adapters: {'; '.join(faults)}")
+    other = [key for key in own if own[key] != was.get(key) and key != "model"]
+    faults = [f"lora.{key} is {own[key]}, not {was.get(key)}" for key in other]
+    if own["model"] and was.get("model") and own["model"] != was["model"]:
+        faults.append("the model that they are added to has other weights now")
+    if faults:
+        raise WeightSyncError(f"the state is of other adapters: {'; '.join(faults)}")
 
 
 def merge(name: str, names: Collection[str], whole: Callable[[str], Any], settings: LoraSettings) -> Any:

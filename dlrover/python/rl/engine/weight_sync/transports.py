@@ -88,14 +88,13 @@ def _find_option_faults(name: str, options: WeightSyncOptions, device: str) -> d
 
 
 def _find_folder_fault(folder: Path, device: str) -> str:
-    """Why it cannot be made; "" if it can, or if a job on CUDA may run on machines where it can."""
+    """Why weights cannot be there; "" if they can, or if the job may run on machines where they can."""
     # os.path: Path.exists raises below a folder that may not be entered.
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not existing.is_dir():
         return f"{existing} is a file, not a folder"
-    if not device.startswith("cuda") and not os.access(existing, os.W_OK | os.X_OK):
-        return f"{existing} cannot be written to"
-    return ""
+    is_here = existing == folder and not device.startswith("cuda")
+    return f"{folder} cannot be written to" if is_here and not os.access(folder, os.W_OK | os.X_OK) else ""
 
 
 def check_collocation(

@@ -79,7 +79,7 @@ class EngineConfig:
     otherwise, or rows may be longer than planned (without ``data.max_prompt_tokens``, with an environment)."""
 
     offload: bool | Literal["auto"] = "auto"
-    """Whether roles that share a device leave it for each other; ``auto``: unless all fit, with a fifth to spare."""
+    """Whether roles that share a device leave it for each other; ``auto``: unless all fit, and rows are bounded."""
 
     max_batch: Positive = 128
     """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""

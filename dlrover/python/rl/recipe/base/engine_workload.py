@@ -2,7 +2,7 @@
 """The shared part of the ready workloads: how an engine is made, where it runs, and how rows become optimizer steps.
 
 Roles that share a device have it one at a time, each for one call; between its calls an engine's tensors are in host
-memory::
+memory, unless all engines fit the device::
 
     ACTOR    [lock | cuda() | update | cpu() | release]
     ROLLOUT                                            [lock | cuda() | generate | cpu() | release]
@@ -311,9 +311,10 @@ class TrainedWorkload(EngineWorkload):
     @classmethod
     def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
-        lora = asdict(engine.lora) if cls.has_adapters and engine.lora is not None else None
+        lora = engine.lora if cls.has_adapters else None
+        adapters = None if lora is None else {**asdict(lora), "targets": lora.layers}
         _, optimizer = cls._trained(config)
-        return {"engine": {"train": engine.train, "lora": lora}, cls.optimizer_key: {"name": optimizer.name}}
+        return {"engine": {"train": engine.train, "lora": adapters}, cls.optimizer_key: {"name": optimizer.name}}
 
     @classmethod
     def _trained(cls, config: Any) -> tuple[str, OptimizerConfig]:

@@ -16,7 +16,8 @@ in a pass::
                  gradient_checkpointing t x w hidden x layers; those of one layer are there after the logits, and
                  count as far as they are more (the gradient of the output layer may still be there)
     logits       2 w t x vocabulary, or of one chunk, and the gradient of the output layer: 4 + w bytes a weight
-    kv cache     2 w keys x layers for each token of the sequences that are decoded at once
+    kv cache     2 w keys x layers for each token of the sequences that are decoded at once, whose length the torch
+                 engine rounds up
     exchange     after the passes: where s > 1 gradients outside of the layers, 2 w + 4 bytes each; or the largest
                  tensor
 
@@ -35,6 +36,7 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.model.chunked_head import CHUNK_ELEMENTS
 from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.model.packing import Head
+from dlrover.python.rl.engine.rollout_torch import rounded_capacity
 from dlrover.python.rl.recipe.base.config import AUTO, MOST_TOKENS, EngineConfig
 from dlrover.python.rl.recipe.base.model_facts import moment_bytes
 
@@ -94,7 +96,8 @@ def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedB
     width = 2 if engine.dtype == "bf16" else 4
     if use.kind == "rollout":
         divisor = engine.rollout_tensor_parallel_size
-        cache = 2 * width * shape.keys * shape.layers * engine.max_batch * use.longest
+        length = rounded_capacity(use.longest) if engine.rollout == "torch" else use.longest
+        cache = 2 * width * shape.keys * shape.layers * engine.max_batch * length
         return PlannedBytes(width * shape.parameters / divisor, kv_cache=cache / divisor)
     shape = shape.with_score_head() if use.head == "token" else shape
     tokens = max(engine.tokens_of_a_pass, use.longest)

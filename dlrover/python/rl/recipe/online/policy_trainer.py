@@ -346,10 +346,9 @@ class PolicyTrainer(RecipeTrainer):
     def model_uses(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
         uses = super().model_uses(cfg, roles)
         if cfg.reward.model is not None and RLRoleType.REWARD in roles:
+            rows: dict[str, Any] = {"longest": cls.longest_row(cfg), "bounded": cls.bounds_rows(cfg)}
             members = roles[RLRoleType.REWARD]
-            uses[RLRoleType.REWARD] = ModelUse(
-                "frozen", cfg.reward.model, members, head="token", longest=cls.longest_row(cfg)
-            )
+            uses[RLRoleType.REWARD] = ModelUse("frozen", cfg.reward.model, members, head="token", **rows)
         return uses
 
     @classmethod

@@ -387,6 +387,7 @@ class RecipeTrainer(BaseTrainer):
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*validate_model(cfg.model), *validate_optimizer(cfg.engine, cfg.optimizer)]
         members, shape = roles.get(RLRoleType.ACTOR, 1), shape_of(cfg.model, cfg.model_config)
+        shape = shape.with_score_head() if shape is not None and cls.bare_head else shape
         errors += validate_train_engine(cfg.engine, members, cls.bare_head, shape=shape)
         errors += validate_keep(cfg.keep, cfg.eval_every, cls.evaluation_names(cfg, roles))
         errors += [*validate_model_config(cfg.model_config), *cls._plan_memory(cfg, roles).find_errors()]

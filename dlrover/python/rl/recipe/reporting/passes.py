@@ -45,7 +45,8 @@ def choose_passes(trainer: Any, cfg: Any) -> EngineConfig:
         return plan.engine
     others = {role for role in trainer.actor_handles if role not in asked and _uses_device(trainer, role)}
     stay = all_stay(plan, shares, others)
-    _LOG.info("engines %s a device that they share", "stay on" if stay else "leave")
+    if any(share.in_turn for found in shares.values() for share in found if share is not None):
+        _LOG.info("engines %s the devices that they share", "stay on" if stay else "leave")
     return replace(plan.engine, offload=not stay)
 
 
@@ -57,19 +58,19 @@ def all_stay(
     plan: MemoryPlan, shares: Mapping[RLRoleType, Sequence[DeviceShare | None]], others: Collection[RLRoleType] = ()
 ) -> bool:
     """Whether members that have devices in turn can keep what they have there: all of it fits. False where the needs of
-    one are not known, as of roles that are ``others`` than the plan's."""
-    planned = {role: bytes_of(shape, use, plan.engine) for role, use, shape in plan.known()}
-    members = [(role, share) for role, found in shares.items() for share in found if share and share.in_turn]
-    if not members or plan.engine.rollout != "torch" or any(role not in planned for role, _ in members):
-        return False
-    if any(str(role) in share.roles for role in others for _, share in members):
-        return False
+    one are not known, as of roles that are ``others`` than the plan's, or where rows may be longer than planned."""
+    planned = {role: bytes_of(shape, use, plan.engine) for role, use, shape in plan.known() if use.bounded}
     places: dict[str, list[tuple[RLRoleType, DeviceShare]]] = {}
-    for role, share in members:
+    for role, share in ((role, share) for role, found in shares.items() for share in found if share is not None):
         places.setdefault(share.place, []).append((role, share))
+    shared = [there for there in places.values() if any(share.in_turn for _, share in there)]
+    members = [member for there in shared for member in there]
+    if not members or plan.engine.rollout != "torch" or not all(share.in_turn for _, share in members):
+        return False
+    if any(role not in planned or any(str(other) in share.roles for other in others) for role, share in members):
+        return False
     return all(
-        fit_together([planned[role] for role, _ in there], min(share.nbytes for _, share in there))
-        for there in places.values()
+        fit_together([planned[role] for role, _ in there], min(share.nbytes for _, share in there)) for there in shared
     )
 
 

@@ -105,7 +105,9 @@ class RolloutWorkload(EngineWorkload):
         weights = weights if self._adds_adapters else weights.merged()
         if weights.version < self._engine.version:
             _LOG.warning("weights go back from version %d to %d", self._engine.version, weights.version)
-        self._loop.run(self._scheduler.receive(weights))
+        # An engine on a shared device adds adapters there. The sender has done with the device.
+        with self._bare_turn() if self._stays else nullcontext():
+            self._loop.run(self._scheduler.receive(weights))
         return stamp
 
     def check_prompts(

@@ -9,13 +9,11 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import LOOKUP, Lookup, current_lookup
@@ -26,10 +24,8 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import from_plain, rename_keys, to_plain
 from dlrover.python.rl.control.events import RecoveryScope
-from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
 from dlrover.python.rl.runtime.process.executor import load_class
-from dlrover.python.rl.runtime.run_folder import DESCRIPTION, has_commits
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful
@@ -72,8 +68,9 @@ class Inspection:
         return RecoveryScope.GROUP if role in self.collectives else RecoveryScope.MEMBER
 
 
-def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
-    """``here``: it runs in this process, on the devices that are here, whatever its ``device_type``."""
+def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspection:
+    """``before``: the description of the run whose state it goes on from. ``here``: it runs in this process, on the
+    devices that are here, whatever its ``device_type``."""
     errors: list[ConfigError] = []
     refusals: list[ConfigError] = []
     methods: dict[str, tuple[str, ...]] = {}
@@ -112,7 +109,7 @@ def inspect_job(job: JobSpec, here: bool = False) -> Inspection:
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     stateful = {str(role): num for role, num in roles.items() if role in loaded and is_stateful(loaded[role])}
-    errors += _validate_resume(job, stateful, loaded) if len(methods) == len(roles) else []
+    errors += _validate_resume(job, before, stateful, loaded) if len(methods) == len(roles) else []
     return Inspection(
         tuple(errors),
         methods,
@@ -182,38 +179,29 @@ def _ask_lines(question: Callable[[], Iterable[str]]) -> list[str]:
         return [f"describe_config raised {type(error).__name__}: {error}"]
 
 
-def _validate_resume(job: JobSpec, stateful: Mapping[str, int], loaded: Mapping[str, Any]) -> list[ConfigError]:
-    """A job goes on from a state with the settings that the state depends on."""
-    resumed = resumed_layout(job)
-    errors = [] if resumed is None else _validate_members(job, *resumed, stateful, loaded)
-    if job.checkpoint.resume == "latest" and (resumed is not None or has_commits(job.job_dir)):
-        errors += _validate_settings(job, [loaded[role] for role in stateful])
-    return errors
+def _validate_resume(
+    job: JobSpec, before: str, stateful: Mapping[str, int], loaded: Mapping[str, Any]
+) -> list[ConfigError]:
+    members = _validate_members(job, stateful, loaded)
+    return [*members, *_validate_settings(job, before, [loaded[role] for role in stateful])]
 
 
-def _validate_settings(job: JobSpec, workloads: Sequence[Any]) -> list[ConfigError]:
-    before = _config_before(job)
+def _validate_settings(job: JobSpec, before: str, workloads: Iterable[Any]) -> list[ConfigError]:
+    """A job goes on from a state with the settings that the state depends on; ``before``: the description of the run
+    that has it."""
     errors: dict[str, ConfigError] = {}
-    for workload in workloads if before is not None else ():
+    for workload in workloads if before else ():
         try:
-            was, now = workload.settings_of_state(before), workload.settings_of_state(job.config)
+            earlier = load_job_text(before, job.name, search_path=job.search_path)
+            was, now = workload.settings_of_state(earlier.config), workload.settings_of_state(job.config)
+            changed = [(key, _inline(old), _inline(new)) for key, old, new in _differences(was, now)]
         except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: check_config reports its config
-            _LOG.warning("%s.settings_of_state raised %s: %s", workload.__name__, type(error).__name__, error)
+            _LOG.warning("%s.settings_of_state: %s: %s", workload.__name__, type(error).__name__, error)
             continue
-        for key, old, new in _differences(was, now):
-            what = f"{_inline(new)}, but the run was begun with {_inline(old)}, which its state depends on"
+        for key, old, new in changed:
+            what = f"{new}, but the run was begun with {old}, which its state depends on"
             errors[key] = ConfigError(f"config.{key}", f"{what}: go on with that, or begin another run")
     return list(errors.values())
-
-
-def _config_before(job: JobSpec) -> Any:
-    """That of the last run in the job's folder, or in its object store."""
-    path, files, text = job.job_dir / DESCRIPTION, files_of(job), ""
-    if path.is_file():
-        text = path.read_text(encoding="utf-8")
-    elif files is not None:
-        text = files.read(DESCRIPTION)
-    return from_plain(yaml.safe_load(text).get("config") or {}) if text else None
 
 
 def _differences(was: Mapping[str, Any], now: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any, Any]]:
@@ -226,17 +214,21 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any], where: str = ""
 
 
 def _inline(value: Any) -> str:
-    return (
-        yaml.safe_dump(to_plain(value), default_flow_style=True, sort_keys=False, width=1000).split("\n...")[0].strip()
-    )
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(f'{key}: {_inline(part)}' for key, part in value.items())}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_inline, value))}]"
+    return str(value)
 
 
-def _validate_members(
-    job: JobSpec, folder: str, saved: Mapping[str, int], stateful: Mapping[str, int], loaded: Mapping[str, Any]
-) -> list[ConfigError]:
-    """With the same members, or with others of roles that can divide their state again."""
-    if saved == stateful:
+def _validate_members(job: JobSpec, stateful: Mapping[str, int], loaded: Mapping[str, Any]) -> list[ConfigError]:
+    """A job goes on from a copy with the same members, or with others of roles that can divide their state again."""
+    resumed = resumed_layout(job)
+    if resumed is None or resumed[1] == stateful:
         return []
+    folder, saved = resumed
     if saved.keys() == stateful.keys() and all(
         saved[role] == num or _takes_other_members(loaded[role], job.config) for role, num in stateful.items()
     ):
@@ -274,11 +266,11 @@ def _ask(where: str, question: Callable[[], Iterable[ConfigError]]) -> list[Conf
         return [ConfigError(where, f"check_config raised {type(error).__name__}: {error}")]
 
 
-def inspect_in_child(job: JobSpec, deadline_s: float = DEADLINE_S) -> Inspection:
+def inspect_in_child(job: JobSpec, before: str = "", deadline_s: float = DEADLINE_S) -> Inspection:
     with _MemoryFile("request") as request, _MemoryFile("answer") as answer:  # a job may have secrets: not on a disk
         unlisted = [asdict(error) for error in job.unlisted]
         described = {"job": job_to_yaml(job), "name": job.name, "search_path": job.search_path, "unlisted": unlisted}
-        described["lookup"] = current_lookup()
+        described |= {"lookup": current_lookup(), "before": before}
         request.write(json.dumps(described))
         command = [sys.executable, "-m", "dlrover.python.rl.runtime.process.inspection", request.path, answer.path]
         try:
@@ -346,7 +338,7 @@ def _serve(request: Path, answer: Path) -> None:
         job = error.salvaged
     job = replace(job, unlisted=tuple(ConfigError(**item) for item in data["unlisted"]))
     LOOKUP.set(Lookup(data["lookup"]))
-    answer.write_text(json.dumps(asdict(inspect_job(job))))
+    answer.write_text(json.dumps(asdict(inspect_job(job, data["before"]))))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,49 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which run a job goes on with, and what that one was begun with."""
+
+from dataclasses import replace
+from pathlib import Path
+
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+from dlrover.python.rl.runtime.checkpoint.run_files import files_of
+from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
+from dlrover.python.rl.runtime.run_folder import DESCRIPTION, FINISHED, LATEST, newest_owner
+
+_COMMITTED = "step-*[1-9]*.e*"  # not step 0, which is the start
+
+
+def repeated(job: JobSpec) -> JobSpec:
+    """The same command as that of the last run, which has not finished, goes on in its folder; another one is a new
+    run."""
+    folder = (job.run_folders / LATEST).resolve() if job.run_folders else job.job_dir
+    owner = newest_owner(folder)
+    if owner is not None and owner.given == job.given and owner.state != FINISHED:
+        return replace(job, job_dir=folder)
+    return replace(job, checkpoint=replace(job.checkpoint, resume="never"))
+
+
+def continued(job: JobSpec) -> JobSpec:
+    """With ``checkpoint.resume: latest`` a job without ``job_dir`` goes on in the folder of the last run of this name,
+    unless that one has finished."""
+    if job.run_folders is None or job.checkpoint.resume != "latest":
+        return job
+    last = (job.run_folders / LATEST).resolve()
+    owner = newest_owner(last)
+    return job if owner is None or owner.state == FINISHED else replace(job, job_dir=last)
+
+
+def has_commits(folder: Path) -> bool:
+    """Whether a run has committed a step, in its folder or in this machine's memory."""
+    owner = newest_owner(folder)
+    in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(_COMMITTED))
+    return in_memory or any(any(folder.glob(f"{name}/*/{_COMMITTED}")) for name in ("checkpoints", "commits"))
+
+
+def earlier_description(job: JobSpec) -> str:
+    """The description of the run whose state ``job`` goes on from; empty if there is none."""
+    if job.checkpoint.resume != "latest" or not (has_commits(job.job_dir) or resumed_layout(job)):
+        return ""
+    path, files = job.job_dir / DESCRIPTION, files_of(job)
+    there = "" if files is None else files.read(DESCRIPTION)  # a folder here may be another run's
+    return there or (path.read_text(encoding="utf-8") if path.is_file() else "")
