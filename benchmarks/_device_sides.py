@@ -282,6 +282,17 @@ class Bench:
         self.draw()
         self.grpo_update()
 
+    def grpo_step_in_turns(self) -> None:
+        """The same where each engine leaves the device for the other one."""
+        self.train.cpu()
+        self.rollout.cpu()
+        self.sync()
+        self.rollout.cuda()
+        self.draw()
+        self.rollout.cpu()
+        self.train.cuda()
+        self.grpo_update()
+
     # -- what it is measured against ----------------------------------------------------------------------------------
 
     def copy(self) -> tuple[float, int]:

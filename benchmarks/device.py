@@ -4,12 +4,11 @@
 A model with random weights of the shape of Qwen2.5-0.5B, in one process:
 
 * an SFT step, an update of GRPO, and a step of it (weights to the rollout engine, 64 completions, the update): seconds,
-  peak memory, and the share of what a large matrix product reaches here
+  peak memory, and the share of what a large matrix product reaches here; a step whose engines leave for each other
 * tokens a second of the rollout engine, next to those of ``generate`` of transformers, interleaved
 * weights from the train engine to the rollout engine, next to a plain copy of as many bytes on the device
 * the completions while a thread writes the train engine's state, as commits do, and without
 * after each call that moves an engine: the bytes that it accounts for, and on a GPU those that torch has allocated
-
 * the memory that training takes with several settings, next to what ``dlrover-rl check`` computes
 
 Needs neither Ray nor vLLM, and on a GPU about three minutes. On a CPU, which tries the command, the host stands in for
@@ -51,8 +50,11 @@ def training(bench: Bench, parameters: int, rounds: int) -> Results:
     calls = {"sft step": bench.sft_step, "grpo update": bench.grpo_update, "grpo step": bench.grpo_step}
     seconds, rate = medians(bench, calls, rounds), bench.product_flops()
     flops = bench.shape.flops(parameters)
+    in_turns_s = medians(bench, {"step": bench.grpo_step_in_turns}, rounds)["step"]
+    bench.rollout.cuda()
     return {
         "product_tflops": rate / 1e12,
+        "grpo step in turns": in_turns_s,
         **{
             name: {
                 "seconds": seconds[name],
@@ -151,7 +153,7 @@ def summary(results: Results) -> str:
     """The tables of a run."""
     shape, sync, commit = results["shape"], results["sync"], results["commit"]
     engine, library = results["rollout"]["engine"], results["rollout"]["transformers"]
-    megabytes = sync["weight_bytes"] / 1e6
+    megabytes, training = sync["weight_bytes"] / 1e6, results["training"]
     lines = [
         f"{results['device']}, {results['precision']}, torch {results['torch']}"
         f"{', layers compiled' if results['compiled'] else ''}; {shape['parameters'] / 1e6:,.1f} M"
@@ -162,14 +164,15 @@ def summary(results: Results) -> str:
         "|---|---|---|---|---|",
     ]
     for name in ("sft step", "grpo update", "grpo step"):
-        step = results["training"][name]
+        step = training[name]
         lines.append(
             f"| {name} | {step['seconds']:.3f} | {step['tokens_per_s']:,.0f} | {100 * step['share_of_product']:.1f} % |"
             f" {step['peak_bytes'] / 1e9:.1f} |"
         )
     lines += [
         "",
-        f"* a matrix product reaches {results['training']['product_tflops']:,.1f} TFLOP/s",
+        f"* a GRPO step whose engines leave the device for each other: {training['grpo step in turns']:.3f} s",
+        f"* a matrix product reaches {training['product_tflops']:,.1f} TFLOP/s",
         f"* rollout: {engine['tokens_per_s']:,.0f} tokens/s, {library['seconds'] / engine['seconds']:.2f}x of"
         f" transformers' `generate` ({library['tokens_per_s']:,.0f})",
         f"* weight sync through the host, verified: {sync['seconds'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of"

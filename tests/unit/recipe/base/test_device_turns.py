@@ -118,7 +118,12 @@ def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(tmp_pa
         workloads = [made.workload(role) for role in SHARING if RLRoleType(role) in made.port.members]
         holders.append(sum(other.is_held for workload in workloads for other in workload._device_locks))
 
-    acquire = DeviceLock.acquire
+    def receiving(engine, weights, rewind=False):
+        received.append([lock.is_held for lock in made.workload("ROLLOUT")._device_locks])
+        receive(engine, weights, rewind)
+
+    acquire, receive, received = DeviceLock.acquire, TorchRolloutEngine.receive, []
+    monkeypatch.setattr(TorchRolloutEngine, "receive", receiving)
     moving(TorchRolloutEngine, "cpu")
     moving(Fsdp2TrainEngine, "cpu")
     monkeypatch.setattr(DeviceLock, "acquire", acquiring)
@@ -126,6 +131,7 @@ def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(tmp_pa
     assert moves == []
     assert {made.workload(role)._engine.place() for role in SHARING} == {"cuda"}
     assert {1} <= set(holders) <= {0, 1}, "they compute one at a time all the same"
+    assert len(received) > 2 and set(map(tuple, received)) == {(True,)}, "adapters are added there"
 
 
 @pytest.mark.parametrize("samples", [4, 6])
