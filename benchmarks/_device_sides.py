@@ -256,9 +256,8 @@ class Bench:
             torch.cuda.reset_peak_memory_stats()
         for _ in range(rounds + 1):
             seconds.append(self.timed(sync))
-        model, adapters = (
-            sum(entry.nbytes for entry in sent.table.entries) for sent in (tickets[-1].base, tickets[-1])
-        )
+        sent = [ticket for ticket in (tickets[-1].base, tickets[-1]) if ticket is not None]
+        model, adapters = (sum(entry.nbytes for entry in ticket.table.entries) for ticket in sent)
         peak = torch.cuda.max_memory_allocated() - before if self.on_gpu else 0
         for each in (sender, receiver, train):
             each.close()
