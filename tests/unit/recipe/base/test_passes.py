@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The passes of a run: chosen once, for all ranks and their replacements."""
 
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -189,6 +190,7 @@ def test_they_leave_where_what_others_need_is_not_known():
     assert not stay(eighty, eighty, rollout="vllm"), "it takes its share of the device whatever it needs"
     assert not stay(eighty, eighty, train="deepspeed")
     assert not stay(eighty, eighty, bounded=False)
+    assert not stay(eighty, [eighty[0]._replace(free=30e9)]), "another job is there"
     assert not stay(eighty, [*eighty, DeviceShare("a", 80e9, False)]), "one is there at the same time"
     assert stay(eighty, [*eighty, DeviceShare("b", 80e9, False)])
     assert stay(eighty, eighty, others=["CRITIC"]), "it is elsewhere"
@@ -230,3 +232,10 @@ def test_a_member_says_which_device_it_has():
     engine = EngineConfig(device="cuda:1", device_memory_gb=3)
     share = workload.device_share(engine)
     assert (share.place.rpartition("/")[2], share.nbytes, share.in_turn) == ("cuda-1", 3e9, False)
+    assert share.free == math.inf
+
+
+def test_a_member_says_what_is_free_on_its_device(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: {"cuda:1": (2e9, 3e9)}[device])
+    assert TrainedWorkload(None, {}).device_share(EngineConfig(device="cuda:1", device_memory_gb=3)).free == 2e9

@@ -19,6 +19,7 @@ import functools
 import hashlib
 import importlib
 import json
+import math
 import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -96,6 +97,7 @@ class DeviceShare(NamedTuple):
     nbytes: float
     in_turn: bool  # the others that are there have it one at a time with this one
     roles: tuple[str, ...] = ()  # of those
+    free: float = math.inf  # bytes, before the engines are made
 
 
 class EngineWorkload(BaseWorkload):
@@ -134,7 +136,8 @@ class EngineWorkload(BaseWorkload):
         if nbytes is None:
             return None
         place, in_turn = f"{socket.gethostname()}/{physical_device(device)}", self._shares_in_turn(device)
-        return DeviceShare(place, nbytes, in_turn, tuple((self.get_device_collocation() or "").split(",")))
+        free = float(torch.cuda.mem_get_info(device)[0]) if torch.cuda.is_available() else math.inf
+        return DeviceShare(place, nbytes, in_turn, tuple((self.get_device_collocation() or "").split(",")), free)
 
     @trainer_invocation(changes_state=False)
     def keep_passes(self, tokens: int, recompute: bool) -> tuple[int, bool]:

@@ -16,7 +16,14 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare
-from dlrover.python.rl.recipe.base.memory_bytes import GB, ModelUse, bytes_of, fit_together, has_auto_passes
+from dlrover.python.rl.recipe.base.memory_bytes import (
+    GB,
+    ModelUse,
+    PlannedBytes,
+    bytes_of,
+    fit_together,
+    has_auto_passes,
+)
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
 from dlrover.python.rl.trainer.port import gather
 
@@ -69,9 +76,12 @@ def all_stay(
         return False
     if any(role not in planned or any(str(other) in share.roles for other in others) for role, share in members):
         return False
-    return all(
-        fit_together([planned[role] for role, _ in there], min(share.nbytes for _, share in there)) for there in shared
-    )
+    return all(_fit(planned, there) for there in shared)
+
+
+def _fit(planned: Mapping[RLRoleType, PlannedBytes], there: Sequence[tuple[RLRoleType, DeviceShare]]) -> bool:
+    capacity, free = (min(each) for each in zip(*((share.nbytes, share.free) for _, share in there), strict=True))
+    return fit_together([planned[role] for role, _ in there], capacity, free)
 
 
 def _all_of(method: Any, *arguments: Any) -> list[Any]:
