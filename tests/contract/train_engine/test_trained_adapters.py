@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.api.weights import Adapters, take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
@@ -169,6 +170,25 @@ def test_all_linear_layers_are_all_but_the_output_layer(model_path):
     assert adapted_layers(scoring) == adapted_layers(names) != set()
 
 
+def rising(scores, columns):
+    return -scores.sum(), {}
+
+
+@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+def test_a_new_head_of_one_score_is_trained_beside_the_adapters(engine, model_path):
+    if engine == "deepspeed":
+        pytest.importorskip("deepspeed", reason="the extra 'deepspeed' is not installed")
+    make = functools.partial(engine_class(TRAIN_ENGINES, engine), model_path, OptimizerConfig(lr=1e-2))
+    trained, other = (make(TrainSettings(lora=LORA, head="token")) for _ in range(2))
+    before = {name: tensor.clone() for name, tensor in trained.named_weights()}
+    trained.step(share(trained, 0, 0), rising)
+    after = dict(trained.named_weights())
+    assert not torch.equal(after["score.weight"], before["score.weight"])
+    assert torch.equal(after["model.norm.weight"], before["model.norm.weight"])
+    other.load_state_dict(saved(trained.state_dict()))
+    assert all(torch.equal(tensor, after[name]) for name, tensor in other.named_weights())
+
+
 OTHERS = {
     "rank": ({"rank": 2}, "lora.rank is 2, not 4"),
     "alpha": ({"alpha": 4.0}, "lora.alpha is 4.0, not 8.0"),
@@ -201,7 +221,9 @@ def test_a_state_fits_the_model_that_its_adapters_were_trained_on_wherever_that_
     weights = load_file(other / "model.safetensors")
     weights["model.norm.weight"][0] += 1.0
     save_file(weights, other / "model.safetensors", {"format": "pt"})
-    with pytest.raises(WeightSyncError, match="other adapters: the model that they are added to has other weights now"):
+    with pytest.raises(
+        WeightSyncError, match=f"other adapters: they were trained on other weights than those of the model '{other}'"
+    ):
         Fsdp2TrainEngine(other, OptimizerConfig(), TrainSettings(lora=LORA)).load_state_dict(state)
 
 

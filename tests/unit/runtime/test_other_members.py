@@ -193,11 +193,11 @@ def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tm
     Run(tmp_path, 2).commit(5)
     assert refusals(begun) == ()
     whole, part = refusals(other)
-    was = "8, but the run was begun with 4, which its state depends on"
+    was = "8, but by its job.yaml the run was begun with 4, which its state depends on"
     assert str(whole) == f"config.size: {was}: go on with that, or begin another run"
-    assert str(part).startswith("config.part.a: 2, but the run was begun with 1, ")
+    assert str(part).startswith("config.part.a: 2, but by its job.yaml the run was begun with 1, ")
     (none,) = refusals(sized(tmp_path, "{size: 4}"))
-    assert str(none).startswith("config.part: null, but the run was begun with {a: 1, b: x}, ")
+    assert str(none).startswith("config.part: null, but by its job.yaml the run was begun with {a: 1, b: x}, ")
     assert refusals(sized(tmp_path, "{size: broken}")) == (), "check_config says what is wrong with a config"
     fresh = dataclasses.replace(other, checkpoint=dataclasses.replace(other.checkpoint, resume="never"))
     assert refusals(fresh) == ()

@@ -3,10 +3,12 @@
 
 from dataclasses import replace
 
+import pytest
+
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.earlier_run import has_commits
-from dlrover.python.rl.runtime.run_folder import IN_PROCESS, begin, claim
+from dlrover.python.rl.runtime.run_folder import DESCRIPTION, FAILED, FINISHED, IN_PROCESS, begin, claim
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 
@@ -26,3 +28,31 @@ def test_a_run_has_something_to_go_on_with_once_a_step_is_committed(tmp_path, mo
         step.mkdir()
         assert has_commits(job.job_dir)
         step.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "commits", "stays"),
+    [
+        (FAILED, False, True),
+        (FAILED, True, False),
+        (FINISHED, False, False),
+        ("stopped", False, False),
+    ],
+)
+@pytest.mark.parametrize("where", ["memory", "checkpoints"])
+def test_what_a_run_was_begun_with_stays_if_another_one_fails_before_it_has_committed(
+    tmp_path, monkeypatch, outcome, commits, stays, where
+):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    job = replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out")
+    job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
+    claim(begin(job), IN_PROCESS, bound=True).end(FINISHED)
+    first = (job.job_dir / DESCRIPTION).read_bytes()
+    again = begin(replace(job, checkpoint=replace(job.checkpoint, every=7)))
+    claimed = claim(again, IN_PROCESS, bound=True)
+    second = (job.job_dir / DESCRIPTION).read_bytes()
+    assert second != first
+    root = memory_path(job.name, again.run) if where == "memory" else job.job_dir / "checkpoints" / again.run
+    (root / f"step-0000000{int(commits)}.e1").mkdir(parents=True)
+    claimed.end(outcome)
+    assert (job.job_dir / DESCRIPTION).read_bytes() == (first if stays else second)

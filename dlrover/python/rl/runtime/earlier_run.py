@@ -8,9 +8,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
-from dlrover.python.rl.runtime.run_folder import DESCRIPTION, FINISHED, LATEST, newest_owner
-
-_COMMITTED = "step-*[1-9]*.e*"  # not step 0, which is the start
+from dlrover.python.rl.runtime.run_folder import COMMITTED, DESCRIPTION, FINISHED, LATEST, newest_owner
 
 
 def repeated(job: JobSpec) -> JobSpec:
@@ -36,8 +34,8 @@ def continued(job: JobSpec) -> JobSpec:
 def has_commits(folder: Path) -> bool:
     """Whether a run has committed a step, in its folder or in this machine's memory."""
     owner = newest_owner(folder)
-    in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(_COMMITTED))
-    return in_memory or any(any(folder.glob(f"{name}/*/{_COMMITTED}")) for name in ("checkpoints", "commits"))
+    in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(COMMITTED))
+    return in_memory or any(any(folder.glob(f"{name}/*/{COMMITTED}")) for name in ("checkpoints", "commits"))
 
 
 def earlier_description(job: JobSpec) -> str:

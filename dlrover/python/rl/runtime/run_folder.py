@@ -37,6 +37,8 @@ from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
 
 _LOG = get_logger(__name__)
 
+COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
+
 LATEST, DESCRIPTION, MODEL = "latest", "job.yaml", "model"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
@@ -167,19 +169,21 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
         memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
         for path in (folder / "checkpoints", folder / "commits", *memory):
             shutil.rmtree(path, ignore_errors=True)
-    _write_description(job)
+    path = folder / DESCRIPTION
+    replaced = path.read_bytes() if path.is_file() and not starts_afresh else b""
+    _write_description(job, job_to_yaml(job, hide_secrets=True).encode())
     if _is_own_folder(job):
         _link_latest(folder)
         _remove(superseded(job))
-    return Claim(record, owner)
+    return Claim(record, owner, job, replaced)
 
 
-def _write_description(job: JobSpec) -> None:
+def _write_description(job: JobSpec, description: bytes) -> None:
     """Also to the job's object store, so that the run can go on on another machine. Raises InvalidJob if that cannot be
     written."""
     path, files = job.job_dir / DESCRIPTION, files_of(job)
     with new_file(path, durable=False) as file:
-        file.write(job_to_yaml(job, hide_secrets=True).encode())
+        file.write(description)
     path.chmod(0o600)
     try:
         if files is not None:
@@ -224,6 +228,8 @@ class Claim:
 
     record: Path
     owner: Owner
+    job: JobSpec
+    replaced: bytes = b""  # the description of the run before
 
     @property
     def number(self) -> int:
@@ -239,8 +245,17 @@ class Claim:
             os.utime(self.record)
 
     def end(self, state: str) -> None:
+        """A run that has failed before it committed a step may not fit the state that it should have gone on from: the
+        description of the run before stays."""
+        if state == FAILED and self.replaced and not self._has_committed():
+            with suppress(OSError, InvalidJob):
+                _write_description(self.job, self.replaced)
         with suppress(OSError), new_file(self.record, durable=True) as file:
             file.write(_encode(replace(self.owner, state=state)))
+
+    def _has_committed(self) -> bool:
+        roots = [self.record.parent / name / self.job.run for name in ("checkpoints", "commits")]
+        return any(any(root.glob(COMMITTED)) for root in (*roots, memory_path(self.job.name, self.job.run)))
 
 
 @contextmanager

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Interfaces of train engines and rollout engines."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -9,7 +10,7 @@ from typing import Annotated, Any, Literal, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
-from annotated_types import Ge, Gt, Le
+from annotated_types import Ge, Gt, Le, Lt
 
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
@@ -25,7 +26,7 @@ class LoraSettings:
     rank: Annotated[int, Gt(0)] = 16
     """Rank of the adapters."""
 
-    alpha: Annotated[float, Gt(0.0)] = 32.0
+    alpha: Annotated[float, Gt(0.0), Lt(math.inf)] = 32.0
     """Scale: the adapters' product counts ``alpha / rank`` times."""
 
     targets: tuple[str, ...] | Literal["all-linear"] = (

@@ -88,7 +88,7 @@ class Layout:
 class OptimizerConfig:
     """Optimizer, learning-rate schedule with linear warm-up, and gradient clipping."""
 
-    lr: Annotated[float, Gt(0.0)] = 1e-6
+    lr: Annotated[float, Gt(0.0), Lt(math.inf)] = 1e-6
     """Peak learning rate."""
 
     warmup_steps: Annotated[int, Ge(0)] = 0
@@ -97,7 +97,7 @@ class OptimizerConfig:
     weight_decay: Annotated[float, Ge(0.0)] = 0.0
     """Decoupled weight decay, not applied to vectors (norms, biases)."""
 
-    betas: tuple[float, float] = (0.9, 0.999)
+    betas: tuple[Annotated[float, Ge(0.0), Lt(1.0)], Annotated[float, Ge(0.0), Lt(1.0)]] = (0.9, 0.999)
     """Decay rates of the two moments of AdamW."""
 
     max_grad_norm: Annotated[float, Gt(0.0)] | None = 1.0

@@ -90,6 +90,13 @@ class SafetensorsSource:
         return whole.hexdigest()
 
 
+def fingerprint_files(folder: Path | None) -> str:
+    """Tells the files of a model from those of another one; empty without safetensors files."""
+    if folder is None or not any(folder.glob("*.safetensors")):
+        return ""
+    return SafetensorsSource(folder).fingerprint()
+
+
 def match_names(
     wanted: Mapping[str, tuple[str, ...]],
     available: Mapping[str, Any],

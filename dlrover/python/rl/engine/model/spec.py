@@ -29,6 +29,7 @@ from dlrover.python.rl.engine.model.loading import (
     as_causal_lm,
     disable_dropout,
     find_model_folder,
+    fingerprint_files,
     init_normal,
     match_names,
     write_atomically,
@@ -95,10 +96,8 @@ class ModelSpec:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells the files of a model from those of another one; empty for other than safetensors files."""
-        if self.weights is not None or self.folder is None or not any(self.folder.glob("*.safetensors")):
-            return ""
-        return SafetensorsSource(self.folder).fingerprint()
+        """See :func:`~dlrover.python.rl.engine.model.loading.fingerprint_files`; empty of weights that are given."""
+        return fingerprint_files(self.folder) if self.weights is None else ""
 
     def source_of(self, wanted: Mapping[str, tuple[str, ...]], prefix: str) -> WeightReader:
         """The model's files, or the library's loader if it renames tensors."""

@@ -20,7 +20,8 @@ _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
 
 def add_adapters(module: Any, settings: LoraSettings) -> None:
-    """Add adapters to the target layers of a module on the meta device; only they are trained then.
+    """Add adapters to the target layers of a module on the meta device; only they and a new head of one score are
+    trained then.
 
     Raises:
         MissingExtra: peft is not installed.
@@ -40,6 +41,9 @@ def add_adapters(module: Any, settings: LoraSettings) -> None:
             inject_adapter_in_model(config, module)
     except ValueError as error:
         raise EngineError(f"no adapters can be added: {error}") from error
+    head = getattr(module, "score", None)
+    if isinstance(head, torch.nn.Linear):  # new: it is trained whole, unless it has adapters itself
+        head.requires_grad_(True)
 
 
 def _targets(module: Any, settings: LoraSettings) -> list[str]:
@@ -100,8 +104,9 @@ def describe_adapters(settings: LoraSettings, model: str) -> dict[str, Any]:
     return {**asdict(settings), "targets": settings.layers, "model": model}
 
 
-def check_adapters(own: Mapping[str, Any] | None, state: Mapping[str, Any]) -> None:
-    """Raise WeightSyncError if a state is of adapters that mean other weights: of other settings, or another model."""
+def check_adapters(own: Mapping[str, Any] | None, state: Mapping[str, Any], model: str) -> None:
+    """Raise WeightSyncError if a state is of adapters that mean other weights: of other settings, or of another model
+    than that at ``model``."""
     was = state.get("lora")
     if was is None or was == own:  # states of earlier versions do not say it
         return
@@ -110,7 +115,7 @@ def check_adapters(own: Mapping[str, Any] | None, state: Mapping[str, Any]) -> N
     other = [key for key in own if own[key] != was.get(key) and key != "model"]
     faults = [f"lora.{key} is {own[key]}, not {was.get(key)}" for key in other]
     if own["model"] and was.get("model") and own["model"] != was["model"]:
-        faults.append("the model that they are added to has other weights now")
+        faults.append(f"they were trained on other weights than those of the model '{model}'")
     if faults:
         raise WeightSyncError(f"the state is of other adapters: {'; '.join(faults)}")
 

@@ -66,6 +66,7 @@ def validate_train_engine(
     info, sizes = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
     faults = find_train_errors(engine.train, info, sizes, engine.lora, bare_head, engine.train_options)
     errors += [ConfigError("config.engine", fault) for fault in faults]
+    shape = shape.with_score_head() if shape is not None and bare_head else shape
     errors += _find_adapter_errors(engine, engine.lora, shape) if role == "actor" and engine.lora is not None else []
     try:
         layout = Layout.of(members, sizes)

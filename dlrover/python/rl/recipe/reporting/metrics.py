@@ -30,6 +30,7 @@ from dlrover.python.rl.recipe.base.machine import Machine
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, describe_engines
 from dlrover.python.rl.recipe.base.model_facts import validate_model
+from dlrover.python.rl.recipe.reporting.frozen_models import FrozenModels
 from dlrover.python.rl.recipe.reporting.model_config import validate_model_config
 from dlrover.python.rl.recipe.reporting.passes import choose_passes
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
@@ -246,6 +247,7 @@ class RecipeTrainer(BaseTrainer):
         self.cfg = cfg = replace(cfg, engine=choose_passes(self, cfg))
         self.algorithm = self.algorithm_of(cfg)
         self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
+        self.state["frozen_models"] = FrozenModels(self, cfg)
         self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.results_dir, self.RG_ACTOR.save)
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
@@ -387,7 +389,6 @@ class RecipeTrainer(BaseTrainer):
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*validate_model(cfg.model), *validate_optimizer(cfg.engine, cfg.optimizer)]
         members, shape = roles.get(RLRoleType.ACTOR, 1), shape_of(cfg.model, cfg.model_config)
-        shape = shape.with_score_head() if shape is not None and cls.bare_head else shape
         errors += validate_train_engine(cfg.engine, members, cls.bare_head, shape=shape)
         errors += validate_keep(cfg.keep, cfg.eval_every, cls.evaluation_names(cfg, roles))
         errors += [*validate_model_config(cfg.model_config), *cls._plan_memory(cfg, roles).find_errors()]

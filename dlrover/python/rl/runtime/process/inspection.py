@@ -199,7 +199,7 @@ def _validate_settings(job: JobSpec, before: str, workloads: Iterable[Any]) -> l
             _LOG.warning("%s.settings_of_state: %s: %s", workload.__name__, type(error).__name__, error)
             continue
         for key, old, new in changed:
-            what = f"{new}, but the run was begun with {old}, which its state depends on"
+            what = f"{new}, but by its job.yaml the run was begun with {old}, which its state depends on"
             errors[key] = ConfigError(f"config.{key}", f"{what}: go on with that, or begin another run")
     return list(errors.values())
 
