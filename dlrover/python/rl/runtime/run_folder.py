@@ -33,6 +33,7 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
+from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
 
 _LOG = get_logger(__name__)
@@ -247,15 +248,18 @@ class Claim:
     def end(self, state: str) -> None:
         """A run that has failed before it committed a step may not fit the state that it should have gone on from: the
         description of the run before stays."""
-        if state == FAILED and self.replaced and not self._has_committed():
-            with suppress(OSError, InvalidJob):
+        with suppress(OSError, InvalidJob, CheckpointMissing):
+            if state == FAILED and self.replaced and not self._has_committed():
                 _write_description(self.job, self.replaced)
         with suppress(OSError), new_file(self.record, durable=True) as file:
             file.write(_encode(replace(self.owner, state=state)))
 
     def _has_committed(self) -> bool:
-        roots = [self.record.parent / name / self.job.run for name in ("checkpoints", "commits")]
-        return any(any(root.glob(COMMITTED)) for root in (*roots, memory_path(self.job.name, self.job.run)))
+        job = self.job
+        roots = memory_path(job.name, job.run), *(job.job_dir / name / job.run for name in ("checkpoints", "commits"))
+        newest = newest_commit(job.job_dir, job.archive) if job.archive else None
+        in_store = newest is not None and newest[0].run == job.run and newest[1].step > 0
+        return in_store or any(any(root.glob(COMMITTED)) for root in roots)
 
 
 @contextmanager
