@@ -44,6 +44,9 @@ def test_what_does_not_go_together_is_refused():
     assert "min_lr (0.01) is above lr (0.001)" in problems[0].what
     _, problems = parse(OptimizerConfig, {"name": "sgd", "betas": [0.5, 0.9]}, "optimizer")
     assert "only adamw has betas" in problems[0].what
+    for wrong, where in (({"betas": [0.9, 1.0]}, "betas.1"), ({"lr": float("inf")}, "lr")):
+        (problem,) = parse(OptimizerConfig, wrong, "optimizer")[1]
+        assert problem.where == f"optimizer.{where}"
     for useless in ({"min_lr": 1e-7}, {"decay_steps": 5}):
         _, problems = parse(OptimizerConfig, useless, "optimizer")
         assert "need a schedule that decays: linear or cosine" in problems[0].what
