@@ -7,8 +7,7 @@ import pytest
 
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-from dlrover.python.rl.runtime.earlier_run import has_commits
-from dlrover.python.rl.runtime.run_folder import DESCRIPTION, FAILED, FINISHED, IN_PROCESS, begin, claim
+from dlrover.python.rl.runtime.run_folder import DESCRIPTION, FAILED, FINISHED, IN_PROCESS, begin, claim, has_commits
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 
@@ -40,13 +39,18 @@ def test_a_run_has_something_to_go_on_with_once_a_step_is_committed(tmp_path, mo
     ],
 )
 @pytest.mark.parametrize("where", ["memory", "checkpoints"])
+@pytest.mark.parametrize("is_begun", [True, False])
 def test_what_a_run_was_begun_with_stays_if_another_one_fails_before_it_has_committed(
-    tmp_path, monkeypatch, outcome, commits, stays, where
+    tmp_path, monkeypatch, outcome, commits, stays, where, is_begun
 ):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
     job = replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out")
     job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
-    claim(begin(job), IN_PROCESS, bound=True).end(FINISHED)
+    begun = begin(job)
+    claim(begun, IN_PROCESS, bound=True).end(FINISHED)
+    if is_begun:
+        root = memory_path(job.name, begun.run) if where == "memory" else job.job_dir / "checkpoints" / begun.run
+        (root / "step-00000010.e1").mkdir(parents=True)
     first = (job.job_dir / DESCRIPTION).read_bytes()
     again = begin(replace(job, checkpoint=replace(job.checkpoint, every=7)))
     claimed = claim(again, IN_PROCESS, bound=True)
@@ -55,4 +59,4 @@ def test_what_a_run_was_begun_with_stays_if_another_one_fails_before_it_has_comm
     root = memory_path(job.name, again.run) if where == "memory" else job.job_dir / "checkpoints" / again.run
     (root / f"step-0000000{int(commits)}.e1").mkdir(parents=True)
     claimed.end(outcome)
-    assert (job.job_dir / DESCRIPTION).read_bytes() == (first if stays else second)
+    assert (job.job_dir / DESCRIPTION).read_bytes() == (first if stays and is_begun else second)

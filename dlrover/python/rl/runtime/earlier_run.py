@@ -2,13 +2,11 @@
 """Which run a job goes on with, and what that one was begun with."""
 
 from dataclasses import replace
-from pathlib import Path
 
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
-from dlrover.python.rl.runtime.run_folder import COMMITTED, DESCRIPTION, FINISHED, LATEST, newest_owner
+from dlrover.python.rl.runtime.run_folder import DESCRIPTION, FINISHED, LATEST, has_commits, newest_owner
 
 
 def repeated(job: JobSpec) -> JobSpec:
@@ -29,13 +27,6 @@ def continued(job: JobSpec) -> JobSpec:
     last = (job.run_folders / LATEST).resolve()
     owner = newest_owner(last)
     return job if owner is None or owner.state == FINISHED else replace(job, job_dir=last)
-
-
-def has_commits(folder: Path) -> bool:
-    """Whether a run has committed a step, in its folder or in this machine's memory."""
-    owner = newest_owner(folder)
-    in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(COMMITTED))
-    return in_memory or any(any(folder.glob(f"{name}/*/{COMMITTED}")) for name in ("checkpoints", "commits"))
 
 
 def earlier_description(job: JobSpec) -> str:

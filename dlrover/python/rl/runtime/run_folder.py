@@ -38,7 +38,7 @@ from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
 
 _LOG = get_logger(__name__)
 
-COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
+_COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
 
 LATEST, DESCRIPTION, MODEL = "latest", "job.yaml", "model"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
@@ -114,6 +114,13 @@ def newest_owner(folder: Path) -> Owner | None:
     return _read(record) if record is not None else None
 
 
+def has_commits(folder: Path) -> bool:
+    """Whether a run has committed a step, in its folder or in this machine's memory."""
+    owner = newest_owner(folder)
+    in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(_COMMITTED))
+    return in_memory or any(any(folder.glob(f"{name}/*/{_COMMITTED}")) for name in ("checkpoints", "commits"))
+
+
 def in_use(folder: Path) -> bool:
     record = _newest_record(folder)
     owner = _read(record) if record is not None else None
@@ -153,7 +160,8 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidJob([ConfigError("job_dir", f"cannot be made: {error}")]) from error
-    earlier = newest_owner(folder)
+    earlier, goes_on = newest_owner(folder), job.checkpoint.resume == "latest"
+    goes_on = goes_on and (has_commits(folder) or bool(job.archive and newest_commit(folder, job.archive)))
     while True:
         newest = _newest_record(folder)
         if why := conflict(job):
@@ -171,7 +179,7 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
         for path in (folder / "checkpoints", folder / "commits", *memory):
             shutil.rmtree(path, ignore_errors=True)
     path = folder / DESCRIPTION
-    replaced = path.read_bytes() if path.is_file() and not starts_afresh else b""
+    replaced = path.read_bytes() if goes_on and path.is_file() else b""
     _write_description(job, job_to_yaml(job, hide_secrets=True).encode())
     if _is_own_folder(job):
         _link_latest(folder)
@@ -230,7 +238,7 @@ class Claim:
     record: Path
     owner: Owner
     job: JobSpec
-    replaced: bytes = b""  # the description of the run before
+    replaced: bytes = b""  # the description of the run that this one goes on from
 
     @property
     def number(self) -> int:
@@ -259,7 +267,7 @@ class Claim:
         roots = memory_path(job.name, job.run), *(job.job_dir / name / job.run for name in ("checkpoints", "commits"))
         newest = newest_commit(job.job_dir, job.archive) if job.archive else None
         in_store = newest is not None and newest[0].run == job.run and newest[1].step > 0
-        return in_store or any(any(root.glob(COMMITTED)) for root in roots)
+        return in_store or any(any(root.glob(_COMMITTED)) for root in roots)
 
 
 @contextmanager
