@@ -35,11 +35,20 @@ def test_other_weights_are_refused_and_another_place_is_not(tmp_path):
     assert error.what == f"the weights of '{other}', the reference, are not those that the run was begun with"
 
 
+def test_the_files_are_read_once(tmp_path):
+    made = models(reference=write_tiny_model(tmp_path / "model", hidden=32, layers=1))
+    state = made.state_dict()
+    shutil.rmtree(tmp_path / "model")
+    assert made.state_dict() == state != {"REFERENCE": ""}
+
+
 def test_what_cannot_be_compared_is_taken(tmp_path):
     here = write_tiny_model(tmp_path / "here", hidden=32, layers=1)
     of_hub = models(reference="owner/name")
     assert of_hub.state_dict() == {"REFERENCE": ""}
-    of_hub.load_state_dict(models(reference=here).state_dict())
     models(reference=here).load_state_dict(of_hub.state_dict())
+    known = models(reference=here).state_dict()
+    of_hub.load_state_dict(known)
+    assert of_hub.state_dict() == known, "it stays known, for when the files are here again"
     models(reference=here).load_state_dict({})
     models().load_state_dict(models(reference=here).state_dict())

@@ -40,8 +40,8 @@ class LoraSettings:
     the model is in ``precision``."""
 
     @property
-    def layers(self) -> list[str] | str:
-        """``targets`` in one order."""
+    def sorted_targets(self) -> list[str] | str:
+        """Equal for the same layers in any order."""
         return self.targets if isinstance(self.targets, str) else sorted(set(self.targets))
 
     @property

@@ -28,9 +28,8 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Ranges: TypeAlias = tuple[slice, ...]
 """One slice for each dimension."""
 
-
 _SAMPLED = 1024
-"""Numbers of each tensor."""
+"""Numbers of each tensor that a fingerprint covers."""
 
 
 class WeightReader(Protocol):

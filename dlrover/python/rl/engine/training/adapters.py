@@ -101,7 +101,7 @@ def adapter_name(name: str) -> str:
 
 def describe_adapters(settings: LoraSettings, model: str) -> dict[str, Any]:
     """What a state says of its adapters; ``model``: the fingerprint of that which they are added to."""
-    return {**asdict(settings), "targets": settings.layers, "model": model}
+    return {**asdict(settings), "targets": settings.sorted_targets, "model": model}
 
 
 def check_adapters(own: Mapping[str, Any] | None, state: Mapping[str, Any], model: str) -> None:

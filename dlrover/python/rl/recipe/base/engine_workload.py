@@ -216,9 +216,8 @@ class EngineWorkload(BaseWorkload):
         """This member's side of ``engine.weight_sync``, between the actor and the rollouts."""
         shares_process = self._member.shares_process
         in_one_process = shares_process or "/" not in self.name
-        receivers = (
-            int(engine.weight_sync_options.get("receivers", 1)) if shares_process else 1
-        )  # a script may use threads
+        # A script that has several rollouts in one process may use threads.
+        receivers = int(engine.weight_sync_options.get("receivers", 1)) if shares_process else 1
         check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()), in_one_process, receivers)
         settings = SyncSettings(
             f"{self.role}[{self.rank}]",
@@ -315,7 +314,7 @@ class TrainedWorkload(EngineWorkload):
     def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
         lora = engine.lora if cls.has_adapters else None
-        adapters = None if lora is None else {**asdict(lora), "targets": lora.layers}
+        adapters = None if lora is None else {**asdict(lora), "targets": lora.sorted_targets}
         _, optimizer = cls._trained(config)
         return {"engine": {"train": engine.train, "lora": adapters}, cls.optimizer_key: {"name": optimizer.name}}
 

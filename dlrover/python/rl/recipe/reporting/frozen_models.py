@@ -16,15 +16,17 @@ class FrozenModels:
     def __init__(self, trainer: Any, cfg: Any) -> None:
         uses = trainer.model_uses(cfg, {role: len(handles) for role, handles in trainer.actor_handles.items()})
         self._models = {str(role): use.model for role, use in uses.items() if use.kind == "frozen"}
+        self._fingerprints = {role: _fingerprint(model) for role, model in self._models.items()}
 
     def state_dict(self) -> dict[str, str]:
-        return {role: _fingerprint(model) for role, model in self._models.items()}
+        return dict(self._fingerprints)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Raises DataError if a model has other weights, wherever it is."""
         errors = []
         for role, model in self._models.items():
-            was, now = state.get(role, ""), _fingerprint(model)
+            was, now = state.get(role, ""), self._fingerprints[role]
+            self._fingerprints[role] = now or was  # files that are not here now
             if was and now and was != now:
                 what = f"the weights of '{model}', the {role.lower()}, are not those that the run was begun with"
                 errors.append(ConfigError("config", what))
