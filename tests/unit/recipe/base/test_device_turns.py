@@ -16,6 +16,7 @@ from dlrover.python.rl.common.names import RLRoleType  # noqa: E402
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine  # noqa: E402
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock  # noqa: E402
 from dlrover.python.rl.engine.memory.device_memory import MemoryLedger  # noqa: E402
+from dlrover.python.rl.engine.model.loading import fingerprint_files  # noqa: E402
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine  # noqa: E402
 from dlrover.python.rl.recipe.base.engine_workload import physical_device  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
@@ -177,8 +178,16 @@ def test_with_adapters_the_actor_is_the_reference_and_the_run_is_the_same(tmp_pa
 
 
 def test_roles_that_share_nothing_or_only_cores_keep_what_they_have(tmp_path, undisturbed):
-    made = stage(tmp_path, (ActorWorkload, RolloutWorkload, ReferenceWorkload), ",".join(SHARING))
+    made, frozen = stage(tmp_path, (ActorWorkload, RolloutWorkload, ReferenceWorkload), ",".join(SHARING)), []
+
+    class Noting(GRPOTrainer):
+        def fit(self):
+            super().fit()
+            frozen.append(self.state["frozen_models"].state_dict())
+
+    made.trainer = Noting
     assert end_of(made) == undisturbed
+    assert frozen == [{"REFERENCE": fingerprint_files(Path(made.config["model"]))}]
     assert made.workload("ACTOR")._device_locks == ()
     assert made.workload("ACTOR")._engine.place() == "cuda"
 
