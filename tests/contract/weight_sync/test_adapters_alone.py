@@ -14,13 +14,7 @@ import torch
 from sync_sides import LATEST_S, PATIENT, ToySource, completions, free_port, hear, process, rank_side, step
 
 from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
-from dlrover.python.rl.engine.api.base import (
-    LoraSettings,
-    OptimizerConfig,
-    Rendezvous,
-    RolloutSettings,
-    TrainSettings,
-)
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -30,7 +24,6 @@ from dlrover.python.rl.engine.weight_sync.transports import make_transport
 
 KINDS = ("pull", "disk")
 each_kind = pytest.mark.parametrize("kind", KINDS)
-DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
 LAYERS = ("model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight")
 
 
@@ -337,30 +330,6 @@ def test_rollouts_in_bf16_get_the_model_in_bf16_and_the_adapters_in_float32(tmp_
     for name, tensor in actor.named_weights(torch.bfloat16):
         assert torch.equal(received.tensor(name), tensor)
     sender.close()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA here")
-@pytest.mark.parametrize("base", [None, "nf4"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_rollout_on_cuda_adds_the_adapters_there(precision, base, tmp_path):
-    """To the bits that the actor computes with, on a device of the same kind."""
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    if base is not None:
-        pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
-    path, dtype = write_tiny_model(tmp_path / "T", hidden=512, layers=2), getattr(torch, DTYPE_NAMES[precision])
-    actor = actor_on(path, base, device="cuda", precision=precision)
-    rollout = TorchRolloutEngine(path, RolloutSettings("cuda", precision))
-    sides = [transport("pull", tmp_path, name, device="cuda", dtype=dtype) for name in ("ACTOR[0]", "ROLLOUT[0]")]
-    for seed in (1, 2, 3):
-        received = sides[1].receive(publish(sides[0], actor)[0])
-        assert received.lock_pages(torch.device("cuda"))
-        rollout.receive(received)
-        served = rollout._decoder.store.views
-        for name, tensor in actor.named_weights(dtype):
-            assert torch.equal(served[name], tensor), name
-        step(actor, seed)
-    for side in sides:
-        side.close()
 
 
 def test_ranks_that_shard_the_model_send_it_and_its_adapters_whole(tmp_path, model_path):

@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever way weights take, they arrive whole, the same, and under the fingerprint that they were sent with."""
 
-import errno
-import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -241,53 +239,6 @@ def test_a_leader_that_fails_still_takes_its_part_in_the_gathering(kind, tmp_pat
         sender.send(ticket, source)
     assert taken == list(range(len(source.weights)))
     sender.close()
-
-
-def refusal_of(call, *arguments):
-    """The message of the WeightSyncError of a call, which has an error of the operating system as its cause."""
-    with pytest.raises(WeightSyncError) as caught:
-        call(*arguments)
-    assert isinstance(caught.value.__cause__, OSError)
-    return str(caught.value)
-
-
-def test_a_folder_that_cannot_be_made_or_used_is_named_with_the_reason(tmp_path):
-    source = ToySource(toy_weights(), version=1)
-    (tmp_path / "file").touch()
-    below_file = transport("disk", tmp_path / "file/weights")
-    what = refusal_of(below_file.send, below_file.offer(source), source)
-    assert what == f"weights cannot be written to {tmp_path}/file/weights: Not a directory"
-
-    taken = transport("disk", tmp_path / "taken")
-    ticket = taken.offer(source)
-    (tmp_path / f"taken/ACTOR.{ticket.id}.part").mkdir(parents=True)
-    what = refusal_of(taken.send, ticket, source)
-    assert what == f"weights cannot be written to {tmp_path}/taken: Is a directory"
-    (tmp_path / f"taken/ACTOR.{ticket.id}.weights").mkdir()
-    assert refusal_of(taken.receive, ticket) == f"weights cannot be read from {tmp_path}/taken: Is a directory"
-
-
-@pytest.mark.parametrize(
-    ("number", "kind"), [(errno.EIO, WeightSyncError), (errno.ENOSPC, OSError), (errno.EDQUOT, OSError)]
-)
-def test_a_write_that_fails_names_the_folder_and_a_full_disk_stays_what_it_is(tmp_path, monkeypatch, number, kind):
-    wire = Wire("disk", tmp_path)
-    source = ToySource(toy_weights(), version=1)
-    ticket = wire.source.offer(source)
-    write = os.pwrite
-
-    def fail(descriptor, data, offset):
-        if "part" in os.readlink(f"/proc/self/fd/{descriptor}"):
-            raise OSError(number, os.strerror(number))
-        return write(descriptor, data, offset)
-
-    monkeypatch.setattr(os, "pwrite", fail)
-    with pytest.raises(kind, match=os.strerror(number)) as caught:
-        wire.source.send(ticket, source)
-    assert (f"cannot be written to {tmp_path}: " in str(caught.value)) == (kind is WeightSyncError)
-    monkeypatch.undo()
-    assert wire.source.send(ticket, source) == wire.sinks[0].receive(ticket).stamp == source.stamp()
-    wire.close()
 
 
 @pytest.mark.parametrize("kind", WAITING)
