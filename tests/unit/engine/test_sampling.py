@@ -34,6 +34,41 @@ def test_nothing_without_probability_is_ever_drawn(changes):
     assert choose(logits, drawing(**changes), edges)[0].tolist() == [1, 2]
 
 
+@pytest.mark.parametrize("vocabulary", [4097, 10_000])
+def test_of_many_tokens_each_draw_inverts_the_sum_of_probabilities(vocabulary):
+    generator = torch.Generator().manual_seed(0)
+    logits = 5 * torch.randn(400, vocabulary, generator=generator)
+    draws = torch.rand(400, generator=generator, dtype=torch.float64)
+    tokens, logprobs = choose(logits, drawing(), draws)
+    policy = torch.log_softmax(logits, dim=-1)
+    sums = policy.exp().double().cumsum(dim=-1)
+    assert tokens.tolist() == [int((row > draw * row[-1]).nonzero()[0]) for row, draw in zip(sums, draws, strict=True)]
+    assert torch.equal(logprobs, policy.gather(1, tokens[:, None]).squeeze(1))
+
+
+def test_of_many_tokens_nothing_without_probability_is_drawn_at_the_edges():
+    """The sum of a block may be rounded otherwise than its running sum."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.full((2000, 5000), -torch.inf)
+    logits[:, 10:500] = 6 * torch.randn(2000, 490, generator=generator)
+    logits[:, 1300] = 12.0
+    probabilities = torch.softmax(logits, dim=-1).double()
+    edge = probabilities[:, :500].sum(dim=-1) / probabilities.sum(dim=-1)
+    below_one = torch.full_like(edge, 1.0 - 2.0**-53)
+    for draws in (torch.zeros_like(edge), edge, torch.nextafter(edge, torch.zeros_like(edge)), below_one):
+        tokens, logprobs = choose(logits, drawing(), draws)
+        assert logprobs.isfinite().all()
+        assert probabilities.gather(1, tokens[:, None]).min() > 0
+
+
+def test_of_many_tokens_logits_that_are_no_numbers_have_a_logprob_that_is_none():
+    logits = torch.zeros((1, 5000))
+    logits[0, 3] = torch.nan
+    tokens, logprobs = choose(logits, drawing(), torch.full((1,), 0.5, dtype=torch.float64))
+    assert 0 <= int(tokens) < 5000
+    assert logprobs.isnan().all()
+
+
 def test_cut_draws_keep_the_shares_of_what_is_left():
     logits = torch.tensor([2.0, 0.0, 1.0, -3.0, 0.5]).expand(20000, 5)
     draws = torch.from_numpy(uniforms((1,), 2, 3, 20000))

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
+from torch.nn import functional
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.progress import note_progress
@@ -70,14 +71,31 @@ def cut(logprobs: Any, top_k: int | None, top_p: float) -> Any:
     return torch.empty_like(logprobs).scatter_(1, ids, ranked)
 
 
+_WHOLE, _BLOCK = 4096, 512
+"""Up to how many tokens the distribution is summed in one pass; beyond that in blocks of so many, side by side."""
+
+
 def _invert(probabilities: Any, uniform: Any) -> Any:
-    cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
-    total = cumulative[:, -1]
-    # Strictly below the total even after rounding, so that the first token above it has probability.
-    target = torch.minimum(uniform * total, torch.nextafter(total, torch.zeros_like(total)))
-    tokens = torch.searchsorted(cumulative, target[:, None], right=True).squeeze(1)
-    # A row of NaN points past the end; its log-prob is NaN at every token.
-    return tokens.clamp(max=probabilities.shape[-1] - 1)
+    rows, vocab = probabilities.shape
+    if vocab <= _WHOLE:
+        cumulative = probabilities.cumsum(dim=-1, dtype=torch.float64)
+        return _first_above(cumulative, uniform[:, None] * cumulative[:, -1:]).squeeze(1)
+    blocks = functional.pad(probabilities, (0, -vocab % _BLOCK)).view(rows, -1, _BLOCK)
+    ends = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    target = uniform[:, None] * ends[:, -1:]
+    block = _first_above(ends, target)
+    begins = functional.pad(ends, (1, 0)).gather(1, block)
+    inside = blocks.gather(1, block[:, :, None].expand(-1, -1, _BLOCK)).squeeze(1)
+    tokens = block * _BLOCK + _first_above(inside.cumsum(dim=-1, dtype=torch.float64), target - begins)
+    return tokens.clamp(max=vocab - 1).squeeze(1)
+
+
+def _first_above(cumulative: Any, target: Any) -> Any:
+    """Index of the first sum above the target, ``[rows, 1]``; of NaN the last index, where log-probs are NaN, too."""
+    total = cumulative[:, -1:]
+    # Strictly below the total even after rounding, so that the first one above it has probability.
+    below = torch.minimum(target, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, below, right=True).clamp(max=cumulative.shape[-1] - 1)
 
 
 def sampling_params(values: Mapping[str, Any]) -> SamplingParams:

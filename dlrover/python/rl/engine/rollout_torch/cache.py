@@ -150,12 +150,12 @@ class SlotCache:
         return positions
 
     def indices(self, positions: Any) -> Any:
-        """Where :meth:`write` stores what is at these positions ``[rows]`` of the first rows."""
-        return (self._starts[: len(positions)] + positions.view(-1, 1, 1)).flatten()
+        """Where :meth:`write` stores what is at these positions ``[rows]`` of the first rows, ``[rows, entries]``."""
+        return (self._starts[: len(positions)] + positions.view(-1, 1, 1)).flatten(1)
 
     def write(self, layer: int, indices: Any, entries: Any) -> None:
         """Store the new keys and values of one layer: ``[rows, 2 * kv_heads, head_dim]``."""
-        self._flat[layer].index_copy_(0, indices, entries.reshape(-1, entries.shape[-1]))
+        self._flat[layer].index_put_((indices,), entries)
 
     def read(self, layer: int, part: Segment) -> tuple[Any, Any]:
         """Keys and values of a segment: views ``[rows * kv_heads, longest, head_dim]``."""

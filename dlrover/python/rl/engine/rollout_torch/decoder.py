@@ -69,6 +69,11 @@ class WeightStore:
             self._at[name] = kind, self._sizes[kind]
             self._sizes[kind] += tensor.numel()
 
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are at ``cuda``."""
+        return torch.device(self._memory.device)
+
     def fused(self, *names: str) -> Any:
         """Tensors of one group, concatenated along their first dimension, as a view."""
         kind, start = self._at[names[0]]
@@ -106,7 +111,7 @@ class WeightStore:
     def _allocate_hosts(self) -> None:
         for kind, size in self._sizes.items():
             if kind not in self._hosts:
-                self._blocks[kind] = HostBlock(size * kind.itemsize, torch.device(self._memory.device))
+                self._blocks[kind] = HostBlock(size * kind.itemsize, self.device)
                 self._hosts[kind] = self._blocks[kind].bytes.view(kind)
 
     def meta(self) -> None:
@@ -125,17 +130,16 @@ class WeightStore:
     def write(self, weights: WeightSnapshot) -> None:
         """Copy a checked snapshot into the weights, in place."""
         self._hosts_are_current = False
-        device = torch.device(self._memory.device)
         if weights.lock_pages is not None and self.place == "cuda":
-            weights.lock_pages(device)
+            weights.lock_pages(self.device)
         try:
             for name, view in self.views.items():
                 tensor = weights.tensor(name, view.device)
                 # Without waiting, another dtype would come to the device before it is cast.
                 view.copy_(tensor, non_blocking=tensor.dtype == view.dtype)
         finally:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()  # it reads memory that the sender may use again
+            if self.device.type == "cuda":
+                torch.cuda.current_stream(self.device).synchronize()  # it reads memory that the sender may use again
 
 
 Ids = npt.NDArray[np.int64]

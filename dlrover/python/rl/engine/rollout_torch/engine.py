@@ -14,7 +14,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.api.base import Finish, RolloutSettings
+from dlrover.python.rl.engine.api.base import Finish, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import find_rollout_errors, raise_engine_errors, read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot, verify_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
@@ -27,6 +27,16 @@ from dlrover.python.rl.engine.rollout_torch.cache import Scheduler
 from dlrover.python.rl.engine.rollout_torch.decoder import Decoder, HuggingFaceDecoder, Ids, Prefix
 
 Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draw:
+    """Active requests whose tokens are sampled in one call."""
+
+    numbers: list[int]
+    sampling: SamplingParams
+    uniform: Any  # float64 `[len(numbers)]`
+    rows: Any  # int64 `[len(numbers)]`, of the logits; None: all
 
 
 class ContinuousBatch:
@@ -63,7 +73,7 @@ class ContinuousBatch:
         """
         try:
             with self._computing():
-                new_tokens = self._sample(self._forward())
+                new_tokens = self._compute()
             return self._requests.append(new_tokens, version)
         except BaseException:
             self.release()
@@ -96,14 +106,43 @@ class ContinuousBatch:
 
     # -- schedule, run, record ----------------------------------------------------------------------------------------
 
-    def _forward(self) -> Any:
-        """Logits of the next token of every active request, after admission: ``[rows, vocab]``."""
+    def _compute(self) -> list[NewToken]:
+        """The next token of every active request, after admission, and its log-prob."""
         self._resize_cache()
+        active = list(self._scheduler.active)
+        admitted = self._scheduler.admit()
+        # What the device needs from the host is there before it computes: a copy would wait until it has done so, and
+        # only then could it be given more to do.
+        draws = self._draws()
+        logits = self._forward(active, admitted)
+        new_tokens: list[NewToken] = []
+        for draw in draws:
+            selected = logits if draw.rows is None else logits[draw.rows]
+            tokens, logprobs = choose(selected, draw.sampling, draw.uniform)
+            new_tokens += zip(draw.numbers, tokens.tolist(), logprobs.tolist(), strict=True)
+        return new_tokens
+
+    def _draws(self) -> list["_Draw"]:
+        """Of all active requests."""
+        device, numbers = self._decoder.store.device, self._scheduler.active
+        running = [self._requests.by_number[number] for number in numbers]
+        rows_by_key: dict[tuple[Any, ...], list[int]] = {}
+        for row, request in enumerate(running):
+            rows_by_key.setdefault(request.sampling_key, []).append(row)
+        draws = []
+        for rows in rows_by_key.values():
+            uniform = torch.tensor([running[row].next_uniform() for row in rows], dtype=torch.float64, device=device)
+            index = torch.tensor(rows, device=device) if len(rows_by_key) > 1 else None
+            draws.append(_Draw([numbers[row] for row in rows], running[rows[0]].sampling, uniform, index))
+        return draws
+
+    def _forward(self, active: Sequence[int], admitted: Sequence[int]) -> Any:
+        """Logits of the next token of every active request, then of those that get a row: ``[rows, vocab]``."""
         parts = []
-        if active := self._scheduler.active:
+        if active:
             last = [self._requests.by_number[number].tokens[-1] for number in active]
             parts.append(self._decoder.step(torch.tensor(last)))
-        parts += self._prefill(self._scheduler.admit())
+        parts += self._prefill(admitted)
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _resize_cache(self) -> None:
@@ -147,21 +186,6 @@ class ContinuousBatch:
         self._decoder.add_rows(prefixes)
         self._prefixes = {keys[-1]: prefixes[-1]}
         return torch.stack([prefix.logits for prefix in prefixes])
-
-    def _sample(self, logits: Any) -> list[NewToken]:
-        """Each active request's next token and its log-prob; those with equal sampling parameters in one call."""
-        numbers = self._scheduler.active
-        running = [self._requests.by_number[number] for number in numbers]
-        rows_by_key: dict[tuple[Any, ...], list[int]] = {}
-        for row, request in enumerate(running):
-            rows_by_key.setdefault(request.sampling_key, []).append(row)
-        new_tokens: list[NewToken] = []
-        for rows in rows_by_key.values():
-            uniform = torch.tensor([running[row].next_uniform() for row in rows], dtype=torch.float64)
-            selected = logits if len(rows) == len(running) else logits[torch.tensor(rows, device=logits.device)]
-            tokens, logprobs = choose(selected, running[rows[0]].sampling, uniform.to(logits.device))
-            new_tokens += zip((numbers[row] for row in rows), tokens.tolist(), logprobs.tolist(), strict=True)
-        return new_tokens
 
 
 class TorchRolloutEngine(RolloutEngineBase):

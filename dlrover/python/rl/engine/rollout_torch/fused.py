@@ -250,29 +250,28 @@ class FusedDecoder:
             rotated[..., : shape.heads, :] = self._rms_norm(rotated[..., : shape.heads, :], layer.head_norms[0])
             rotated[..., shape.heads :, :] = self._rms_norm(rotated[..., shape.heads :, :], layer.head_norms[1])
         cos, sin = rotations
-        swapped = rotated.roll(shape.head_dim // 2, dims=-1)
+        swapped = _swap_halves(rotated)
         rotated.mul_(cos).addcmul_(swapped, sin)
         return heads
 
     def _attend(self, index: int, heads: Any, segments: Sequence[Segment]) -> Any:
         """Attention of one new token per row over the cache: ``[rows, heads * head_dim]``."""
-        shape = self._shape
-        queries = heads[:, : shape.heads].reshape(len(heads) * shape.kv_heads, -1, shape.head_dim)
+        queries = heads[:, : self._shape.heads].unflatten(1, (self._shape.kv_heads, -1))
         attend = self._by_products if self._dtype == torch.float32 else self._by_kernel
-        outputs = [
-            attend(index, queries[part.start * shape.kv_heads : part.stop * shape.kv_heads], part) for part in segments
-        ]
+        outputs = [attend(index, queries[part.start : part.stop], part) for part in segments]
         return (outputs[0] if len(outputs) == 1 else torch.cat(outputs)).reshape(len(heads), -1)
 
     def _by_kernel(self, index: int, queries: Any, part: Segment) -> Any:
-        """Attention of ``queries`` ``[heads, new, head_dim]`` by a kernel that keeps the scores in float32."""
-        keys, values = self._slots.read(index, part)
-        mask = None if part.bias is None else part.bias[None]
-        return functional.scaled_dot_product_attention(queries[None], keys[None], values[None], mask)[0]
+        """Attention of ``queries`` ``[rows, kv_heads, sharing, head_dim]`` by a kernel that keeps the scores in
+        float32."""
+        keys, values = (entries.unflatten(0, queries.shape[:2]) for entries in self._slots.read(index, part))
+        mask = None if part.bias is None else part.bias.unflatten(0, queries.shape[:2])
+        return functional.scaled_dot_product_attention(queries, keys, values, mask)
 
     def _by_products(self, index: int, queries: Any, part: Segment) -> Any:
         """The same by matrix products, which are faster in float32."""
         keys, values = self._slots.read(index, part)
+        queries = queries.reshape(len(keys), -1, queries.shape[-1])
         bias, counts = (self._no_bias, 0) if part.bias is None else (part.bias, 1)
         scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), beta=counts, alpha=queries.shape[-1] ** -0.5)
         weights = torch.softmax(scores, dim=-1)
@@ -304,6 +303,13 @@ class FusedDecoder:
 
     def _logits(self, hidden: Any) -> Any:
         return functional.linear(self._rms_norm(hidden, self._norm), self._head)
+
+
+def _swap_halves(heads: Any) -> Any:
+    """Both halves of the last dimension of ``[..., head_dim]`` in the other order."""
+    if heads.device.type == "cpu":
+        return heads.roll(heads.shape[-1] // 2, dims=-1)
+    return heads.unflatten(-1, (2, -1)).flip(-2).flatten(-2)  # roll copies what is not contiguous before
 
 
 def _add_product(hidden: Any, inputs: Any, linear: tuple[Any, Any]) -> None:
