@@ -29,7 +29,7 @@ from dlrover.python.rl.engine.weight_sync.transports import make_transport
 LATEST_S = 240.0
 PATIENT = SyncSettings(name="ACTOR[0]", timeout_s=20.0, bucket_bytes=4096)
 
-WAITING = ("broadcast", "cuda_ipc")
+WAITING = ("broadcast",)
 """Those in which the sender waits for its receivers."""
 
 GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0)
@@ -83,8 +83,18 @@ class ToySource:
                 self.halt(number)
             yield item
 
-    def stamp(self):
-        return take_snapshot(self.weights.items(), self.version).stamp
+    def stamp(self, kind="pull"):
+        return stamp_by(kind, self.weights.items(), self.version)
+
+
+def stamp_by(kind, named, version):
+    """The stamp of these weights: the same by all transports, but for the one that leaves them on the device."""
+    if kind != "cuda_ipc":
+        return take_snapshot(named, version).stamp
+    source, sender = ToySource(dict(named), version), CudaIpcTransport(SyncSettings())
+    stamp = sender.send(sender.offer(source), source)
+    sender.close()
+    return stamp
 
 
 class Wire:
@@ -174,14 +184,17 @@ def send_side(kind, folder, pipe, seed, halt_at):
     wire.close()
 
 
-def receive_side(kind, folder, pipe):
-    """A process that receives whatever ticket comes, and tells the stamp or the error."""
+def receive_side(kind, folder, pipe, device="cpu", keeps=False):
+    """A process that receives whatever ticket comes, and sends the stamp or the error; it may keep what came."""
     torch.set_num_threads(1)
     pipe.send("up")
-    wire = transport(kind, Path(folder), replace(PATIENT, name="ROLLOUT[0]"))
+    wire = transport(kind, Path(folder), replace(PATIENT, name="ROLLOUT[0]", device=device))
     while (ticket := pipe.recv()) is not None:
         try:
-            pipe.send(wire.receive(ticket).stamp)
+            weights = wire.receive(ticket)
+            pipe.send(weights.stamp)
+            if not keeps:
+                del weights
         except Exception as error:  # noqa: BLE001 - the test looks at it
             pipe.send(error)
 

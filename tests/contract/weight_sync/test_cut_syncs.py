@@ -175,7 +175,7 @@ def test_a_sync_cut_in_the_middle_leaves_the_old_version_and_the_same_ticket_wor
         assert equal(serving, toy_weights(1))
     cut = False
     sent, received = wire.attempt(ticket, source, in_turn=kind not in WAITING)
-    assert sent == received.stamp == source.stamp()
+    assert sent == received.stamp == source.stamp(kind)
     assert equal(received, toy_weights(2))
     assert equal(serving, toy_weights(1))
     wire.close()

@@ -19,16 +19,19 @@ from sync_sides import (
     equal,
     forged,
     hear,
+    kill,
     process,
     receive_side,
     toy_weights,
     transport,
 )
 
-from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.errors import OutOfDeviceMemory, WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.api.weights import verify_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.weight_sync import cuda_ipc
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTable
+from dlrover.python.rl.engine.weight_sync.checksums import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
 
@@ -52,9 +55,11 @@ def test_every_dtype_and_shape_arrives_bit_for_bit(wire):
 
 
 @each_kind
-def test_all_transports_give_the_fingerprint_of_a_snapshot(wire):
+def test_all_transports_give_the_fingerprint_of_a_snapshot_but_the_one_on_the_device(wire, kind):
     source = ToySource(toy_weights(), version=3)
-    assert wire.sync(source)[1][0].stamp == source.stamp()
+    stamp = wire.sync(source)[1][0].stamp
+    assert stamp == source.stamp(kind)
+    assert (stamp == source.stamp()) == (kind != "cuda_ipc")
 
 
 @pytest.mark.feature(105)
@@ -82,7 +87,9 @@ def test_memory_is_used_again_once_nobody_refers_to_it(wire):
     places = set()
     for version in range(8):
         _, (received,) = wire.sync(ToySource(toy_weights(version), version))
-        places.add(received.buffers["long"].ctypes.data)
+        buffer = received.buffers["long"]
+        places.add(buffer.ctypes.data if isinstance(buffer, np.ndarray) else buffer.data_ptr())
+        del buffer
         del received
     assert len(places) <= 3
 
@@ -166,14 +173,14 @@ def test_a_sink_of_another_model_names_what_does_not_fit(tmp_path):
 
 @pytest.mark.feature(104)
 @each_kind
-def test_what_the_sender_seals_is_compared_with_the_ticket(wire, monkeypatch):
+def test_what_the_sender_seals_is_compared_with_the_ticket(wire, kind, monkeypatch):
     source = ToySource(toy_weights(), version=3)
+    fingerprint = source.stamp(kind).fingerprint
     ticket = wire.source.offer(source)
     forged(monkeypatch, 4)
     sent, received = wire.attempt(ticket, source)
     assert sent.version == 4
     assert isinstance(received, WeightSyncError)
-    fingerprint = source.stamp().fingerprint
     assert f"version 4 ({fingerprint}) was sent, and the ticket makes version 3 ({fingerprint}) of it" in str(received)
 
 
@@ -229,13 +236,13 @@ def test_several_sinks_get_the_same(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("pull")])
 def test_a_leader_that_fails_still_takes_its_part_in_the_gathering(kind, tmp_path):
-    sender = transport(kind, tmp_path, replace(PATIENT, timeout_s=1.5))
+    sender = transport(kind, tmp_path, replace(PATIENT, timeout_s=1.5, memory=DeviceMemory(capacity=4096)))
     source = ToySource(toy_weights(), version=1)
     taken = []
     source.halt = taken.append
     ticket = sender.offer(source)
-    (tmp_path / "ACTOR.sender").mkdir()  # no file can be there; and nobody receives
-    with pytest.raises((WeightSyncError, OSError)):
+    (tmp_path / "ACTOR.sender").mkdir()  # no file can be there; no receiver comes; the device has a bucket's room
+    with pytest.raises((WeightSyncError, OSError, OutOfDeviceMemory)):
         sender.send(ticket, source)
     assert taken == list(range(len(source.weights)))
     sender.close()
@@ -275,12 +282,68 @@ def test_each_rank_of_a_rollout_that_splits_its_matrices_takes_its_part(kind, tm
     wire.close()
 
 
-def test_a_sink_of_a_shared_bucket_needs_no_device_of_its_own(tmp_path):
-    """Whatever it is on, the version is put together on the host; here there may be no device at all."""
+def test_weights_on_another_device_are_refused_with_both_names(tmp_path, monkeypatch):
+    monkeypatch.setattr(cuda_ipc, "_identify", "device {}".format)
     wire = Wire("cuda_ipc", tmp_path)
-    wire.sinks = [transport("cuda_ipc", tmp_path, replace(PATIENT, device="cuda"))]
-    source = ToySource(toy_weights(), version=1)
-    assert wire.sync(source)[1][0].stamp == source.stamp()
+    wire.sinks = [transport("cuda_ipc", tmp_path, replace(PATIENT, name="ROLLOUT[0]", device="cpu:1"))]
+    with pytest.raises(WeightSyncError, match=r"is on the device device cpu, and ROLLOUT\[0\] on device cpu:1"):
+        wire.sync(ToySource(toy_weights(), version=1))
+    wire.close()
+
+
+def test_a_version_on_a_device_is_lost_with_the_next_one(tmp_path):
+    wire = Wire("cuda_ipc", tmp_path)
+    source = ToySource(toy_weights(1), version=1)
+    ticket = wire.source.offer(source)
+    wire.source.send(ticket, source)
+    wire.sync(ToySource(toy_weights(2), version=2))
+    with pytest.raises(WeightsLost, match=r"version 1 from ACTOR\[0\] is not there"):
+        wire.sinks[0].receive(ticket)
+    wire.close()
+
+
+def test_a_changed_byte_on_a_device_is_an_error_that_names_its_tensor(tmp_path):
+    wire = Wire("cuda_ipc", tmp_path)
+    source = ToySource({"first": torch.zeros(10_000), "second": torch.zeros(10_000)}, version=1)
+    ticket = wire.source.offer(source)
+    wire.source.send(ticket, source)
+    wire.source._shelf._buffer.flat[ticket.table.spans()[1][1] - 1] ^= 4
+    with pytest.raises(WeightSyncError, match=r"version 1 from ACTOR\[0\] refused: 'second' came with other bytes"):
+        wire.sinks[0].receive(ticket)
+    assert not wire.source._shelf._buffer.readers
+    wire.close()
+
+
+def test_a_device_keeps_one_version_unless_an_earlier_one_is_being_read(tmp_path):
+    memory = DeviceMemory()
+    wire = Wire("cuda_ipc", tmp_path, settings=replace(PATIENT, memory=memory))
+    _, (received,) = wire.sync(ToySource(toy_weights(1), version=1))
+    one = memory.total()
+    assert 0 <= one - received.nbytes < 2 * BLOCK_BYTES
+    wire.sync(ToySource(toy_weights(2), version=2))
+    assert memory.total() == 2 * one
+    assert equal(received, toy_weights(1))
+    del received
+    wire.sync(ToySource(toy_weights(3), version=3))
+    assert memory.total() == one
+    wire.close()
+    assert not memory.total()
+
+
+def test_a_receiver_of_another_process_that_is_killed_holds_no_version(tmp_path):
+    wire = Wire("cuda_ipc", tmp_path)
+    source = ToySource(toy_weights(1), version=1)
+    ticket = wire.source.offer(source)
+    wire.source.send(ticket, source)
+    with process(receive_side, "cuda_ipc", tmp_path, "cpu", True) as (child, pipe):
+        assert hear(pipe) == "up"
+        pipe.send(ticket)
+        assert hear(pipe) == source.stamp("cuda_ipc")
+        assert wire.source._shelf._buffer.readers == 1
+        kill(child)
+    deadline_s = time.monotonic() + 5.0
+    while wire.source._shelf._buffer.readers:
+        assert time.monotonic() < deadline_s
     wire.close()
 
 
@@ -339,16 +402,21 @@ def test_names_that_would_meet_others_are_refused(tmp_path, name):
 @pytest.mark.feature(101)
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs a CUDA device")
 def test_cuda_ipc_gives_the_same_weights(tmp_path):
-    settings = SyncSettings(name="ACTOR[0]", device="cuda", bucket_bytes=1 << 16, folder=tmp_path, channel="ACTOR")
-    weights = {name: tensor.cuda() for name, tensor in toy_weights().items()}
-    sender = CudaIpcTransport(settings)
-    source = ToySource(weights, version=1)
-    ticket = sender.offer(source)
-    with process(receive_side, "cuda_ipc", tmp_path) as (_, pipe):
+    settings = SyncSettings(name="ACTOR[0]", device="cuda")
+    sender, beside = CudaIpcTransport(settings), CudaIpcTransport(replace(settings, name="ROLLOUT[1]"))
+    with process(receive_side, "cuda_ipc", tmp_path, "cuda") as (_, pipe):
         assert hear(pipe) == "up"
-        pipe.send(ticket)
-        stamp = sender.send(ticket, source)
-        assert hear(pipe) == stamp == source.stamp()
+        for version in range(3):
+            weights = {name: tensor.cuda() for name, tensor in toy_weights(version).items()}
+            source = ToySource(weights, version)
+            ticket = sender.offer(source)
+            stamp = sender.send(ticket, source)
+            pipe.send(ticket)
+            assert hear(pipe) == stamp == source.stamp("cuda_ipc")
+            received = beside.receive(ticket)
+            assert received.stamp == stamp and equal(received, weights)
+            assert all(buffer.is_cuda for buffer in received.buffers.values())
+            del received
         pipe.send(None)
     sender.close()
 

@@ -1,13 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fingerprints of weights that pass: CRC-32 of each tensor, by several threads where there are cores for them."""
+"""Fingerprints of weights that pass: CRC-32 of each tensor, by several threads where there are cores for them; and of
+weights that stay on a device, which computes sums of their blocks.
+
+A block's sum is that of its 32-bit words, each times a random odd number of 64 bits of its own, modulo 2^64: every
+change of one word changes it, and others do but for one in 2^32 or fewer. A tensor's fingerprint is the CRC-32 of the
+sums of all blocks that it lies in.
+"""
 
 import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cache, lru_cache
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from isal.isal_zlib import crc32, crc32_combine
 
 from dlrover.python.rl.engine.weight_sync.base import WeightTable
@@ -55,3 +63,22 @@ def _checksums(parts: Sequence[memoryview]) -> Iterator[int]:
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
     """Of this process: one that was forked has none of its parent's threads."""
     return ThreadPoolExecutor(threads, "dlrover-checksums")
+
+
+BLOCK_BYTES = 1 << 14
+_AT_ONCE = 1 << 24
+"""Words whose products are on the device at a time."""
+
+
+def device_fingerprints(table: WeightTable, flat: Any) -> list[int]:
+    """Of each tensor of ``table`` in ``flat``: ``uint8`` on any device, whole blocks with zeros between the tensors."""
+    factors = _factors(flat.device)
+    parts = flat.view(torch.int32).split(_AT_ONCE)
+    sums = torch.cat([(part.view(-1, len(factors)) * factors).sum(dim=-1) for part in parts]).cpu().numpy()
+    return [crc32(sums[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)].data) for start, stop in table.spans()]
+
+
+@cache
+def _factors(device: torch.device) -> Any:
+    drawn = np.random.Generator(np.random.Philox(key=1)).integers(-(1 << 63), 1 << 63, BLOCK_BYTES // 4)
+    return torch.from_numpy(drawn | 1).to(device)

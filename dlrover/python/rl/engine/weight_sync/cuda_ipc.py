@@ -1,225 +1,306 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights between processes of one node that share a bucket: on a CUDA device by CUDA IPC, else in shared memory.
+"""Weights that stay in their sender's device memory, which receivers on the same device have open: by CUDA IPC, or as
+they are in the sender's own process.
 
 ::
 
-    sender                                             each receiver
-      listens at folder/name.socket      <-- connects with the ticket's id
-      shares its bucket                  -->  opens it
-      fills one half                     -->  copies it to host memory, fingerprints it
-      fills the other half ...           <--  first half may be filled again
-      sends the seal                     -->  compares
+    sender's process                              each receiver
+      version 7, on the device
+        <-- a connection, for as long as it reads --
+        -- a handle of the memory, and the seal -->   fingerprints it there, compares, and copies it to its own weights
 
-A device holds nothing for this but the bucket: the version is assembled in host memory.
+Neither side waits for the other. A version that is being read is not overwritten: the next one takes other memory. If
+the sender no longer has a version, receivers raise :class:`~dlrover.python.rl.common.errors.WeightsLost`. A host stands
+in for a device, with memory that its processes share.
 """
 
 import mmap
 import os
+import pickle
 import socket
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
-from multiprocessing.connection import Connection
-from pathlib import Path
+import struct
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
+from uuid import uuid4
 
-import numpy as np
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
-from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, SenderBase, StallTimer, SyncSettings, Ticket
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, fill_buckets
-from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
-from dlrover.python.rl.engine.weight_sync.host_copies import HostBuffer
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.weight_sync.base import (
+    Pieces,
+    Seal,
+    SenderBase,
+    SyncSettings,
+    Ticket,
+    WeightSource,
+    WeightTable,
+    assemble_snapshot,
+    refuse_adapters,
+)
+from dlrover.python.rl.engine.weight_sync.checksums import BLOCK_BYTES, device_fingerprints
+from dlrover.python.rl.engine.weight_sync.weight_server import (
+    AVAILABLE,
+    ID_BYTES,
+    MISSING,
+    WeightServer,
+    connect_on_host,
+    listen_on_host,
+    peer_credentials,
+    read_exactly,
+)
 
-_HALVES = 2
+_LENGTH = struct.Struct("<I")
+_NOTHING = "-" * ID_BYTES
+"""In a request: the receiver has no memory of this sender open."""
+
+_shelves: "weakref.WeakValueDictionary[str, _Shelf]" = weakref.WeakValueDictionary()
+"""Of this process's senders, by the names in their tickets."""
 
 
 class CudaIpcTransport(SenderBase):
-    """Implements ``WeightTransport``. All receivers receive at the same time, and the sender waits for them.
+    """Implements ``WeightTransport``. Any number of receivers on the sender's ``device``, at any time; a version stays
+    until the next one. The device has room for another copy of the weights."""
 
-    ``folder`` is required. The sender's ``device`` has the bucket; a receiver opens it.
-    """
+    sends_adapters_alone = True
 
-    waits_for_receivers = True
-
-    def __init__(self, settings: SyncSettings) -> None:
+    def __init__(self, settings: SyncSettings | None = None) -> None:
         super().__init__(settings)
-        if settings.folder is None:
-            raise ValueError("CUDA IPC needs a folder of this node, where both sides meet")
-        self._folder = settings.folder
-        self._listener: socket.socket | None = None
-        self._arena, self._host = HostArena(), HostBuffer()
-        self._half = max(ALIGN, self.settings.bucket // _HALVES // ALIGN * ALIGN)
+        self._shelf = _Shelf(self.settings.memory or DeviceMemory(self.settings.device), self.settings.name)
+        self._server: WeightServer | None = None
+        self._name = f"dlrover-weights-{uuid4().hex}"
+        self._opened: tuple[str, Any] = _NOTHING, None  # the memory of a sender in another process, and its id
 
-    @property
-    def _socket(self) -> Path:
-        return self._folder / f"{self.settings.channel}.socket"
+    # -- the sender ---------------------------------------------------------------------------------------------------
+
+    def offer(self, source: WeightSource) -> Ticket:
+        ticket = super().offer(source)
+        self._shelf.expect(ticket.id)
+        return ticket
 
     def _address(self) -> dict[str, Any]:
-        self._listen()
-        return {"bucket": self._half}
+        if self._server is None:
+            timeout_s = self.settings.timeout_s
+            serve = partial(_serve, shelf=self._shelf, timeout_s=timeout_s)
+            self._server = WeightServer(serve, (listen_on_host(self._name),), timeout_s)
+            _shelves[self._name] = self._shelf
+        return {"on_device": self._name, "device": _identify(self.settings.device)}
 
-    def _listen(self) -> socket.socket:
-        if self._listener is None:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._socket.unlink(missing_ok=True)
-            self._listener = socket.socket(socket.AF_UNIX)
-            self._listener.settimeout(self.settings.timeout_s)
-            with _short_path(self._socket) as path:
-                self._listener.bind(path)
-            self._listener.listen()
-        return self._listener
+    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
+        self._shelf.expect(ticket.id)
+        try:
+            return super().send(ticket, source)
+        finally:
+            self._shelf.expect("")
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
-        tally, number = CrcTally(ticket.table), -1
-        with ExitStack() as stack:
-            receivers = self._accept(ticket, stack)
-            bucket, make_handle = stack.enter_context(self._shared_bucket())
-            self._account(bucket)
-            for receiver in receivers:
-                receiver.send(make_handle())
-            for number, _ in fill_buckets(pieces, bucket.split(self._half), tally, self._host):
-                self._broadcast(receivers, number)
-                if number:  # the next half to fill is the one before this
-                    self._await_copies(receivers, number - 1)
-            self._await_copies(receivers, number)
-            seal = Seal.of(ticket, tally.crcs)
-            self._broadcast(receivers, seal.pack())
+        buffer = self._shelf.take(ticket.table)
+        for offset, piece in pieces:
+            buffer.flat[offset : offset + len(piece)].copy_(piece)
+        seal = Seal.of(ticket, device_fingerprints(ticket.table, buffer.flat))
+        self._shelf.put(ticket.id, buffer, seal)
         return seal.stamp
 
-    def _accept(self, ticket: Ticket, stack: ExitStack) -> list["_Peer"]:
-        """The receivers with this ticket; those with another one are refused."""
-        listener, receivers = self._listen(), list["_Peer"]()
-        while len(receivers) < self.settings.receivers:
-            try:
-                accepted, _ = listener.accept()  # waits: as long as the socket's own timeout
-            except TimeoutError:
-                raise WeightSyncError(
-                    f"{len(receivers)} of {self.settings.receivers} receivers of version {ticket.version} came within"
-                    f" {self.settings.timeout_s:g} s"
-                ) from None
-            peer = _Peer(accepted, "a receiver", self.settings.timeout_s)
-            with suppress(WeightSyncError):  # it has ended
-                ticket_id, peer.name = peer.receive()
-                if ticket_id == ticket.id:
-                    receivers.append(stack.enter_context(peer))
-                    continue
-            peer.__exit__()
-        return receivers
-
-    @contextmanager
-    def _shared_bucket(self) -> Iterator[tuple[Any, Callable[[], Any]]]:
-        """The bucket, and a function that makes a handle for one other process to open it."""
-        if not self.settings.is_on_host:
-            bucket = torch.empty(_HALVES * self._half, dtype=torch.uint8, device=self.settings.device)
-            yield bucket, lambda: reduce_tensor(bucket)  # one per process: torch counts the handles
-            return
-        path = self._folder / f"{self.settings.channel}.bucket"
-        path.unlink(missing_ok=True)
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            os.posix_fallocate(descriptor, 0, _HALVES * self._half)
-            yield _map_tensor(descriptor, _HALVES * self._half), lambda: str(path)
-        finally:
-            os.close(descriptor)
-            path.unlink(missing_ok=True)
-
-    def _broadcast(self, peers: list["_Peer"], message: Any) -> None:
-        for peer in peers:
-            peer.send(message)
-
-    def _await_copies(self, peers: list["_Peer"], number: int) -> None:
-        for peer in peers:
-            answer = peer.receive()
-            if answer != number:
-                raise WeightSyncError(f"{peer.name} answered {answer} where {number} was due")
+    # -- the receivers ------------------------------------------------------------------------------------------------
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        assembly, half = Assembly(ticket, self._arena), ticket.address["bucket"]
-        with self._connect(ticket) as sender:
-            sender.send((ticket.id, self.settings.name))
-            halves = _open_bucket(sender.receive(), half)
-            for number, part in enumerate(assembly.parts(half)):
-                message = sender.receive()
-                if message != number:
-                    raise WeightSyncError(f"{ticket.sender} sent bucket {message} where {number} was due")
-                np.copyto(part, self._host.read(halves[number % _HALVES][: len(part)]))
-                sender.send(number)  # before the part is fingerprinted: the sender fills its half meanwhile
-            return assembly.seal(sender.receive())
+        """See ``WeightTransport``. Raises ``WeightsLost`` if the sender lacks them, or does not answer. The snapshot is
+        on the device, and its memory the sender's: to be dropped before the next version."""
+        refuse_adapters(ticket)
+        here = _identify(self.settings.device)
+        if ticket.address["device"] != here:
+            raise WeightSyncError(
+                f"{ticket} is on the device {ticket.address['device']}, and {self.settings.name} on {here}:"
+                " engine.weight_sync 'pull' reaches it"
+            )
+        try:
+            flat, seal, release = self._open(ticket)
+        except OSError as error:
+            raise WeightsLost(f"{ticket} cannot be had: {error}") from error
+        try:
+            snapshot = assemble_snapshot(ticket, flat, device_fingerprints(ticket.table, flat), seal)
+        except BaseException:
+            release()
+            raise
+        return replace(snapshot, buffers=_LentBuffers(snapshot.buffers, partial(_release, flat.device, release)))
 
-    def _connect(self, ticket: Ticket) -> "_Peer":
-        timer = StallTimer(self.settings.timeout_s, lambda: f"{ticket}: no process listens at {self._socket}")
-        while True:
-            connection = socket.socket(socket.AF_UNIX)
-            try:
-                with suppress(FileNotFoundError, ConnectionRefusedError), _short_path(self._socket) as path:
-                    connection.connect(path)
-                    return _Peer(connection, str(ticket), self.settings.timeout_s)
-            finally:
-                connection.close()  # without effect where a peer has it
-            timer.pause()
+    def _open(self, ticket: Ticket) -> tuple[Any, Seal, Callable[[], object]]:
+        """The memory with the ticket's weights, their seal, and what says that it is no longer read."""
+        shelf = _shelves.get(ticket.address["on_device"])
+        if shelf is not None:
+            found = shelf.open(ticket.id, self.settings.timeout_s)
+            if found is None:
+                raise WeightsLost(f"{ticket} is not there: the sender has gone on, or sent nothing")
+            return found[0].flat, found[1], partial(shelf.close_one, found[0])
+        connection = connect_on_host(ticket.address["on_device"], self.settings.timeout_s)
+        if connection is None:
+            raise WeightsLost(f"{ticket} cannot be had: no process of this host listens at its name")
+        try:
+            if peer_credentials(connection)[1] != os.getuid():
+                raise WeightsLost(f"{ticket} cannot be had: another user's process listens at its name")
+            flat, seal = self._request(ticket, connection)
+        except BaseException:
+            connection.close()
+            raise
+        return flat, seal, connection.close
+
+    def _request(self, ticket: Ticket, connection: socket.socket) -> tuple[Any, Seal]:
+        opened, flat = self._opened
+        connection.sendall((ticket.id + opened).encode("ascii"))
+        if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
+            raise WeightsLost(f"{ticket} is not there: the sender has gone on, or sent nothing")
+        (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
+        identity, handle, seal = pickle.loads(read_exactly(connection, length))  # of a process of this user
+        if identity != opened:
+            self._opened = _NOTHING, None  # before another one is opened
+            flat = _open_memory(handle)
+            self._opened = identity, flat
+        return flat, seal
 
     def close(self) -> None:
-        if self._listener is not None:
-            self._listener.close()
-            self._listener = None
-            self._socket.unlink(missing_ok=True)
+        self._shelf.close()
+        self._opened = _NOTHING, None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
-class _Peer:
-    """The process at the other end of a socket, which this object takes over."""
+class _LentBuffers(dict[str, Any]):
+    """The buffers of a snapshot; with the last reference to them ``release`` is called."""
 
-    def __init__(self, connection: socket.socket, name: str, timeout_s: float) -> None:
-        connection.setblocking(True)
-        self.name, self._timeout_s = name, timeout_s
-        self._connection = Connection(connection.detach())
-
-    def __enter__(self) -> "_Peer":
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        self._connection.close()
-
-    def send(self, message: Any) -> None:
-        try:
-            self._connection.send(message)
-        except OSError as error:
-            raise self._ended() from error
-
-    def receive(self) -> Any:
-        try:
-            if not self._connection.poll(self._timeout_s):
-                raise WeightSyncError(f"{self.name}: silent for {self._timeout_s:g} s")
-            return self._connection.recv()  # waits: for what poll has seen, a few bytes sent in one go
-        except (EOFError, OSError) as error:
-            raise self._ended() from error
-
-    def _ended(self) -> WeightSyncError:
-        return WeightSyncError(f"{self.name}: the other process has ended, or gave up")
+    def __init__(self, buffers: Any, release: Callable[[], object]) -> None:
+        super().__init__(buffers)
+        weakref.finalize(self, release).atexit = False
 
 
-def _open_bucket(handle: Any, half: int) -> list[Any]:
+def _release(device: torch.device, release: Callable[[], object]) -> None:
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()  # it may be copying from there
+    release()
+
+
+def _identify(device: str) -> str:
+    """The same on all processes, by whatever number they know the device."""
+    if torch.device(device).type != "cuda":
+        return "of the host"
+    return str(torch.cuda.get_device_properties(device).uuid)
+
+
+# -- the memory --------------------------------------------------------------------------------------------------------
+
+
+class _Buffer:
+    """Memory on a device for the tensors of ``table``; zeros between them."""
+
+    def __init__(self, table: WeightTable, memory: DeviceMemory, owner: str) -> None:
+        self.id, self.table, self.readers = uuid4().hex, table, 0
+        nbytes = -(-table.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        self._descriptor: int | None = None
+        if torch.device(memory.device).type == "cuda":
+            self.flat = memory.allocate(owner, "buffer", (nbytes,), torch.uint8)
+            return
+        memory.require(owner, "buffer", nbytes)
+        self._descriptor = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.posix_fallocate(self._descriptor, 0, nbytes)
+        self.flat = _map_tensor(self._descriptor)
+        memory.hold(owner, "buffer", [self.flat])
+
+    def handle(self) -> Any:
+        """What another process opens it with, once."""
+        return reduce_tensor(self.flat) if self._descriptor is None else f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+
+def _open_memory(handle: Any) -> Any:
     if not isinstance(handle, str):
         rebuild, arguments = handle
-        return list(rebuild(*arguments).split(half))
+        return rebuild(*arguments)
     descriptor = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return list(_map_tensor(descriptor, _HALVES * half).split(half))
+        return _map_tensor(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _map_tensor(descriptor: int, size: int) -> Any:
-    return torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+def _map_tensor(descriptor: int) -> Any:
+    return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
 
 
-@contextmanager
-def _short_path(path: Path) -> Iterator[str]:
-    """Another path to the same socket, within the limit of 107 bytes."""
-    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+class _Shelf:
+    """A sender's version, and who reads it. Thread safe."""
+
+    def __init__(self, memory: DeviceMemory, owner: str) -> None:
+        self._memory, self._owner = memory, f"weight sync of {owner}"
+        self._changed = threading.Condition()
+        self._expected = ""
+        self._buffer: _Buffer | None = None
+        self._version: tuple[str, Seal] | None = None  # in the buffer: the ticket's id, and the seal
+
+    def expect(self, ticket_id: str) -> None:
+        """Let receivers of this ticket wait until it is there; "": of none."""
+        with self._changed:
+            self._expected = ticket_id
+            self._changed.notify_all()
+
+    def take(self, table: WeightTable) -> _Buffer:
+        """Memory for the next version; the one before is no longer given."""
+        with self._changed:
+            self._version = None
+            buffer = self._buffer
+            if buffer is None or buffer.readers or buffer.table != table:
+                self._buffer = buffer = None  # before another one is allocated
+                self._buffer = buffer = _Buffer(table, self._memory, self._owner)
+            return buffer
+
+    def put(self, ticket_id: str, buffer: _Buffer, seal: Seal) -> None:
+        with self._changed:
+            if buffer is self._buffer:
+                self._version = ticket_id, seal
+            self._changed.notify_all()
+
+    def open(self, ticket_id: str, timeout_s: float) -> tuple[_Buffer, Seal] | None:
+        """The ticket's version, until :meth:`close_one`; None if it is not there."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._has(ticket_id) or ticket_id != self._expected, timeout_s)
+            if self._version is None or self._buffer is None or not self._has(ticket_id):
+                return None
+            self._buffer.readers += 1
+            return self._buffer, self._version[1]
+
+    def _has(self, ticket_id: str) -> bool:
+        return self._version is not None and self._version[0] == ticket_id
+
+    def close_one(self, buffer: _Buffer) -> None:
+        with self._changed:
+            buffer.readers -= 1
+
+    def close(self) -> None:
+        with self._changed:
+            self._expected, self._buffer, self._version = "", None, None
+            self._changed.notify_all()
+
+
+def _serve(connection: socket.socket, shelf: _Shelf, timeout_s: float) -> None:
+    """Lend a receiver of another process the version that it names, until it closes the connection."""
+    request = read_exactly(connection, 2 * ID_BYTES).decode("ascii", "replace")
+    found = shelf.open(request[:ID_BYTES], timeout_s)
+    if found is None:
+        connection.sendall(MISSING)
+        return
+    buffer, seal = found
     try:
-        yield f"/proc/self/fd/{folder}/{path.name}"
+        handle = None if request[ID_BYTES:] == buffer.id else buffer.handle()
+        message = pickle.dumps((buffer.id, handle, seal))
+        connection.sendall(AVAILABLE + _LENGTH.pack(len(message)) + message)
+        connection.settimeout(None)
+        with suppress(OSError):
+            connection.recv(1)  # waits: until the receiver has read, or has ended
     finally:
-        os.close(folder)
+        shelf.close_one(buffer)

@@ -19,6 +19,7 @@ import os
 import socket
 import time
 from contextlib import suppress
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
@@ -52,6 +53,7 @@ from dlrover.python.rl.engine.weight_sync.weight_server import (
     peer_credentials,
     read_exactly,
     read_into,
+    serve_version,
 )
 
 _LOG = get_logger(__name__)
@@ -95,9 +97,13 @@ class PullTransport(SenderBase):
         if self._server is None:
             name = f"dlrover-weights-{uuid4().hex}"
             remote, local = listening_socket(host, BACKLOG), listen_on_host(name)
-            self._server = WeightServer(self._versions, (local, remote), self.settings.timeout_s)
+            self._server = self._serve(self._versions, local, remote)
             self._names = {"local_name": name, "tcp_port": int(remote.getsockname()[1])}
         return {**self._names, "host": host}
+
+    def _serve(self, versions: PublishedVersions, *listeners: socket.socket) -> WeightServer:
+        timeout_s = self.settings.timeout_s
+        return WeightServer(partial(serve_version, versions=versions, timeout_s=timeout_s), listeners, timeout_s)
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
         try:
@@ -226,7 +232,7 @@ class PullTransport(SenderBase):
     def _pass_on(self, ticket: Ticket, listener: socket.socket) -> WeightSnapshot:
         self._close_relay()
         self._relayed.expect(ticket.id)
-        self._relay = WeightServer(self._relayed, (listener,), self.settings.timeout_s)
+        self._relay = self._serve(self._relayed, listener)
         tally, shown = CrcTally(ticket.table), min(self.settings.bucket, HOST_BUCKET)
         try:
             with self._relayed.writing(ticket) as file, self._request(ticket) as connection:

@@ -33,14 +33,14 @@ TRANSPORTS = ExtensionPoint(
 ``sends_adapters_alone`` each side has two more where adapters are trained, with a ``channel`` each."""
 
 
-_USERS = {"folder": ("disk", "cuda_ipc"), "receivers": ("broadcast", "cuda_ipc")}
+_USERS = {"folder": ("disk",), "receivers": ("broadcast",)}
 """The built-in transports that use an option, of options that not all of them use."""
 
 
 @dataclass(frozen=True)
 class WeightSyncOptions:
     folder: str | None = None
-    """A folder that all members see; required by ``disk``. Of ``cuda_ipc`` it has the sockets; None: in memory."""
+    """A folder that all members see; required by ``disk``."""
 
     receivers: Annotated[int, Gt(0)] | None = None
     """Members that receive, for transports that wait for them; None: those of the role rollout."""
@@ -104,14 +104,12 @@ def check_collocation(
 
     Raises:
         EngineError: nccl needs each device once; CUDA IPC opens memory of a device that both sides see; receivers of
-            one process receive one after the other.
+            one process receive one after the other where the sender waits for them.
     """
     if name == "broadcast" and is_collocated and device.startswith("cuda"):
         raise EngineError("engine.weight_sync 'broadcast' needs actor and rollout on separate devices")
     if name == "cuda_ipc" and not is_collocated:
         raise EngineError("engine.weight_sync 'cuda_ipc' needs actor and rollout in one workload_group")
-    if name == "cuda_ipc" and in_one_process:
-        raise EngineError("engine.weight_sync 'cuda_ipc' needs actor and rollout in processes of their own")
     if in_one_process and receivers > 1 and waits_for_receivers(TRANSPORTS.load(name)):
         raise EngineError(
             f"engine.weight_sync '{name}' sends to {receivers} rollouts at once, which in one process receive one after"

@@ -132,12 +132,15 @@ class PublishedVersions:
 
 
 class WeightServer:
-    """Serves ``versions`` to receivers that come to ``listeners``, in a thread that ends with this object."""
+    """Calls ``serve`` in a thread with the connection of each receiver that comes to ``listeners``, until this object
+    ends, to which ``serve`` must not refer."""
 
-    def __init__(self, versions: PublishedVersions, listeners: Sequence[socket.socket], timeout_s: float) -> None:
+    def __init__(
+        self, serve: Callable[[socket.socket], None], listeners: Sequence[socket.socket], timeout_s: float
+    ) -> None:
         stop, self._stop = socket.socketpair()
         self.close: Callable[[], object] = weakref.finalize(self, self._stop.close)
-        arguments = (versions, listeners, stop, timeout_s)
+        arguments = (serve, listeners, stop, timeout_s)
         threading.Thread(target=_listen, args=arguments, name="dlrover-weights", daemon=True).start()
 
 
@@ -170,7 +173,7 @@ def connect_on_host(name: str, timeout_s: float) -> socket.socket | None:
 
 
 def _listen(
-    versions: PublishedVersions, listeners: Sequence[socket.socket], stop: socket.socket, timeout_s: float
+    serve: Callable[[socket.socket], None], listeners: Sequence[socket.socket], stop: socket.socket, timeout_s: float
 ) -> None:
     with ExitStack() as stack:
         selector = stack.enter_context(selectors.DefaultSelector())
@@ -183,36 +186,39 @@ def _listen(
             if stop in ready:
                 return
             for listener in (each for each in listeners if each in ready):
-                _accept(listener, versions, timeout_s)
+                _accept(listener, serve, timeout_s)
 
 
-def _accept(listener: socket.socket, versions: PublishedVersions, timeout_s: float) -> None:
+def _accept(listener: socket.socket, serve: Callable[[socket.socket], None], timeout_s: float) -> None:
     with suppress(OSError):  # the receiver has ended
         connection, _ = listener.accept()  # waits: not at all, the listener does not block
         connection.settimeout(timeout_s)
-        arguments = (connection, versions, timeout_s)
-        threading.Thread(target=_serve, args=arguments, name="dlrover-weights-to", daemon=True).start()
+        threading.Thread(target=_serve, args=(connection, serve), name="dlrover-weights-to", daemon=True).start()
 
 
-def _serve(connection: socket.socket, versions: PublishedVersions, timeout_s: float) -> None:
+def _serve(connection: socket.socket, serve: Callable[[socket.socket], None]) -> None:
     """Serve one receiver, which sees a failure by itself: the connection ends before the weights do."""
     with connection, suppress(OSError):
-        if not _is_allowed(connection):
-            return
-        ticket_id = read_exactly(connection, ID_BYTES).decode("ascii", "replace")
-        opened = versions.open(ticket_id, timeout_s)
-        if opened is None:
-            connection.sendall(MISSING)
-        elif connection.family == socket.AF_UNIX:
-            try:
-                socket.send_fds(connection, [AVAILABLE], [opened[0]])
-            finally:
-                os.close(opened[0])
-            connection.sendall(AVAILABLE)  # only the receiver holds the lock now
-            versions.wait_until_written(ticket_id)
-        else:
-            connection.sendall(AVAILABLE)
-            _stream(connection, *opened, lambda: versions.is_writing(ticket_id))
+        if _is_allowed(connection):
+            serve(connection)
+
+
+def serve_version(connection: socket.socket, versions: PublishedVersions, timeout_s: float) -> None:
+    """Give the version of the ticket that the receiver names, by its descriptor or as a stream."""
+    ticket_id = read_exactly(connection, ID_BYTES).decode("ascii", "replace")
+    opened = versions.open(ticket_id, timeout_s)
+    if opened is None:
+        connection.sendall(MISSING)
+    elif connection.family == socket.AF_UNIX:
+        try:
+            socket.send_fds(connection, [AVAILABLE], [opened[0]])
+        finally:
+            os.close(opened[0])
+        connection.sendall(AVAILABLE)  # only the receiver holds the lock now
+        versions.wait_until_written(ticket_id)
+    else:
+        connection.sendall(AVAILABLE)
+        _stream(connection, *opened, lambda: versions.is_writing(ticket_id))
 
 
 def _is_allowed(connection: socket.socket) -> bool:
