@@ -35,7 +35,8 @@ from dlrover.python.rl.engine.model.loading import DTYPES, write_atomically
 from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
-from dlrover.python.rl.engine.weight_sync.base import SyncSettings, Ticket
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings, Ticket, WeightTransport
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig
@@ -119,7 +120,8 @@ class Bench:
         )
         self.rollout = TorchRolloutEngine(model, RolloutSettings(device, precision, shape.rows), self.memory)
         settings = SyncSettings(device=device, dtype=DTYPES[precision])
-        self._sender, self._receiver = PullTransport(settings), PullTransport(settings)
+        self._through_host = PullTransport(settings), PullTransport(settings)
+        self._on_device = CudaIpcTransport(settings), CudaIpcTransport(settings)
 
     # -- measuring ----------------------------------------------------------------------------------------------------
 
@@ -228,28 +230,36 @@ class Bench:
 
     def sync(self) -> None:
         """The train engine's weights to the rollout engine in its precision, verified, as between two processes."""
-        ticket = self._sender.offer(self.train)
-        with ThreadPoolExecutor(1) as pool:
-            sent = pool.submit(self._sender.send, ticket, self.train)
-            self.rollout.receive(self._receiver.receive(ticket), rewind=True)
-            sent.result()
+        self._sync(self.train, *self._through_host)
 
-    def adapter_syncs(self, rounds: int) -> dict[str, Any]:
+    def sync_on_device(self) -> None:
+        """The same where the weights stay on the device, as in one process."""
+        self._sync(self.train, *self._on_device)
+
+    def drop_kept_weights(self) -> None:
+        """Those that :meth:`sync_on_device` leaves on the device."""
+        self._on_device[0].close()
+
+    def _sync(self, train: Fsdp2TrainEngine, sender: WeightTransport, receiver: WeightTransport) -> Ticket:
+        ticket = sender.offer(train)
+        with ThreadPoolExecutor(1) as pool:
+            sent = pool.submit(sender.send, ticket, train)
+            self.rollout.receive(receiver.receive(ticket), rewind=True)
+            sent.result()
+        return ticket
+
+    def adapter_syncs(self, rounds: int, way: str = "pull") -> dict[str, Any]:
         """Adapters of rank 16 from an engine of their own: seconds of the first sync, which has the model, too, and of
         later ones; the bytes that leave the sender."""
         settings = TrainSettings(self.memory.device, self.precision, lora=LoraSettings(rank=16))
         train = Fsdp2TrainEngine(self.model, OptimizerConfig(lr=1e-5), settings, memory=self.memory)
         sync_settings = SyncSettings(device=self.memory.device, dtype=DTYPES[self.precision])
-        sender, receiver = (make_transport("pull", {}, sync_settings) for _ in "ab")
+        sender, receiver = (make_transport(way, {}, sync_settings) for _ in "ab")
         tickets: list[Ticket] = []
 
         def sync() -> None:
             train.version += 1
-            tickets.append(sender.offer(train))
-            with ThreadPoolExecutor(1) as pool:
-                sent = pool.submit(sender.send, tickets[-1], train)
-                self.rollout.receive(receiver.receive(tickets[-1]), rewind=True)
-                sent.result()
+            tickets.append(self._sync(train, sender, receiver))
 
         seconds, before = [], self.on_gpu and torch.cuda.memory_allocated()
         if self.on_gpu:
@@ -277,7 +287,7 @@ class Bench:
 
     def grpo_step(self) -> None:
         """Sync, draw, update."""
-        self.sync()
+        self.sync_on_device()
         self.draw()
         self.grpo_update()
 

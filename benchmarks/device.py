@@ -3,8 +3,9 @@
 
 A model with random weights of the shape of Qwen2.5-0.5B, in one process:
 
-* an SFT step, an update of GRPO, and a step of it (weights to the rollout engine, 64 completions, the update): seconds,
-  peak memory, and the share of what a large matrix product reaches here; a step whose engines leave for each other
+* an SFT step, an update of GRPO, and a step of it (weights to the rollout engine on the device, 64 completions, the
+  update): seconds, peak memory, and the share of what a large matrix product reaches here; a step whose engines leave
+  for each other
 * tokens a second of the rollout engine, next to those of ``generate`` of transformers, interleaved
 * weights from the train engine to the rollout engine, next to a plain copy of as many bytes on the device
 * the completions while a thread writes the train engine's state, as commits do, and without
@@ -20,7 +21,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from statistics import median
@@ -33,6 +34,8 @@ from benchmarks._results import RESULTS, keep
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 
 Results = dict[str, Any]
+
+WAYS = {"host": "through the host", "device": "on the device"}
 
 
 def medians(bench: Bench, calls: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
@@ -50,6 +53,7 @@ def training(bench: Bench, parameters: int, rounds: int) -> Results:
     calls = {"sft step": bench.sft_step, "grpo update": bench.grpo_update, "grpo step": bench.grpo_step}
     seconds, rate = medians(bench, calls, rounds), bench.product_flops()
     flops = bench.shape.flops(parameters)
+    bench.drop_kept_weights()
     in_turns_s = medians(bench, {"step": bench.grpo_step_in_turns}, rounds)["step"]
     bench.rollout.cuda()
     return {
@@ -75,9 +79,16 @@ def rollouts(bench: Bench, model: Path, rounds: int) -> Results:
 
 def syncs(bench: Bench, rounds: int) -> Results:
     """The weights, and a plain copy of them."""
-    seconds, (copy_s, nbytes) = medians(bench, {"sync": bench.sync}, rounds)["sync"], bench.copy()
-    adapters = bench.adapter_syncs(rounds) if importlib.util.find_spec("peft") else None
-    return {"seconds": seconds, "copy_seconds": copy_s, "weight_bytes": nbytes, "adapters": adapters}
+    seconds = medians(bench, {"host": bench.sync, "device": bench.sync_on_device}, rounds)
+    bench.drop_kept_weights()
+    copy_s, nbytes = bench.copy()
+    ways = {"host": "pull", "device": "cuda_ipc"} if importlib.util.find_spec("peft") else {}
+    return {
+        "seconds": seconds,
+        "copy_seconds": copy_s,
+        "weight_bytes": nbytes,
+        "adapters": {through: bench.adapter_syncs(rounds, way) for through, way in ways.items()},
+    }
 
 
 def commits(bench: Bench, rounds: int) -> Results:
@@ -139,13 +150,12 @@ def memory(bench: Bench) -> dict[str, Results]:
     return {name: {"planned_bytes": planned, "peak_bytes": peak} for name, (planned, peak) in found.items()}
 
 
-def adapter_line(found: Results | None) -> list[str]:
-    if found is None:
-        return []
+def adapter_lines(adapters: Mapping[str, Results]) -> list[str]:
     return [
-        f"* adapters of rank 16 alone, verified and added: {found['seconds'] * 1e3:,.1f} ms for"
+        f"* adapters of rank 16 alone, {WAYS[through]}, verified and added: {found['seconds'] * 1e3:,.1f} ms for"
         f" {found['adapter_bytes'] / 1e6:,.1f} MB; the first time, with the model,"
         f" {found['first_seconds'] * 1e3:,.1f} ms; at most {found['peak_bytes'] / 1e6:,.0f} MB more on the device"
+        for through, found in adapters.items()
     ]
 
 
@@ -175,9 +185,10 @@ def summary(results: Results) -> str:
         f"* a matrix product reaches {training['product_tflops']:,.1f} TFLOP/s",
         f"* rollout: {engine['tokens_per_s']:,.0f} tokens/s, {library['seconds'] / engine['seconds']:.2f}x of"
         f" transformers' `generate` ({library['tokens_per_s']:,.0f})",
-        f"* weight sync through the host, verified: {sync['seconds'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of"
-        f" {results['precision']}; a plain copy of them on the device: {sync['copy_seconds'] * 1e3:,.2f} ms",
-        *adapter_line(sync["adapters"]),
+        f"* weight sync through the host, verified: {sync['seconds']['host'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of"
+        f" {results['precision']}; where they stay on the device: {sync['seconds']['device'] * 1e3:,.1f} ms; a plain copy"
+        f" of them there: {sync['copy_seconds'] * 1e3:,.2f} ms",
+        *adapter_lines(sync["adapters"]),
         f"* the state, {commit['state_bytes'] / 1e9:.2f} GB, written to memory: {commit['write']:.2f} s; completions"
         f" take {commit['draw']:.3f} s, {commit['draw_meanwhile']:.3f} s while it is written; until both have ended"
         f" {commit['both']:.2f} s",

@@ -17,12 +17,14 @@ from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.checksums import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 
-KINDS = ("pull", "disk")
+KINDS = ("pull", "disk", "cuda_ipc")
 each_kind = pytest.mark.parametrize("kind", KINDS)
 LAYERS = ("model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight")
 
@@ -206,16 +208,19 @@ def test_a_ticket_of_another_model_beneath_the_adapters_is_not_sent(kind, tmp_pa
 
 @each_kind
 def test_a_sender_keeps_one_model_and_neither_source_nor_file_once_it_is_closed(kind, tmp_path):
-    source, sender = Toy(), transport(kind, tmp_path)
+    memory = DeviceMemory()
+    source, sender = Toy(), transport(kind, tmp_path, memory=memory)
     for version in range(4):
         source.base_version = version
         publish(sender, source)
     if kind == "pull":
         assert len(sender._part("model")._versions._files) == 1
+    elif kind == "cuda_ipc":
+        assert set(memory.by_owner()) == {"weight sync of ACTOR[0]"} and memory.total() == 2 * BLOCK_BYTES
     else:
         assert len(list(tmp_path.glob("ACTOR-model.*.weights"))) == 1
     sender.close()
-    assert list(tmp_path.glob("*.weights")) == []
+    assert list(tmp_path.glob("*.weights")) == [] and not memory.total()
     gone = weakref.ref(source)
     del source
     gc.collect()

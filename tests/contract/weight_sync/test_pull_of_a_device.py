@@ -4,20 +4,13 @@
 import numpy as np
 import pytest
 import torch
-from sync_sides import ToySource, Wire, equal, step, toy_weights
+from sync_sides import ToySource, Wire, equal, toy_weights
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, RolloutSettings, TrainSettings
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.model.loading import DTYPES
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync import host_copies, weight_server
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.buckets import WeightFile
 from dlrover.python.rl.engine.weight_sync.host_copies import stream_to_host
-from dlrover.python.rl.engine.weight_sync.pull import PullTransport
-from dlrover.python.rl.engine.weight_sync.transports import make_transport
 
 CUDA = torch.device("cuda")
 UNDER_WAY = 3000
@@ -174,53 +167,3 @@ def test_a_device_whose_source_fails_can_send_again(tmp_path):
     stamp, (received,) = wire.sync(ToySource(source.weights, 1))
     assert equal(received, {name: tensor.cpu() for name, tensor in source.weights.items()})
     wire.close()
-
-
-@needs_cuda
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_rollout_engine_on_a_device_serves_what_was_sent(tmp_path, precision):
-    model = write_tiny_model(tmp_path / "T", hidden=64, layers=2)
-    train = Fsdp2TrainEngine(model, OptimizerConfig(lr=1e-3), TrainSettings("cuda", precision))
-    rollout = TorchRolloutEngine(model, RolloutSettings("cuda", precision))
-    settings = SyncSettings(device="cuda", dtype=torch.bfloat16 if precision == "bf16" else None)
-    sender, receiver = PullTransport(settings), PullTransport(settings)
-    for version in range(3):
-        shard = next(iter(train._model.shards))
-        for weight in {id(each): each for each in (shard.master, shard.parameter)}.values():
-            weight.data += 1.0
-        train.version = version
-        ticket = sender.offer(train)
-        sender.send(ticket, train)
-        received = receiver.receive(ticket)
-        rollout.receive(received)
-        for name, view in rollout._decoder.store.views.items():
-            assert torch.equal(view.cpu(), received.tensor(name)), name
-    for engine in (sender, receiver, train, rollout):
-        engine.close()
-
-
-@needs_cuda
-@pytest.mark.parametrize("base", [None, "nf4"])
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_a_rollout_engine_on_a_device_adds_adapters_there(tmp_path, precision, base):
-    """To the bits that the actor computes with, on a device of the same kind."""
-    pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    if base is not None:
-        pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
-    model, lora = write_tiny_model(tmp_path / "T", hidden=512, layers=2), LoraSettings(rank=2, quantize_base=base)
-    actor = Fsdp2TrainEngine(model, OptimizerConfig(lr=1e-2), TrainSettings("cuda", precision, lora=lora))
-    rollout = TorchRolloutEngine(model, RolloutSettings("cuda", precision))
-    sender, receiver = (
-        make_transport("pull", {}, SyncSettings(device="cuda", dtype=DTYPES[precision], channel="ACTOR")) for _ in "ab"
-    )
-    for seed in range(3):
-        step(actor, seed)
-        ticket = sender.offer(actor)
-        sender.send(ticket, actor)
-        received = receiver.receive(ticket)
-        assert received.adapters is not None and received.lock_pages(CUDA)
-        rollout.receive(received)
-        for name, tensor in actor.named_weights(DTYPES[precision]):
-            assert torch.equal(rollout._decoder.store.views[name], tensor), name
-    for each in (sender, receiver, actor, rollout):
-        each.close()

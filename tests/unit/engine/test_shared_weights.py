@@ -11,6 +11,7 @@ import torch
 
 from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
 from dlrover.python.rl.engine.vllm.shared import share_weights
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 
 
@@ -40,6 +41,18 @@ def sync():
     yield made
     made.receiver.close()
     made.sender.close()
+
+
+def test_weights_on_a_device_are_passed_on_in_host_memory():
+    source, (sender, receiver) = Source(), (CudaIpcTransport(), CudaIpcTransport())
+    ticket = sender.offer(source)
+    sender.send(ticket, source)
+    received = receiver.receive(ticket)
+    for opened in (share(received), pickle.loads(pickle.dumps(received))):
+        verify_snapshot(opened, received.shapes, -1)
+        assert opened.stamp == take_snapshot(source.named_weights(), 0).stamp
+        assert torch.equal(opened.tensor("b"), received.tensor("b"))
+    sender.close()
 
 
 def share(weights):

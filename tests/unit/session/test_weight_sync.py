@@ -41,8 +41,7 @@ def choose(cluster, source, target, way=None, folder=None):
 @pytest.mark.parametrize(
     ("cluster", "target", "way"),
     [
-        (FourSlots(), [(0,)], "device memory"),
-        (FourSlots(), [(0, 1)], "device memory"),
+        (FourSlots(), [(0,)], "shared memory"),
         (FourSlots(), [(1,)], "shared memory"),
         (FourSlots(), [(0,), (1,)], "shared memory"),
         (FourSlots(), [(2,)], "broadcast"),
@@ -76,7 +75,6 @@ def test_a_broadcast_is_nccls_where_each_device_is_in_it_once(cluster, target, a
         (FourSlots(), [(2,)], "device memory", "they are on 2 nodes"),
         (FourSlots(), [(2,)], "shared memory", "they are on 2 nodes"),
         (FourSlots(separate=False), [(0,)], "broadcast", r"init\(local=True\) has one process"),
-        (FourSlots(separate=False), [(0,)], "device memory", r"init\(local=True\) has one process"),
         (FourSlots(), [(1,)], "disk", "it takes a folder that both see"),
     ],
 )

@@ -17,9 +17,9 @@ from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.session.session import MEMORY, Members, Session
 
-Way: TypeAlias = Literal["device memory", "shared memory", "broadcast", "disk"]
+Way: TypeAlias = Literal["shared memory", "broadcast", "disk", "device memory"]
 WAYS: tuple[Way, ...] = get_args(Way)
-"""In the order of preference; ``disk`` only where a folder is given."""
+"""In the order of preference; ``disk`` only where a folder is given, ``device memory`` only if asked for."""
 
 
 @dataclass(frozen=True)
@@ -32,8 +32,8 @@ class SyncReport:
 class Route:
     """From the ranks of one engine to those of another."""
 
-    # "device memory": a CUDA buffer that both sides have open; "shared memory" of a node; "broadcast": by NCCL, or by
-    # gloo where engines share a device or have none; "disk": files in a folder that both sides see.
+    # "shared memory" of a node; "broadcast": by NCCL, or by gloo where engines share a device or have none; "disk":
+    # files in a folder that both sides see; "device memory": a copy that the sender keeps on a device which both have.
     way: Way
     session: str  # its id names the folder in the node's memory where the sides meet
     name: str  # of the sender and the receiver
@@ -88,7 +88,7 @@ def choose_route(
     obstacles = _find_obstacles(source, target, session, folder)
     on_cuda = session.slots[source.slots[0][0]].kind == "cuda"
     if way is None:
-        free = [name for name in WAYS if not obstacles[name] and (on_cuda or name != "device memory")]
+        free = [name for name in WAYS if not obstacles[name] and name != "device memory"]
         if not free:
             raise SessionError(f"weights have no way from {source.name} to {target.name}: {obstacles}")
         way = free[0]
@@ -112,7 +112,7 @@ def _find_obstacles(source: Members, target: Members, session: Session, folder: 
     same = session.slots[first].kind != "cuda" or all(slots[0] == first for slots in target.slots)
     unseen = "" if same else f"{source.name}[0] has not the first device of {target.name}"
     return {
-        "device memory": alone or apart or unseen,
+        "device memory": apart or unseen,
         "shared memory": apart,
         "broadcast": alone,
         "disk": "" if folder else "it takes a folder that both see",

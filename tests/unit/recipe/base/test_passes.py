@@ -18,7 +18,7 @@ from dlrover.python.rl.recipe.base.engine_workload import DeviceShare, TrainedWo
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
-from dlrover.python.rl.recipe.reporting.passes import all_stay, choose_passes, smallest_device
+from dlrover.python.rl.recipe.reporting.passes import all_stay, choose_passes, smallest_device, weights_stay
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
@@ -180,6 +180,24 @@ def test_engines_stay_on_a_device_that_has_room_for_all_of_them():
     assert not stay([together(44)], [together(44)])
     assert stay([together(46)], [together(46)])
     assert not stay([together(80), together(80, place="b")], [together(80), together(44, place="b")])
+
+
+@pytest.mark.usefixtures("half_billion")
+def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_a_copy():
+    """Of 1 GB, beside the 36.2 that the engines need."""
+
+    def kept(actors, rollouts):
+        rows = {"longest": 512}
+        uses = {ACTOR: ModelUse("trained", "m", **rows), ROLLOUT: ModelUse("rollout", "m", **rows)}
+        engine = EngineConfig(device="cuda", rollout="torch", precision="bf16").with_passes(16384, False)
+        return weights_stay(MemoryPlan(uses, engine, "m"), {ACTOR: actors, ROLLOUT: rollouts})
+
+    one = [together(80)]
+    assert kept(one, one)
+    assert not kept([together(46)], [together(46)]) and stay([together(46)], [together(46)])
+    assert kept([together(47)], [together(47)])
+    assert not kept(one, [together(80, place="b")])
+    assert not kept(2 * one, one) and not kept(one, 2 * one) and not kept(one, []) and not kept([None], [None])
 
 
 @pytest.mark.usefixtures("half_billion")

@@ -3,12 +3,11 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from typing import Any, Literal, Protocol, TypeAlias
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from isal.isal_zlib import crc32
 
@@ -73,10 +72,10 @@ class WeightSnapshot:
     """
 
     version: int  # the train engine's
-    buffers: Mapping[str, npt.NDArray[np.uint8]]  # bytes of each tensor
+    buffers: Mapping[str, Any]  # bytes of each tensor, `uint8`: numpy arrays, or tensors on a device
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, str]  # torch's names: "float32", "bfloat16"
-    fingerprints: Mapping[str, int]  # CRC-32 of the bytes
+    fingerprints: Mapping[str, int]  # CRC-32 of the bytes; on a device as its transport computes them
     checked: bool = False
     """This process has compared the bytes with the fingerprints, and nothing else writes to them. Not pickled."""
 
@@ -90,8 +89,9 @@ class WeightSnapshot:
     """Locks the memory of all bytes for the device that will read them, if it can be; not pickled either."""
 
     def __reduce__(self) -> tuple[Any, ...]:
-        bare = self.version, self.buffers, self.shapes, self.dtypes, self.fingerprints
-        return WeightSnapshot, (*bare, False, None, self.adapters)
+        host = self.on_host()
+        bare = host.version, host.buffers, host.shapes, host.dtypes, host.fingerprints
+        return WeightSnapshot, (*bare, False, None, host.adapters)
 
     @property
     def stamp(self) -> WeightStamp:
@@ -105,12 +105,19 @@ class WeightSnapshot:
     @property
     def nbytes(self) -> int:
         added = 0 if self.adapters is None else self.adapters.factors.nbytes
-        return added + sum(buffer.nbytes for buffer in self.buffers.values())
+        return added + sum(int(buffer.nbytes) for buffer in self.buffers.values())
 
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Any:
         """A view of the received bytes: never write to it. A tensor with an adapter is computed, on ``device``."""
         base = self.bare_tensor(name)
         return base if self.adapters is None else self.adapters.added(name, base, device)
+
+    def on_host(self) -> "WeightSnapshot":
+        """The same with all bytes in host memory, for other processes."""
+        if all(isinstance(buffer, np.ndarray) for buffer in self.buffers.values()):
+            return self
+        host = take_snapshot(((name, self.bare_tensor(name)) for name in self.buffers), self.version)
+        return replace(host, adapters=self.adapters)
 
     def merged(self) -> "WeightSnapshot":
         """The same weights without adapters beside them."""

@@ -49,6 +49,7 @@ class SharedWeights:
 def share_weights(weights: WeightSnapshot) -> Iterator[SharedWeights]:
     """The snapshot for other processes, inside the block. Bytes that are in no file are copied to one in memory, which
     ends with this process."""
+    weights = weights.on_host()
     outline = replace(weights, buffers={}, checked=False, file=None, lock_pages=None)
     if weights.adapters is not None:
         with share_weights(weights.adapters.factors) as factors, share_weights(replace(weights, adapters=None)) as base:

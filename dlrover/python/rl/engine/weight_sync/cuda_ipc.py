@@ -75,7 +75,7 @@ class CudaIpcTransport(SenderBase):
         super().__init__(settings)
         self._shelf = _Shelf(self.settings.memory or DeviceMemory(self.settings.device), self.settings.name)
         self._server: WeightServer | None = None
-        self._name = f"dlrover-weights-{uuid4().hex}"
+        self._name = ""
         self._opened: tuple[str, Any] = _NOTHING, None  # the memory of a sender in another process, and its id
 
     # -- the sender ---------------------------------------------------------------------------------------------------
@@ -87,7 +87,7 @@ class CudaIpcTransport(SenderBase):
 
     def _address(self) -> dict[str, Any]:
         if self._server is None:
-            timeout_s = self.settings.timeout_s
+            timeout_s, self._name = self.settings.timeout_s, f"dlrover-weights-{uuid4().hex}"
             serve = partial(_serve, shelf=self._shelf, timeout_s=timeout_s)
             self._server = WeightServer(serve, (listen_on_host(self._name),), timeout_s)
             _shelves[self._name] = self._shelf

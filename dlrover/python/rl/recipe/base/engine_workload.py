@@ -227,6 +227,7 @@ class EngineWorkload(BaseWorkload):
             channel="ACTOR",
             timeout_s=_PATIENCE_S,
             device=device,
+            memory=self._memory,
             dtype=DTYPES[engine.dtype],
         )
         self._transport = transport = make_transport(engine.weight_sync, engine.weight_sync_options, settings)

@@ -215,10 +215,10 @@ def device_bytes(engine: EngineConfig, device: str = "cuda:0") -> float | None:
     return float(torch.cuda.get_device_properties(device).total_memory) if torch.cuda.is_available() else None
 
 
-def fit_together(planned: Sequence[PlannedBytes], capacity: float, free: float) -> bool:
+def fit_together(planned: Sequence[PlannedBytes], capacity: float, free: float, more: float = 0.0) -> bool:
     """Whether engines can stay on a device of ``capacity`` bytes, of which some are ``free``, while each of them
-    computes, one at a time."""
-    resting, limit = sum(each.resting for each in planned), min(_SIZED * capacity, free)
+    computes, one at a time, and ``more`` bytes are kept there."""
+    resting, limit = more + sum(each.resting for each in planned), min(_SIZED * capacity, free)
     return all(resting - each.resting + each.peak <= limit for each in planned)
 
 

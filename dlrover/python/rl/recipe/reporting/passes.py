@@ -54,7 +54,23 @@ def choose_passes(trainer: Any, cfg: Any) -> EngineConfig:
     stay = all_stay(plan, shares, others)
     if any(share.in_turn for found in shares.values() for share in found if share is not None):
         _LOG.info("engines %s the devices that they share", "stay on" if stay else "leave")
-    return replace(plan.engine, offload=not stay)
+    engine = replace(plan.engine, offload=not stay)
+    if stay and engine.weight_sync == AUTO and weights_stay(plan, shares, others):
+        _LOG.info("new weights for the rollout stay on the device")
+        return replace(engine, weight_sync="cuda_ipc")
+    return engine
+
+
+def weights_stay(
+    plan: MemoryPlan, shares: Mapping[RLRoleType, Sequence[DeviceShare | None]], others: Collection[RLRoleType] = ()
+) -> bool:
+    """Whether the weights between an actor and a rollout can be kept on their device: they have one, and it has room
+    for another copy where all engines stay."""
+    sides = [shares.get(role, ()) for role in (RLRoleType.ACTOR, RLRoleType.ROLLOUT)]
+    if [len(side) for side in sides] != [1, 1] or len({share and share.place for side in sides for share in side}) > 1:
+        return False
+    sent = [bytes_of(shape, use, plan.engine).weights for _, use, shape in plan.known() if use.kind == "rollout"]
+    return all_stay(plan, shares, others, sum(sent))
 
 
 def _uses_device(trainer: Any, role: RLRoleType) -> bool:
@@ -62,10 +78,14 @@ def _uses_device(trainer: Any, role: RLRoleType) -> bool:
 
 
 def all_stay(
-    plan: MemoryPlan, shares: Mapping[RLRoleType, Sequence[DeviceShare | None]], others: Collection[RLRoleType] = ()
+    plan: MemoryPlan,
+    shares: Mapping[RLRoleType, Sequence[DeviceShare | None]],
+    others: Collection[RLRoleType] = (),
+    more: float = 0.0,
 ) -> bool:
-    """Whether members that have devices in turn can keep what they have there: all of it fits. False where the needs of
-    one are not known, as of roles that are ``others`` than the plan's, or where rows may be longer than planned."""
+    """Whether members that have devices in turn can keep what they have there: all of it fits, with ``more`` bytes.
+    False where the needs of one are not known, as of roles that are ``others`` than the plan's, or where rows may be
+    longer than planned."""
     planned = {role: bytes_of(shape, use, plan.engine) for role, use, shape in plan.known() if use.bounded}
     places: dict[str, list[tuple[RLRoleType, DeviceShare]]] = {}
     for role, share in ((role, share) for role, found in shares.items() for share in found if share is not None):
@@ -76,12 +96,14 @@ def all_stay(
         return False
     if any(role not in planned or any(str(other) in share.roles for other in others) for role, share in members):
         return False
-    return all(_fit(planned, there) for there in shared)
+    return all(_fit(planned, there, more) for there in shared)
 
 
-def _fit(planned: Mapping[RLRoleType, PlannedBytes], there: Sequence[tuple[RLRoleType, DeviceShare]]) -> bool:
+def _fit(
+    planned: Mapping[RLRoleType, PlannedBytes], there: Sequence[tuple[RLRoleType, DeviceShare]], more: float
+) -> bool:
     capacity, free = (min(each) for each in zip(*((share.nbytes, share.free) for _, share in there), strict=True))
-    return fit_together([planned[role] for role, _ in there], capacity, free)
+    return fit_together([planned[role] for role, _ in there], capacity, free, more)
 
 
 def _all_of(method: Any, *arguments: Any) -> list[Any]:
