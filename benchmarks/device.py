@@ -186,8 +186,8 @@ def summary(results: Results) -> str:
         f"* rollout: {engine['tokens_per_s']:,.0f} tokens/s, {library['seconds'] / engine['seconds']:.2f}x of"
         f" transformers' `generate` ({library['tokens_per_s']:,.0f})",
         f"* weight sync through the host, verified: {sync['seconds']['host'] * 1e3:,.1f} ms for {megabytes:,.0f} MB of"
-        f" {results['precision']}; where they stay on the device: {sync['seconds']['device'] * 1e3:,.1f} ms; a plain copy"
-        f" of them there: {sync['copy_seconds'] * 1e3:,.2f} ms",
+        f" {results['precision']}; where they stay on the device: {sync['seconds']['device'] * 1e3:,.1f} ms; a plain"
+        f" copy of them there: {sync['copy_seconds'] * 1e3:,.2f} ms",
         *adapter_lines(sync["adapters"]),
         f"* the state, {commit['state_bytes'] / 1e9:.2f} GB, written to memory: {commit['write']:.2f} s; completions"
         f" take {commit['draw']:.3f} s, {commit['draw_meanwhile']:.3f} s while it is written; until both have ended"
