@@ -194,8 +194,9 @@ class RunningRequest:
         """Its random numbers, by position: ``max_new_tokens`` of them. Computed on first use."""
         return uniforms(self.seed, *self.request.key, self.sampling.max_new_tokens).tolist()
 
-    def next_uniform(self) -> float:
-        return self.uniform[len(self.tokens)]
+    def next_uniform(self, after: int = 0) -> float:
+        """Of the token that comes ``after`` so many others."""
+        return self.uniform[len(self.tokens) + after]
 
     def append(self, token: int, logprob: float, version: int) -> None:
         self.tokens.append(token)

@@ -42,12 +42,14 @@ class Scheduler:
 
         Reading one prompt takes nearly as long as reading several, so with many rows it waits for a few free ones.
         """
-        free_rows = max(0, min(self.rows - len(self.active), len(self.waiting)))
-        if free_rows < min(self.rows // ADMIT_SHARE, len(self.waiting)):
-            return []
-        admitted = [self.waiting.popleft() for _ in range(free_rows)]
+        admitted = [self.waiting.popleft() for _ in range(self.admissible())]
         self.active += admitted
         return admitted
+
+    def admissible(self) -> int:
+        """How many :meth:`admit` would activate."""
+        free_rows = max(0, min(self.rows - len(self.active), len(self.waiting)))
+        return 0 if free_rows < min(self.rows // ADMIT_SHARE, len(self.waiting)) else free_rows
 
     def upcoming(self) -> list[int]:
         """The request that is admitted next; empty when none waits."""

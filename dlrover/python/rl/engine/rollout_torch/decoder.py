@@ -179,7 +179,15 @@ class Decoder(Protocol):
         """Row ``i`` becomes what ``rows[i]`` was; those beyond are free."""
 
     def step(self, tokens: Any) -> Any:
-        """Read the next token of each row: int64 ``[rows]`` to the logits of the one after it, ``[rows, vocab]``."""
+        """Read the next token of each row: int64 ``[rows]``, on the host or the device, to the logits of the one after
+        it, ``[rows, vocab]``."""
+
+
+def to_device(tensor: Any, device: torch.device | str) -> Any:
+    """A small tensor of the host on the device, for which the host does not wait."""
+    if tensor.is_cuda or torch.device(device).type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 Past = list[tuple[Any, Any]]
@@ -280,7 +288,7 @@ class HuggingFaceDecoder:
         self._fill(past)
 
     def step(self, tokens: Any) -> Any:
-        tokens = tokens.to(self._memory.device)
+        tokens = to_device(tokens, self._memory.device)
         self._mask = functional.pad(self._mask, (0, 1), value=1)
         positions = self._mask.sum(dim=1, keepdim=True) - 1
         logits = self._call(tokens[:, None], self._mask, positions, self._cache)

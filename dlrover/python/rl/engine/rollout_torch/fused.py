@@ -12,7 +12,7 @@ from torch.nn import functional
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import CausalLM
 from dlrover.python.rl.engine.rollout_torch.cache import Segment, SlotCache
-from dlrover.python.rl.engine.rollout_torch.decoder import Ids, Prefix, WeightStore
+from dlrover.python.rl.engine.rollout_torch.decoder import Ids, Prefix, WeightStore, to_device
 from dlrover.python.rl.engine.rollout_torch.graphs import StepGraphs
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
@@ -199,7 +199,7 @@ class FusedDecoder:
         positions = self._slots.grow()
         if self._graphs is not None:
             return self._graphs(tokens, positions)
-        inputs = torch.stack([tokens, torch.tensor(positions)]).to(self._memory.device)
+        inputs = torch.stack([to_device(each, self._memory.device) for each in (tokens, torch.tensor(positions))])
         return self._advance(inputs, self._slots.segments(self._shape.heads))
 
     def _step(self, inputs: Any, longest: int) -> Any:

@@ -51,10 +51,13 @@ class StepGraphs:
 
     def _replay(self, tokens: Any, positions: Sequence[int]) -> Any:
         rows = rounded_rows(len(positions), self._rows)
-        inputs = torch.zeros((2, rows), dtype=torch.int64)
-        inputs[0, : len(positions)] = tokens
+        inputs = torch.zeros((2, rows), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
         inputs[1, : len(positions)] = torch.tensor(positions)
-        self._inputs[:, :rows].copy_(inputs)
+        if not tokens.is_cuda:
+            inputs[0, : len(positions)] = tokens
+        self._inputs[:, :rows].copy_(inputs, non_blocking=True)
+        if tokens.is_cuda:
+            self._inputs[0, : len(positions)].copy_(tokens)
         key = rows, rounded_length(max(positions) + 1, self._length)
         if key not in self._replays:
             self._replays[key] = self._record(*key)

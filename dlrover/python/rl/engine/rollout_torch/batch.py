@@ -1,0 +1,251 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Continuous batching: waiting requests get a row of the cache, generate a token per step, and free the row.
+
+On CUDA the device computes the next step while the host takes the tokens of the one before::
+
+    device   step 1 | step 2      | step 3      |
+    host            | tokens of 1 | tokens of 2 | ...
+
+Step 2 reads the tokens of step 1 on the device. If one of them finished its request, step 2 has computed another token
+for it, which is dropped.
+"""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from dlrover.python.rl.engine.api.base import Finish, SamplingParams
+from dlrover.python.rl.engine.rollout.requests import NewToken, RunningRequests, choose
+from dlrover.python.rl.engine.rollout_torch import rounded_capacity
+from dlrover.python.rl.engine.rollout_torch.cache import Scheduler
+from dlrover.python.rl.engine.rollout_torch.decoder import Decoder, Ids, Prefix, to_device
+
+Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True)
+class _Draw:
+    """Active requests whose tokens are sampled in one call."""
+
+    numbers: list[int]
+    sampling: SamplingParams
+    uniform: Any  # float64 `[len(numbers)]`
+    rows: Any  # int64 `[len(numbers)]`, of the logits; None: all
+
+
+class _Step:
+    """New tokens of active requests, which the device may still be computing."""
+
+    def __init__(self, draws: Sequence[_Draw], logits: Any) -> None:
+        parts = [logits if draw.rows is None else logits[draw.rows] for draw in draws]
+        chosen = [choose(part, draw.sampling, draw.uniform) for part, draw in zip(parts, draws, strict=True)]
+        self._numbers = [draw.numbers for draw in draws]
+        self._results = [(_to_host(tokens), _to_host(logprobs)) for tokens, logprobs in chosen]
+        self.tokens = chosen[0][0] if len(chosen) == 1 else None
+        """Of the rows that are still in use, int64 ``[rows]`` on the device; None unless sampled in one call."""
+        self._arrived = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Row ``i`` is now what ``rows[i]`` was."""
+        if self.tokens is not None:
+            self.tokens = self.tokens[to_device(torch.tensor(rows), self.tokens.device)]
+
+    def wait(self) -> None:
+        if self._arrived is not None:
+            self._arrived.synchronize()
+
+    def new_tokens(self) -> list[NewToken]:
+        self.wait()
+        found: list[NewToken] = []
+        for numbers, (tokens, logprobs) in zip(self._numbers, self._results, strict=True):
+            found += zip(numbers, tokens.tolist(), logprobs.tolist(), strict=True)
+        return found
+
+
+def _to_host(tensor: Any) -> Any:
+    """A copy in host memory, which comes while the host goes on; of a host's tensor itself."""
+    if not tensor.is_cuda:
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+
+
+class ContinuousBatch:
+    """Runs the decoder for the running requests.
+
+    A step reads the last token of each active sequence, and the prompts of those that take free rows; then all get
+    their next token. At most ``rows`` sequences are decoded at a time, and ``prefill_tokens``, padding included, read;
+    ``computing`` is entered for both. With ``runs_ahead`` the next step is begun before the tokens of one are taken.
+    """
+
+    def __init__(  # noqa: PLR0913 - one of each kind
+        self,
+        requests: RunningRequests,
+        decoder: Decoder,
+        rows: int,
+        prefill_tokens: int,
+        computing: Computing,
+        runs_ahead: bool = False,
+    ) -> None:
+        self._requests, self._decoder, self._computing = requests, decoder, computing
+        self._rows, self._prefill_tokens, self._runs_ahead = rows, prefill_tokens, runs_ahead
+        self._scheduler = Scheduler(rows)
+        self._needed, self._length = 0, 0
+        self._prefixes: dict[bytes, Prefix] = {}
+        self._ahead: _Step | None = None
+
+    def add(self, numbers: Sequence[int]) -> None:
+        """Queue these running requests behind the others."""
+        longest = max((self._requests.by_number[number].max_length for number in numbers), default=0)
+        self._needed = max(self._needed, longest) if self._scheduler.has_requests else longest
+        self._scheduler.add(numbers)
+
+    @torch.inference_mode()
+    def step(self, version: int) -> dict[int, Finish]:
+        """Generate a token, stamped with ``version``, for each sequence that has a row; at least one request must run.
+
+        Returns the requests that have finished, by number. After any error all requests are as before the step.
+
+        Raises:
+            EngineError: the logits are not finite.
+        """
+        try:
+            with self._computing():
+                step, self._ahead = self._ahead or self._begin(), None
+                if self._goes_on(step):
+                    draws = self._draws(after=1)
+                    self._ahead = _Step(draws, self._decoder.step(step.tokens))
+                new_tokens = step.new_tokens()
+            running = self._requests.by_number  # those that were removed meanwhile are not
+            return self._requests.append([each for each in new_tokens if each[0] in running], version)
+        except BaseException:
+            self.release()
+            raise
+
+    @torch.inference_mode()
+    def remove(self, numbers: Collection[int]) -> None:
+        """Free the rows of these requests, or their places in the queue."""
+        active = len(self._scheduler.active)
+        rows = self._scheduler.remove(numbers)
+        if not rows:
+            self._drop_step()
+        if len(rows) < active:
+            self._decoder.select_rows(rows)
+            if self._ahead is not None:
+                self._ahead.select(rows)
+
+    def requeue(self) -> None:
+        """Return all requests to the queue, to be read again: the cached keys and values are no longer valid."""
+        self._drop_step()
+        self._scheduler.requeue()
+        self._prefixes = {}
+        self._decoder.select_rows([])
+
+    def release(self) -> None:
+        """Return all requests to the queue and free the cache."""
+        self.requeue()
+        self._decoder.clear()
+
+    @torch.inference_mode()
+    def restore(self) -> None:
+        """Allocate a cache of the same size as the last one."""
+        if self._length and not self._decoder.capacity:
+            self._scheduler.rows = self._decoder.allocate(self._rows, self._length)
+
+    # -- schedule, run, record ----------------------------------------------------------------------------------------
+
+    def _begin(self) -> _Step:
+        """The next token of every active request, after admission."""
+        self._resize_cache()
+        active = list(self._scheduler.active)
+        admitted = self._scheduler.admit()
+        # What the device needs from the host is there before it computes: a copy would wait until it has done so, and
+        # only then could it be given more to do.
+        draws = self._draws()
+        return _Step(draws, self._forward(active, admitted))
+
+    def _goes_on(self, step: _Step) -> bool:
+        """Whether the step after this one has the same requests, as far as is known before its tokens are."""
+        if not self._runs_ahead or step.tokens is None:
+            return False
+        if self._scheduler.waiting and (self._lacks_room() or self._scheduler.admissible()):
+            return False
+        running = map(self._requests.by_number.__getitem__, self._scheduler.active)
+        return all(len(request.tokens) + 1 < request.sampling.max_new_tokens for request in running)
+
+    def _drop_step(self) -> None:
+        """Forget the step that was begun ahead; its tokens are generated again."""
+        if self._ahead is not None:
+            self._ahead.wait()  # the device reads what may be freed next
+            self._ahead = None
+
+    def _draws(self, after: int = 0) -> list[_Draw]:
+        """Of all active requests, for the step that comes ``after`` others."""
+        device, numbers = self._decoder.store.device, self._scheduler.active
+        running = [self._requests.by_number[number] for number in numbers]
+        rows_by_key: dict[tuple[Any, ...], list[int]] = {}
+        for row, request in enumerate(running):
+            rows_by_key.setdefault(request.sampling_key, []).append(row)
+        draws = []
+        for rows in rows_by_key.values():
+            uniform = torch.tensor([running[row].next_uniform(after) for row in rows], dtype=torch.float64)
+            index = to_device(torch.tensor(rows), device) if len(rows_by_key) > 1 else None
+            sampling = running[rows[0]].sampling
+            draws.append(_Draw([numbers[row] for row in rows], sampling, to_device(uniform, device), index))
+        return draws
+
+    def _forward(self, active: Sequence[int], admitted: Sequence[int]) -> Any:
+        """Logits of the next token of every active request, then of those that get a row: ``[rows, vocab]``."""
+        parts = []
+        if active:
+            last = [self._requests.by_number[number].tokens[-1] for number in active]
+            parts.append(self._decoder.step(torch.tensor(last)))
+        parts += self._prefill(admitted)
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _resize_cache(self) -> None:
+        """Make rows as long as needed; active requests are read again if the cache has to be replaced."""
+        if not self._scheduler.waiting:
+            return
+        needed = rounded_capacity(self._needed)
+        too_few_rows = not self._scheduler.active and self._scheduler.rows < self._rows
+        if self._lacks_room() or (too_few_rows and needed < self._decoder.capacity):
+            self.requeue()
+            self._scheduler.rows, self._length = self._decoder.allocate(self._rows, needed), needed
+
+    def _lacks_room(self) -> bool:
+        return rounded_capacity(self._needed) > self._decoder.capacity
+
+    def _prefill(self, numbers: Sequence[int]) -> list[Any]:
+        """Give each a row; logits of their next tokens, ``[rows, vocab]`` in parts within the token budget.
+
+        Equal sequences are read once if they are in one part or adjacent, as the samples of a prompt are.
+        """
+        logits: list[Any] = []
+        keys: list[bytes] = []
+        unread: dict[bytes, Ids] = {}
+        for number in numbers:
+            sequence = self._requests.by_number[number].sequence
+            key = sequence.tobytes()
+            if key not in self._prefixes and key not in unread:
+                padded_tokens = (len(unread) + 1) * max(map(len, [*unread.values(), sequence]))
+                if unread and padded_tokens > self._prefill_tokens:
+                    logits.append(self._add_rows(keys, unread))
+                    keys, unread = [], {}
+                unread[key] = sequence
+            keys.append(key)
+        if keys:
+            logits.append(self._add_rows(keys, unread))
+            upcoming = [self._requests.by_number[number].sequence.tobytes() for number in self._scheduler.upcoming()]
+            self._prefixes = {key: self._prefixes[key] for key in upcoming if key in self._prefixes}
+        return logits
+
+    def _add_rows(self, keys: Sequence[bytes], unread: Mapping[bytes, Ids]) -> Any:
+        if unread:
+            self._prefixes.update(zip(unread, self._decoder.prefill(list(unread.values())), strict=True))
+        prefixes = [self._prefixes[key] for key in keys]
+        self._decoder.add_rows(prefixes)
+        self._prefixes = {keys[-1]: prefixes[-1]}
+        return torch.stack([prefix.logits for prefix in prefixes])
