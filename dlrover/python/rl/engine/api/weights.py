@@ -128,6 +128,8 @@ class WeightSnapshot:
     def bare_tensor(self, name: str) -> Any:
         """:meth:`tensor` without an adapter."""
         buffer, shape, dtype = self.buffers[name], self.shapes[name], getattr(torch, self.dtypes[name])
+        if not isinstance(buffer, np.ndarray):
+            return buffer.view(dtype).view(shape)
         if not buffer.size:
             return torch.empty(shape, dtype=dtype)
         # The bytes may be read-only shared memory, of which torch.from_numpy and torch.frombuffer warn.

@@ -44,8 +44,8 @@ def choose(logits: Any, sampling: SamplingParams, uniform: Any) -> tuple[Any, An
     Returns:
         Token ids int64 ``[batch]`` and log-probs float32 ``[batch]``, NaN where the logits are not finite.
     """
-    cooled = logits.float() if sampling.temperature in (0.0, 1.0) else logits.float() / sampling.temperature
-    policy = torch.log_softmax(cooled, dim=-1)
+    cooled = logits if sampling.temperature in (0.0, 1.0) else logits.float() / sampling.temperature
+    policy = torch.log_softmax(cooled, dim=-1, dtype=torch.float32)
     sampled = policy
     if sampling.temperature == 0:
         tokens = logits.argmax(dim=-1)

@@ -133,10 +133,17 @@ class WeightStore:
         if weights.lock_pages is not None and self.place == "cuda":
             weights.lock_pages(self.device)
         try:
+            there = list[tuple[Any, Any]]()
             for name, view in self.views.items():
                 tensor = weights.tensor(name, view.device)
-                # Without waiting, another dtype would come to the device before it is cast.
-                view.copy_(tensor, non_blocking=tensor.dtype == view.dtype)
+                if tensor.device == view.device and weights.adapters is None:
+                    there.append((view, tensor))
+                else:
+                    # Without waiting, another dtype would come to the device before it is cast.
+                    view.copy_(tensor, non_blocking=tensor.dtype == view.dtype)
+            if there:  # in one call, which takes a fraction of the time of as many
+                views, tensors = map(list, zip(*there, strict=True))
+                torch._foreach_copy_(views, tensors)
         finally:
             if self.device.type == "cuda":
                 torch.cuda.current_stream(self.device).synchronize()  # it reads memory that the sender may use again
