@@ -15,7 +15,8 @@ from dlrover.python.rl.engine.api.base import Completion, Request, RolloutSettin
 from dlrover.python.rl.engine.api.registry import EngineInfo
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, verify_snapshot
 from dlrover.python.rl.engine.model.spec import load_causal_lm
-from dlrover.python.rl.engine.rollout.requests import RunningRequests, as_batch, choose
+from dlrover.python.rl.engine.rollout.requests import RunningRequests, as_batch
+from dlrover.python.rl.engine.rollout.sampling import choose
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.engine.api.base import SamplingParams
-from dlrover.python.rl.engine.rollout.requests import choose, cut, uniforms
+from dlrover.python.rl.engine.rollout.sampling import choose, cut, uniforms
 
 
 def drawing(**changes):

@@ -18,6 +18,8 @@ from dlrover.python.rl.engine.memory.device_lock import DeviceLock  # noqa: E402
 from dlrover.python.rl.engine.memory.device_memory import MemoryLedger  # noqa: E402
 from dlrover.python.rl.engine.model.loading import fingerprint_files  # noqa: E402
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine  # noqa: E402
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport  # noqa: E402
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport  # noqa: E402
 from dlrover.python.rl.recipe.base.engine_workload import physical_device  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 from dlrover.python.rl.recipe.online import collector  # noqa: E402
@@ -44,12 +46,14 @@ class TurnReference(ReferenceWorkload):
     takes_turns = True
 
 
-def stage(folder, classes, collocation="", adapters=False, has_reference=True, offload=True, **drawing):
+def stage(  # noqa: PLR0913 - all have defaults
+    folder, classes, collocation="", adapters=False, has_reference=True, offload=True, weight_sync="auto", **drawing
+):
     actor, rollout, reference = classes
     roles = {"ACTOR": (actor, 1), "ROLLOUT": (rollout, 1), "REFERENCE": (reference, 1), "REWARD": (RewardWorkload, 1)}
     small = {"samples_per_prompt": 4, "max_new_tokens": 3, "temperature": 1.0, **drawing}
     job = tiny_job(folder, 2, reference=True, rollout=small, prompts_per_step=4)
-    job.config.engine.offload = offload
+    job.config.engine.offload, job.config.engine.weight_sync = offload, weight_sync
     if adapters:
         job.config.engine.lora = {"rank": 2, "targets": ["q_proj", "v_proj"]}
     if not has_reference:
@@ -105,9 +109,13 @@ def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_pa
     assert list((tmp_path / "dlrover-rl" / "job-run1" / "devices" / "cpu-0").glob("*.wait")) == []
 
 
-def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(tmp_path, undisturbed, monkeypatch):
+@pytest.mark.parametrize(("weight_sync", "dies"), [("pull", False), ("cuda_ipc", False), ("cuda_ipc", True)])
+def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(
+    tmp_path, undisturbed, monkeypatch, weight_sync, dies
+):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
-    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), offload=False)
+    engine = {"offload": False, "weight_sync": weight_sync}
+    made = stage(tmp_path, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
     moves, holders = [], []
 
     def moving(cls, name):
@@ -117,22 +125,31 @@ def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(tmp_pa
     def acquiring(lock, timeout_s):
         acquire(lock, timeout_s)
         workloads = [made.workload(role) for role in SHARING if RLRoleType(role) in made.port.members]
-        holders.append(sum(other.is_held for workload in workloads for other in workload._device_locks))
+        holders.append(sum(other.is_held for workload in workloads if workload for other in workload._device_locks))
 
-    def receiving(engine, weights, rewind=False):
-        received.append([lock.is_held for lock in made.workload("ROLLOUT")._device_locks])
-        receive(engine, weights, rewind)
+    def receiving(cls):
+        receive = cls.receive
 
-    acquire, receive, received = DeviceLock.acquire, TorchRolloutEngine.receive, []
-    monkeypatch.setattr(TorchRolloutEngine, "receive", receiving)
+        def in_turn(receiver, *arguments, **options):
+            received.append([lock.is_held for lock in made.workload("ROLLOUT")._device_locks])
+            return receive(receiver, *arguments, **options)
+
+        monkeypatch.setattr(cls, "receive", in_turn)
+
+    acquire, received = DeviceLock.acquire, []
+    for cls in (TorchRolloutEngine, PullTransport, CudaIpcTransport):
+        receiving(cls)
     moving(TorchRolloutEngine, "cpu")
     moving(Fsdp2TrainEngine, "cpu")
     monkeypatch.setattr(DeviceLock, "acquire", acquiring)
-    assert end_of(made) == undisturbed
+    faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
+    assert end_of(made, faults) == undisturbed
     assert moves == []
     assert {made.workload(role)._engine.place() for role in SHARING} == {"cuda"}
     assert {1} <= set(holders) <= {0, 1}, "they compute one at a time all the same"
-    assert len(received) > 2 and set(map(tuple, received)) == {(True,)}, "adapters are added there"
+    assert len(received) > 4 and set(map(tuple, received)) == {(True,)}, "the device compares and adds there"
+    kept = [made.workload(role)._memory.by_owner().get("weight sync of ACTOR[0]") for role in SHARING]
+    assert (kept[0] is not None, kept[1:]) == (weight_sync == "cuda_ipc", [None, None])
 
 
 @pytest.mark.parametrize("samples", [4, 6])

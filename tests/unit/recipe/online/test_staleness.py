@@ -4,7 +4,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dlrover.python.rl.engine.rollout.requests import uniforms
+from dlrover.python.rl.engine.rollout.sampling import uniforms
 from dlrover.python.rl.recipe.online.collector import StalenessTracker
 
 

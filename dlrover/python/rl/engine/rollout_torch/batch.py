@@ -18,7 +18,8 @@ from typing import Any, TypeAlias
 import torch
 
 from dlrover.python.rl.engine.api.base import Finish, SamplingParams
-from dlrover.python.rl.engine.rollout.requests import NewToken, RunningRequests, choose
+from dlrover.python.rl.engine.rollout.requests import NewToken, RunningRequests
+from dlrover.python.rl.engine.rollout.sampling import choose
 from dlrover.python.rl.engine.rollout_torch import rounded_capacity
 from dlrover.python.rl.engine.rollout_torch.cache import Scheduler
 from dlrover.python.rl.engine.rollout_torch.decoder import Decoder, Ids, Prefix, to_device
@@ -55,10 +56,10 @@ class _Step:
 
     def wait(self) -> None:
         if self._arrived is not None:
-            self._arrived.synchronize()
+            self._arrived.synchronize()  # waits: for a step on the device
 
     def new_tokens(self) -> list[NewToken]:
-        self.wait()
+        self.wait()  # waits: likewise
         found: list[NewToken] = []
         for numbers, (tokens, logprobs) in zip(self._numbers, self._results, strict=True):
             found += zip(numbers, tokens.tolist(), logprobs.tolist(), strict=True)
@@ -178,7 +179,7 @@ class ContinuousBatch:
     def _drop_step(self) -> None:
         """Forget the step that was begun ahead; its tokens are generated again."""
         if self._ahead is not None:
-            self._ahead.wait()  # the device reads what may be freed next
+            self._ahead.wait()  # waits: for a step on the device, which reads what may be freed next
             self._ahead = None
 
     def _draws(self, after: int = 0) -> list[_Draw]:

@@ -44,7 +44,7 @@ class EngineConfig:
     weight_sync: str = "auto"
     """Transport of weights from the actor to the rollouts: ``pull`` (rollouts map the actor's memory, or one of a host
     fetches them over TCP), ``disk``, ``broadcast`` (gloo, or nccl on cuda), ``cuda_ipc``, an entry point or
-    ``module:Class``. ``auto`` is ``pull``."""
+    ``module:Class``. ``auto``: ``cuda_ipc`` on one device with room for it, else ``pull``."""
 
     weight_sync_options: Mapping[str, Any] = field(default_factory=dict)
     """Options of the transport: ``folder``, ``bucket_bytes``, ``timeout_s``."""

@@ -20,7 +20,7 @@ from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class, engine_info
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.model.ranks import use_device
-from dlrover.python.rl.engine.weight_sync.base import Ticket
+from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
 from dlrover.python.rl.environment.core.base import Environment, StepRules
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
@@ -97,16 +97,17 @@ class RolloutWorkload(EngineWorkload):
         """Fetch, verify and serve the actor's weights; older ones too, since a run that went back repeats a step.
         Raises ResultLost if the actor was replaced and no longer has them, WeightSyncError if they differ from those
         that were sent."""
-        try:
-            weights = self._weights.receive(ticket)
-        except WeightsLost as error:
-            raise ResultLost(str(error), role=self.role, rank=self.rank, method="receive_weights") from error
-        stamp = weights.stamp
-        weights = weights if self._adds_adapters else weights.merged()
-        if weights.version < self._engine.version:
-            _LOG.warning("weights go back from version %d to %d", self._engine.version, weights.version)
-        # An engine on a shared device adds adapters there. The sender has done with the device.
-        with self._bare_turn() if self._stays else nullcontext():
+        # A shared device compares weights and adds adapters. A sender that waits for this one has it meanwhile.
+        needs_turn = self._stays and not waits_for_receivers(self._weights)
+        with self._bare_turn() if needs_turn else nullcontext():
+            try:
+                weights = self._weights.receive(ticket)
+            except WeightsLost as error:
+                raise ResultLost(str(error), role=self.role, rank=self.rank, method="receive_weights") from error
+            stamp = weights.stamp
+            weights = weights if self._adds_adapters else weights.merged()
+            if weights.version < self._engine.version:
+                _LOG.warning("weights go back from version %d to %d", self._engine.version, weights.version)
             self._loop.run(self._scheduler.receive(weights))
         return stamp
 
