@@ -7,13 +7,15 @@ import os
 import pytest
 from sync_sides import ToySource, Wire, toy_weights, transport
 
-from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 
 
-def refusal_of(call, *arguments):
-    """The message of the WeightSyncError of a call, which has an error of the operating system as its cause."""
-    with pytest.raises(WeightSyncError) as caught:
+def refusal_of(call, *arguments, lasts=False):
+    """The message of the error of a call, which has one of the operating system as its cause; a step is not repeated
+    after one that ``lasts``."""
+    with pytest.raises(EngineError) as caught:
         call(*arguments)
+    assert caught.value.retryable is not lasts
     assert isinstance(caught.value.__cause__, OSError)
     return str(caught.value)
 
@@ -22,7 +24,7 @@ def test_a_folder_that_cannot_be_made_or_used_is_named_with_the_reason(tmp_path)
     source = ToySource(toy_weights(), version=1)
     (tmp_path / "file").touch()
     below_file = transport("disk", tmp_path / "file/weights")
-    what = refusal_of(below_file.send, below_file.offer(source), source)
+    what = refusal_of(below_file.send, below_file.offer(source), source, lasts=True)
     assert what == f"weights cannot be written to {tmp_path}/file/weights: Not a directory"
 
     taken = transport("disk", tmp_path / "taken")
@@ -35,7 +37,8 @@ def test_a_folder_that_cannot_be_made_or_used_is_named_with_the_reason(tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("number", "kind"), [(errno.EIO, WeightSyncError), (errno.ENOSPC, OSError), (errno.EDQUOT, OSError)]
+    ("number", "kind"),
+    [(errno.EIO, WeightSyncError), (errno.EROFS, EngineError), (errno.ENOSPC, OSError), (errno.EDQUOT, OSError)],
 )
 def test_a_write_that_fails_names_the_folder_and_a_full_disk_stays_what_it_is(tmp_path, monkeypatch, number, kind):
     wire = Wire("disk", tmp_path)
@@ -51,7 +54,8 @@ def test_a_write_that_fails_names_the_folder_and_a_full_disk_stays_what_it_is(tm
     monkeypatch.setattr(os, "pwrite", fail)
     with pytest.raises(kind, match=os.strerror(number)) as caught:
         wire.source.send(ticket, source)
-    assert (f"cannot be written to {tmp_path}: " in str(caught.value)) == (kind is WeightSyncError)
+    assert (f"cannot be written to {tmp_path}: " in str(caught.value)) == (kind is not OSError)
+    assert isinstance(caught.value, WeightSyncError) == (kind is WeightSyncError)
     monkeypatch.undo()
     assert wire.source.send(ticket, source) == wire.sinks[0].receive(ticket).stamp == source.stamp()
     wire.close()

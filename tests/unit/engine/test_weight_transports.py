@@ -6,7 +6,12 @@ import pytest
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
-from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport, validate_transport
+from dlrover.python.rl.engine.weight_sync.transports import (
+    check_collocation,
+    make_transport,
+    prepare_folder,
+    validate_transport,
+)
 
 
 class OwnTransport(PullTransport):
@@ -31,6 +36,8 @@ OPTIONS = "config.engine.weight_sync_options"
         ("brodcast", {}, "cpu", ["config.engine.weight_sync: no weight transport is called 'brodcast'; did you mean"]),
         ("nowhere:Transport", {}, "cpu", ["config.engine.weight_sync: module 'nowhere' cannot be imported"]),
         ("disk", {}, "cpu", ["config.engine.weight_sync_options.folder: 'disk' needs a folder"]),
+        ("disk", {"folder": ""}, "cpu", [f"{OPTIONS}.folder: is empty: 'disk' needs a folder that all members see"]),
+        ("cuda_ipc", {"folder": ""}, "cuda", [f"{OPTIONS}.folder: is empty: 'cuda_ipc' needs a folder, or null"]),
         ("disk", {"foldr": "x"}, "cpu", ["config.engine.weight_sync_options.foldr"]),
         ("auto", {"folder": "x"}, "cpu", [f"{OPTIONS}.folder: is not used by 'auto', but by 'disk'"]),
         ("pull", {"folder": "x"}, "cpu", [f"{OPTIONS}.folder: is not used by 'pull', but by 'disk'"]),
@@ -63,6 +70,18 @@ def test_a_folder_that_cannot_be_written_to_is_refused_unless_the_job_may_be_for
     assert [str(error) for error in errors] == [f"{OPTIONS}.folder: {tmp_path} cannot be written to"]
     assert validate_transport("disk", {"folder": str(tmp_path)}, "cuda") == []
     assert validate_transport("disk", {"folder": str(tmp_path / "of/a/node")}, "cpu") == []
+
+
+def test_a_folder_is_made_before_the_first_step_and_an_error_of_it_is_not_repeated(tmp_path):
+    prepare_folder("disk", {"folder": str(tmp_path / "of/a/run")})
+    assert list((tmp_path / "of/a/run").iterdir()) == []
+    prepare_folder("pull", {})
+    for folder in ("/proc/nope", "/proc"):
+        with pytest.raises(EngineError) as caught:
+            prepare_folder("disk", {"folder": folder})
+        where = "engine.weight_sync_options.folder"
+        assert str(caught.value) == f"{where}: weights cannot be written to {folder}: No such file or directory"
+        assert not caught.value.retryable
 
 
 @pytest.mark.parametrize(

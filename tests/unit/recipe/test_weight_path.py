@@ -14,7 +14,7 @@ sys.path.append(str(Path(__file__).parent))
 from recipe_stage import Stage  # noqa: E402
 
 from dlrover.python.rl.algorithm.grpo import GRPO  # noqa: E402
-from dlrover.python.rl.common.errors import ResultLost, WeightSyncError  # noqa: E402
+from dlrover.python.rl.common.errors import EngineError, ResultLost, WeightSyncError  # noqa: E402
 from dlrover.python.rl.engine.api.base import OptimizerConfig  # noqa: E402
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport  # noqa: E402
 from dlrover.python.rl.recipe.base.config import EngineConfig  # noqa: E402
@@ -53,6 +53,14 @@ def size(value):
     """Bytes of a value on its way."""
     stored = value.token.result if isinstance(value, Ref) else Stored.of(value)
     return 0 if stored is None else len(stored.data) + sum(buffer.nbytes for buffer in stored.buffers)
+
+
+def test_an_actor_whose_weights_cannot_be_written_to_its_folder_does_not_begin(model):
+    engine = replace(ENGINE, weight_sync="disk", weight_sync_options={"folder": "/proc/nope"})
+    made = ActorWorkload(None, {})
+    with pytest.raises(EngineError, match="weight_sync_options.folder: weights cannot be written to /proc/nope"):
+        made.init_model(model, engine, OptimizerConfig(), GRPO())
+    made.close()
 
 
 @pytest.mark.parametrize(("precision", "width"), [("fp32", 4), ("bf16", 2)])

@@ -12,6 +12,7 @@ The last version stays, for a replaced receiver, beside the one that is written.
 next sender of the same name.
 """
 
+import errno
 import fcntl
 import io
 import json
@@ -21,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from dlrover.python.rl.common.disk_space import is_disk_full
-from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import (
     Pieces,
@@ -39,6 +40,9 @@ from dlrover.python.rl.engine.weight_sync.host_copies import copy_to_host
 _WEIGHTS, _PART, _SENDER = ".weights", ".part", ".sender"
 _SENDER_BYTES = 1024
 _LOCK_TIMEOUT_S = 2.0
+
+_LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
+"""Errors that stay until the folder is changed: to repeat the step does not help."""
 
 
 class DiskTransport(SenderBase):
@@ -94,15 +98,15 @@ class DiskTransport(SenderBase):
 
     @contextmanager
     def _naming_folder(self, done: str = "written to") -> Iterator[None]:
-        """Raise errors of the operating system as a WeightSyncError. A full disk's are left, which a job's end is
-        named after."""
+        """Raise errors of the operating system as a WeightSyncError, lasting ones as an EngineError, after which the
+        step is not repeated. A full disk's are left, which a job's end is named after."""
         try:
             yield
         except OSError as error:
             if is_disk_full(error):
                 raise
             what = f"weights cannot be {done} {self._folder}: {error.strerror or error}"
-            raise WeightSyncError(what) from error
+            raise (EngineError if error.errno in _LASTING else WeightSyncError)(what) from error
 
     def _path(self, ticket_id: str, suffix: str = _WEIGHTS) -> Path:
         return self._folder / f"{self.settings.channel}.{ticket_id}{suffix}"

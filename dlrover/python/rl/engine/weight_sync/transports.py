@@ -2,6 +2,7 @@
 """The transports that a job chooses from with ``engine.weight_sync``, and what each one requires."""
 
 import os
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Annotated, Any
 
 from annotated_types import Ge, Gt
 
+from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError
 from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.config.typed import parse
@@ -79,8 +81,11 @@ def _find_option_faults(name: str, options: WeightSyncOptions, device: str) -> d
     for key, users in _USERS.items():
         if getattr(options, key) is not None and name not in users:
             faults[key] = f"is not used by '{name}', but by {' and '.join(map(repr, users))}"
-    if name == "disk" and options.folder is None:
-        faults["folder"] = "'disk' needs a folder that all members see"
+    if name == "disk" and not options.folder:
+        empty = "" if options.folder is None else "is empty: "
+        faults["folder"] = f"{empty}'disk' needs a folder that all members see"
+    elif options.folder == "" and name in _USERS["folder"]:
+        faults["folder"] = f"is empty: '{name}' needs a folder, or null for none"
     elif options.folder is not None and name in _USERS["folder"]:
         what = _find_folder_fault(Path(options.folder).expanduser().absolute(), device)
         faults |= {"folder": what} if what else {}
@@ -95,6 +100,24 @@ def _find_folder_fault(folder: Path, device: str) -> str:
         return f"{existing} is a file, not a folder"
     is_here = existing == folder and not device.startswith("cuda")
     return f"{folder} cannot be written to" if is_here and not os.access(folder, os.W_OK | os.X_OK) else ""
+
+
+def prepare_folder(name: str, options: Mapping[str, Any]) -> None:
+    """Make the folder in the options of a built-in transport, if there is one, and write to it: on the machine of the
+    side that sends, before the first step. Raises EngineError; an error of a full disk stays what it is."""
+    folder = options.get("folder")
+    if folder is None or name not in _USERS["folder"]:
+        return
+    path = Path(folder).expanduser().absolute()
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        if is_disk_full(error):
+            raise
+        what = f"weights cannot be written to {path}: {error.strerror or error}"
+        raise EngineError(f"engine.weight_sync_options.folder: {what}") from error
 
 
 def check_collocation(

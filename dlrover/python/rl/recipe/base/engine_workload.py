@@ -49,7 +49,7 @@ from dlrover.python.rl.engine.model.loading import DTYPES
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, set_random_state, use_device
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
-from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport
+from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport, prepare_folder
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.memory_bytes import device_bytes
 from dlrover.python.rl.recipe.base.model_facts import trained_bytes
@@ -219,6 +219,8 @@ class EngineWorkload(BaseWorkload):
         # A script that has several rollouts in one process may use threads.
         receivers = int(engine.weight_sync_options.get("receivers", 1)) if shares_process else 1
         check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()), in_one_process, receivers)
+        if is_leader:
+            prepare_folder(engine.weight_sync, engine.weight_sync_options)
         settings = SyncSettings(
             f"{self.role}[{self.rank}]",
             is_leader=is_leader,
