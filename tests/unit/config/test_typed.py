@@ -106,6 +106,34 @@ def test_a_value_that_no_branch_of_a_union_takes_is_one_problem(given, what):
 
 
 @pytest.mark.parametrize(
+    ("given", "what"),
+    [
+        ({"lora": {"rank": True}}, "lora.rank: input should be a valid integer, got True"),
+        ({"lora": {"alpha": True}}, "lora.alpha: input should be a valid number, got True"),
+        ({"device_memory_gb": False}, "device_memory_gb: input should be a valid number, got False"),
+        (
+            {"max_tokens_per_microbatch": True},
+            "max_tokens_per_microbatch: input should be a valid integer, or 'auto', got",
+        ),
+        ({"shard_frozen": 1}, "shard_frozen: input should be a valid boolean, got 1"),
+        ({"shard_frozen": 0.0}, "shard_frozen: input should be a valid boolean, got 0.0"),
+        ({"gradient_checkpointing": 0}, "gradient_checkpointing: input should be a valid boolean, or 'auto', got 0"),
+    ],
+)
+def test_a_boolean_is_no_number_and_a_number_no_boolean(given, what):
+    value, (error,) = parse(EngineConfig, given, "engine")
+    assert value is None
+    assert str(error).startswith(f"engine.{what}")
+
+
+def test_a_whole_float_is_an_integer_and_text_is_what_it_says():
+    given = {"max_batch": 1e3, "threads": "2", "device_memory_gb": 80, "shard_frozen": "true"}
+    assert require(EngineConfig, given, "engine") == EngineConfig(
+        max_batch=1000, threads=2, device_memory_gb=80.0, shard_frozen=True
+    )
+
+
+@pytest.mark.parametrize(
     ("given", "place", "what"),
     [
         ({"optimizer": [1]}, "optimizer", "has to be a mapping with lr, kind, got [1]"),

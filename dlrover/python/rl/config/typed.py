@@ -9,16 +9,16 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ValidationError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.secrets import without_secrets
+from dlrover.python.rl.config.validators import nested_dataclasses, validator_of
 
 T = TypeVar("T")
 
-_STRICT = ConfigDict(extra="forbid", strict=False, arbitrary_types_allowed=True)
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _REQUIRED = ("missing", "missing_argument")
 
@@ -52,7 +52,7 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Conf
     """
     try:
         values = complete_values(schema, to_plain(data), where)
-        return _adapter(schema).validate_python(values), []
+        return _validate(schema, values), []
     except InvalidJob as error:
         return None, list(error.errors)
     except ValidationError as error:
@@ -62,9 +62,14 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Conf
         for item in error.errors():
             _mend(values, item)
     try:
-        return _adapter(schema).validate_python(values), errors
+        return _validate(schema, values), errors
     except ValidationError:
         return None, errors
+
+
+def _validate(schema: type[T], values: Any) -> T:
+    instance: T = validator_of(schema).validate_python(values)
+    return instance
 
 
 def _mend(values: Any, item: Mapping[str, Any]) -> None:
@@ -87,32 +92,6 @@ def require(schema: type[T], data: Any, where: str) -> T:
     if value is None:
         raise InvalidJob(errors)
     return value
-
-
-_adapters: dict[Any, TypeAdapter[Any]] = {}
-"""By schema; to make one takes longer than to use it."""
-
-
-def _adapter(schema: type[T]) -> TypeAdapter[T]:
-    if schema not in _adapters:
-        for dataclass in _nested(schema):
-            if "__pydantic_config__" not in vars(dataclass):
-                dataclass.__pydantic_config__ = _STRICT
-        _adapters[schema] = TypeAdapter(schema)
-    return _adapters[schema]
-
-
-def _nested(schema: Any) -> list[type[Any]]:
-    """``schema`` and every dataclass its fields mention."""
-    classes: list[type[Any]] = []
-    pending = [schema]
-    while pending:
-        kind = pending.pop()
-        if dataclasses.is_dataclass(kind) and isinstance(kind, type) and kind not in classes:
-            classes.append(kind)
-            pending.extend(get_type_hints(kind).values())
-        pending.extend(getattr(kind, "__args__", ()))
-    return classes
 
 
 def _config_errors(schema: Any, item: Mapping[str, Any], where: str) -> list[ConfigError]:
@@ -207,7 +186,7 @@ def list_keys(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for field in dataclasses.fields(schema):
         default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
         given = default is not None and default is not dataclasses.MISSING
-        (kind,) = _nested(type(default) if given else hints[field.name])[:1] or (None,)
+        (kind,) = nested_dataclasses(type(default) if given else hints[field.name])[:1] or (None,)
         if kind is not None:
             yield from list_keys(kind, f"{prefix}{field.name}.")
         elif default is dataclasses.MISSING:
@@ -224,7 +203,7 @@ def _is_collection(annotation: Any) -> bool:
 def _annotation_at(schema: Any, path: Sequence[Any]) -> Any:
     annotation = schema
     for part in path:
-        kind, branches = next(iter(_nested(annotation)), None), [annotation, *get_args(annotation)]
+        kind, branches = next(iter(nested_dataclasses(annotation)), None), [annotation, *get_args(annotation)]
         plain = next((branch for branch in branches if _is_collection(branch)), None)
         if plain is not None:
             annotation = get_args(plain)[-1]
@@ -234,7 +213,8 @@ def _annotation_at(schema: Any, path: Sequence[Any]) -> Any:
 
 
 def _fields_at(schema: Any, path: Sequence[Any]) -> list[str]:
-    return [field.name for kind in _nested(_annotation_at(schema, path))[:1] for field in dataclasses.fields(kind)]
+    kinds = nested_dataclasses(_annotation_at(schema, path))[:1]
+    return [field.name for kind in kinds for field in dataclasses.fields(kind)]
 
 
 def to_plain(value: Any) -> Any:
