@@ -10,7 +10,8 @@ from annotated_types import Gt
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.config.typed import parse, rename_keys, require, salvage, to_plain
+from dlrover.python.rl.config.plain import to_plain
+from dlrover.python.rl.config.typed import parse, rename_keys, require, salvage
 from dlrover.python.rl.recipe.base.config import EngineConfig
 
 
@@ -223,11 +224,62 @@ def test_a_later_other_name_counts_and_null_is_the_default():
 
 @pytest.mark.parametrize("read", [parse, salvage])
 def test_a_key_by_two_names_and_what_stands_beside_it_are_problems(read):
-    value, (problem,) = read(Welcoming, {"model": "m", "n": 3, "steps": 4}, "config")
-    assert (value, str(problem.where)) == (None, "config.n")
-    assert problem.what == "is another name of steps, which is given too"
+    given = {"model": "m", "n": 3, "steps": 4, "optimizer": {"kind": "sgd", "lr": 0}}
+    value, problems = read(Welcoming, given, "config")
+    assert value == (Welcoming("m", 4, Optimizer(kind="sgd")) if read is salvage else None)
+    assert list(map(str, problems)) == [
+        "config.n: is another name of steps, which is given too",
+        "config.optimizer.lr: input should be greater than 0, got 0",
+    ]
     _, problems = read(Welcoming, {"model": "m", "actor": {"optim": {"lr": 2, "x": 1}}, "optimizer": 5}, "config")
     assert {problem.where for problem in problems} == {"config.actor.optim.x", "config.optimizer"}
+
+
+@pytest.mark.parametrize(
+    ("given", "place", "stand_in"),
+    [
+        ({"model": 4}, "model", Config("")),
+        ({"optimizer": 4}, "optimizer", Config("m")),
+        ({"named": {"a": 4}}, "named.a", Config("m", named={"a": Optimizer()})),
+        ({"named": {"a": {"lr": True}}}, "named.a.lr", Config("m", named={"a": Optimizer()})),
+        ({"named": 4}, "named", Config("m")),
+        ({"parts": [{}, 4]}, "parts.1", Config("m")),
+        ({"extra": {"a": "x", "b": 1}}, "extra.a", Config("m", extra={"b": 1})),
+    ],
+)
+def test_a_wrong_value_of_any_kind_leaves_something_to_find_further_errors_with(given, place, stand_in):
+    value, (problem,) = salvage(Config, {"model": "m", **given}, "config")
+    assert (value, problem.where) == (stand_in, f"config.{place}")
+
+
+def test_of_a_union_a_wrong_value_is_left_out():
+    value, (problem,) = salvage(EngineConfig, {"max_tokens_per_microbatch": "x", "threads": 2}, "engine")
+    assert (value, problem.where) == (EngineConfig(threads=2), "engine.max_tokens_per_microbatch")
+
+
+def test_all_references_that_lead_nowhere_are_said_beside_other_problems_with_the_nearest_key():
+    text = """
+        lr: 1
+        config: {steps: 0, mdel: m, model: '${mdel}', optimizer: {lr: '${stps}', kind: '${kind}'}, maybe: '???'}
+        """
+    value, problems = salvage(Config, OmegaConf.create(text)["config"], "config")
+    assert {problem.where: problem.what for problem in problems} == {
+        "config.model": "Interpolation key 'mdel' not found; did you mean '${config.mdel}'?",
+        "config.optimizer.lr": "Interpolation key 'stps' not found; did you mean '${config.steps}'?",
+        "config.optimizer.kind": "Interpolation key 'kind' not found",
+        "config.maybe": "Missing mandatory value: config.maybe",
+        "config.mdel": "unknown key 'mdel'; did you mean 'model'?",
+        "config.steps": "input should be greater than 0, got 0",
+    }
+    assert value == Config("")
+
+
+def test_a_reference_that_leads_nowhere_is_placed_below_the_key_of_what_is_read():
+    with pytest.raises(InvalidJob) as caught:
+        to_plain(OmegaConf.create({"a": {"b": ["${c}"]}, "d": {"c": 1}}), "config")
+    (problem,) = caught.value.errors
+    assert str(problem) == "config.a.b[0]: Interpolation key 'c' not found; did you mean '${d.c}'?"
+    assert caught.value.salvaged == {"a": {"b": []}, "d": {"c": 1}}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ sys.path.append(str(Path(__file__).parents[2] / "ray"))
 from recipe_jobs import grpo_job  # noqa: E402
 
 from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
-from dlrover.python.rl.config.typed import to_plain  # noqa: E402
+from dlrover.python.rl.config.plain import to_plain  # noqa: E402
 from dlrover.python.rl.control.state import Phase  # noqa: E402
 from dlrover.python.rl.engine.api.base import LoraSettings  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402

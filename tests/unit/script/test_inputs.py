@@ -12,7 +12,7 @@ from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.common.extensions import load_object
 from dlrover.python.rl.config.load import load_job_with
-from dlrover.python.rl.config.typed import to_plain
+from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe import launch
 from dlrover.python.rl.script.inputs import Inputs

@@ -11,8 +11,8 @@ from omegaconf import DictConfig, OmegaConf
 from dlrover.python.rl.common.by_value import name_for
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.config.layout import job_from_mapping
+from dlrover.python.rl.config.plain import from_plain
 from dlrover.python.rl.config.spec import RUNS, JobSpec
-from dlrover.python.rl.config.typed import from_plain
 
 B = TypeVar("B", bound="JobBuilder")
 

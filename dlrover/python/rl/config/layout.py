@@ -31,6 +31,7 @@ from omegaconf.errors import OmegaConfBaseException
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, is_url, nearest
 from dlrover.python.rl.config.limits import validate_resolvers
+from dlrover.python.rl.config.plain import escape_references, from_plain, reference_error, to_plain
 from dlrover.python.rl.config.scripts import runs_scripts_only, with_scripts
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import (
@@ -46,7 +47,7 @@ from dlrover.python.rl.config.spec import (
     TrainerSpec,
     WorkloadSpec,
 )
-from dlrover.python.rl.config.typed import escape_references, from_plain, salvage, to_plain
+from dlrover.python.rl.config.typed import lies_in, salvage
 
 _ELSEWHERE: Mapping[str, str] = {
     "trainer.n_epochs": "epochs, or steps for recipes that learn from samples",
@@ -102,11 +103,14 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
     and what could be read."""
     if calls := validate_resolvers(OmegaConf.to_container(data, resolve=False)):
         raise InvalidJob(calls)
-    values, scripts = with_scripts(_layout_values(data))
+    plain, unresolved = _layout_values(data)
+    values, scripts = with_scripts(plain)
     layout, errors = salvage(JobLayout, _with_class_field(values), "")
     errors = [_in_file_terms(error) for error in errors]
     errors += _validate_roles({"name": default_name, **values})
     errors += _validate_times(layout) if layout is not None else []
+    places = [error.where for error in unresolved]
+    errors = unresolved + [error for error in errors if not lies_in(error.where, places)]
     config = data.get("config")
     if scripts:
         config = OmegaConf.merge(config or {}, from_plain({"scripts": scripts}))
@@ -144,8 +148,9 @@ def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[
     )
 
 
-def _layout_values(data: DictConfig) -> dict[str, Any]:
-    """The file without the user's ``config``, as plain values; interpolations may refer to ``config`` too."""
+def _layout_values(data: DictConfig) -> tuple[dict[str, Any], list[ConfigError]]:
+    """The file without the user's ``config``, as plain values, and the errors of what cannot be read; interpolations
+    may refer to ``config`` too."""
     values: dict[str, Any] = {}
     errors: list[ConfigError] = []
     for key in data:
@@ -155,11 +160,10 @@ def _layout_values(data: DictConfig) -> dict[str, Any]:
             values[str(key)] = to_plain(data[key])
         except InvalidJob as error:
             errors += error.errors
+            values[str(key)] = error.salvaged
         except OmegaConfBaseException as error:
-            errors.append(ConfigError(str(key), str(error).splitlines()[0]))
-    if errors:
-        raise InvalidJob(errors)
-    return values
+            errors.append(reference_error(data, error))
+    return values, errors
 
 
 def _with_class_field(values: Any) -> Any:

@@ -18,9 +18,9 @@ from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
 from dlrover.python.rl.config.limits import check_text
+from dlrover.python.rl.config.plain import from_plain
 from dlrover.python.rl.config.secrets import is_secret_at
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.config.typed import from_plain
 
 _KEY = re.compile(r"([^\s:=]*)\s*(=?)")
 _ALMOST = 0.8

@@ -3,17 +3,15 @@
 
 import copy
 import dataclasses
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from pydantic import ValidationError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.common.redaction import HIDDEN
+from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.secrets import without_secrets
 from dlrover.python.rl.config.validators import nested_dataclasses, validator_of
 
@@ -21,6 +19,10 @@ T = TypeVar("T")
 
 _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _REQUIRED = ("missing", "missing_argument")
+
+_NO_MAPPING = ("dataclass_type",)
+_MENDED = 6
+"""Rounds in which what stands for a wrong value may be wrong itself."""
 
 OTHER_NAMES = "other_names"
 """The class variable of a schema that maps dotted keys of other libraries to those of its own fields."""
@@ -48,23 +50,36 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Config
 def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[ConfigError]]:
     """Like :func:`parse`, but with an instance beside the errors, for finding further errors and never to be run.
 
-    It lacks wrong and unknown values, and has ``""`` for missing ones; None where even that is not an instance.
+    It lacks wrong and unknown values, and has ``""`` for missing ones and ``{}`` for what should be a mapping with
+    certain keys; None where even that is not an instance.
     """
+    errors: list[ConfigError] = []
     try:
-        values = complete_values(schema, to_plain(data), where)
-        return _validate(schema, values), []
+        plain = to_plain(data, where)
     except InvalidJob as error:
-        return None, list(error.errors)
-    except ValidationError as error:
-        items = [{**item, "loc": _path(item, values)} for item in error.errors()]
-        errors = _join_branches([found for item in items for found in _config_errors(schema, item, where)])
-        values = copy.deepcopy(values)
-        for item in error.errors():
-            _mend(values, item)
+        plain, errors = error.salvaged, list(error.errors)
     try:
-        return _validate(schema, values), errors
-    except ValidationError:
-        return None, errors
+        values = complete_values(schema, plain, where)
+    except InvalidJob as error:
+        values, errors = _with_defaults(schema, error.salvaged), [*errors, *error.errors]
+    known = [error.where for error in errors]
+    for number in range(_MENDED):
+        try:
+            return _validate(schema, values), errors
+        except ValidationError as error:
+            items = [{**item, "loc": _path(item, values)} for item in error.errors()]
+        if number == 0:  # later ones are of what stands for wrong values
+            found = _join_branches([fault for item in items for fault in _config_errors(schema, item, where)])
+            errors += [fault for fault in found if not lies_in(fault.where, known)]
+        values = copy.deepcopy(values)
+        for item in items:
+            values = _mended(values, item)
+    return None, errors
+
+
+def lies_in(place: str, places: Sequence[str]) -> bool:
+    """Whether ``place`` is one of ``places`` or below one."""
+    return any(f"{place}.".startswith(f"{other}.") for other in places)
 
 
 def _validate(schema: type[T], values: Any) -> T:
@@ -72,18 +87,21 @@ def _validate(schema: type[T], values: Any) -> T:
     return instance
 
 
-def _mend(values: Any, item: Mapping[str, Any]) -> None:
-    """Remove the faulty value of an error from ``values``, or add a missing one."""
-    *parents, last = item["loc"] or ("",)
-    for part in parents:
-        # A part that is not a key names the branch of a union: the value before it is the faulty one.
-        if not isinstance(values, dict) or part not in values:
-            return
-        values = values[part]
-    if isinstance(values, dict) and item["type"] in _REQUIRED:
-        values[last] = ""
-    elif isinstance(values, dict):
-        values.pop(last, None)
+def _mended(values: Any, item: Mapping[str, Any]) -> Any:
+    """``values`` without the faulty value of an error, or what holds it if that is no mapping; with a missing one, or
+    an empty mapping in place of something else."""
+    if not isinstance(values, dict):
+        return {} if item["type"] in _NO_MAPPING else values
+    path, inner = list(item["loc"]), values
+    while len(path) > 1 and isinstance(inner.get(path[0]), dict):
+        inner = inner[path.pop(0)]
+    if not path:
+        return values
+    if len(path) == 1 and item["type"] in (*_REQUIRED, *_NO_MAPPING):
+        inner[path[0]] = "" if item["type"] in _REQUIRED else {}
+    else:
+        inner.pop(path[0], None)
+    return values
 
 
 def require(schema: type[T], data: Any, where: str) -> T:
@@ -217,37 +235,6 @@ def _fields_at(schema: Any, path: Sequence[Any]) -> list[str]:
     return [field.name for kind in kinds for field in dataclasses.fields(kind)]
 
 
-def to_plain(value: Any) -> Any:
-    """Turn an OmegaConf container into plain dicts and lists. Raises InvalidJob if an interpolation cannot be resolved,
-    or a mandatory value (``???``) is missing."""
-    if not isinstance(value, DictConfig | ListConfig):
-        return value
-    try:
-        return OmegaConf.to_container(value, resolve=True, throw_on_missing=True)
-    except OmegaConfBaseException as error:
-        where = str(getattr(error, "full_key", "") or "config")
-        raise InvalidJob([ConfigError(where, str(error).splitlines()[0])]) from error
-
-
-def from_plain(values: Mapping[str, Any]) -> DictConfig:
-    """The inverse of :func:`to_plain`: text is literal, whatever it looks like."""
-    config: DictConfig = OmegaConf.create(_escape(values))
-    return config
-
-
-def _escape(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _escape(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_escape(item) for item in value]
-    return escape_references(value) if isinstance(value, str) else value
-
-
-def escape_references(text: str) -> str:
-    """``text`` as OmegaConf reads it back: a literal ``${`` is escaped, and so are backslashes before it."""
-    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
-
-
 def complete_values(schema: type[Any], values: Any, where: str) -> Any:
     """Rename the keys of ``values`` to the schema's own, and add its defaults; other values than mappings stay. Raises
     InvalidJob if a value has two names."""
@@ -256,19 +243,22 @@ def complete_values(schema: type[Any], values: Any, where: str) -> Any:
 
 def rename_keys(schema: type[Any], values: Any, where: str, later: Sequence[str] = ()) -> tuple[Any, list[str]]:
     """``values`` with the schema's own names of its keys, and a line about each that had another one. Of a value with
-    two names the one in ``later`` counts. Raises InvalidJob if none of them is."""
-    lines = []
+    two names the one in ``later`` counts. Raises InvalidJob if none of them is; what it salvages has the own names."""
+    lines, errors = [], []
     for alias, name in getattr(schema, OTHER_NAMES, {}).items():
         value = _pick(values, alias.split("."))
         if value is _MISSING:
             continue
         place = f"{where}.{alias}" if where else alias
-        if _pick(values, name.split(".")) is not _MISSING and alias not in later:
-            raise InvalidJob([ConfigError(place, f"is another name of {name}, which is given too")])
+        values, is_double = _without(values, alias.split(".")), _pick(values, name.split(".")) is not _MISSING
+        if is_double and alias not in later:
+            errors.append(ConfigError(place, f"is another name of {name}, which is given too"))
+            continue
         lines.append(f"{place} is read as {name}, its name here")
-        values = _without(values, alias.split("."))
         if value is not None:
             values = _with(values, name.split("."), value)
+    if errors:
+        raise InvalidJob(errors, salvaged=values)
     return values, lines
 
 

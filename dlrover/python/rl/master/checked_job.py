@@ -9,8 +9,8 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.config.load import search_folders
+from dlrover.python.rl.config.plain import from_plain
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.config.typed import from_plain
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.master.process.resizing import validate_least
 from dlrover.python.rl.runtime.checkpoint.room import Room, room_for, validate_room

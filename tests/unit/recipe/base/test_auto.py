@@ -9,7 +9,8 @@ import pytest
 from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.config.typed import from_plain, list_keys, require, to_plain
+from dlrover.python.rl.config.plain import from_plain, to_plain
+from dlrover.python.rl.config.typed import list_keys, require
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.auto import complete_config

@@ -8,7 +8,8 @@ from typing import Any, Literal, TypeAlias, TypeVar
 import torch
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.config.typed import rename_keys, require, to_plain
+from dlrover.python.rl.config.plain import to_plain
+from dlrover.python.rl.config.typed import rename_keys, require
 from dlrover.python.rl.recipe.base.config import AUTO
 
 Devices: TypeAlias = Literal["CPU", "GPU", "HERE"]

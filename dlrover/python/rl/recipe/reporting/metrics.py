@@ -20,7 +20,7 @@ from dlrover.python.rl.algorithm.registry import complete_options
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.config.typed import answer, require, salvage
+from dlrover.python.rl.config.typed import answer, lies_in, require, salvage
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.engine.model.model_shape import shape_of
@@ -381,9 +381,9 @@ class RecipeTrainer(BaseTrainer):
         if cfg is None:
             return invalid
         cfg = replace(cfg, engine=cfg.engine.resolve(on_cuda=False))
-        places = {error.where for error in invalid}
+        places = [error.where for error in invalid]
         further = [answer(cls.config_class, error) for error in cls.find_errors(cfg, roles)]
-        return [*invalid, *(error for error in further if error.where not in places)]
+        return [*invalid, *(error for error in further if not lies_in(error.where, places))]
 
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

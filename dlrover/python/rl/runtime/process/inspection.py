@@ -21,8 +21,9 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.plain import from_plain, to_plain
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.config.typed import from_plain, rename_keys, to_plain
+from dlrover.python.rl.config.typed import rename_keys
 from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
 from dlrover.python.rl.runtime.process.executor import load_class
