@@ -203,6 +203,10 @@ def test_wrong_overrides_and_a_wrong_file_are_said_together(job_file):
         load_job(path, ["lrr=1", "nothing"])
     assert [fault.where for fault in raised.value.errors] == ["nothing", "trainer.class", "trainer.clas"]
     assert [fault.where for fault in raised.value.salvaged.unlisted] == ["lrr"]
+    with pytest.raises(InvalidJob) as of_text:
+        load_job_text(path.read_text(encoding="utf-8"), "x", ["lrr=1", "nothing"])
+    assert of_text.value.errors == raised.value.errors
+    assert [fault.where for fault in of_text.value.salvaged.unlisted] == ["lrr"]
 
 
 def test_an_override_below_a_broken_reference_is_a_problem_not_a_traceback():

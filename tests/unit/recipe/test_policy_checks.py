@@ -87,6 +87,29 @@ def test_distillation(tmp_path, teachers, where, what):
 
 
 @pytest.mark.parametrize(
+    ("teachers", "where"),
+    [(4, "config.teachers"), ({}, "config.teachers"), ({"teacher": 4}, "config.teachers.teacher")],
+)
+def test_wrong_teachers_are_the_only_problem_of_a_job(tmp_path, teachers, where):
+    assert list(problems_of(policy_job(tmp_path, "distill", teachers=teachers))) == [where]
+
+
+def test_an_unknown_option_hides_nothing(tmp_path):
+    config = {
+        "algorithm": {"name": "grpo", "kl_coeff": 0.1, "kl_coef": 0.1},
+        "rollout": {"samples_per_prompt": 1},
+        "engine": {"weight_sync_options": {"foldr": "x", "receivers": 2}, "weight_sync": "dsk"},
+    }
+    assert list(problems_of(policy_job(tmp_path, "grpo", **config))) == [
+        "config.engine.weight_sync_options.foldr",
+        "config.engine.weight_sync",
+        "config.algorithm.kl_coeff",
+        "config.rollout.samples_per_prompt",
+        "workload",
+    ]
+
+
+@pytest.mark.parametrize(
     ("config", "where", "what"),
     [
         ({"algorithm": {"name": "grpo"}}, "config.algorithm.name", "does not use teachers"),

@@ -8,7 +8,7 @@ from typing import Any, cast
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
 from dlrover.python.rl.common.extensions import ExtensionPoint
-from dlrover.python.rl.config.typed import require
+from dlrover.python.rl.config.typed import salvage
 
 _PACKAGE = "dlrover.python.rl.algorithm"
 
@@ -59,7 +59,8 @@ def option_names(name: str) -> frozenset[str]:
 
 
 def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
-    """Make ``name`` with ``options``; raise InvalidJob with all errors: unknown name or options, invalid values."""
+    """Make ``name`` with ``options``; raise InvalidJob with all errors: unknown name or options, invalid values.
+    What it salvages is an algorithm with the options that are right."""
     try:
         schema = ALGORITHMS.load(name)
     except ClassNotFound as error:
@@ -67,7 +68,9 @@ def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algor
     if not (isinstance(schema, type) and is_dataclass(schema) and all(hasattr(schema, part) for part in _METHODS)):
         message = f"'{name}' is not an algorithm: a dataclass with {', '.join(_METHODS)}"
         raise InvalidJob([ConfigError("algorithm.name", message)])
-    algorithm = require(schema, {**PRESETS.get(name, {}), **(options or {})}, "algorithm")
+    algorithm, errors = salvage(schema, {**PRESETS.get(name, {}), **(options or {})}, "algorithm")
+    if errors:
+        raise InvalidJob(errors, salvaged=algorithm)
     return cast(Algorithm, algorithm)
 
 

@@ -42,18 +42,9 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     if not file.is_file():
         siblings = [sibling.name for sibling in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         raise InvalidJob([ConfigError(str(path), f"no such job file{hint(file.name, siblings)}")])
-    data = _read(_text(file), str(path))
-    errors, unlisted = _apply(data, overrides)
-    search = search_folders(file.absolute().parent)
-    try:
-        job = job_from_mapping(data, name_of_file(file), search)
-    except InvalidJob as error:
-        salvaged = error.salvaged and replace(error.salvaged, unlisted=tuple(unlisted))
-        raise InvalidJob([*errors, *error.errors], salvaged) from None
-    job = replace(job, unlisted=tuple(unlisted))
-    if errors:
-        raise InvalidJob(errors, salvaged=job)
-    return job
+    return _read_job(
+        _read(_text(file), str(path)), overrides, name_of_file(file), search_folders(file.absolute().parent)
+    )
 
 
 def load_job_text(
@@ -62,13 +53,25 @@ def load_job_text(
     """Like :func:`load_job` for YAML or JSON text, whose own ``name`` counts if none is given; by default classes are
     looked for in the working directory."""
     data = _read(text, "rl_config")
+    return _read_job(data, overrides, name or "job", search_folders() if search_path is None else search_path, name)
+
+
+def _read_job(
+    data: DictConfig, overrides: Sequence[str], default_name: str, search_path: tuple[str, ...], name: str = ""
+) -> JobSpec:
+    """``name`` counts before that of an override."""
     errors, unlisted = _apply(data, overrides)
-    if errors:
-        raise InvalidJob(errors)
     if name:
         data["name"] = name
-    job = job_from_mapping(data, name or "job", search_folders() if search_path is None else search_path)
-    return replace(job, unlisted=tuple(unlisted))
+    try:
+        job = job_from_mapping(data, default_name, search_path)
+    except InvalidJob as error:
+        salvaged = error.salvaged and replace(error.salvaged, unlisted=tuple(unlisted))
+        raise InvalidJob([*errors, *error.errors], salvaged) from None
+    job = replace(job, unlisted=tuple(unlisted))
+    if errors:
+        raise InvalidJob(errors, salvaged=job)
+    return job
 
 
 def load_job_with(path: str | Path, values: Mapping[str, Any], search_path: tuple[str, ...]) -> JobSpec:

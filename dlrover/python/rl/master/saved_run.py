@@ -4,7 +4,7 @@
 import os
 import re
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -50,20 +50,26 @@ def find_saved_run(name_or_dir: str) -> SavedRun:
 def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """The job of a saved run, to go on in its folder; hidden variables come from the environment. Raises InvalidJob."""
     _refuse_names(overrides, "cannot be changed: the run goes on in its folder, under its name")
-    text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
-    job = load_job_text(text, run.owner.job, ["checkpoint.resume=latest", *overrides], run.owner.search_path)
-    return replace(_with_secrets(job), job_dir=run.folder, work_dir=run.owner.work_dir)
+    return _read(run, ["checkpoint.resume=latest", *overrides], lambda job: replace(job, job_dir=run.folder))
 
 
 def evaluation_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """A job that evaluates the model which a run has saved, or another one by an override, in run folders of its own.
     Raises InvalidJob."""
     _refuse_names(overrides, f"cannot be changed: an evaluation is in a folder under {RUNS}, named after the run's job")
-    text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
     changes = evaluation_overrides(run.folder, (run.folder / MODEL).is_dir(), overrides)
-    job = load_job_text(text, run.owner.job, changes, run.owner.search_path)
-    name = evaluation_name(job.name)
-    return replace(_with_secrets(job), name=name, job_dir=RUNS, archive="", work_dir=run.owner.work_dir)
+    return _read(run, changes, lambda job: replace(job, name=evaluation_name(job.name), job_dir=RUNS, archive=""))
+
+
+def _read(run: SavedRun, overrides: Sequence[str], place: Callable[[JobSpec], JobSpec]) -> JobSpec:
+    """The job of a run, with the folder and name that ``place`` gives it, in the run's working directory."""
+    text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
+    try:
+        job = load_job_text(text, run.owner.job, overrides, run.owner.search_path)
+    except InvalidJob as error:
+        salvaged = error.salvaged and replace(place(error.salvaged), work_dir=run.owner.work_dir)
+        raise InvalidJob(error.errors, salvaged) from None
+    return replace(place(_with_secrets(job)), work_dir=run.owner.work_dir)
 
 
 def _refuse_names(overrides: Sequence[str], why: str) -> None:

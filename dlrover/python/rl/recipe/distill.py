@@ -59,6 +59,7 @@ class DistillationTrainer(PolicyTrainer):
 
     config_class = DistillationConfig
     algorithm_name = "distillation"
+    own_columns = PolicyTrainer.own_columns | _TEACHER_COLUMNS.keys()  # also where the job names no teacher
     cfg: DistillationConfig
 
     @classmethod

@@ -123,9 +123,10 @@ def validate_engine(
         info = _read_info(point, name)
     except (ClassNotFound, MissingExtra) as error:
         return [ConfigError(where, str(error))]
+    errors = [] if info.options is None else parse(info.options, dict(options), f"{where}_options")[1]
     if runs_here and (absent := absent_package(point, name, options)):
-        return [ConfigError(where, str(MissingExtra(info.distribution or absent, absent)))]
-    return [] if info.options is None else parse(info.options, dict(options), f"{where}_options")[1]
+        return [ConfigError(where, str(MissingExtra(info.distribution or absent, absent))), *errors]
+    return errors
 
 
 def absent_package(point: ExtensionPoint, name: str, options: Mapping[str, Any]) -> str:

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt
 from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError
 from dlrover.python.rl.common.extensions import ExtensionPoint
-from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.config.typed import lies_in, salvage
 from dlrover.python.rl.engine.weight_sync.adapters import AdapterTransport
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, SyncSettings, WeightTransport, waits_for_receivers
 
@@ -59,15 +59,17 @@ def validate_transport(
     name: str, options: Mapping[str, Any], device: str, where: str = "config.engine.weight_sync"
 ) -> list[ConfigError]:
     """Check name (key ``where``) and options (key ``{where}_options``) of a transport before the start."""
-    parsed, errors = parse(WeightSyncOptions, dict(options), f"{where}_options")
+    parsed, errors = salvage(WeightSyncOptions, dict(options), f"{where}_options")
     try:
         if TRANSPORTS.place(name) not in TRANSPORTS.builtin.values():
             TRANSPORTS.load(name)
     except ClassNotFound as error:
-        return [*errors, ConfigError(where, str(error))]
+        errors.append(ConfigError(where, str(error)))
     if name in TRANSPORTS.builtin and parsed is not None:
+        places = [error.where for error in errors]
         faults = _find_option_faults(name, parsed, device)
-        errors += [ConfigError(f"{where}_options.{key}", what) for key, what in faults.items()]
+        further = [ConfigError(f"{where}_options.{key}", what) for key, what in faults.items()]
+        errors += [error for error in further if not lies_in(error.where, places)]
     if name == "cuda_ipc" and not device.startswith("cuda"):
         errors.append(ConfigError(where, f"'cuda_ipc' needs engine.device cuda, which is {device}"))
     if name == "broadcast" and device.startswith("cuda:"):
@@ -84,8 +86,6 @@ def _find_option_faults(name: str, options: WeightSyncOptions, device: str) -> d
     if name == "disk" and not options.folder:
         empty = "" if options.folder is None else "is empty: "
         faults["folder"] = f"{empty}'disk' needs a folder that all members see"
-    elif options.folder == "" and name in _USERS["folder"]:
-        faults["folder"] = f"is empty: '{name}' needs a folder, or null for none"
     elif options.folder is not None and name in _USERS["folder"]:
         what = _find_folder_fault(Path(options.folder).expanduser().absolute(), device)
         faults |= {"folder": what} if what else {}

@@ -158,26 +158,31 @@ def validate_algorithm(
     make: Callable[[], Algorithm], provided: frozenset[str], cfg: PolicyConfig, roles: Mapping[RLRoleType, int]
 ) -> list[ConfigError]:
     """Check that the algorithm exists, learns from samples, and needs no column besides ``provided``, the trainer's."""
+    errors: list[ConfigError] = []
     try:
         algorithm = make()
     except InvalidJob as error:
-        return [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+        errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+        if error.salvaged is None:
+            return errors
+        algorithm = error.salvaged
     if isinstance(algorithm, SFT | DPO | RewardModel):
-        return [ConfigError("config.algorithm.name", "it learns from examples, not from samples as this trainer does")]
+        what = "it learns from examples, not from samples as this trainer does"
+        return [*errors, ConfigError("config.algorithm.name", what)]
     try:
         algorithm.check_group_size(cfg.rollout.samples_per_prompt)
     except ValueError as error:
-        return [ConfigError("config.rollout.samples_per_prompt", str(error))]
+        errors.append(ConfigError("config.rollout.samples_per_prompt", str(error)))
     longest = cfg.rollout.max_new_tokens * (cfg.rollout.max_turns if cfg.rollout.env_path else 1)
     if isinstance(algorithm, DAPO) and not algorithm.can_penalize(longest):
         what = f"completions have {longest} tokens at most, so none gets to where over-long shaping begins"
-        return [ConfigError("config.algorithm.max_tokens", what)]
+        errors.append(ConfigError("config.algorithm.max_tokens", what))
     absent = algorithm.needs.annotate - provided | algorithm.needs.loss - provided - _ENGINE_COLUMNS
     if absent:
         where = {_RECIPES[name] for name in absent if name in _RECIPES}
         more = f"; the trainer of recipe.{where.pop()} has it" if len(where) == 1 else ""
         what = f"it needs {', '.join(sorted(absent))}, which this trainer does not have{more}"
-        return [ConfigError("config.algorithm", what)]
+        errors.append(ConfigError("config.algorithm", what))
     if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles and cfg.engine.lora is None:
-        return [ConfigError("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'")]
-    return []
+        errors.append(ConfigError("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'"))
+    return errors

@@ -237,13 +237,17 @@ class ExampleTrainer(RecipeTrainer):
 
     @classmethod
     def _validate_algorithm(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors: list[ConfigError] = []
         try:
             algorithm = cls.algorithm_of(cfg)
         except InvalidJob as error:
-            return [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+            errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+            if error.salvaged is None:
+                return errors
+            algorithm = error.salvaged
         if _uses_reference(algorithm) and RLRoleType.REFERENCE not in roles and cfg.engine.lora is None:
-            return [ConfigError("workload", "the role 'reference' is required: the loss compares with it")]
-        return []
+            errors.append(ConfigError("workload", "the role 'reference' is required: the loss compares with it"))
+        return errors
 
 
 def _uses_reference(algorithm: Algorithm) -> bool:

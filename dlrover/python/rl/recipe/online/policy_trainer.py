@@ -47,9 +47,6 @@ from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 _LOG = get_logger(__name__)
 
-_POLICY_COLUMNS = frozenset({"action_mask", "old_logprobs", "rollout_logprobs"})
-"""What the ACTOR and the ROLLOUT give an algorithm, beside what the train engine computes itself."""
-
 _MAX_TRUNCATED = 0.5
 """A larger share of truncated completions is warned of."""
 
@@ -78,6 +75,9 @@ class PolicyTrainer(RecipeTrainer):
     curve = "reward/mean"
     evaluates_first = True
     algorithm_name = "grpo"
+    own_columns = frozenset({"action_mask", "old_logprobs", "rollout_logprobs"})
+    """What an algorithm has of this trainer in every job, beside what the train engine computes itself."""
+
     cfg: PolicyConfig
 
     @classmethod
@@ -367,18 +367,18 @@ class PolicyTrainer(RecipeTrainer):
         """The columns that the algorithm needs; empty if the configuration names none that exists."""
         try:
             return cls.algorithm_of(cfg).needs.all
-        except InvalidJob:
-            return frozenset()
+        except InvalidJob as error:
+            return frozenset() if error.salvaged is None else error.salvaged.needs.all
 
     @classmethod
     def find_errors(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_template(cfg), *validate_data(cfg)]
         errors += [*validate_roles(cls.__name__, cfg, roles), *validate_rollout(cfg)]
         columns = {name for output in cls.aux_outputs(cfg) for name in output.columns}
-        algorithm_errors = validate_algorithm(lambda: cls.algorithm_of(cfg), _POLICY_COLUMNS | columns, cfg, roles)
-        errors += algorithm_errors
+        errors += validate_algorithm(lambda: cls.algorithm_of(cfg), cls.own_columns | columns, cfg, roles)
         errors += cls.validate_own(cfg, roles)
-        for output in cls.aux_outputs(cfg) if not algorithm_errors else ():
+        is_unfit = any(error.where in ("config.algorithm", "config.algorithm.name") for error in errors)
+        for output in () if is_unfit else cls.aux_outputs(cfg):
             is_reported = any(f"'{output.role}'" in error.what for error in errors)
             by_actor = output.role == "reference" and cfg.engine.lora is not None
             if output.is_needed(cls.needs_of(cfg)) and not is_reported and not by_actor:
