@@ -16,7 +16,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Array, Batch, Ragged, even_cuts
 from dlrover.python.rl.data.sampler import partition
 from dlrover.python.rl.recipe.base.config import RewardConfig
-from dlrover.python.rl.recipe.reporting.metrics import mean_reward, merge_rows, number_samples, part_columns
+from dlrover.python.rl.recipe.reporting.rewards import mean_reward, merge_rows, number_samples, part_columns
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.reporting.sample_file import NUMBERS
 from dlrover.python.rl.trainer.port import Pending

@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.recipe.reporting.metrics import Rewards, mean_reward, merge_rows
+from dlrover.python.rl.recipe.reporting.rewards import Rewards, mean_reward, merge_rows
 
 Scores: TypeAlias = Mapping[str, Rewards]
 """``reward`` and, from an environment, ``score``."""

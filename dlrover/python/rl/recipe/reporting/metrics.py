@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Metrics of a step (rewards of whole samples, the time of each phase, the speed and its share of the peak) and the
-base of the trainers that report them."""
+"""The time of each phase of a step, the speed and its share of the peak; and the base of the trainers that report
+them."""
 
 import threading
 import time
@@ -10,18 +10,14 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, ClassVar, cast
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from dlrover.python.rl.algorithm.base import Algorithm
-from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.algorithm.registry import complete_options
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import answer, lies_in, require, salvage
-from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
@@ -40,59 +36,6 @@ from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.steps import Attempt, Steps
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
-
-_ALIKE = ("prompt_id", "sample_index", "retry", "turns")
-_SUMMED = ("reward", "score", "action_tokens", "token_count")
-
-
-def number_samples(scored: Batch) -> npt.NDArray[np.int64]:
-    """``[rows]``: the sample of each row, from 0, in the order of their first rows; see
-    :class:`~dlrover.python.rl.algorithm.losses.columns.SampleView`."""
-    of_row = SampleView.of(scored).of_row
-    _, first = np.unique(of_row, return_index=True)
-    numbers: npt.NDArray[np.int64] = np.argsort(np.argsort(first))[of_row]
-    return numbers
-
-
-def merge_rows(scored: Batch) -> Batch:
-    """One row for each sample, in the order of their first rows, with those of these columns that ``scored`` has.
-
-    ``prompt_id``, ``sample_index``, ``retry`` and ``turns``, which the rows of a sample share; the sums (float64) of
-    ``reward``, its parts and ``score``, NaN where one row has none, and of ``action_tokens`` and ``token_count``;
-    ``finished`` of the last row; ``staleness`` of the stalest. Rows must be in the order in which they were
-    generated."""
-    number = number_samples(scored)
-    rows, count = np.arange(len(scored)), int(number.max(initial=-1)) + 1
-    last, stalest = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
-    np.maximum.at(last, number, rows)
-    columns = {name: scored.dense(name)[last] for name in (*_ALIKE, "finished") if name in scored}
-    summed = [*(name for name in _SUMMED if name in scored), *part_columns(scored)]
-    columns |= {name: np.bincount(number, scored.dense(name), count) for name in summed}
-    if "staleness" in scored:
-        np.maximum.at(stalest, number, scored.dense("staleness"))
-        columns["staleness"] = stalest
-    return Batch(columns)
-
-
-def part_columns(scored: Batch) -> list[str]:
-    """The columns of the values of several reward functions."""
-    return [name for name in scored.columns if name.startswith("reward/")]
-
-
-SUMMARIES = ("mean", "std", "min", "max", "score")
-"""The last part of the names of rewards' metrics, besides those of reward functions."""
-
-Rewards = npt.NDArray[np.floating[Any]]
-"""``[prompts, samples]``; NaN where an answer is unscored."""
-
-
-def mean_reward(rewards: Rewards) -> float:
-    """Mean over the scored answers; NaN when there is none."""
-    scored = rewards[~np.isnan(rewards)]
-    return float(scored.mean()) if len(scored) else float("nan")
-
-
-# -- the time of a trainer's calls ------------------------------------------------------------------------------------
 
 _REST = "trainer"
 
