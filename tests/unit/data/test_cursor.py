@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.sampler import PromptCursor
+from dlrover.python.rl.recipe.base.data_config import JobCursor
 
 
 @pytest.mark.feature(80)
@@ -46,11 +47,32 @@ def test_a_cursor_goes_on_from_its_saved_state(rows, batch_size, steps):
 
 
 @pytest.mark.parametrize(
-    "state", [{}, {"rows": 5, "seed": 1, "drawn": 0}, {"rows": 4, "seed": 2, "drawn": 0}, {"rows": 4, "seed": 1}]
+    ("state", "places"),
+    [
+        ({}, ["rows", "seed", "drawn"]),
+        ({"rows": 5, "seed": 1, "drawn": 0}, ["rows"]),
+        ({"rows": 4, "seed": 2, "drawn": 0}, ["seed"]),
+        ({"rows": 4, "seed": 1}, ["drawn"]),
+    ],
 )
-def test_a_state_of_other_data_is_refused(state):
-    with pytest.raises(DataError, match="does not fit"):
+def test_a_state_of_other_data_is_refused(state, places):
+    with pytest.raises(DataError, match="does not fit") as caught:
         PromptCursor(4, 2, seed=1).load_state_dict(state)
+    assert [error.where for error in caught.value.errors] == places
+
+
+def test_the_cursor_of_a_job_names_its_keys_and_what_the_run_was_begun_with():
+    state = JobCursor("old.jsonl", 4, 2, seed=1).state_dict()
+    with pytest.raises(DataError) as caught:
+        JobCursor("new.jsonl", 5, 2, seed=3).load_state_dict(state)
+    data, seed = map(str, caught.value.errors)
+    what = "'new.jsonl' has 5 rows to train on, but the run was begun with 'old.jsonl', which had 4"
+    assert data == f"config.data.train: {what}: go on with that, or begin another run"
+    assert seed == "config.seed: 3, but the run was begun with 1: go on with that, or begin another run"
+    JobCursor("moved.jsonl", 4, 8, seed=1, total=9).load_state_dict(state)
+    del state["source"]
+    with pytest.raises(DataError, match="begun with 'new.jsonl', which had 4"):
+        JobCursor("new.jsonl", 5, 2, seed=1).load_state_dict(state)
 
 
 @pytest.mark.parametrize("arguments", [(0, 1, 0), (1, 0, 0), (1, 1, -1)])

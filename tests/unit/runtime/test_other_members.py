@@ -18,7 +18,7 @@ from dlrover.python.rl.runtime.earlier_run import earlier_description
 from dlrover.python.rl.runtime.process.inspection import inspect_job
 from dlrover.python.rl.runtime.run_folder import DESCRIPTION
 from dlrover.python.rl.trainer.trainer import BaseTrainer
-from dlrover.python.rl.trainer.workload import BaseWorkload
+from dlrover.python.rl.trainer.workload import BaseWorkload, Setting
 
 ROWS = 12
 
@@ -152,6 +152,13 @@ class Sized(Keeping):
         return {"size": config["size"], "part": config.get("part")}
 
 
+class Seeded(Nothing):
+    @classmethod
+    def settings_of_state(cls, config):
+        seed = config.get("seed", 0)
+        return {"seed": seed, "parity": Setting(seed, kind=seed % 2)}
+
+
 def job(path, name, number, broken="false"):
     text = f"name: job\ntrainer: {{module: {__name__}, class: Nothing, device_type: CPU, device_per_node: 8}}\n"
     text += f"workload: {{actor: {{module: {__name__}, class: {name}, num: {number}}}}}\njob_dir: {path}\n"
@@ -180,8 +187,8 @@ def refusals(job):
     return inspect_job(job, earlier_description(job)).errors
 
 
-def sized(path, config):
-    text = f"name: job\ntrainer: {{module: {__name__}, class: Nothing, device_type: CPU, device_per_node: 8}}\n"
+def sized(path, config, trainer="Nothing"):
+    text = f"name: job\ntrainer: {{module: {__name__}, class: {trainer}, device_type: CPU, device_per_node: 8}}\n"
     text += f"workload: {{actor: {{module: {__name__}, class: Sized, num: 2}}}}\njob_dir: {path}\n"
     return load_job_text(f"{text}checkpoint: {{resume: latest}}\nconfig: {config}\n", "job")
 
@@ -205,6 +212,18 @@ def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tm
     assert refusals(other) == ()
     (tmp_path / DESCRIPTION).unlink()
     assert refusals(other) == ()
+
+
+def test_settings_that_a_trainers_state_depends_on_stay_too(tmp_path):
+    begun = sized(tmp_path, "{size: 4, seed: 1}", "Seeded")
+    (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
+    Run(tmp_path, 2).commit(5)
+    assert refusals(begun) == ()
+    refused = refusals(sized(tmp_path, "{size: 5, seed: 2}", "Seeded"))
+    assert [error.where for error in refused] == ["config.seed", "config.parity", "config.size"]
+    assert str(refused[1]).startswith("config.parity: 2, but by its job.yaml the run was begun with 1, ")
+    (of_seed,) = refusals(sized(tmp_path, "{size: 4, seed: 3}", "Seeded"))
+    assert of_seed.where == "config.seed", "both are odd"
 
 
 @pytest.mark.parametrize("size", ["${config.part}", "${.part}", "a\\${b}", "1.0"])

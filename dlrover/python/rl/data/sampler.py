@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
 
 
@@ -55,12 +55,19 @@ class PromptCursor:
         return {"rows": self._rows, "seed": self._seed, "drawn": self._position}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume; raise DataError if the state belongs to data of another size or to another seed."""
-        expected = {"rows": self._rows, "seed": self._seed}
-        actual = {name: state.get(name) for name in expected}
-        position = state.get("drawn")
-        if actual != expected or not isinstance(position, int) or position < 0:
-            raise DataError(f"the cursor's state {state} does not fit {expected}: data or seed have changed")
+        """Resume; raise DataError, with an error of each of ``rows``, ``seed`` and ``drawn`` that does not fit."""
+        own, position = {"rows": self._rows, "seed": self._seed}, state.get("drawn")
+        errors = [
+            ConfigError(name, f"is {value}, and {state.get(name)} in the state, which does not fit")
+            for name, value in own.items()
+            if state.get(name) != value
+        ]
+        if not isinstance(position, int) or position < 0:
+            errors.append(
+                ConfigError("drawn", f"is {position} in the state, which does not fit: it is a number of rows")
+            )
+        if errors or not isinstance(position, int):
+            raise DataError(errors)
         self._position = position
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:

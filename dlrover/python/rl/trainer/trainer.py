@@ -134,6 +134,11 @@ class BaseTrainer(ABC):
         return None
 
     @classmethod
+    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
+        """The settings that the saved state of the trainer depends on; see ``BaseWorkload.settings_of_state``."""
+        return {}
+
+    @classmethod
     def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[str]:
         """Lines about a valid config for ``check`` and the beginning of a run."""
         return ()

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from dlrover.python.rl.common.errors import ConfigError
@@ -171,6 +171,17 @@ def member_context(context: MemberContext) -> Iterator[None]:
         _current.reset(token)
 
 
+@dataclass(frozen=True)
+class Setting:
+    """A setting of which a state depends on ``kind`` alone."""
+
+    value: Any = field(compare=False)
+    kind: Any
+
+    def __str__(self) -> str:
+        return f"[{', '.join(self.value)}]" if isinstance(self.value, list) else str(self.value)
+
+
 class BaseWorkload:
     """Base of every workload: subclass it, add methods, call them from the trainer through ``RG_<ROLE>``.
 
@@ -202,8 +213,9 @@ class BaseWorkload:
 
     @classmethod
     def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
-        """The settings that a saved state depends on, by their keys in ``config``; mappings are compared key by key. A
-        job with others is refused, before anything starts, if it would go on from a state."""
+        """The settings that a saved state depends on, by their keys in ``config``; mappings are compared key by key, a
+        ``Setting`` by its ``kind``. A job with others is refused, before anything starts, if it would go on from a
+        state."""
         return {}
 
     @classmethod

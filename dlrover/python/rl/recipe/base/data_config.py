@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a recipe's configuration about its prompts."""
+"""The parts of a recipe's configuration about its prompts, and the order of its rows."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
+
+from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.data.sampler import PromptCursor
 
 
 @dataclass(frozen=True)
@@ -53,3 +56,34 @@ class EvalConfig:
 
     temperature: Annotated[float, Ge(0.0)] = 0.0
     """Sampling temperature; 0: greedy. Above 0, ``rollout.top_k`` and ``rollout.top_p`` apply."""
+
+
+class JobCursor(PromptCursor):
+    """The order of the rows of a job. Its state has their ``source``, and its errors name the keys of the job."""
+
+    def __init__(self, source: str, rows: int, batch_size: int, seed: int, total: int | None = None) -> None:
+        super().__init__(rows, batch_size, seed, total)
+        self._source = source
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "source": self._source}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume; raise DataError if the number of rows or the seed has changed."""
+        try:
+            super().load_state_dict(state)
+        except DataError as error:
+            raise DataError([self._in_terms_of_job(fault, state) for fault in error.errors]) from None
+
+    def _in_terms_of_job(self, fault: ConfigError, state: Mapping[str, Any]) -> ConfigError:
+        own, was = super().state_dict(), state.get(fault.where)
+        advice = "go on with that, or begin another run"
+        if fault.where == "seed":
+            return ConfigError("config.seed", f"{own['seed']}, but the run was begun with {was}: {advice}")
+        if fault.where == "rows":
+            source = state.get("source", self._source)  # states of earlier versions have none
+            what = (
+                f"'{self._source}' has {own['rows']} rows to train on, but the run was begun with '{source}', which had"
+            )
+            return ConfigError("config.data.train", f"{what} {was}: {advice}")
+        return fault

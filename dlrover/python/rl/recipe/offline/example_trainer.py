@@ -12,9 +12,10 @@ from dlrover.python.rl.algorithm.base import Algorithm, select_added
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.sampler import Partition, PromptCursor, partition
+from dlrover.python.rl.data.sampler import Partition, partition
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogConfig, NonNegative, Positive
+from dlrover.python.rl.recipe.base.data_config import JobCursor
 from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, EXAMPLE_NAMES
 from dlrover.python.rl.recipe.base.updates import TRAINED
 from dlrover.python.rl.recipe.offline.examples import (
@@ -110,8 +111,8 @@ class ExampleTrainer(RecipeTrainer):
         encode = self.RG_ACTOR.encode.options(target="RANK0")
         (self.examples,) = encode(cfg.model, cfg.data, cfg.evaluates, cfg.seed)
         self.segments_to_train = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * self.segment_count)
-        self.cursor = self.state["cursor"] = PromptCursor(
-            self.segment_count, cfg.batch_size, cfg.seed, total=self.segments_to_train
+        self.cursor = self.state["cursor"] = JobCursor(
+            cfg.data.train, self.segment_count, cfg.batch_size, cfg.seed, self.segments_to_train
         )
         self.announce("loading the models")
         for pending in self.load_models():

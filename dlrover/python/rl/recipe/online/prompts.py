@@ -16,10 +16,9 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
-from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.data.source import hold_out, is_left_unread
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
-from dlrover.python.rl.recipe.base.data_config import PromptData
+from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData
 
 _LOG = get_logger(__name__)
 
@@ -41,7 +40,7 @@ class PromptSource:
 
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data
-        source = data.train or "rollout.env_path"
+        self._source = source = data.train or "rollout.env_path"
         rows = load_prompts(data.train, data.keys) if data.train else _empty_rows(config)
         if data.eval is None:
             train, held_rows = _hold_out([row.prompt or row.extra_info for row in rows], data, config.seed)
@@ -91,7 +90,8 @@ class PromptSource:
             if not rows:
                 raise DataError([ConfigError("config.data.max_prompt_tokens", f"leaves no prompt to {purpose} on")])
         self.dropped, self.held_out = list(numbers), held_out.take(evaluated)
-        self._cursor = PromptCursor(len(self._train), self._config.prompts_per_step, self._config.seed)
+        every, seed = self._config.prompts_per_step, self._config.seed
+        self._cursor = JobCursor(self._source, len(self._train), every, seed)
 
     def summary(self) -> dict[str, int]:
         dropped = {"dropped prompts": len(self.dropped)} if self.dropped else {}

@@ -268,6 +268,10 @@ class RecipeTrainer(BaseTrainer):
         return {}
 
     @classmethod
+    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
+        return {"seed": config.get("seed", 0)}  # of the order of the rows
+
+    @classmethod
     def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
         """The model, the engines and the batch of a step."""
         cfg = require(cls.config_class, config, "config")

@@ -110,7 +110,7 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     stateful = {str(role): num for role, num in roles.items() if role in loaded and is_stateful(loaded[role])}
-    errors += _validate_resume(job, before, stateful, loaded) if len(methods) == len(roles) else []
+    errors += _validate_resume(job, before, stateful, loaded, trainer) if len(methods) == len(roles) else []
     return Inspection(
         tuple(errors),
         methods,
@@ -181,23 +181,24 @@ def _ask_lines(question: Callable[[], Iterable[str]]) -> list[str]:
 
 
 def _validate_resume(
-    job: JobSpec, before: str, stateful: Mapping[str, int], loaded: Mapping[str, Any]
+    job: JobSpec, before: str, stateful: Mapping[str, int], loaded: Mapping[str, Any], trainer: Any
 ) -> list[ConfigError]:
-    members = _validate_members(job, stateful, loaded)
-    return [*members, *_validate_settings(job, before, [loaded[role] for role in stateful])]
+    """``trainer`` is None if it cannot be loaded."""
+    classes = [*([] if trainer is None else [trainer]), *(loaded[role] for role in stateful)]
+    return [*_validate_members(job, stateful, loaded), *_validate_settings(job, before, classes)]
 
 
-def _validate_settings(job: JobSpec, before: str, workloads: Iterable[Any]) -> list[ConfigError]:
-    """A job goes on from a state with the settings that the state depends on; ``before``: the description of the run
-    that has it."""
+def _validate_settings(job: JobSpec, before: str, classes: Iterable[Any]) -> list[ConfigError]:
+    """A job goes on from a state with the settings that the states of objects of these classes depend on; ``before``:
+    the description of the run that has it."""
     errors: dict[str, ConfigError] = {}
-    for workload in workloads if before else ():
+    for stateful in classes if before else ():
         try:
             earlier = load_job_text(before, job.name, search_path=job.search_path)
-            was, now = workload.settings_of_state(earlier.config), workload.settings_of_state(job.config)
+            was, now = stateful.settings_of_state(earlier.config), stateful.settings_of_state(job.config)
             changed = [(key, _inline(old), _inline(new)) for key, old, new in _differences(was, now)]
         except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: check_config reports its config
-            _LOG.warning("%s.settings_of_state: %s: %s", workload.__name__, type(error).__name__, error)
+            _LOG.warning("%s.settings_of_state: %s: %s", stateful.__name__, type(error).__name__, error)
             continue
         for key, old, new in changed:
             what = f"{new}, but by its job.yaml the run was begun with {old}, which its state depends on"
