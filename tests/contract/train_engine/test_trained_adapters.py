@@ -192,7 +192,7 @@ def test_a_new_head_of_one_score_is_trained_beside_the_adapters(engine, model_pa
 OTHERS = {
     "rank": ({"rank": 2}, "lora.rank is 2, not 4"),
     "alpha": ({"alpha": 4.0}, "lora.alpha is 4.0, not 8.0"),
-    "targets": ({"targets": "all-linear"}, "lora.targets is all-linear, not "),
+    "targets": ({"targets": ("q_proj",)}, r"lora.targets is \['q_proj'\], not "),
 }
 
 
@@ -210,6 +210,21 @@ def test_a_state_of_other_adapters_is_refused(other, several, model_path):
     whole = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings())
     with pytest.raises(WeightSyncError, match="the state is of adapters, lora {'rank': 4, .* trains the whole model"):
         whole.load_state_dict(state)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one rank's", "all ranks'"])
+def test_all_linear_layers_and_a_list_of_all_of_them_have_the_same_states(several, model_path):
+    named, whole = (
+        Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings(lora=LoraSettings(targets=targets)))
+        for targets in (LoraSettings().targets, "all-linear")
+    )
+    for one, other in ((named, whole), (whole, named)):
+        train(one, 0, [0])
+        state = saved(one.state_dict())
+        other.load_states([state]) if several else other.load_state_dict(state)
+        assert all(
+            torch.equal(a, b) for (_, a), (_, b) in zip(one.named_adapters(), other.named_adapters(), strict=True)
+        )
 
 
 def test_a_state_fits_the_model_that_its_adapters_were_trained_on_wherever_that_is(model_path, tmp_path):

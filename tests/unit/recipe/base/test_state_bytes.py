@@ -10,6 +10,7 @@ from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.workloads import ActorWorkload, CriticWorkload
+from dlrover.python.rl.trainer.workload import Setting
 
 
 @pytest.fixture(scope="module")
@@ -69,13 +70,37 @@ def test_a_state_depends_on_the_engine_the_adapters_and_the_kind_of_optimizer(mo
     assert (named["engine"]["train"], named["engine"]["lora"]["rank"], named["optimizer"]) == (
         "fsdp2",
         4,
-        {"name": "adamw"},
+        {"name": "adamw", "momentum": Setting(0.0, kind=False)},
     )
     critic = CriticWorkload.settings_of_state({**config, "critic": {"optimizer": {"name": "sgd"}}})
-    assert critic == {"engine": {"train": "fsdp2", "lora": None}, "critic.optimizer": {"name": "sgd"}}
+    assert critic == {"engine": {"train": "fsdp2", "lora": None}, "critic.optimizer": critic["critic.optimizer"]}
+    assert critic["critic.optimizer"] == {"name": "sgd", "momentum": Setting(0.0, kind=False)}
     faster = {**config, "optimizer": {"lr": 1.0}, "engine": {**config["engine"], "max_batch": 7}}
     assert ActorWorkload.settings_of_state(faster) == named
     one, two = (
         {**config, "engine": {"lora": {"targets": targets}}} for targets in (["q_proj", "k_proj"], ["k_proj", "q_proj"])
     )
     assert ActorWorkload.settings_of_state(one) == ActorWorkload.settings_of_state(two)
+
+
+def test_a_state_depends_on_the_layers_that_have_adapters_whatever_names_them(model):
+    def settings(targets, folder=model):
+        config = {"model": folder, "engine": {"device": "cpu", "lora": {"targets": targets}}}
+        return ActorWorkload.settings_of_state(config)
+
+    names = ["up_proj", "down_proj", "gate_proj", "q_proj", "k_proj", "v_proj", "o_proj"]
+    assert settings("all-linear") == settings(names) == settings([*names, "q_proj"])
+    assert settings("all-linear") != settings(names[1:])
+    assert settings("all-linear") != settings([*names[:-1], "self_attn.o_proj"])
+    assert settings("all-linear", "some/hub-name") != settings(names, "some/hub-name"), "its layers are not known"
+    assert str(settings(names[:2])["engine"]["lora"]["targets"]) == "[down_proj, up_proj]"
+
+
+def test_a_state_depends_on_whether_there_is_momentum(model):
+    def momentum(value):
+        optimizer = {"name": "sgd", "momentum": value}
+        settings = ActorWorkload.settings_of_state({"model": model, "engine": {}, "optimizer": optimizer})
+        return settings["optimizer"]["momentum"]
+
+    assert momentum(0.9) == momentum(0.5) != momentum(0.0)
+    assert str(momentum(0.9)) == "0.9"

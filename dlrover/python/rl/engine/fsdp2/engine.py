@@ -248,7 +248,7 @@ class Fsdp2TrainEngine(BackendTrainEngine):
 
         def noted() -> Iterator[Mapping[str, Any]]:
             for state in states:
-                check_adapters(self._adapters, state, self._spec.name)
+                check_adapters(self._adapters, state, self._spec.name, lambda: backend.local_state()["model"])
                 self.version, self._skipped = int(state["version"]), int(state["skipped"])
                 yield state
 

@@ -46,8 +46,11 @@ class ModelShape:
     raw_logits: bool = False  # those of the output layer, which may come in chunks
 
     def adapter_parameters(self, lora: LoraSettings) -> int:
-        names = self.adaptable if isinstance(lora.targets, str) else lora.targets
-        return lora.rank * sum(self.adaptable.get(name.rpartition(".")[2], 0) for name in names)
+        return lora.rank * sum(self.adaptable.get(name.rpartition(".")[2], 0) for name in self.targets_of(lora))
+
+    def targets_of(self, lora: LoraSettings) -> list[str]:
+        """The names of the layers that get adapters, sorted."""
+        return sorted(self.adaptable) if isinstance(lora.targets, str) else sorted(set(lora.targets))
 
     def find_target_errors(self, lora: LoraSettings) -> list[str]:
         """Names among the targets that no layer of the model has which can have adapters."""

@@ -104,15 +104,21 @@ def describe_adapters(settings: LoraSettings, model: str) -> dict[str, Any]:
     return {**asdict(settings), "targets": settings.sorted_targets, "model": model}
 
 
-def check_adapters(own: Mapping[str, Any] | None, state: Mapping[str, Any], model: str) -> None:
+def check_adapters(
+    own: Mapping[str, Any] | None, state: Mapping[str, Any], model: str, names: Callable[[], Collection[str]]
+) -> None:
     """Raise WeightSyncError if a state is of adapters that mean other weights: of other settings, or of another model
-    than that at ``model``."""
+    than that at ``model``. ``names``: of the weights that the engine trains, which say whether a list of targets has
+    the same layers as ``all-linear``."""
     was = state.get("lora")
     if was is None or was == own:  # states of earlier versions do not say it
         return
     if own is None:
         raise WeightSyncError(f"the state is of adapters, lora {dict(was)}, and the engine trains the whole model")
     other = [key for key in own if own[key] != was.get(key) and key != "model"]
+    is_one_a_list = isinstance(own["targets"], str) != isinstance(was.get("targets"), str)
+    if is_one_a_list and set(names()) == set(state["model"]):
+        other.remove("targets")
     faults = [f"lora.{key} is {own[key]}, not {was.get(key)}" for key in other]
     if own["model"] and was.get("model") and own["model"] != was["model"]:
         faults.append(f"they were trained on other weights than those of the model '{model}'")

@@ -271,7 +271,7 @@ class BackendTrainEngine(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy in what :meth:`state_dict` returned on this rank; see :func:`restore_state` for errors."""
-        check_adapters(self._adapters, state, self._spec.name)
+        check_adapters(self._adapters, state, self._spec.name, lambda: self._revive().local_state()["model"])
         self._revive().restore_local_state(state)
         self.version, self._skipped, self._has_weights = int(state["version"]), int(state["skipped"]), True
 

@@ -46,6 +46,7 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import DTYPES
+from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, set_random_state, use_device
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
@@ -55,7 +56,7 @@ from dlrover.python.rl.recipe.base.memory_bytes import device_bytes
 from dlrover.python.rl.recipe.base.model_facts import trained_bytes
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.runtime.checkpoint.run_files import local_folder
-from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
+from dlrover.python.rl.trainer.workload import BaseWorkload, Setting, trainer_invocation
 
 _PATIENCE_S = 5.0
 """A receiver of weights asks the role again after a sender was silent for this long."""
@@ -316,10 +317,14 @@ class TrainedWorkload(EngineWorkload):
     @classmethod
     def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
-        lora = engine.lora if cls.has_adapters else None
-        adapters = None if lora is None else {**asdict(lora), "targets": lora.sorted_targets}
-        _, optimizer = cls._trained(config)
-        return {"engine": {"train": engine.train, "lora": adapters}, cls.optimizer_key: {"name": optimizer.name}}
+        model, optimizer = cls._trained(config)
+        lora, adapters = engine.lora if cls.has_adapters else None, None
+        if lora is not None:
+            shape = shape_of(model, config.get("model_config") if model == config["model"] else None)
+            layers = lora.sorted_targets if shape is None else shape.targets_of(lora)
+            adapters = {**asdict(lora), "targets": Setting(lora.sorted_targets, layers)}
+        moments = {"name": optimizer.name, "momentum": Setting(optimizer.momentum, optimizer.momentum > 0)}
+        return {"engine": {"train": engine.train, "lora": adapters}, cls.optimizer_key: moments}
 
     @classmethod
     def _trained(cls, config: Any) -> tuple[str, OptimizerConfig]:
