@@ -263,7 +263,25 @@ def test_a_model_of_scores_has_no_logits_and_no_output_layer_of_its_own(small):
     untied = replace(small, parameters=small.parameters + small.tensor)
     for shape in (small, untied):
         found = bytes_of(shape, ModelUse("trained", "", head="token"), ON_CUDA)
-        assert found.weights == 6 * small.parameters and found.logits == 4 * 16384
+        assert found.weights == 6 * (small.parameters + small.hidden) and found.logits == 4 * 16384
+
+
+def test_a_new_head_of_one_score_is_trained_beside_the_adapters(small):
+    lora = LoraSettings(rank=4)
+    adapters = small.trained_parameters(lora)
+    untied = replace(small, parameters=small.parameters + small.tensor)
+    for shape in (small, untied):
+        use = ModelUse("trained", "", lora=lora, head="token")
+        found, trained = bytes_of(shape, use, ON_CUDA), adapters + small.hidden
+        assert (found.gradients, found.optimizer) == (4 * trained, 8 * trained)
+        assert found.weights == 2 * small.parameters + 6 * trained
+        on_host = replace(ON_CUDA, train_options={"optimizer_on_host": True})
+        assert host_bytes(shape, use, on_host) == 16 * trained
+    scoring = small.with_score_head()
+    assert scoring.trained_parameters(replace(lora, targets="all-linear")) == adapters + small.hidden
+    both = replace(lora, targets=("q_proj", "score"))  # an adapter in place of the head itself
+    alone = small.trained_parameters(replace(lora, targets=("q_proj",)))
+    assert scoring.trained_parameters(both) == alone + 4 * (small.hidden + 1)
 
 
 def test_the_policys_configuration_stands_for_the_policys_model_alone(model):

@@ -5,11 +5,12 @@ import pytest
 import torch
 
 from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.data.state_tree import dump
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.workloads import ActorWorkload, CriticWorkload
+from dlrover.python.rl.recipe.workloads import ActorWorkload, CriticWorkload, ScorerWorkload
 from dlrover.python.rl.trainer.workload import Setting
 
 
@@ -41,6 +42,17 @@ def test_it_is_right_within_a_few_percent(model, optimizer, engine):
     assert ActorWorkload.state_bytes(config, 1) == pytest.approx(found, rel=0.05)
 
 
+@pytest.mark.parametrize("targets", ["all-linear", ("q_proj", "score")])
+def test_of_a_reward_model_with_adapters_it_has_the_head(model, targets):
+    lora = LoraSettings(rank=1, targets=targets)
+    scorer = ScorerWorkload(None, {})
+    scorer.init_model(model, EngineConfig(threads=1, lora=lora), OptimizerConfig(), RewardModel())
+    trained = sum(tensor.numel() for tensor in scorer.state_dict()["engine"]["model"].values())
+    config = {"model": model, "engine": {"device": "cpu", "lora": {"rank": 1, "targets": targets}}}
+    assert ScorerWorkload.state_bytes(config, 1) == 12 * trained
+    scorer.close()
+
+
 def test_ranks_divide_it_if_they_divide_the_model(model):
     config = {"model": model, "engine": {"device": "cpu"}}
     whole = ActorWorkload.state_bytes(config, 1)
@@ -53,9 +65,8 @@ def test_ranks_divide_it_if_they_divide_the_model(model):
 def test_a_critic_has_a_model_and_an_optimizer_of_its_own(model, tmp_path):
     small = str(write_tiny_model(tmp_path / "S", hidden=32, layers=1))
     config = {"model": model, "engine": {"device": "cpu", "lora": {"rank": 4}}}
-    assert CriticWorkload.state_bytes(config, 1) == ActorWorkload.state_bytes(
-        {**config, "engine": {"device": "cpu"}}, 1
-    )
+    policy = ActorWorkload.state_bytes({**config, "engine": {"device": "cpu"}}, 1)
+    assert CriticWorkload.state_bytes(config, 1) == policy + 12 * 64, "a score for each of 64 outputs"
     own = {**config, "critic": {"model": small, "optimizer": {"name": "sgd"}}}
     assert CriticWorkload.state_bytes(own, 1) < CriticWorkload.state_bytes(config, 1) / 3
 

@@ -43,10 +43,15 @@ class ModelShape:
 
     matrices: int = 0  # parameters of the linear layers' matrices, without the output layer's
     output: str = "lm_head"  # the output layer; empty if it has no weight of its own
+    head: int = 0  # parameters of a head of one score, which is new
     raw_logits: bool = False  # those of the output layer, which may come in chunks
 
-    def adapter_parameters(self, lora: LoraSettings) -> int:
-        return lora.rank * sum(self.adaptable.get(name.rpartition(".")[2], 0) for name in self.targets_of(lora))
+    def trained_parameters(self, lora: LoraSettings) -> int:
+        """Those of the adapters, and of a new head of one score, which is trained whole unless it has adapters too."""
+        names = [name.rpartition(".")[2] for name in self.targets_of(lora)]
+        sizes = {**self.adaptable, **({self.output: self.head + 1} if self.head else {})}
+        whole = 0 if self.output in names else self.head
+        return lora.rank * sum(sizes.get(name, 0) for name in names) + whole
 
     def targets_of(self, lora: LoraSettings) -> list[str]:
         """The names of the layers that get adapters, sorted."""
@@ -71,9 +76,10 @@ class ModelShape:
 
     def with_score_head(self) -> "ModelShape":
         """The same with a head of one score in place of an output layer of its own."""
-        head = self.vocabulary * self.hidden
-        own = head if self.outside >= 2 * head else 0
-        return replace(self, parameters=self.parameters - own, vocabulary=1, output="score")
+        layer = self.vocabulary * self.hidden
+        own = layer if self.outside >= 2 * layer else 0
+        parameters = self.parameters - own + self.hidden
+        return replace(self, parameters=parameters, vocabulary=1, output="score", head=self.hidden)
 
     @classmethod
     def of_dense(cls, config: Mapping[str, Any]) -> "ModelShape":
@@ -105,7 +111,7 @@ class ModelShape:
             {name: layers * sum(pair) for name, pair in matrices.items()},
             layers * sum(products),
             "" if config.get("tie_word_embeddings") else _OUTPUT,
-            kind in RAW_LOGITS,
+            raw_logits=kind in RAW_LOGITS,
         )
 
     @classmethod
@@ -140,7 +146,7 @@ class ModelShape:
             dict(adaptable),
             matrices,
             "" if getattr(config, "tie_word_embeddings", False) else _OUTPUT,
-            text.model_type in RAW_LOGITS,
+            raw_logits=text.model_type in RAW_LOGITS,
         )
 
 

@@ -309,7 +309,7 @@ class TrainedWorkload(EngineWorkload):
         model, optimizer = cls._trained(config)
         fallback = config.get("model_config") if model == config["model"] else None
         lora = engine.lora if cls.has_adapters else None
-        whole = trained_bytes(model, optimizer, lora, fallback)
+        whole = trained_bytes(model, optimizer, lora, fallback, cls.head)
         copies = _holds_copies(engine, engine.device, lora)
         sizes = engine.parallel or ParallelSizes(ddp_size=world_size if copies else 1)
         return None if whole is None else whole // (world_size // sizes.ddp_size)

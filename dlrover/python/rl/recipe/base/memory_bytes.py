@@ -5,7 +5,8 @@ Of ``P`` parameters on ``s`` ranks that divide them, with ``w`` bytes a number (
 in a pass::
 
     weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s, with s 1 but for shard_frozen
-                 with adapters w P and those of the adapters; of matrices with quantize_base 0.5625 bytes a number
+                 with adapters w P and those of the adapters, and of a head of one score, which is trained too; of
+                 matrices with quantize_base 0.5625 bytes a number
     gradients    4 P / s
     optimizer    8 P / s with AdamW, 2.03 P / s in 8 bits, and more of adapters, whose rows are short
                  with optimizer_on_host none of it, and w P of the weights where s is 1; 16 P / s are on the host,
@@ -145,14 +146,15 @@ def is_quantized(use: ModelUse) -> bool:
 
 def _base(shape: ModelShape, lora: LoraSettings, width: int) -> float:
     """Bytes of the model that adapters are added to."""
+    parameters = shape.parameters - shape.head  # which is trained
     if lora.quantize_base is None:
-        return width * shape.parameters
-    return width * (shape.parameters - shape.matrices) + _QUANTIZED * shape.matrices
+        return width * parameters
+    return width * (parameters - shape.matrices) + _QUANTIZED * shape.matrices
 
 
 def _changed(shape: ModelShape, use: ModelUse) -> float:
     """Parameters that are trained."""
-    return shape.parameters if use.lora is None else shape.adapter_parameters(use.lora)
+    return shape.parameters if use.lora is None else shape.trained_parameters(use.lora)
 
 
 def is_on_host(engine: EngineConfig) -> bool:

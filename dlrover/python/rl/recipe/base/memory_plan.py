@@ -15,6 +15,7 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, absent_package
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
+from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.memory_bytes import (
     FEW_TOKENS,
@@ -240,7 +241,7 @@ def _gb(nbytes: float) -> str:
 
 
 def describe_engines(
-    model: str, engine: EngineConfig, optimizer: OptimizerConfig, fallback: str | None = None
+    model: str, engine: EngineConfig, optimizer: OptimizerConfig, fallback: str | None = None, head: Head = "causal"
 ) -> list[str]:
     """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
     parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
@@ -248,7 +249,7 @@ def describe_engines(
         weights = parameters * (2 if engine.precision == "bf16" else 4)
         size = f", {short_number(parameters)} parameters; {short_number(weights)}B of weights to generate"
         if shape is not None and not is_on_host(engine):
-            use = ModelUse("trained", model, optimizer=optimizer, lora=engine.lora)
+            use = ModelUse("trained", model, optimizer=optimizer, lora=engine.lora, head=head)
             planned = bytes_of(shape, use, replace(engine, parallel=None))
             trained = int(planned.weights + planned.gradients + planned.optimizer)
             size += f", {short_number(trained)}B to train, activations not counted"

@@ -13,6 +13,7 @@ from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.hub import Lookup, current_lookup, hub_fault, is_cached
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.model.model_shape import shape_of
+from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.training.eight_bit import BLOCK
 
 _ALMOST = 0.8
@@ -57,16 +58,21 @@ def moment_bytes(optimizer: OptimizerConfig, lora: LoraSettings | None = None) -
 
 
 def trained_bytes(
-    model: str, optimizer: OptimizerConfig, lora: LoraSettings | None = None, fallback: str | None = None
+    model: str,
+    optimizer: OptimizerConfig,
+    lora: LoraSettings | None = None,
+    fallback: str | None = None,
+    head: Head = "causal",
 ) -> int | None:
-    """The state of a model that is trained, in float32: weights and the optimizer's moments, of the adapters alone if
-    there are some. None if neither the model's files are here nor its configuration; ``fallback``: see
-    :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
-    if lora is None:
-        parameters = parameters_of(model, fallback)
+    """The state of a model that is trained, in float32: weights and the optimizer's moments, of the adapters alone and
+    a new ``head`` if there are some. None if neither the model's files are here nor its configuration; ``fallback``:
+    see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
+    shape = shape_of(model, fallback) if lora is not None or head == "token" else None
+    shape = shape.with_score_head() if shape is not None and head == "token" else shape
+    if lora is not None:
+        parameters = None if shape is None else shape.trained_parameters(lora)
     else:
-        shape = shape_of(model, fallback)
-        parameters = None if shape is None else shape.adapter_parameters(lora)
+        parameters = parameters_of(model, fallback) if shape is None else shape.parameters
     return None if parameters is None else int(parameters * (_FLOAT32 + moment_bytes(optimizer, lora)))
 
 

@@ -20,6 +20,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import answer, lies_in, require, salvage
 from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.engine.model.model_shape import shape_of
+from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.machine import Machine
@@ -278,7 +279,7 @@ class RecipeTrainer(BaseTrainer):
         evaluated = cfg.data.eval.values() if isinstance(cfg.data.eval, Mapping) else [cfg.data.eval]
         unread = [where for where in (cfg.data.train, *evaluated) if where and is_left_unread(where)]
         return [
-            *describe_engines(cfg.model, cfg.engine, cfg.optimizer, cfg.model_config),
+            *describe_engines(cfg.model, cfg.engine, cfg.optimizer, cfg.model_config, cls.trained_head()),
             *(f"data: {where}, {NOT_LOOKED_UP}" for where in unread),
             f"each step: {cls.describe_step(cfg)}",
             *cls._plan_memory(cfg, roles).lines(),
@@ -290,6 +291,10 @@ class RecipeTrainer(BaseTrainer):
         return MemoryPlan.of(uses, cfg.engine, cfg.model, cfg.model_config)
 
     @classmethod
+    def trained_head(cls) -> Head:
+        return "token" if cls.bare_head else "causal"
+
+    @classmethod
     def model_uses(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
         """The models of the job's roles."""
         made = {
@@ -298,7 +303,7 @@ class RecipeTrainer(BaseTrainer):
                 cfg.model,
                 optimizer=cfg.optimizer,
                 lora=cfg.engine.lora,
-                head="token" if cls.bare_head else "causal",
+                head=cls.trained_head(),
             ),
             RLRoleType.ROLLOUT: ModelUse("rollout", cfg.model),
             RLRoleType.REFERENCE: ModelUse("frozen", cfg.model, sharded_class="ShardedReferenceWorkload"),
