@@ -10,15 +10,18 @@ import pytest
 import toy_jobs
 from toy_jobs import toy_job
 
+from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.spec import RestartSpec
 from dlrover.python.rl.control.commands import Release, StartMembers
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.master.process.brain import run_local
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.local_executor import LocalExecutor
+from dlrover.python.rl.runtime.run_folder import in_use
 from dlrover.python.rl.trainer.trainer import StepReport
 
 MEMBERS = ["ACTOR-0", "ACTOR-1", "REWARD-0", "REWARD-1"]
@@ -186,3 +189,18 @@ def test_each_role_gets_its_own_preferred_port(tmp_path):
     ports = [{member.host.workload.torch_master_port for member in group} for group in executor._members.values()]
     assert ports == [{wanted[0]}, {wanted[1]}]
     executor.execute(Release(1, final=True), started.append)
+
+
+def test_the_opening_is_announced_once_the_folder_is_held(tmp_path):
+    job = toy_job(tmp_path, "Loop", "Adder", steps=1)
+    checked, said = replace(check_job(job, local=True), opening="going on"), []
+
+    def hear(line):
+        said.append((line, in_use(job.job_dir)))
+
+    assert run_here(checked, announce=hear).phase is Phase.FINISHED
+    assert said[0] == ("going on", True)
+    said.clear()
+    with pytest.raises(JobConflict, match="has the results of"):
+        run_here(checked, announce=hear)
+    assert said == []

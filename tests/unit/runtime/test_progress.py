@@ -4,6 +4,8 @@
 import io
 import re
 
+import pytest
+
 from dlrover.python.rl.runtime.process.progress import ProgressView, format_metrics
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -53,11 +55,22 @@ def test_what_a_run_does_between_its_reports_has_a_line_each_without_a_terminal(
     ]
 
 
-def test_on_a_terminal_the_bar_says_it_until_the_next_report():
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
+class Terminal(io.StringIO):
+    def isatty(self):
+        return True
 
+
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_the_opening_is_a_line_that_stays(kind):
+    stream, opening = kind(), f"my-job: going on in /a/{'long/' * 30}[folder], after step 3"
+    with ProgressView("my-job", stream, opening=opening) as view:
+        view.announce("loading the models")
+        view.announce(opening)
+        assert [task.description for task in view.tasks] in ([], ["my-job  loading the models"])
+    assert any(line.rpartition("\x1b[2K")[2] == opening for line in stream.getvalue().splitlines())
+
+
+def test_on_a_terminal_the_bar_says_it_until_the_next_report():
     stream = Terminal()
     with ProgressView("my-job", stream) as view:
         view.announce("loading the models")

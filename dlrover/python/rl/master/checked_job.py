@@ -33,6 +33,9 @@ class CheckedJob:
     room: Room | None = None
     """What its commits need, None: unknown."""
 
+    opening: str = ""
+    """Announced once the folder of its run is held; empty: nothing."""
+
 
 def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     """Find all errors of ``job`` without starting anything, or raise InvalidJob with them.

@@ -25,6 +25,8 @@ def run_here(
     """Run a checked job in this process, without Ray. Raises JobConflict if its folder is in use or has results."""
     job = begin(checked.job)
     with held(claim(job, IN_PROCESS, bound=True)) as claimed:
+        if checked.opening:
+            announce(checked.opening)
         status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)), announce=announce)
         claimed.end(status.phase.value)
     return _drawn(status)
@@ -70,11 +72,11 @@ def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
     return _drawn(run_supervised(checked, report, announce, address))
 
 
-def leave_on_ray(checked: CheckedJob, address: str) -> JobStatus:
+def leave_on_ray(checked: CheckedJob, address: str, announce: Announcer = announce_nothing) -> JobStatus:
     """Begin a checked job on the cluster of ``address``. Raises as :func:`run_on_ray`."""
     from dlrover.python.rl.master.ray_run import begin_on  # as above
 
-    return begin_on(checked, address)
+    return begin_on(checked, address, announce)
 
 
 class RLJob:

@@ -11,6 +11,7 @@ import os
 import sys
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,7 @@ from dlrover.python.rl.master.job import (
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.master.saved_run import (
     archived_job,
+    describe_start,
     evaluation_job,
     find_saved_run,
     last_commit,
@@ -132,14 +134,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
     if local and owner.work_dir:
         os.chdir(owner.work_dir)
     checked = check_described(lambda: saved_job(saved, overrides), local)
-    step, last = last_commit(checked.job, folder)
-    if step is None and owner.state == FINISHED:
-        what = "has finished, and its commits were removed (checkpoint.keep_runs): nothing is left to go on from"
-        raise InvalidJob([ConfigError(name_or_dir, what)])
-    after = f"after step {step}" if step else "from the beginning" + ("" if last else ": no step was committed")
-    if last and last > (step or 0):
-        after += f"; later ones, up to step {last}, were made with other settings and are done again"
-    click.echo(f"{owner.job}: going on in {folder}, {after}", err=True)
+    checked = replace(checked, opening=describe_start(saved, checked.job, name_or_dir))
     _run(checked, replace(place, local=local))
 
 
@@ -327,13 +322,13 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     job = begin(checked.job)
     checked = replace(checked, job=job)
     if place.detach and place.address is not None:
-        leave_on_ray(checked, place.address)
+        leave_on_ray(checked, place.address, partial(click.echo, err=True))
         click.echo(f"{job.name} has begun; files in {job.job_dir}")
         click.echo(f"dlrover-rl attach|status|logs|stop {job.name} --address {place.address}", err=True)
         return
     try:
         # Drawing a live bar would erase the prompt of a debugger in this very process.
-        with ProgressView(job.name, live=not place.local) as view:
+        with ProgressView(job.name, live=not place.local, opening=checked.opening) as view:
             show = view.announce
             if place.local:
                 ended = run_here(checked, view, show)

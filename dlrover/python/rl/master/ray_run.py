@@ -72,6 +72,8 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
             if master is None:
                 announce("starting the master")
                 master = start_master(replace(checked, job=wait_for_lost_owner(job) if again else job), claims=not own)
+            if checked.opening and not own and not again:  # the master holds the folder now
+                announce(checked.opening)
             status = follow(master, report, interrupts, announce=announce)
         except MasterLost as error:
             # A master that exists but does not answer still owns its job, which may not be this one.
@@ -123,11 +125,14 @@ def start_master(checked: CheckedJob, claims: bool = True) -> Any:
     return master
 
 
-def begin_on(checked: CheckedJob, address: str) -> JobStatus:
+def begin_on(checked: CheckedJob, address: str, announce: Announcer) -> JobStatus:
     """Start a checked job on the cluster of ``address``, and leave it to its master. Raises as :func:`start_master` and
     :func:`ray_cluster`."""
     with ray_cluster(address, checked.placement.total):
-        status: JobStatus = ask(start_master(checked).status.remote, ANSWER_S)
+        master = start_master(checked)
+        if checked.opening:
+            announce(checked.opening)
+        status: JobStatus = ask(master.status.remote, ANSWER_S)
         return status
 
 

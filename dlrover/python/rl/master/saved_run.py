@@ -20,7 +20,16 @@ from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
-from dlrover.python.rl.runtime.run_folder import BEAT_S, DESCRIPTION, LATEST, MODEL, Owner, in_use, newest_owner
+from dlrover.python.rl.runtime.run_folder import (
+    BEAT_S,
+    DESCRIPTION,
+    FINISHED,
+    LATEST,
+    MODEL,
+    Owner,
+    in_use,
+    newest_owner,
+)
 
 _LOG = get_logger(__name__)
 
@@ -124,6 +133,19 @@ def last_commit(job: JobSpec, folder: Path, archive: str = "") -> tuple[int | No
     forget_memory(job.name)
     usable, any_settings = (newest_commit(folder, archive, settings) for settings in (digest_of_results(job), None))
     return usable and usable[1].step, any_settings and any_settings[1].step
+
+
+def describe_start(run: SavedRun, job: JobSpec, name: str) -> str:
+    """Where ``job`` goes on with a run, for people. Raises InvalidJob, by the ``name`` that was given, if nothing is
+    left to go on from."""
+    step, last = last_commit(job, run.folder)
+    if step is None and run.owner.state == FINISHED:
+        what = "has finished, and its commits were removed (checkpoint.keep_runs): nothing is left to go on from"
+        raise InvalidJob([ConfigError(name, what)])
+    after = f"after step {step}" if step else "from the beginning" + ("" if last else ": no step was committed")
+    if last and last > (step or 0):
+        after += f"; later ones, up to step {last}, were made with other settings and are done again"
+    return f"{run.owner.job}: going on in {run.folder}, {after}"
 
 
 def wait_for_lost_owner(job: JobSpec) -> JobSpec:

@@ -119,6 +119,8 @@ def _attempt(  # noqa: PLR0913 -- those of run_supervised
         private_folder() as folder,
         _Child(ray_child.Errand(checked, None, folder, again)) as child,
     ):
+        if checked.opening and not again:
+            announce(checked.opening)
         status = child.follow(report, announce, interrupts)
         claimed.end(status.phase.value)
     return status

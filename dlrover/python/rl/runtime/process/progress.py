@@ -61,10 +61,10 @@ def format_metrics(metrics: Mapping[str, float]) -> str:
 
 class ProgressView:
     """Shows step reports, and between them what the run does: a context manager that is called with each report.
-    ``live`` draws a bar on a terminal."""
+    ``live`` draws a bar on a terminal. ``opening`` is an activity that stays there as a line."""
 
-    def __init__(self, title: str, stream: TextIO | None = None, live: bool = True) -> None:
-        self._title, self._stream, self._live = title, stream or sys.stderr, live
+    def __init__(self, title: str, stream: TextIO | None = None, live: bool = True, opening: str = "") -> None:
+        self._title, self._stream, self._live, self._opening = title, stream or sys.stderr, live, opening
         self._bar: Progress | None = None
         self._task: int | None = None
         self._began_s = self._printed_s = 0.0
@@ -109,10 +109,18 @@ class ProgressView:
 
     def announce(self, activity: str) -> None:
         """Show what the run does, until the next report or activity."""
-        if self._bar is not None:
+        if activity == self._opening:
+            self._show(activity)
+        elif self._bar is not None:
             self._update(self._bar, description=f"{self._title}  {activity}", refresh=True)
+        else:
+            self._show(f"{self._title}  {time.monotonic() - self._entered_s:.0f} s  {activity}")
+
+    def _show(self, line: str) -> None:
+        if self._bar is not None:
+            self._bar.console.print(line, markup=False, highlight=False, soft_wrap=True)
             return
-        self._stream.write(f"{self._title}  {time.monotonic() - self._entered_s:.0f} s  {activity}\n")
+        self._stream.write(f"{line}\n")
         self._stream.flush()
 
     def _update(self, bar: Progress, **values: Any) -> None:
@@ -128,8 +136,7 @@ class ProgressView:
         self._printed_s = now_s
         of = f"/{report.total_steps}" if report.total_steps else ""
         metrics = f"{format_metrics(report.metrics)}{self._rate(report)}{self._eta(report)}"
-        self._stream.write(f"{self._title}  step {report.step}{of}  {metrics}\n")
-        self._stream.flush()
+        self._show(f"{self._title}  step {report.step}{of}  {metrics}")
 
     def _seconds_per_step(self, report: StepReport) -> float | None:
         steps = report.step - self._first
