@@ -9,7 +9,7 @@ from prometheus_client import CollectorRegistry
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.service import command
-from dlrover.python.rl.service.verbs import enqueue
+from dlrover.python.rl.service.verbs import check_submitted, enqueue
 
 
 def test_a_metrics_port_that_is_taken_is_one_line():
@@ -26,3 +26,30 @@ def test_a_metrics_port_that_is_taken_is_one_line():
 def test_a_name_among_the_overrides_is_refused():
     done = CliRunner().invoke(enqueue, ["job.yaml", "name=second", "--server", "127.0.0.1:1"])
     assert isinstance(done.exception, InvalidJob) and str(done.exception.errors[0]) == "name: is given by --name"
+
+
+JOB = """
+trainer: {module: dlrover.python.rl.recipe.grpo, class: GRPOTrainer, device_type: CPU, device_per_node: 3}
+workload: {actor: {module: of.another, class: Machine}}
+config: {model: /of/another/machine, data: {train: /of/it.jsonl}, engine: {lora: {rank: true}}}
+"""
+
+
+def test_a_job_with_wrong_types_is_refused_before_a_service_is_asked(tmp_path, monkeypatch):
+    (tmp_path / "job.yaml").write_text(JOB)
+    overrides = ["steps=x", "workload.actor.num=0", "sead=1"]
+    done = CliRunner().invoke(enqueue, [str(tmp_path / "job.yaml"), *overrides, "--server", "127.0.0.1:1"])
+    assert [error.where for error in done.exception.errors] == [
+        "workload.actor.num",
+        "config.steps",
+        "config.engine.lora.rank",
+        "config.sead",
+    ]
+
+
+def test_what_another_machine_has_is_not_looked_for_here(tmp_path):
+    right = JOB.replace("true", "4")
+    check_submitted(right, "a-job", ["steps=3"], tmp_path)
+    check_submitted(right.replace("dlrover.python.rl.recipe.grpo", "of.another"), "a-job", ["stps=x"], tmp_path)
+    (tmp_path / "broken_here.py").write_text("import of_another_machine\n\nclass GRPOTrainer: ...\n")
+    check_submitted(right.replace("dlrover.python.rl.recipe.grpo", "broken_here"), "a-job", [], tmp_path)

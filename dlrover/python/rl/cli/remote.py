@@ -17,7 +17,7 @@ from dlrover.python.rl.master.main import EXIT_INTERRUPTED, job_of_options
 from dlrover.python.rl.master.saved_run import evaluation_name, evaluation_overrides
 from dlrover.python.rl.runtime.process.progress import SUMMARY, print_summary
 from dlrover.python.rl.runtime.run_folder import DESCRIPTION, MODEL
-from dlrover.python.rl.service.verbs import read_job_file, submit
+from dlrover.python.rl.service.verbs import check_submitted, read_job_file, submit
 
 _SERVER = click.Option(["--server"], help="Submit the job to this job service, host:port.")
 _PRIORITY = click.Option(["--priority"], type=click.IntRange(-100, 100), default=0, help="With --server.")
@@ -75,7 +75,9 @@ def _refuse(names: Iterable[str], what: str) -> None:
 def _of_file(_: Any, job_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     text, name = read_job_file(Path(job_file))
     is_renamed = any(override.startswith("name=") for override in overrides)
-    return {"text": text, "name": "" if is_renamed else name, "overrides": overrides}
+    name = "" if is_renamed else name
+    check_submitted(text, name, overrides, Path(job_file).absolute().parent)
+    return {"text": text, "name": name, "overrides": overrides}
 
 
 def _of_options(_: Any, job_name: str, rl_config: str, **options: Any) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.plain import from_plain
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.typed import lies_in
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.master.process.resizing import validate_least
 from dlrover.python.rl.runtime.checkpoint.room import Room, room_for, validate_room
@@ -18,6 +19,9 @@ from dlrover.python.rl.runtime.checkpoint.run_files import validate_archive
 from dlrover.python.rl.runtime.earlier_run import continued, earlier_description
 from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.run_folder import conflict
+
+_JOB = "job"
+"""The place of an inspection's own failures."""
 
 _GPU_DRIVER = Path("/dev/nvidiactl")
 
@@ -75,6 +79,21 @@ def check_described(describe: Callable[[], JobSpec], local: bool = False) -> Che
     except InvalidJob as error:
         raise InvalidJob([*error.errors, *_validate_further(error, local)]) from None
     return check_job(job, local)
+
+
+def check_types(describe: Callable[[], JobSpec]) -> None:
+    """Find the errors that a job which ``describe`` reads has on any machine: of its layout, and of its ``config`` by
+    the trainer's schema, where that can be imported here. Raises InvalidJob with all of them."""
+    job, errors = None, list[ConfigError]()
+    try:
+        job = describe()
+    except InvalidJob as error:
+        job, errors = error.salvaged, list(error.errors)
+    places = [_JOB, *(fault.where for fault in errors)]
+    found = inspect_in_child(job, types_only=True).errors if job is not None else ()
+    errors += [fault for fault in found if not lies_in(fault.where, places)]
+    if errors:
+        raise InvalidJob(errors)
 
 
 def _validate_further(error: InvalidJob, local: bool) -> list[ConfigError]:

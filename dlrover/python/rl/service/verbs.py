@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verbs that only a service has: ``enqueue`` and ``fetch``."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: 
         raise InvalidJob([ConfigError("name", "is given by --name")])
     text, name = read_job_file(job_file)
     options["name"] = options["name"] or name
+    check_submitted(text, options["name"], overrides, job_file.absolute().parent)
     with connected(server) as client:
         submit(client, server, text, overrides=overrides, **options)
 
@@ -45,6 +46,14 @@ def read_job_file(job_file: Path) -> tuple[str, str]:
     from dlrover.python.rl.config.load import name_of_file
 
     return text, _own_name(text) or name_of_file(job_file)
+
+
+def check_submitted(text: str, name: str, overrides: Sequence[str], *folders: Path) -> None:
+    """What can be checked of a job here; its trainer may be in ``folders``. Raises InvalidJob."""
+    from dlrover.python.rl.config.load import load_job_text, search_folders
+    from dlrover.python.rl.master.checked_job import check_types
+
+    check_types(lambda: load_job_text(text, name, overrides, search_folders(*folders)))
 
 
 def submit(client: Any, server: str, text: str, **options: Any) -> str:

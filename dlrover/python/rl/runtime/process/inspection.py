@@ -23,7 +23,7 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.plain import from_plain, to_plain
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.config.typed import rename_keys
+from dlrover.python.rl.config.typed import parse, rename_keys
 from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
 from dlrover.python.rl.runtime.process.executor import load_class
@@ -123,6 +123,20 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
         given,
         {role: _state_bytes(loaded[role], job.config, num) for role, num in stateful.items()} if not errors else {},
     )
+
+
+def inspect_types(job: JobSpec) -> Inspection:
+    """The errors of the job's ``config`` by its trainer's schema alone: of a job for other machines, which have its
+    files. None where the trainer cannot be imported here."""
+    try:
+        trainer = load_class(job.trainer.module, job.trainer.class_, job.search_path)
+        if trainer.config_class is None:
+            return Inspection(job.unlisted)
+        job, _ = _with_own_names(trainer, job)
+        return Inspection(tuple(parse(trainer.config_class, job.config, "config")[1]))
+    except Exception as error:  # noqa: BLE001 -- what the user's code needs may be on the other machines alone
+        _LOG.info("%s.%s: %s: %s", job.trainer.module, job.trainer.class_, type(error).__name__, error)
+        return Inspection()
 
 
 def _state_bytes(workload: Any, config: Any, members: int) -> int | None:
@@ -268,11 +282,19 @@ def _ask(where: str, question: Callable[[], Iterable[ConfigError]]) -> list[Conf
         return [ConfigError(where, f"check_config raised {type(error).__name__}: {error}")]
 
 
-def inspect_in_child(job: JobSpec, before: str = "", deadline_s: float = DEADLINE_S) -> Inspection:
+def inspect_in_child(
+    job: JobSpec, before: str = "", deadline_s: float = DEADLINE_S, types_only: bool = False
+) -> Inspection:
+    """``types_only``: as :func:`inspect_types`."""
     with _MemoryFile("request") as request, _MemoryFile("answer") as answer:  # a job may have secrets: not on a disk
         unlisted = [asdict(error) for error in job.unlisted]
-        described = {"job": job_to_yaml(job), "name": job.name, "search_path": job.search_path, "unlisted": unlisted}
-        described |= {"lookup": current_lookup(), "before": before}
+        described: dict[str, Any] = {
+            "job": job_to_yaml(job),
+            "name": job.name,
+            "search_path": job.search_path,
+            "unlisted": unlisted,
+        }
+        described |= {"lookup": current_lookup(), "before": before, "types_only": types_only}
         request.write(json.dumps(described))
         command = [sys.executable, "-m", "dlrover.python.rl.runtime.process.inspection", request.path, answer.path]
         try:
@@ -340,7 +362,8 @@ def _serve(request: Path, answer: Path) -> None:
         job = error.salvaged
     job = replace(job, unlisted=tuple(ConfigError(**item) for item in data["unlisted"]))
     LOOKUP.set(Lookup(data["lookup"]))
-    answer.write_text(json.dumps(asdict(inspect_job(job, data["before"]))))
+    found = inspect_types(job) if data["types_only"] else inspect_job(job, data["before"])
+    answer.write_text(json.dumps(asdict(found)))
 
 
 if __name__ == "__main__":
