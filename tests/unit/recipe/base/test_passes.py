@@ -201,6 +201,26 @@ def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_
 
 
 @pytest.mark.usefixtures("half_billion")
+@pytest.mark.parametrize(
+    ("gigabytes", "weight_sync", "expected"),
+    [
+        (80, "auto", (False, "cuda_ipc")),
+        (80, "pull", (False, "pull")),
+        (47, "auto", (False, "auto")),
+        (47, "cuda_ipc", (True, "cuda_ipc")),
+    ],
+)
+def test_weights_that_stay_count_for_engines_that_stay(gigabytes, weight_sync, expected):
+    uses = {ACTOR: ModelUse("trained", "m", longest=512), ROLLOUT: ModelUse("rollout", "m", longest=512)}
+    trainer = SimpleNamespace(actor_handles={ACTOR: [None], ROLLOUT: [None]}, model_uses=lambda cfg, sizes: uses)
+    trainer.RG_ACTOR, trainer.RG_ROLLOUT = Group(together(gigabytes)), Group(together(gigabytes))
+    engine = {"rollout": "torch", "precision": "bf16", "weight_sync": weight_sync}
+    engine |= {"max_tokens_per_microbatch": 16384, "gradient_checkpointing": False}
+    found = choose_passes(trainer, complete_config(SFTConfig, {**GIVEN, "engine": engine}, "GPU"))
+    assert (found.offload, found.weight_sync) == expected
+
+
+@pytest.mark.usefixtures("half_billion")
 def test_they_leave_where_what_others_need_is_not_known():
     eighty = [together(80)]
     assert not stay([None], [None])

@@ -72,6 +72,11 @@ class MemoryPlan:
     def _shape_of(self, use: ModelUse) -> ModelShape | None:
         return shape_of(use.model, self.model_config if use.model == self.model else None)
 
+    @property
+    def sent_bytes(self) -> float:
+        """Of the weights that a rollout serves, where they are known."""
+        return sum(bytes_of(shape, use, self.engine).weights for _, use, shape in self.known() if use.kind == "rollout")
+
     def size_passes(self) -> "MemoryPlan":
         """The same without ``auto`` for passes: the largest that fit every role that trains or evaluates."""
         uses = [use for use in self.uses.values() if use.kind != "rollout" and _divides(self.engine, use)]
@@ -88,16 +93,20 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """A table for people, the roles that it lacks, and what does not fit on this machine's devices; empty without a
         model on a device."""
-        rows, known, hosts = [], {role for role, *_ in self.known()}, [self.chosen] if self.chosen else []
+        rows, known, notes = [], {role for role, *_ in self.known()}, [self.chosen] if self.chosen else []
         for role, use, shape in self.known():
             if nbytes := host_bytes(shape, use, self.engine):
                 where = f"  {role} x{use.members}: {_gb(nbytes)} GB of its host's memory each, for the optimizer"
-                hosts.append(where if self.engine.threads else f"{where}; engine.threads: the cores that take its step")
+                notes.append(where if self.engine.threads else f"{where}; engine.threads: the cores that take its step")
             found = self._held(use, bytes_of(shape, use, self.engine))
             values = [*(getattr(found, name) for name in _COLUMNS), found.peak]
             rows.append([f"{role} x{use.members}", *map(_gb, values)])
         if not self.uses:
             return []
+        if self.engine.weight_sync == "cuda_ipc" and self.sent_bytes:
+            notes.append(
+                f"  and {_gb(self.sent_bytes)} GB of weights that the actor keeps on the device for the rollout"
+            )
         of = "" if self.device_bytes is None else f" of {self.device_bytes / GB:,.0f}"
         head = ["", *(name.replace("_", " ") for name in _COLUMNS), "at most"]
         widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
@@ -110,7 +119,7 @@ class MemoryPlan:
             f"  {role} x{use.members}: {self._why_unknown(use)}" for role, use in self.uses.items() if role not in known
         ]
         warnings = [f"  it may not fit here: {what}" for what in warnings]
-        return [f"memory of each device, GB{of}:", *(table if rows else ()), *hosts, *unknown, *warnings]
+        return [f"memory of each device, GB{of}:", *(table if rows else ()), *notes, *unknown, *warnings]
 
     def _why_unknown(self, use: ModelUse) -> str:
         if use.kind != "rollout" and self.engine.train != "fsdp2":

@@ -51,7 +51,8 @@ def choose_passes(trainer: Any, cfg: Any) -> EngineConfig:
     if not asks:
         return plan.engine
     others = {role for role in trainer.actor_handles if role not in asked and _uses_device(trainer, role)}
-    stay = all_stay(plan, shares, others)
+    keeps = engine.weight_sync == "cuda_ipc"
+    stay = all_stay(plan, shares, others, plan.sent_bytes if keeps else 0.0)
     if any(share.in_turn for found in shares.values() for share in found if share is not None):
         _LOG.info("engines %s the devices that they share", "stay on" if stay else "leave")
     engine = replace(plan.engine, offload=not stay)
@@ -69,8 +70,7 @@ def weights_stay(
     sides = [shares.get(role, ()) for role in (RLRoleType.ACTOR, RLRoleType.ROLLOUT)]
     if [len(side) for side in sides] != [1, 1] or len({share and share.place for side in sides for share in side}) > 1:
         return False
-    sent = [bytes_of(shape, use, plan.engine).weights for _, use, shape in plan.known() if use.kind == "rollout"]
-    return all_stay(plan, shares, others, sum(sent))
+    return all_stay(plan, shares, others, plan.sent_bytes)
 
 
 def _uses_device(trainer: Any, role: RLRoleType) -> bool:
