@@ -96,6 +96,31 @@ def test_matrices_of_layers_are_rounded_to_sixteen_values_a_block(model_path, pr
 
 
 @pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 48), (5, 80), (64, 32), (3, 5), (4, 64), (1, 16)])
+def test_rows_of_any_length_are_restored_to_the_nearest_values_of_their_block(shape, precision):
+    from bitsandbytes.functional import get_4bit_type
+
+    code, generator = get_4bit_type("nf4", device="cpu"), torch.Generator().manual_seed(0)
+    weight = torch.randn(shape, generator=generator).to(precision)
+    with torch.device("meta"):
+        layer = QuantizedLinear(torch.nn.Linear(shape[1], shape[0], bias=False), precision)
+    layer = layer.to_empty(device="cpu")
+    layer.store(weight)
+    flat = torch.nn.functional.pad(weight.flatten().float(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
+    largest = flat.abs().amax(dim=1, keepdim=True)
+    nearest = code[(flat / largest).unsqueeze(-1).sub(code).abs().argmin(dim=-1)] * largest
+    expected = nearest.flatten()[: weight.numel()].view(shape)
+    restored = layer.restored(lambda tensor: tensor)
+    assert torch.allclose(restored.float(), expected, atol=0.0, rtol=1e-6 if precision == torch.float32 else 2**-8)
+    inputs = torch.randn(2, 3, shape[1], generator=generator).to(precision).requires_grad_()
+    layer(inputs).float().square().sum().backward()
+    found, inputs.grad = inputs.grad, None
+    torch.nn.functional.linear(inputs, restored).float().square().sum().backward()
+    assert torch.equal(found, inputs.grad)
+
+
+@pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize("settings", [{}, {"gradient_checkpointing": True}], ids=["kept", "recomputed"])
 def test_steps_are_those_over_the_rounded_model(model_path, tmp_path, settings):
     engine = make(model_path, **settings)
