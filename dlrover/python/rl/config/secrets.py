@@ -8,12 +8,12 @@ or a secret parameter, and private keys, are secrets anywhere. None, truth value
 
 import copy
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
-from omegaconf import AnyNode, DictConfig, ListConfig, OmegaConf
+from omegaconf import AnyNode, DictConfig, ListConfig, ValueNode
 from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.redaction import HIDDEN, redacted
@@ -202,13 +202,13 @@ def _scalars(node: Any, where: str, path: tuple[Any, ...] = ()) -> Iterator[tupl
     """Every value in ``config``: where it is, its path, and itself."""
     if node._is_none() or node._is_missing() or node._is_interpolation():
         return
-    keys: Iterable[Any] = node if isinstance(node, DictConfig) else range(len(node))
-    for key in keys:
-        if OmegaConf.is_interpolation(node, key) or OmegaConf.is_missing(node, key):
+    content: Any = node._content
+    for key, child in content.items() if isinstance(content, dict) else enumerate(content):
+        if child._is_interpolation() or child._is_missing():
             continue
         place = f"{where}.{key}" if where else str(key)
         try:
-            value = node[key]
+            value = child._value() if isinstance(child, ValueNode) else node[key]  # ten times as slow
         except OmegaConfBaseException:
             continue
         if isinstance(value, DictConfig | ListConfig):
