@@ -40,6 +40,7 @@ def empty_weights() -> Iterator[None]:
     def register(module: Any, name: str, parameter: Any) -> None:
         if parameter is not None and not parameter.is_meta:
             parameter = torch.nn.Parameter(parameter.to("meta"), requires_grad=parameter.requires_grad)
+            parameter._is_hf_initialized = True  # or Transformers draws values for it, which are nowhere
         plain(module, name, parameter)
 
     torch.nn.Module.register_parameter = register
