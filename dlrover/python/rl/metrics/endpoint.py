@@ -21,6 +21,8 @@ from dlrover.python.rl.common.sockets import is_loopback
 
 _TIMEOUT_S = 10.0
 _MAX_CLIENTS = 20
+_CLOSING_S = 0.05
+"""How soon it sees that it is closed."""
 
 
 def tls_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
@@ -52,7 +54,9 @@ class MetricsEndpoint:
             self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
         self.address = f"{host}:{self._server.server_address[1]}"
         self.url = f"{'https' if tls is not None else 'http'}://{self.address}/metrics"
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSING_S,), name="metrics", daemon=True
+        )
         self._thread.start()
 
     def close(self) -> None:

@@ -31,7 +31,7 @@ def dashboard(host, status):
             pass
 
     with ThreadingHTTPServer((host, 0), Handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
         thread.start()
         yield server.server_address[1]
         server.shutdown()
