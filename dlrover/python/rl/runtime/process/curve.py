@@ -54,7 +54,7 @@ def curve_png(name: str, points: Points) -> bytes:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(7, 4), dpi=120)
-    FigureCanvasAgg(figure)
+    canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     steps, values = [point[0] for point in points], [point[1] for point in points]
     axes.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1, label="each step")
@@ -65,7 +65,7 @@ def curve_png(name: str, points: Points) -> bytes:
     axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, frameon=False)
     figure.tight_layout()
     content = io.BytesIO()
-    figure.savefig(content, format="png")
+    canvas.print_png(content)  # draws once, savefig twice
     return content.getvalue()
 
 
