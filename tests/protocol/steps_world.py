@@ -30,12 +30,19 @@ class Violation(AssertionError):
     """Something happened that must never happen."""
 
 
+def _taken_lock() -> threading.Lock:
+    """What another thread releases, as a semaphore of the interpreter's own: threads hand over thousands of times."""
+    lock = threading.Lock()
+    lock.acquire()
+    return lock
+
+
 class Process:
     """A process, whose main function runs in a thread of its own."""
 
     def __init__(self, world: "World", name: str, main: Callable[[], None]) -> None:
         self.world, self.name, self._main = world, name, main
-        self.turn = threading.Semaphore(0)
+        self.turn = _taken_lock()
         self.wake_s = world.now_s
         self.is_dead = self.is_done = False
         self.error: BaseException | None = None
@@ -75,7 +82,7 @@ class World:
     def __init__(self, seed: int) -> None:
         self.seed, self.rng, self.now_s = seed, Random(seed), 1000.0
         self.processes: list[Process] = []
-        self.back = threading.Semaphore(0)
+        self.back = _taken_lock()
         self.current: Process | None = None
         self.reached: Counter[str] = Counter()
         self.lines: list[str] = []

@@ -236,7 +236,7 @@ def test_several_sinks_get_the_same(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if not kind.startswith("pull")])
 def test_a_leader_that_fails_still_takes_its_part_in_the_gathering(kind, tmp_path):
-    sender = transport(kind, tmp_path, replace(PATIENT, timeout_s=1.5, memory=DeviceMemory(capacity=4096)))
+    sender = transport(kind, tmp_path, replace(PATIENT, timeout_s=0.5, memory=DeviceMemory(capacity=4096)))
     source = ToySource(toy_weights(), version=1)
     taken = []
     source.halt = taken.append
