@@ -167,7 +167,7 @@ trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (AR
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
-	$(BIN)/python -m pytest -n 2 -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \
 		tests/unit/control tests/unit/trainer tests/contract
 
 lint: $(VENV)/dev ## Ruff: rules and format
