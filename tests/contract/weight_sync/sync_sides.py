@@ -167,7 +167,7 @@ def completions(engine):
 # -- in processes of their own ----------------------------------------------------------------------------------------
 
 
-def send_side(kind, folder, pipe, seed, halt_at):
+def send_side(kind, folder, pipe, seed, halt_at, versions=1):  # noqa: PLR0913 - as a process is started
     """A process that offers and sends; with ``halt_at`` it stops for ever before that tensor, and says so."""
 
     def halt(number):
@@ -177,9 +177,10 @@ def send_side(kind, folder, pipe, seed, halt_at):
 
     torch.set_num_threads(1)
     wire = transport(kind, Path(folder))
-    source = ToySource(toy_weights(seed), version=seed, halt=halt)
-    pipe.send(wire.offer(source))
-    pipe.send(wire.send(pipe.recv(), source))
+    for version in range(seed, seed + versions):
+        source = ToySource(toy_weights(version), version=version, halt=halt)
+        pipe.send(wire.offer(source))
+        pipe.send(wire.send(pipe.recv(), source))
     pipe.recv()
     wire.close()
 

@@ -216,7 +216,7 @@ def test_a_sender_keeps_one_model_and_neither_source_nor_file_once_it_is_closed(
     if kind == "pull":
         assert len(sender._part("model")._versions._files) == 1
     elif kind == "cuda_ipc":
-        assert set(memory.by_owner()) == {"weight sync of ACTOR[0]"} and memory.total() == 2 * BLOCK_BYTES
+        assert set(memory.by_owner()) == {"weight sync of ACTOR[0]"} and memory.total() == 3 * BLOCK_BYTES
     else:
         assert len(list(tmp_path.glob("ACTOR-model.*.weights"))) == 1
     sender.close()

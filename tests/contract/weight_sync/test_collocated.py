@@ -175,7 +175,8 @@ def signals_without_offload(steps):
 
 
 @pytest.mark.parametrize(
-    ("kind", "kept"), [("pull", BUCKET), ("disk", BUCKET), ("broadcast", BUCKET), ("cuda_ipc", WEIGHTS + BLOCK_BYTES)]
+    ("kind", "kept"),
+    [("pull", BUCKET), ("disk", BUCKET), ("broadcast", BUCKET), ("cuda_ipc", 2 * (WEIGHTS + BLOCK_BYTES))],
 )
 def test_a_collocated_step_never_exceeds_the_larger_role_and_what_a_sync_keeps(kind, kept, tmp_path):
     trained, served = alone()

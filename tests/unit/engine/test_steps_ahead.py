@@ -113,6 +113,16 @@ def test_requests_that_come_go_and_have_other_settings(model_path):
     assert ahead == plain
 
 
+def test_without_a_request_left_no_step_is_begun_ahead(model_path):
+    counted = Counted(model_path, True)
+    engine = counted.engine
+    engine.add([request(number) for number in range(3)], SamplingParams(max_new_tokens=12, ignore_eos=True), (1,))
+    for _ in range(3):
+        engine.advance()
+    assert len(engine.abort()) == 3 and engine._batch._ahead is None
+    assert len(counted.generate(ignore_eos=True)) == len(TEXTS)
+
+
 @pytest.mark.parametrize("interruption", ["new weights", "host and back"])
 def test_a_step_begun_ahead_is_dropped_with_its_cache(model_path, interruption):
     def run(ahead):

@@ -96,13 +96,18 @@ def test_collocated_roles_have_the_device_in_turn_and_the_run_is_the_same(tmp_pa
         held.append([lock.is_held for lock in made.workload("ACTOR")._device_locks])
         return gather(engine, dtype)
 
-    gather, held = Fsdp2TrainEngine.named_weights, []
+    def receiving(transport, ticket):
+        held.append([lock.is_held for lock in made.workload("ROLLOUT")._device_locks])
+        return receive(transport, ticket)
+
+    gather, receive, held = Fsdp2TrainEngine.named_weights, PullTransport.receive, []
     monkeypatch.setattr(Fsdp2TrainEngine, "named_weights", gathering)
+    monkeypatch.setattr(PullTransport, "receive", receiving)
     monkeypatch.setattr(MemoryLedger, "publish", record)
     made.port.submit = checked
     faults = {(40, "before"): kill("ACTOR", 0), (40, "after"): kill("ROLLOUT", 0)} if dies else None
     assert end_of(made, faults) == undisturbed
-    assert len(held) > 2 and all(held_now == [True] for held_now in held)
+    assert len(held) > 4 and all(held_now == [True] for held_now in held)
     peaks = [memory.peak for memory in memories()]
     assert len(peaks) == len(SHARING)
     assert 0 < max(together) <= max(peaks) < sum(peaks)
@@ -150,6 +155,23 @@ def test_where_all_fit_engines_stay_on_the_device_and_the_run_is_the_same(
     assert len(received) > 4 and set(map(tuple, received)) == {(True,)}, "the device compares and adds there"
     kept = [made.workload(role)._memory.by_owner().get("weight sync of ACTOR[0]") for role in SHARING]
     assert (kept[0] is not None, kept[1:]) == (weight_sync == "cuda_ipc", [None, None])
+
+
+@pytest.mark.parametrize("weight_sync", ["pull", "cuda_ipc"])
+def test_a_rollout_that_dies_after_the_second_sync_of_a_step_receives_both_versions_again(
+    tmp_path, monkeypatch, weight_sync
+):
+    """An evaluation sends the weights after the update."""
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path))
+
+    def run(folder, faults=None):
+        engine = {"offload": False, "weight_sync": weight_sync}
+        made = stage(folder, (TurnActor, TurnRollout, TurnReference), ",".join(SHARING), **engine)
+        made.config["eval_every"] = 1
+        return end_of(made, faults), [method for _, _, method, *_ in made.port.calls].count("publish_weights")
+
+    expected, publishes = run(tmp_path / "undisturbed")
+    assert run(tmp_path / "dies", {(40, "after"): kill("ROLLOUT", 0)}) == (expected, publishes)
 
 
 @pytest.mark.parametrize("samples", [4, 6])

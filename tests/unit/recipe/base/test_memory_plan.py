@@ -311,7 +311,7 @@ def test_people_get_a_table_by_role_and_owner(monkeypatch, small):
     assert float(rows[1].split()[-1]) == 0.85 * 80, "a rollout takes its share, and no more"
     assert len({len(row) for row in rows}) == 1
     kept = plan(monkeypatch, small, uses, replace(ON_CUDA, weight_sync="cuda_ipc"), 80).lines()[-1]
-    assert kept == "  and 1.0 GB of weights that the actor keeps on the device for the rollout"
+    assert kept == "  and 2.0 GB of weights that the actor keeps on the device for the rollout"
 
 
 def test_what_is_not_known_is_said_and_not_refused(monkeypatch, small):

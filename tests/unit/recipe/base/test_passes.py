@@ -11,7 +11,7 @@ from half_billion import SIZES
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.model_shape import ModelShape
-from dlrover.python.rl.recipe.base import memory_plan
+from dlrover.python.rl.recipe.base import engine_workload, memory_plan
 from dlrover.python.rl.recipe.base.auto import complete_config
 from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare, TrainedWorkload
@@ -184,7 +184,7 @@ def test_engines_stay_on_a_device_that_has_room_for_all_of_them():
 
 @pytest.mark.usefixtures("half_billion")
 def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_a_copy():
-    """Of 1 GB, beside the 36.2 that the engines need."""
+    """Of 1 GB twice, beside the 36.2 that the engines need."""
 
     def kept(actors, rollouts):
         rows = {"longest": 512}
@@ -195,7 +195,8 @@ def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_
     one = [together(80)]
     assert kept(one, one)
     assert not kept([together(46)], [together(46)]) and stay([together(46)], [together(46)])
-    assert kept([together(47)], [together(47)])
+    assert not kept([together(47)], [together(47)]) and kept([together(48)], [together(48)])
+    assert not kept([one[0]._replace(opens=False)], one)
     assert not kept(one, [together(80, place="b")])
     assert not kept(2 * one, one) and not kept(one, 2 * one) and not kept(one, []) and not kept([None], [None])
 
@@ -205,6 +206,7 @@ def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_
     ("gigabytes", "weight_sync", "expected"),
     [
         (80, "auto", (False, "cuda_ipc")),
+        (80, "auto, engines stay", (False, "cuda_ipc")),
         (80, "pull", (False, "pull")),
         (47, "auto", (False, "auto")),
         (47, "cuda_ipc", (True, "cuda_ipc")),
@@ -214,7 +216,8 @@ def test_weights_that_stay_count_for_engines_that_stay(gigabytes, weight_sync, e
     uses = {ACTOR: ModelUse("trained", "m", longest=512), ROLLOUT: ModelUse("rollout", "m", longest=512)}
     trainer = SimpleNamespace(actor_handles={ACTOR: [None], ROLLOUT: [None]}, model_uses=lambda cfg, sizes: uses)
     trainer.RG_ACTOR, trainer.RG_ROLLOUT = Group(together(gigabytes)), Group(together(gigabytes))
-    engine = {"rollout": "torch", "precision": "bf16", "weight_sync": weight_sync}
+    engine = {"rollout": "torch", "precision": "bf16", "weight_sync": weight_sync.partition(",")[0]}
+    engine |= {"offload": False} if "stay" in weight_sync else {}
     engine |= {"max_tokens_per_microbatch": 16384, "gradient_checkpointing": False}
     found = choose_passes(trainer, complete_config(SFTConfig, {**GIVEN, "engine": engine}, "GPU"))
     assert (found.offload, found.weight_sync) == expected
@@ -276,4 +279,6 @@ def test_a_member_says_which_device_it_has():
 def test_a_member_says_what_is_free_on_its_device(monkeypatch):
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: {"cuda:1": (2e9, 3e9)}[device])
-    assert TrainedWorkload(None, {}).device_share(EngineConfig(device="cuda:1", device_memory_gb=3)).free == 2e9
+    monkeypatch.setattr(engine_workload, "shares_memory", {"cuda:1": False}.__getitem__)
+    share = TrainedWorkload(None, {}).device_share(EngineConfig(device="cuda:1", device_memory_gb=3))
+    assert (share.free, share.opens) == (2e9, False)

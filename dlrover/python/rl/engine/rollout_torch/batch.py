@@ -178,9 +178,9 @@ class ContinuousBatch:
 
     def _drop_step(self) -> None:
         """Forget the step that was begun ahead; its tokens are generated again."""
-        if self._ahead is not None:
-            self._ahead.wait()  # waits: for a step on the device, which reads what may be freed next
-            self._ahead = None
+        step, self._ahead = self._ahead, None
+        if step is not None:
+            step.wait()  # waits: for a step on the device, which reads what may be freed next
 
     def _draws(self, after: int = 0) -> list[_Draw]:
         """Of all active requests, for the step that comes ``after`` others."""

@@ -14,7 +14,7 @@
 A ticket has the weights' version, names, shapes and address: a few dozen bytes per tensor, which is all that passes
 through the trainer. Behind the bytes the sender puts a :class:`Seal`. ``receive`` returns a whole version, assembled in
 host memory and compared with the seal, or raises: an engine never sees a part, and a device holds at most a bucket, and
-the matrix to which adapters are being added.
+the matrix to which adapters are being added. With ``cuda_ipc`` versions are on the device instead, whole.
 """
 
 import inspect
@@ -149,7 +149,7 @@ class Ticket:
 
 
 class Seal(NamedTuple):
-    """What a sender adds behind the weights: the CRC-32 of each tensor in the order of the table, and the stamp."""
+    """What a sender adds behind the weights: a CRC-32 of each tensor in the order of the table, and the stamp."""
 
     crcs: tuple[int, ...]
     stamp: WeightStamp

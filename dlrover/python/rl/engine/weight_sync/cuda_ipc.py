@@ -8,8 +8,9 @@ they are in the sender's own process.
       version 7, on the device
         <-- a connection, for as long as it reads --
         -- a handle of the memory, and the seal -->   fingerprints it there, compares, and copies it to its own weights
+      version 8, on the device
 
-Neither side waits for the other. A version that is being read is not overwritten: the next one takes other memory. If
+Neither side waits for the other. A version that is being read is not overwritten: a later one takes other memory. If
 the sender no longer has a version, receivers raise :class:`~dlrover.python.rl.common.errors.WeightsLost`. A host stands
 in for a device, with memory that its processes share.
 """
@@ -22,7 +23,6 @@ import struct
 import threading
 import weakref
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -31,7 +31,7 @@ from uuid import uuid4
 import torch
 from torch.multiprocessing.reductions import reduce_tensor
 
-from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, WeightsLost
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.weight_sync.base import (
@@ -58,8 +58,13 @@ from dlrover.python.rl.engine.weight_sync.weight_server import (
 )
 
 _LENGTH = struct.Struct("<I")
-_NOTHING = "-" * ID_BYTES
-"""In a request: the receiver has no memory of this sender open."""
+_ASK = b"?"
+"""From a receiver that has not yet opened the memory of a version."""
+
+_KEPT = 2
+"""Versions that a sender keeps: a step may send two, and a member that is replaced in it receives both again."""
+
+_GONE = "is not there: the sender has gone on, or sent nothing"
 
 _shelves: "weakref.WeakValueDictionary[str, _Shelf]" = weakref.WeakValueDictionary()
 """Of this process's senders, by the names in their tickets."""
@@ -67,7 +72,7 @@ _shelves: "weakref.WeakValueDictionary[str, _Shelf]" = weakref.WeakValueDictiona
 
 class CudaIpcTransport(SenderBase):
     """Implements ``WeightTransport``. Any number of receivers on the sender's ``device``, at any time; a version stays
-    until the next one. The device has room for another copy of the weights."""
+    until the second after it. The device has room for two more copies of the weights."""
 
     sends_adapters_alone = True
 
@@ -76,7 +81,7 @@ class CudaIpcTransport(SenderBase):
         self._shelf = _Shelf(self.settings.memory or DeviceMemory(self.settings.device), self.settings.name)
         self._server: WeightServer | None = None
         self._name = ""
-        self._opened: tuple[str, Any] = _NOTHING, None  # the memory of a sender in another process, and its id
+        self._opened_of, self._opened = "", dict[str, Any]()  # memory of a sender in another process, by its id
 
     # -- the sender ---------------------------------------------------------------------------------------------------
 
@@ -101,22 +106,23 @@ class CudaIpcTransport(SenderBase):
             self._shelf.expect("")
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
-        buffer = self._shelf.take(ticket.table)
+        buffer = self._shelf.take(ticket)
         for offset, piece in pieces:
             buffer.flat[offset : offset + len(piece)].copy_(piece)
         seal = Seal.of(ticket, device_fingerprints(ticket.table, buffer.flat))
-        self._shelf.put(ticket.id, buffer, seal)
+        self._shelf.put(ticket, seal)
         return seal.stamp
 
     # -- the receivers ------------------------------------------------------------------------------------------------
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        """See ``WeightTransport``. Raises ``WeightsLost`` if the sender lacks them, or does not answer. The snapshot is
-        on the device, and its memory the sender's: to be dropped before the next version."""
+        """See ``WeightTransport``. Raises ``WeightsLost`` if the sender lacks them, or does not answer, ``EngineError``
+        if its memory cannot be opened here. The snapshot is on the device, in the sender's memory: while there are
+        references to it, a version to come takes other memory."""
         refuse_adapters(ticket)
         here = _identify(self.settings.device)
         if ticket.address["device"] != here:
-            raise WeightSyncError(
+            raise EngineError(
                 f"{ticket} is on the device {ticket.address['device']}, and {self.settings.name} on {here}:"
                 " engine.weight_sync 'pull' reaches it"
             )
@@ -137,7 +143,7 @@ class CudaIpcTransport(SenderBase):
         if shelf is not None:
             found = shelf.open(ticket.id, self.settings.timeout_s)
             if found is None:
-                raise WeightsLost(f"{ticket} is not there: the sender has gone on, or sent nothing")
+                raise WeightsLost(f"{ticket} {_GONE}")
             return found[0].flat, found[1], partial(shelf.close_one, found[0])
         connection = connect_on_host(ticket.address["on_device"], self.settings.timeout_s)
         if connection is None:
@@ -152,21 +158,22 @@ class CudaIpcTransport(SenderBase):
         return flat, seal, connection.close
 
     def _request(self, ticket: Ticket, connection: socket.socket) -> tuple[Any, Seal]:
-        opened, flat = self._opened
-        connection.sendall((ticket.id + opened).encode("ascii"))
+        connection.sendall(ticket.id.encode("ascii"))
         if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
-            raise WeightsLost(f"{ticket} is not there: the sender has gone on, or sent nothing")
-        (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
-        identity, handle, seal = pickle.loads(read_exactly(connection, length))  # of a process of this user
-        if identity != opened:
-            self._opened = _NOTHING, None  # before another one is opened
-            flat = _open_memory(handle)
-            self._opened = identity, flat
-        return flat, seal
+            raise WeightsLost(f"{ticket} {_GONE}")
+        identity, seal = _receive(connection)
+        if self._opened_of != ticket.address["on_device"]:
+            self._opened_of, self._opened = ticket.address["on_device"], {}
+        if identity not in self._opened:
+            connection.sendall(_ASK)
+            handle, fault = _receive(connection)
+            self._opened = dict(list(self._opened.items())[1 - _KEPT :])  # before another one is opened
+            self._opened[identity] = _open_memory(handle, fault, ticket)
+        return self._opened[identity], seal
 
     def close(self) -> None:
         self._shelf.close()
-        self._opened = _NOTHING, None
+        self._opened_of, self._opened = "", {}
         if self._server is not None:
             self._server.close()
             self._server = None
@@ -218,10 +225,24 @@ class _Buffer:
         return reduce_tensor(self.flat) if self._descriptor is None else f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
-def _open_memory(handle: Any) -> Any:
+def shares_memory(device: str) -> bool:
+    """Return True if this process can let others open memory of a CUDA device."""
+    try:
+        reduce_tensor(torch.zeros(1, device=device))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _open_memory(handle: Any, fault: str, ticket: Ticket) -> Any:
     if not isinstance(handle, str):
-        rebuild, arguments = handle
-        return rebuild(*arguments)
+        try:
+            if not fault:
+                rebuild, arguments = handle
+                return rebuild(*arguments)
+        except RuntimeError as error:
+            fault = str(error).splitlines()[0]
+        raise EngineError(f"{ticket} cannot be opened by CUDA IPC, use engine.weight_sync 'pull': {fault}")
     descriptor = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
     try:
         return _map_tensor(descriptor)
@@ -234,14 +255,14 @@ def _map_tensor(descriptor: int) -> Any:
 
 
 class _Shelf:
-    """A sender's version, and who reads it. Thread safe."""
+    """A sender's last versions, and who reads them. Thread safe."""
 
     def __init__(self, memory: DeviceMemory, owner: str) -> None:
         self._memory, self._owner = memory, f"weight sync of {owner}"
         self._changed = threading.Condition()
         self._expected = ""
-        self._buffer: _Buffer | None = None
-        self._version: tuple[str, Seal] | None = None  # in the buffer: the ticket's id, and the seal
+        self._versions: dict[str, tuple[_Buffer, Seal]] = {}  # by the tickets' ids
+        self._taken: _Buffer | None = None
 
     def expect(self, ticket_id: str) -> None:
         """Let receivers of this ticket wait until it is there; "": of none."""
@@ -249,33 +270,35 @@ class _Shelf:
             self._expected = ticket_id
             self._changed.notify_all()
 
-    def take(self, table: WeightTable) -> _Buffer:
-        """Memory for the next version; the one before is no longer given."""
+    def take(self, ticket: Ticket) -> _Buffer:
+        """Memory for the ticket's version, in place of the one before the last."""
         with self._changed:
-            self._version = None
-            buffer = self._buffer
-            if buffer is None or buffer.readers or buffer.table != table:
-                self._buffer = buffer = None  # before another one is allocated
-                self._buffer = buffer = _Buffer(table, self._memory, self._owner)
-            return buffer
+            sent_before = self._versions.pop(ticket.id, None)
+            free = [found for found in (self._taken, sent_before and sent_before[0]) if found is not None]
+            self._taken = None
+            while len(self._versions) >= _KEPT:
+                free.append(self._versions.pop(next(iter(self._versions)))[0])
+            usable = [buffer for buffer in free if not buffer.readers and buffer.table == ticket.table]
+            free.clear()  # before more is allocated
+            self._taken = usable[0] if usable else _Buffer(ticket.table, self._memory, self._owner)
+            return self._taken
 
-    def put(self, ticket_id: str, buffer: _Buffer, seal: Seal) -> None:
+    def put(self, ticket: Ticket, seal: Seal) -> None:
+        """The memory that was taken has the ticket's version."""
         with self._changed:
-            if buffer is self._buffer:
-                self._version = ticket_id, seal
+            if self._taken is not None:
+                self._versions[ticket.id] = self._taken, seal
+            self._taken = None
             self._changed.notify_all()
 
     def open(self, ticket_id: str, timeout_s: float) -> tuple[_Buffer, Seal] | None:
         """The ticket's version, until :meth:`close_one`; None if it is not there."""
         with self._changed:
-            self._changed.wait_for(lambda: self._has(ticket_id) or ticket_id != self._expected, timeout_s)
-            if self._version is None or self._buffer is None or not self._has(ticket_id):
-                return None
-            self._buffer.readers += 1
-            return self._buffer, self._version[1]
-
-    def _has(self, ticket_id: str) -> bool:
-        return self._version is not None and self._version[0] == ticket_id
+            self._changed.wait_for(lambda: ticket_id in self._versions or ticket_id != self._expected, timeout_s)
+            found = self._versions.get(ticket_id)
+            if found is not None:
+                found[0].readers += 1
+            return found
 
     def close_one(self, buffer: _Buffer) -> None:
         with self._changed:
@@ -283,24 +306,39 @@ class _Shelf:
 
     def close(self) -> None:
         with self._changed:
-            self._expected, self._buffer, self._version = "", None, None
+            self._expected, self._taken = "", None
+            self._versions.clear()
             self._changed.notify_all()
 
 
 def _serve(connection: socket.socket, shelf: _Shelf, timeout_s: float) -> None:
     """Lend a receiver of another process the version that it names, until it closes the connection."""
-    request = read_exactly(connection, 2 * ID_BYTES).decode("ascii", "replace")
-    found = shelf.open(request[:ID_BYTES], timeout_s)
+    found = shelf.open(read_exactly(connection, ID_BYTES).decode("ascii", "replace"), timeout_s)
     if found is None:
         connection.sendall(MISSING)
         return
     buffer, seal = found
     try:
-        handle = None if request[ID_BYTES:] == buffer.id else buffer.handle()
-        message = pickle.dumps((buffer.id, handle, seal))
-        connection.sendall(AVAILABLE + _LENGTH.pack(len(message)) + message)
+        connection.sendall(AVAILABLE)
+        _send(connection, (buffer.id, seal))
         connection.settimeout(None)
-        with suppress(OSError):
-            connection.recv(1)  # waits: until the receiver has read, or has ended
+        if connection.recv(1) == _ASK:  # waits: until the receiver asks or has read, or has ended
+            try:
+                handle, fault = buffer.handle(), ""
+            except RuntimeError as error:
+                handle, fault = None, str(error).splitlines()[0]
+            _send(connection, (handle, fault))
+            connection.recv(1)  # waits: likewise
     finally:
         shelf.close_one(buffer)
+
+
+def _send(connection: socket.socket, message: Any) -> None:
+    data = pickle.dumps(message)
+    connection.sendall(_LENGTH.pack(len(data)) + data)
+
+
+def _receive(connection: socket.socket) -> Any:
+    """A message of a process of this user."""
+    (length,) = _LENGTH.unpack(read_exactly(connection, _LENGTH.size))
+    return pickle.loads(read_exactly(connection, length))

@@ -72,6 +72,11 @@ def validate_train_engine(
         layout = Layout.of(members, sizes)
     except EngineError as error:
         return [*errors, ConfigError("config.engine.parallel", f"{error}: they are members of the {role}")]
+    if role == "actor" and members > 1 and engine.weight_sync == "cuda_ipc":
+        what = (
+            f"'cuda_ipc' needs one actor, which has the rollouts' device, and there are {members}: 'pull' needs nothing"
+        )
+        errors.append(ConfigError("config.engine.weight_sync", what))
     return [*errors, *(_find_base_errors(engine, layout) if role == "actor" else ())]
 
 

@@ -50,6 +50,7 @@ from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, set_random_state, use_device
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import shares_memory
 from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport, prepare_folder
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.memory_bytes import device_bytes
@@ -99,6 +100,7 @@ class DeviceShare(NamedTuple):
     in_turn: bool  # the others that are there have it one at a time with this one
     roles: tuple[str, ...] = ()  # of those
     free: float = math.inf  # bytes, before the engines are made
+    opens: bool = True  # another process can open this one's memory there, or needs not
 
 
 class EngineWorkload(BaseWorkload):
@@ -138,7 +140,9 @@ class EngineWorkload(BaseWorkload):
             return None
         place, in_turn = f"{socket.gethostname()}/{physical_device(device)}", self._shares_in_turn(device)
         free = float(torch.cuda.mem_get_info(device)[0]) if torch.cuda.is_available() else math.inf
-        return DeviceShare(place, nbytes, in_turn, tuple((self.get_device_collocation() or "").split(",")), free)
+        roles = tuple((self.get_device_collocation() or "").split(","))
+        opens = self._member.shares_process or not torch.cuda.is_available() or shares_memory(device)
+        return DeviceShare(place, nbytes, in_turn, roles, free, opens)
 
     @trainer_invocation(changes_state=False)
     def keep_passes(self, tokens: int, recompute: bool) -> tuple[int, bool]:

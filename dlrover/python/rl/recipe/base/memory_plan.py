@@ -73,9 +73,11 @@ class MemoryPlan:
         return shape_of(use.model, self.model_config if use.model == self.model else None)
 
     @property
-    def sent_bytes(self) -> float:
-        """Of the weights that a rollout serves, where they are known."""
-        return sum(bytes_of(shape, use, self.engine).weights for _, use, shape in self.known() if use.kind == "rollout")
+    def kept_bytes(self) -> float:
+        """Of the weights that an actor keeps on its device for a rollout with ``weight_sync: cuda_ipc``, where they are
+        known: two versions, or the model under adapters."""
+        sent = sum(bytes_of(shape, use, self.engine).weights for _, use, shape in self.known() if use.kind == "rollout")
+        return sent if self.engine.lora is not None else 2 * sent
 
     def size_passes(self) -> "MemoryPlan":
         """The same without ``auto`` for passes: the largest that fit every role that trains or evaluates."""
@@ -103,9 +105,9 @@ class MemoryPlan:
             rows.append([f"{role} x{use.members}", *map(_gb, values)])
         if not self.uses:
             return []
-        if self.engine.weight_sync == "cuda_ipc" and self.sent_bytes:
+        if self.engine.weight_sync == "cuda_ipc" and self.kept_bytes:
             notes.append(
-                f"  and {_gb(self.sent_bytes)} GB of weights that the actor keeps on the device for the rollout"
+                f"  and {_gb(self.kept_bytes)} GB of weights that the actor keeps on the device for the rollout"
             )
         of = "" if self.device_bytes is None else f" of {self.device_bytes / GB:,.0f}"
         head = ["", *(name.replace("_", " ") for name in _COLUMNS), "at most"]

@@ -31,9 +31,10 @@ _LOG = get_logger(__name__)
 
 
 def choose_passes(trainer: Any, cfg: Any) -> EngineConfig:
-    """``cfg.engine`` without ``auto`` for passes and offload."""
+    """``cfg.engine`` without ``auto`` for passes and offload, and for weight sync where it is not ``pull``."""
     engine: EngineConfig = cfg.engine
-    asks = engine.offload == AUTO and engine.device.startswith("cuda")
+    may_stay = engine.offload == AUTO or (engine.offload is False and engine.weight_sync == AUTO)
+    asks = may_stay and engine.device.startswith("cuda")
     if not has_auto_passes(engine) and not asks:
         return engine
     uses = trainer.model_uses(cfg, {role: len(handles) for role, handles in trainer.actor_handles.items()})
@@ -51,12 +52,13 @@ def choose_passes(trainer: Any, cfg: Any) -> EngineConfig:
     if not asks:
         return plan.engine
     others = {role for role in trainer.actor_handles if role not in asked and _uses_device(trainer, role)}
-    keeps = engine.weight_sync == "cuda_ipc"
-    stay = all_stay(plan, shares, others, plan.sent_bytes if keeps else 0.0)
-    if any(share.in_turn for found in shares.values() for share in found if share is not None):
-        _LOG.info("engines %s the devices that they share", "stay on" if stay else "leave")
-    engine = replace(plan.engine, offload=not stay)
-    if stay and engine.weight_sync == AUTO and weights_stay(plan, shares, others):
+    engine = plan.engine
+    if engine.offload == AUTO:
+        stay = all_stay(plan, shares, others, plan.kept_bytes if engine.weight_sync == "cuda_ipc" else 0.0)
+        if any(share.in_turn for found in shares.values() for share in found if share is not None):
+            _LOG.info("engines %s the devices that they share", "stay on" if stay else "leave")
+        engine = replace(engine, offload=not stay)
+    if not engine.offload and engine.weight_sync == AUTO and weights_stay(plan, shares, others):
         _LOG.info("new weights for the rollout stay on the device")
         return replace(engine, weight_sync="cuda_ipc")
     return engine
@@ -65,12 +67,13 @@ def choose_passes(trainer: Any, cfg: Any) -> EngineConfig:
 def weights_stay(
     plan: MemoryPlan, shares: Mapping[RLRoleType, Sequence[DeviceShare | None]], others: Collection[RLRoleType] = ()
 ) -> bool:
-    """Whether the weights between an actor and a rollout can be kept on their device: they have one, and it has room
-    for another copy where all engines stay."""
+    """Whether the weights between an actor and a rollout can be kept on their device: they have one, whose memory one
+    opens to the other, and it has room for them where all engines stay."""
     sides = [shares.get(role, ()) for role in (RLRoleType.ACTOR, RLRoleType.ROLLOUT)]
-    if [len(side) for side in sides] != [1, 1] or len({share and share.place for side in sides for share in side}) > 1:
+    members = [share for side in sides for share in side if share is not None and share.opens]
+    if [len(side) for side in sides] != [1, 1] or len(members) != 2 or len({share.place for share in members}) != 1:
         return False
-    return all_stay(plan, shares, others, plan.sent_bytes)
+    return all_stay(plan, shares, others, plan.kept_bytes)
 
 
 def _uses_device(trainer: Any, role: RLRoleType) -> bool:

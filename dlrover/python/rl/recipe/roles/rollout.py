@@ -97,9 +97,8 @@ class RolloutWorkload(EngineWorkload):
         """Fetch, verify and serve the actor's weights; older ones too, since a run that went back repeats a step.
         Raises ResultLost if the actor was replaced and no longer has them, WeightSyncError if they differ from those
         that were sent."""
-        # A shared device compares weights and adds adapters. A sender that waits for this one has it meanwhile.
-        needs_turn = self._stays and not waits_for_receivers(self._weights)
-        with self._bare_turn() if needs_turn else nullcontext():
+        # A shared device may compare weights and add adapters. A sender that waits for this one has it meanwhile.
+        with nullcontext() if waits_for_receivers(self._weights) else self._bare_turn():
             try:
                 weights = self._weights.receive(ticket)
             except WeightsLost as error:
