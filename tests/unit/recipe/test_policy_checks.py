@@ -2,15 +2,22 @@
 """What is wrong with a job of PPO or of distillation is said before it starts."""
 
 import json
+from dataclasses import replace
 
 import pytest
 from policy_jobs import policy_job, write_inputs
 
 from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.engine.api import registry
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.rm import RMTrainer
+from dlrover.python.rl.recipe.workloads import ActorWorkload, ScorerWorkload, ShardedReferenceWorkload
+
+ACTOR = RLRoleType.ACTOR
 
 
 def problems_of(job):
@@ -42,6 +49,44 @@ def problems_of(job):
 )
 def test_ppo(tmp_path, config, where, what):
     assert what in problems_of(policy_job(tmp_path, "ppo", **config))[where]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "role", "given", "needed"),
+    [
+        ("grpo", "actor", "ScorerWorkload", "ActorWorkload"),
+        ("grpo", "reward", "RolloutWorkload", "RewardWorkload"),
+        ("ppo", "critic", "ActorWorkload", "CriticWorkload"),
+        ("distill", "teacher", "ReferenceWorkload", "TeacherWorkload"),
+    ],
+)
+def test_a_class_of_another_role_is_refused_with_the_right_one(tmp_path, recipe, role, given, needed):
+    job = policy_job(tmp_path, recipe)
+    job.workloads[role.upper()] = replace(job.workloads[role.upper()], class_=given)
+    what = problems_of(job)[f"workload.{role}.class"]
+    assert what.startswith(f"{given} does what {given} does: ") and what.endswith(f"needs {needed}")
+
+
+def test_classes_of_users_and_their_subclasses_are_not_refused():
+    class Own(ActorWorkload):
+        pass
+
+    assert not [*GRPOTrainer.check_workloads({ACTOR: Own, RLRoleType("JUDGE"): Own, RLRoleType("CRITIC"): object})]
+    assert len([*RMTrainer.check_workloads({ACTOR: Own})]) == 1
+    assert not [*RMTrainer.check_workloads({ACTOR: ScorerWorkload, RLRoleType("REFERENCE"): ShardedReferenceWorkload})]
+
+
+@pytest.mark.parametrize(
+    ("keys", "hints"), [({"promt": "answer"}, 1), ({"level": "answer"}, 0), ({"answer": "answer"}, 0)]
+)
+def test_a_misspelt_name_of_a_column_is_refused(tmp_path, keys, hints):
+    data = {"train": str(tmp_path / "problems.jsonl"), "keys": keys}
+    job = policy_job(tmp_path, "grpo", data=data)
+    if not hints:
+        check_job(job, local=True)
+        return
+    (what,) = problems_of(job).values()
+    assert what == "data.keys: a row has no 'promt'; did you mean 'prompt'?"
 
 
 @pytest.mark.parametrize(

@@ -188,4 +188,4 @@ def _fault_of_all(pairs: SourceRows) -> str:
     return "in every row 'chosen' equals 'rejected': no pair is left to train on" if are_equal else ""
 
 
-PAIR_ROWS = RowReader(normalize_pair, (*_CONTEXT, *_SIDES), pair_prompt, _fault_of_all)
+PAIR_ROWS = RowReader(normalize_pair, (*_CONTEXT, *_SIDES), pair_prompt, _fault_of_all, names=(*_CONTEXT, *_SIDES))

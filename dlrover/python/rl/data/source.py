@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
 from dlrover.python.rl.common.hub import Lookup, current_lookup, hub_fault
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.jsonl import (
     NumberedRow,
     describe_unreadable,
@@ -168,6 +168,8 @@ class RowReader:
     """The prompt of a row, text or messages; rows of one prompt are held out together."""
     fault_of_all: Callable[[SourceRows], str] = lambda rows: ""
     """Why rows of the right form are of no use together; empty if they are of use."""
+    names: Collection[str] = ()
+    """The keys of a row that have a meaning."""
 
     def read(self, where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
         """Raise DataError if there are no rows, or wrong ones (the first 20 are named)."""
@@ -180,6 +182,10 @@ class RowReader:
 
     def _scan(self, where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
         rows, errors = scan_rows(where, keys, self.columns)
+        misspelt = [name for name in keys or () if name not in self.names and nearest(name, self.names)]
+        errors += [
+            ConfigError(str(where), f"data.keys: a row has no '{name}'{hint(name, self.names)}") for name in misspelt
+        ]
         checked, faults = normalize_rows(rows, self.normalize)
         if not errors and not faults and (fault := self.fault_of_all(checked)):
             faults = [ConfigError(str(where), fault)]

@@ -126,6 +126,11 @@ class BaseTrainer(ABC):
         return ()
 
     @classmethod
+    def check_workloads(cls, workloads: Mapping[RLRoleType, type[Any]]) -> Iterable[ConfigError]:
+        """Validate the classes of the roles for this trainer, before anything starts."""
+        return ()
+
+    @classmethod
     def complete_config(cls, config: Any, devices: str) -> Mapping[str, Any] | None:
         """The config with the default of every key that it lacks, which then is the job's; None: it has no schema.
 

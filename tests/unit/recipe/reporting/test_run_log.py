@@ -10,6 +10,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog, markdown_table
+from dlrover.python.rl.runtime.process import curve
 from dlrover.python.rl.runtime.process.curve import CURVES, redraw
 
 
@@ -203,6 +204,14 @@ def test_the_curve_of_a_run_that_ended_early_is_drawn_from_its_rows(tmp_path, na
     redraw(tmp_path)
     assert (tmp_path / file).read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_broken_library_leaves_a_run_without_a_curve(tmp_path, monkeypatch):
+    """As a Ctrl-C does that comes while it is imported."""
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1, "loss": 0.5}) + "\n")
+    monkeypatch.setattr(curve, "curve_png", lambda name, points: curve.no_such_attribute)
+    redraw(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_tensorboard_has_a_table_of_samples_in_the_first_step_and_every_few(tmp_path):

@@ -103,6 +103,11 @@ class ExampleTrainer(RecipeTrainer):
     def evaluation_metrics(cls, measured: Measured) -> dict[str, float]:
         return {f"eval/{name}": value for name, value in cls.metrics(measured).items()}
 
+    @classmethod
+    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
+        # The rows that are drawn are steps of this size.
+        return {**super().settings_of_state(config), "batch_size": config.get("batch_size")}
+
     def init(self) -> None:
         super().init()
         cfg = self.cfg

@@ -147,6 +147,15 @@ PHASES = {method: phase for phase, methods in _METHODS.items() for method in met
 """The phase of each workload method; a method that is not listed is a phase under its own name."""
 
 
+_RECIPE_CLASSES = {
+    RLRoleType.ROLLOUT: "RolloutWorkload",
+    RLRoleType.REFERENCE: "ReferenceWorkload",
+    RLRoleType.CRITIC: "CriticWorkload",
+    RLRoleType.REWARD: "RewardWorkload",
+    RLRoleType("TEACHER"): "TeacherWorkload",
+}
+
+
 class RecipeTrainer(BaseTrainer):
     """Base class of the recipes' trainers: checks the configuration, times the steps, and writes the run's files."""
 
@@ -336,6 +345,16 @@ class RecipeTrainer(BaseTrainer):
         places = [error.where for error in invalid]
         further = [answer(cls.config_class, error) for error in cls.find_errors(cfg, roles)]
         return [*invalid, *(error for error in further if not lies_in(error.where, places))]
+
+    @classmethod
+    def check_workloads(cls, workloads: Mapping[RLRoleType, type[Any]]) -> Iterable[ConfigError]:
+        """Classes of the library's own belong to certain roles; others are not known here."""
+        expected = {**_RECIPE_CLASSES, RLRoleType.ACTOR: "ScorerWorkload" if cls.bare_head else "ActorWorkload"}
+        for role, workload in workloads.items():
+            needed, own = expected.get(role), getattr(workload, "recipe_class", None)
+            if needed is not None and own not in (None, needed):
+                what = f"{workload.__name__} does what {own} does: {cls.__name__} needs {needed}"
+                yield ConfigError(f"workload.{role.lower()}.class", what)
 
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

@@ -33,6 +33,9 @@ _SENT_S = 2.0
 class ActorWorkload(TrainedWorkload):
     """ACTOR: trains the policy, and publishes its weights to the rollouts."""
 
+    recipe_class: ClassVar[str | None] = "ActorWorkload"
+    """The class of the recipes whose part this one has."""
+
     has_adapters = True
     _sending: "Future[WeightStamp | None] | None" = None
 
@@ -157,6 +160,7 @@ class ScorerWorkload(ActorWorkload):
     """ACTOR: trains a reward model, saved for ``AutoModelForSequenceClassification``. Its head has no bias, which pairs
     do not determine: rounding errors alone would move it."""
 
+    recipe_class = "ScorerWorkload"
     head: ClassVar[Head] = "token"
     head_bias: ClassVar[bool] = False
 
@@ -164,6 +168,7 @@ class ScorerWorkload(ActorWorkload):
 class CriticWorkload(TrainedWorkload):
     """CRITIC: a model with a head of one score, trained to predict the remaining reward."""
 
+    recipe_class: ClassVar[str | None] = "CriticWorkload"
     head: ClassVar[Head] = "token"
     optimizer_key = "critic.optimizer"
 

@@ -17,6 +17,7 @@ from dlrover.python.rl.trainer.workload import trainer_invocation
 class ReferenceWorkload(EngineWorkload):
     """REFERENCE: a frozen copy of the initial policy."""
 
+    recipe_class: ClassVar[str | None] = "ReferenceWorkload"
     sharded_class: ClassVar[str] = "ShardedReferenceWorkload"
     """The class of which each member holds a part."""
 
@@ -47,6 +48,7 @@ class ReferenceWorkload(EngineWorkload):
 class TeacherWorkload(ReferenceWorkload):
     """TEACHER, or another role that ``config.teachers`` names."""
 
+    recipe_class = "TeacherWorkload"
     sharded_class = "ShardedTeacherWorkload"
 
     @trainer_invocation(blocking=False)

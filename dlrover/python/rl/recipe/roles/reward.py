@@ -38,6 +38,8 @@ _LOG = get_logger(__name__)
 class RewardWorkload(BaseWorkload):
     """REWARD: calls a reward function, in processes that can be killed."""
 
+    recipe_class: ClassVar[str | None] = "RewardWorkload"
+
     uses_device: ClassVar[bool] = False
     """Nothing of it is on a device that its process may share."""
 
@@ -115,6 +117,8 @@ class ModelRewardWorkload(EngineWorkload):
 
     Prompt and completion are encoded like the pairs of its training, by its own tokenizer and chat template; the reward
     is the score of the last token."""
+
+    recipe_class: ClassVar[str | None] = "RewardWorkload"
 
     @classmethod
     def check_config(cls, config: Any) -> Iterable[ConfigError]:

@@ -54,6 +54,7 @@ class RolloutWorkload(EngineWorkload):
     No step depends on its state: each step first gives it the weights, and the list of its groups. Samples depend on
     those, the seed, the prompt's id and the sample's index."""
 
+    recipe_class = "RolloutWorkload"
     warmup = "warm_rollout"
 
     def init_model(self, model: str, engine: EngineConfig, rollout: RolloutConfig = _ONE_COMPLETION) -> str:

@@ -34,7 +34,7 @@ def redraw(folder: Path) -> None:
             replace(folder / CURVES[name], curve_png(name, points), DiskWait(limit_s=0.0, transient_s=0.0))
         except ImportError:
             pass
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001 - Ctrl-C may have left a half of matplotlib, and nothing needs the curve
             _LOG.warning("continuing without %s: %s", CURVES[name], error)
 
 

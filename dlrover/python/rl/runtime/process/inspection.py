@@ -109,6 +109,7 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
         if spec.num > 1:
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
+    errors += _validate_workloads(trainer, loaded)
     stateful = {str(role): num for role, num in roles.items() if role in loaded and is_stateful(loaded[role])}
     errors += _validate_resume(job, before, stateful, loaded, trainer) if len(methods) == len(roles) else []
     return Inspection(
@@ -192,6 +193,12 @@ def _ask_lines(question: Callable[[], Iterable[str]]) -> list[str]:
         return list(question())
     except Exception as error:  # noqa: BLE001 -- the user's code may raise anything, and nothing depends on it
         return [f"describe_config raised {type(error).__name__}: {error}"]
+
+
+def _validate_workloads(trainer: Any, loaded: Mapping[str, Any]) -> list[ConfigError]:
+    if trainer is None:
+        return []
+    return _ask("workload", partial(trainer.check_workloads, {RLRoleType(role): cls for role, cls in loaded.items()}))
 
 
 def _validate_resume(
