@@ -353,7 +353,9 @@ class RecipeTrainer(BaseTrainer):
         for role, workload in workloads.items():
             needed, own = expected.get(role), getattr(workload, "recipe_class", None)
             if needed is not None and own not in (None, needed):
-                what = f"{workload.__name__} does what {own} does: {cls.__name__} needs {needed}"
+                name = workload.__name__
+                given = own if name == own else f"{name}, a kind of {own}"
+                what = f"{cls.__name__} needs {needed} here, not {given}"
                 yield ConfigError(f"workload.{role.lower()}.class", what)
 
     @classmethod
