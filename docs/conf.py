@@ -56,7 +56,7 @@ nitpick_ignore_regex = [
     ),
     (r"py:.*", r"(\w+ \| )?(\w+\[)+(str|int)"),
     (r"py:class", r"Literal\[.*"),
-    (r"py:class", r"dlrover\..*\.(SampleDataset|LoadedSample|InvocationOptions|ResultFiles)"),
+    (r"py:class", r"dlrover\..*\.(SampleDataset|LoadedSample|\w+Options|ResultFiles)"),
     (r"py:class", r"(\\n|\n)"),  # a line's end that stands in a default value
 ]
 
