@@ -116,7 +116,7 @@ class RunningRequest:
         return uniforms(self.seed, *self.request.key, self.sampling.max_new_tokens).tolist()
 
     def next_uniform(self, after: int = 0) -> float:
-        """Of the token that comes ``after`` so many others."""
+        """Of the token that ``after`` others come before."""
         return self.uniform[len(self.tokens) + after]
 
     def append(self, token: int, logprob: float, version: int) -> None:

@@ -60,7 +60,7 @@ def cut(logprobs: Any, top_k: int | None, top_p: float) -> Any:
 
 
 _WHOLE, _BLOCK = 4096, 512
-"""Up to how many tokens the distribution is summed in one pass; beyond that in blocks of so many, side by side."""
+"""Tokens up to which the distribution is summed in one pass; beyond that in blocks of the second, side by side."""
 
 _BELOW_ONE = 1.0 - 2.0**-53
 

@@ -105,7 +105,7 @@ class ExampleTrainer(RecipeTrainer):
 
     @classmethod
     def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
-        # The rows that are drawn are steps of this size.
+        # Its place in the rows is a number of steps of this size.
         return {**super().settings_of_state(config), "batch_size": config.get("batch_size")}
 
     def init(self) -> None:
