@@ -71,7 +71,7 @@ def test_the_cursor_of_a_job_names_its_keys_and_what_the_run_was_begun_with():
     assert seed == "config.seed: 3, but the run was begun with 1: go on with that, or begin another run"
     JobCursor("moved.jsonl", 4, 8, seed=1, total=9).load_state_dict(state)
     del state["source"]
-    with pytest.raises(DataError, match="begun with 'new.jsonl', which had 4"):
+    with pytest.raises(DataError, match="config.data: .* begun with 4 of them: the file has changed"):
         JobCursor("new.jsonl", 5, 2, seed=1).load_state_dict(state)
 
 

@@ -84,6 +84,8 @@ def test_a_way_that_cannot_be_gone_is_refused_with_the_reason(cluster, target, w
 
 
 def test_a_misspelt_way_is_refused_with_the_nearest():
+    with pytest.raises(SessionError, match="weights have no way '3'; known: "):
+        choose(FourSlots(), [(0,)], [(1,)], 3)
     with pytest.raises(SessionError, match="weights have no way 'brodcast'; did you mean 'broadcast'"):
         choose(FourSlots(), [(0,)], [(1,)], "brodcast")
 

@@ -93,7 +93,7 @@ def choose_route(
             raise SessionError(f"weights have no way from {source.name} to {target.name}: {obstacles}")
         way = free[0]
     if way not in obstacles:
-        raise SessionError(f"weights have no way '{way}'{hint(way, WAYS)}")
+        raise SessionError(f"weights have no way '{way}'{hint(str(way), WAYS)}")
     if obstacles[way]:
         raise SessionError(f"weights cannot go from {source.name} to {target.name} by '{way}': {obstacles[way]}")
     at = {"broadcast": source.processes[0].address, "disk": str(Path(folder or "").absolute())}.get(way, "")

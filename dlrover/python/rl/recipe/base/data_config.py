@@ -82,8 +82,9 @@ class JobCursor(PromptCursor):
             return ConfigError("config.seed", f"{own['seed']}, but the run was begun with {was}: {advice}")
         if fault.where == "rows":
             source = state.get("source", self._source)  # states of earlier versions have none
-            what = (
-                f"'{self._source}' has {own['rows']} rows to train on, but the run was begun with '{source}', which had"
-            )
-            return ConfigError("config.data.train", f"{what} {was}: {advice}")
+            what = f"'{self._source}' has {own['rows']} rows to train on, but the run was begun with"
+            if source == self._source:
+                what = f"{what} {was} of them: the file has changed, or the part that is held out"
+                return ConfigError("config.data", f"{what}; {advice}")
+            return ConfigError("config.data.train", f"{what} '{source}', which had {was}: {advice}")
         return fault
