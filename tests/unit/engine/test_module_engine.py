@@ -278,7 +278,7 @@ def test_a_language_model_trains_alike_in_every_layout(found, expected, saved, l
     assert weights[0].keys() == plain.keys()
     far = {name: float((weights[0][name] - tensor).abs().max()) for name, tensor in plain.items()}
     # Of two steps of 1e-2 each; where a gradient is nearly 0, AdamW makes its rounding as large as others.
-    assert {name: size for name, size in far.items() if size > 1e-3} == {}
+    assert {name: size for name, size in far.items() if size > 4e-4} == {}
     assert versions == (2,) * WORLD
     assert all(torch.allclose(torch.tensor(one[0]), torch.tensor(logprobs[0][0]), atol=1e-5) for one in logprobs)
     loaded = AutoModelForCausalLM.from_pretrained(saved / f"{layout}-{vocabulary}", dtype=torch.float32)

@@ -46,7 +46,7 @@ def test_of_many_tokens_each_draw_inverts_the_sum_of_probabilities(vocabulary):
     assert torch.equal(logprobs, policy.gather(1, tokens[:, None]).squeeze(1))
 
 
-def test_of_many_tokens_nothing_without_probability_is_drawn_at_the_edges():
+def test_of_many_tokens_nothing_without_probability_is_sampled_at_the_edges():
     """The sum of a block may be rounded otherwise than its running sum."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.full((2000, 5000), -torch.inf)

@@ -14,8 +14,7 @@ from dlrover.python.rl.engine.weight_sync.collective import BroadcastTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
-from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
-from dlrover.python.rl.session.session import MEMORY, Members, Session
+from dlrover.python.rl.session.session import Members, Session
 
 Way: TypeAlias = Literal["shared memory", "broadcast", "disk", "device memory"]
 WAYS: tuple[Way, ...] = get_args(Way)
@@ -35,7 +34,7 @@ class Route:
     # "shared memory" of a node; "broadcast": by NCCL, or by gloo where engines share a device or have none; "disk":
     # files in a folder that both sides see; "device memory": a copy that the sender keeps on a device which both have.
     way: Way
-    session: str  # its id names the folder in the node's memory where the sides meet
+    session: str  # its id
     name: str  # of the sender and the receiver
     sinks: int  # ranks that receive
     at: str = ""  # of a broadcast the address of the sender's node, of files their folder
@@ -64,7 +63,7 @@ class Endpoints:
             is_leader=self._leads,
             receivers=route.sinks,
             address=route.at if route.way == "broadcast" else "127.0.0.1",
-            folder=Path(route.at) if route.way == "disk" else memory_root(MEMORY, route.session),
+            folder=Path(route.at) if route.way == "disk" else None,
             channel=route.name,
             device=device,
             memory=self._memory,

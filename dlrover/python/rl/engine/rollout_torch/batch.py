@@ -45,14 +45,13 @@ class _Step:
         chosen = [choose(part, draw.sampling, draw.uniform) for part, draw in zip(parts, draws, strict=True)]
         self._numbers = [draw.numbers for draw in draws]
         self._results = [(_to_host(tokens), _to_host(logprobs)) for tokens, logprobs in chosen]
-        self.tokens = chosen[0][0] if len(chosen) == 1 else None
+        self.tokens: Any = chosen[0][0] if len(chosen) == 1 else None
         """Of the rows that are still in use, int64 ``[rows]`` on the device; None unless sampled in one call."""
         self._arrived = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
 
     def select(self, rows: Sequence[int]) -> None:
-        """Row ``i`` is now what ``rows[i]`` was."""
-        if self.tokens is not None:
-            self.tokens = self.tokens[to_device(torch.tensor(rows), self.tokens.device)]
+        """Row ``i`` is now what ``rows[i]`` was; for tokens that were sampled in one call."""
+        self.tokens = self.tokens[to_device(torch.tensor(rows), self.tokens.device)]
 
     def wait(self) -> None:
         if self._arrived is not None:

@@ -80,5 +80,5 @@ def device_fingerprints(table: WeightTable, flat: Any) -> list[int]:
 
 @cache
 def _factors(device: torch.device) -> Any:
-    drawn = np.random.Generator(np.random.Philox(key=1)).integers(-(1 << 63), 1 << 63, BLOCK_BYTES // 4)
-    return torch.from_numpy(drawn | 1).to(device)
+    random = np.random.Generator(np.random.Philox(key=1)).integers(-(1 << 63), 1 << 63, BLOCK_BYTES // 4)
+    return torch.from_numpy(random | 1).to(device)

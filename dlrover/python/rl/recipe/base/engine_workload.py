@@ -230,7 +230,6 @@ class EngineWorkload(BaseWorkload):
             f"{self.role}[{self.rank}]",
             is_leader=is_leader,
             address=self.torch_master_addr or "127.0.0.1",
-            folder=memory_root(*run_of(self.name)) / "weights" if "/" in self.name else None,
             channel="ACTOR",
             timeout_s=_PATIENCE_S,
             device=device,
