@@ -54,7 +54,13 @@ WAYS = {
 if find_spec("peft"):
     WAYS["adapters"] = settings(lora=LoraSettings(rank=4))
     if find_spec("bitsandbytes"):
-        WAYS["adapters beside 4 bits"] = settings(COPIES, lora=LoraSettings(rank=4, quantize_base="nf4"))
+        QUANTIZED = LoraSettings(rank=4, quantize_base="nf4")
+        WAYS["adapters beside 4 bits, copies"] = settings(COPIES, lora=QUANTIZED)
+        WAYS["adapters beside 4 bits, shards"] = settings(lora=QUANTIZED)
+        WAYS["adapters beside 4 bits, recomputed, bf16"] = settings(
+            lora=QUANTIZED, gradient_checkpointing=True, precision="bf16"
+        )
+        WAYS["adapters beside 4 bits, context"] = settings(CONTEXT, lora=QUANTIZED)
 
 
 @pytest.fixture(scope="module")
@@ -210,10 +216,14 @@ def test_adapters_are_sharded_too(two, model_path):
     assert_like_alone(model_path, WAYS["adapters"], two["adapters"])
 
 
-def test_copies_of_a_model_in_4_bits_train_the_same_adapters(two, model_path):
-    if "adapters beside 4 bits" not in two:
+@pytest.mark.parametrize("dimension", ["copies", "shards", "recomputed, bf16", "context"])
+def test_adapters_beside_4_bits_train_in_every_dimension(dimension, two, model_path):
+    name = f"adapters beside 4 bits, {dimension}"
+    if name not in two:
         pytest.skip("the extra 'lora' or 'bitsandbytes' is not installed")
-    assert_like_alone(model_path, WAYS["adapters beside 4 bits"], two["adapters beside 4 bits"])
+    alone = assert_like_alone(model_path, WAYS[name], two[name], tolerance=6 * CONFIG.lr if "bf16" in name else 1e-5)
+    if dimension != "copies":
+        assert all(rank["bytes"] <= 0.6 * alone["bytes"] for rank in two[name])
 
 
 # -- ranks that differ ------------------------------------------------------------------------------------------------

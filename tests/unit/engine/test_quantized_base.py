@@ -12,8 +12,6 @@ from safetensors.torch import load_file, save_file
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
-from dlrover.python.rl.engine.api.registry import find_layout_errors
-from dlrover.python.rl.engine.api.settings import Layout
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.fsdp2.quantized import BLOCK, QuantizedLinear
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -70,7 +68,7 @@ def bits(engine, dtype=None):
 
 def packed(engine):
     layers = [part for part in engine._model.module.modules() if isinstance(part, QuantizedLinear)]
-    return [(layer.weight.numpy().tobytes(), layer.scales.numpy().tobytes()) for layer in layers]
+    return [layer.weight.view(torch.uint8).numpy().tobytes() for layer in layers]
 
 
 @pytest.mark.usefixtures("bitsandbytes")
@@ -95,6 +93,29 @@ def test_matrices_of_layers_are_rounded_to_sixteen_values_a_block(model_path, pr
         assert not torch.equal(found[name], given)
 
 
+def quantized(weight, parts=1):
+    """A layer whose weight ranks divide, each of which has read its rows alone."""
+    with torch.device("meta"):
+        plain = torch.nn.Linear(weight.shape[1], weight.shape[0], bias=False)
+    layer = QuantizedLinear(plain, weight.dtype, parts).to_empty(device="cpu")
+    for part in range(parts):
+        layer.store(weight[layer.rows_of(part)], layer.weight.detach()[part : part + 1], part)
+    return layer
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(7, 48), (5, 80), (3, 5), (130, 72), (1, 16)])
+@pytest.mark.parametrize("parts", [2, 3, 8])
+def test_parts_of_a_matrix_make_the_same_one_and_none_is_larger_than_another(shape, precision, parts):
+    weight = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(precision)
+    one, divided = quantized(weight), quantized(weight, parts)
+    assert torch.equal(divided.restored(divided.weight), one.restored(one.weight))
+    blocks = -(-weight.numel() // BLOCK)
+    assert divided.weight.shape[0] == parts
+    assert divided.weight.nbytes == parts * -(-blocks // parts) * (BLOCK // 2 + 4)
+
+
 @pytest.mark.usefixtures("bitsandbytes")
 @pytest.mark.parametrize("precision", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", [(7, 48), (5, 80), (64, 32), (3, 5), (4, 64), (1, 16)])
@@ -103,15 +124,12 @@ def test_rows_of_any_length_are_restored_to_the_nearest_values_of_their_block(sh
 
     code, generator = get_4bit_type("nf4", device="cpu"), torch.Generator().manual_seed(0)
     weight = torch.randn(shape, generator=generator).to(precision)
-    with torch.device("meta"):
-        layer = QuantizedLinear(torch.nn.Linear(shape[1], shape[0], bias=False), precision)
-    layer = layer.to_empty(device="cpu")
-    layer.store(weight)
+    layer = quantized(weight)
     flat = torch.nn.functional.pad(weight.flatten().float(), (0, -weight.numel() % BLOCK)).view(-1, BLOCK)
     largest = flat.abs().amax(dim=1, keepdim=True)
     nearest = code[(flat / largest).unsqueeze(-1).sub(code).abs().argmin(dim=-1)] * largest
     expected = nearest.flatten()[: weight.numel()].view(shape)
-    restored = layer.restored(lambda tensor: tensor)
+    restored = layer.restored(layer.weight)
     assert torch.allclose(restored.float(), expected, atol=0.0, rtol=1e-6 if precision == torch.float32 else 2**-8)
     inputs = torch.randn(2, 3, shape[1], generator=generator).to(precision).requires_grad_()
     layer(inputs).float().square().sum().backward()
@@ -218,14 +236,6 @@ def test_its_adapters_may_be_trained_on_the_host(model_path):
     assert [step(engine, seed) for seed in range(3)] == [step(plain, seed) for seed in range(3)]
     assert bits(engine, torch.bfloat16) == bits(plain, torch.bfloat16)
     assert "optimizer" not in engine.footprint()
-
-
-def test_ranks_that_divide_the_model_are_refused():
-    layouts = [Layout(ddp=4), Layout(), Layout(shard=2), Layout(2, 2), Layout(2, context=2), Layout(2, tensor=2)]
-    found = [find_layout_errors(LORA, layout) for layout in layouts]
-    assert [len(errors) for errors in found] == [0, 0, 1, 1, 1, 1]
-    assert found[3] == ["a quantized base cannot be divided: parallel.ddp_size is 2, and must be 4"]
-    assert find_layout_errors(replace(LORA, quantize_base=None), Layout(shard=2)) == []
 
 
 def test_without_bitsandbytes_or_with_an_old_one_the_extra_is_named(model_path, monkeypatch):

@@ -18,10 +18,7 @@ from recipe_jobs import grpo_job  # noqa: E402
 from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
 from dlrover.python.rl.config.plain import to_plain  # noqa: E402
 from dlrover.python.rl.control.state import Phase  # noqa: E402
-from dlrover.python.rl.engine.api.base import LoraSettings  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402
-from dlrover.python.rl.recipe.base.checks import validate_train_engine  # noqa: E402
-from dlrover.python.rl.recipe.base.config import EngineConfig  # noqa: E402
 from dlrover.python.rl.recipe.grpo import (
     GRPOTrainer,  # noqa: E402
 )
@@ -169,12 +166,12 @@ def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind,
     assert found[f"config.engine.{kind}"] == f"'{engine}' is not installed: pip install 'dlrover-rl[{engine}]'"
 
 
-def test_a_base_in_4_bits_is_whole_on_every_member_and_moments_in_8_bits_need_the_same_extra(tmp_path, monkeypatch):
+def test_ranks_may_divide_a_base_in_4_bits_which_needs_the_extra_of_moments_in_8_bits(tmp_path, monkeypatch):
     where, job = "config.engine.lora.quantize_base", ["workload.actor.num=2", "+engine.lora={quantize_base: nf4}"]
-    found = problems_of(tmp_path, *job, "+engine.parallel={ddp_size: 1}")
-    assert found[where] == "a quantized base cannot be divided: parallel.ddp_size is 1, and must be 2"
-    elsewhere = EngineConfig(device="cuda", lora=LoraSettings(quantize_base="nf4"))
-    assert validate_train_engine(elsewhere, members=4) == []
+    for sizes in ("{ddp_size: 1}", "{ddp_size: 2}", "{context_parallel_size: 2}"):
+        assert problems_of(tmp_path, *job, f"+engine.parallel={sizes}") == {}
+    (problem,) = problems_of(tmp_path, *job, "+engine.parallel={tensor_parallel_size: 2}").values()
+    assert problem == "adapters cannot be split: tensor_parallel_size is 2, and must be 1"
 
     def absent_version(name):
         raise PackageNotFoundError(name)

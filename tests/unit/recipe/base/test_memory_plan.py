@@ -36,6 +36,14 @@ def small():
     return ModelShape.of(AutoConfig.for_model("qwen2", **SIZES))
 
 
+@pytest.fixture(scope="module")
+def large():
+    """The shape of Qwen2.5-72B."""
+    sizes = {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64}
+    others = {"num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False}
+    return ModelShape.of_dense({"model_type": "qwen2", **SIZES, **sizes, **others})
+
+
 def test_a_shape_is_that_of_the_model(small):
     assert small.parameters == 494_032_768
     assert (small.layers, small.hidden, small.queries, small.keys, small.vocabulary) == (24, 896, 896, 128, 151936)
@@ -158,8 +166,24 @@ def test_of_a_base_in_4_bits_one_matrix_at_a_time_is_whole(monkeypatch, small):
     assert larger.weights - found.weights == (2 - 0.5625) * matrices
     assert (larger.gathered, found.gathered) == (0, 2 * 896 * 4864)
     assert bytes_of(small, use, ON_CUDA) == found, "its members hold copies unless engine.parallel says otherwise"
-    (error,) = plan(monkeypatch, small, {ACTOR: use}, copies, 1).find_errors()
-    assert error.what.endswith("no setting here makes it fit")
+    divided = bytes_of(small, use, replace(ON_CUDA, parallel=ParallelSizes()))
+    layer = 2 * (small.layer - matrices / 24) + 0.5625 * matrices / 24
+    assert (divided.weights, divided.gradients) == (found.weights / 2 - found.gradients / 4, found.gradients / 2)
+    assert divided.gathered == 2 * layer + 2 * small.outside + 2.5 * 896 * 4864
+
+
+def test_a_base_in_4_bits_that_does_not_fit_is_divided(monkeypatch, large):
+    def change(members, gigabytes, engine=ON_CUDA):
+        use = ModelUse("trained", "", members, lora=LoraSettings(quantize_base="nf4"), longest=2048)
+        engine = replace(engine, gradient_checkpointing=True, max_tokens_per_microbatch=4096)
+        (error,) = plan(monkeypatch, large, {ACTOR: use}, engine, gigabytes).find_errors()
+        return error.what.rpartition("it fits with ")[-1]
+
+    assert change(2, 48) == change(2, 48, replace(ON_CUDA, parallel=ParallelSizes(ddp_size=2)))
+    assert change(2, 48) == "engine.parallel.ddp_size=1"
+    assert change(1, 48) == "engine.parallel.ddp_size=1 workload.actor.num=2"
+    assert change(2, 24) == "engine.parallel.ddp_size=1 workload.actor.num=8"
+    assert change(2, 24, replace(ON_CUDA, parallel=ParallelSizes())) == "workload.actor.num=8"
 
 
 def test_recomputed_activations_are_those_of_one_layer_and_each_layers_input(small):

@@ -13,7 +13,7 @@ from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineEr
 from dlrover.python.rl.common.extensions import ExtensionPoint, load_object
 from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.engine.api.base import LoraSettings
-from dlrover.python.rl.engine.api.settings import Layout, OptimizerConfig, ParallelSizes
+from dlrover.python.rl.engine.api.settings import OptimizerConfig, ParallelSizes
 
 T = TypeVar("T")
 
@@ -181,14 +181,6 @@ def find_train_errors(  # noqa: PLR0913 -- what is asked of it
     if lora is not None and lora.quantize_base is not None and not info.quantizes:
         errors.append(f"{name} has models in full only here: lora.quantize_base needs fsdp2")
     return errors
-
-
-def find_layout_errors(lora: LoraSettings | None, layout: Layout) -> list[str]:
-    """What ranks cannot divide as this layout does."""
-    ranks = layout.world_size
-    if lora is None or lora.quantize_base is None or layout.ddp == ranks:
-        return []
-    return [f"a quantized base cannot be divided: parallel.ddp_size is {layout.ddp}, and must be {ranks}"]
 
 
 def find_optimizer_errors(

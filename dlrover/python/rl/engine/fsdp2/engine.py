@@ -11,7 +11,6 @@ import torch
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TokenLoss, TrainSettings
-from dlrover.python.rl.engine.api.registry import find_layout_errors, raise_engine_errors
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.cpu_kernels import install_cpu_kernels
 from dlrover.python.rl.engine.fsdp2 import INFO, Fsdp2Options
@@ -79,7 +78,7 @@ class Fsdp2Backend(ShardedBackend):
             install_cpu_kernels(module, attention.packed_attention)
         if settings.lora is not None:
             if settings.lora.quantize_base is not None:
-                quantize_linear_layers(module, DTYPES[settings.precision])
+                quantize_linear_layers(module, DTYPES[settings.precision], grid.shard_size)
             add_adapters(module, settings.lora)
         prepare_training(module, config is not None, settings.gradient_checkpointing)
         if options.compile_layers:
@@ -162,7 +161,10 @@ class Fsdp2Backend(ShardedBackend):
 
     def _whole(self, shard: ParameterShard, dtype: Any = None) -> Any:
         if shard.quantized is not None:
-            return shard.quantized.restored(self.parked.locate)
+            packed = self.parked.locate(shard.master)
+            if shard.sharded:
+                packed = shard.whole(packed.to(self._settings.device), self.shards.grid)
+            return shard.quantized.restored(packed)
         copy, local = self.parked.locate(to_local_tensor(shard.parameter)), self.parked.locate(shard.master)
         if copy.dtype in (dtype, local.dtype):  # the same values, on the device
             local = copy
@@ -237,7 +239,6 @@ class Fsdp2TrainEngine(BackendTrainEngine):
         ranks = Ranks.connect(rendezvous, settings.device)
         with ranks.close_on_failure():
             self._grid = Grid.of(ranks, settings.parallel, settings.device)
-            raise_engine_errors(find_layout_errors(settings.lora, self._grid.layout))
         self.layout = self._grid.layout
         return ranks
 

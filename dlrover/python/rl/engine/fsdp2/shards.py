@@ -66,6 +66,10 @@ class Grid:
     def shard_size(self) -> int:
         return self.layout.shard * self.layout.context
 
+    @property
+    def shard_rank(self) -> int:
+        return self.place.shard * self.layout.context + self.place.context
+
 
 @dataclass(eq=False)
 class ParameterShard:
@@ -84,6 +88,7 @@ class ParameterShard:
     summed: bool = False  # its gradients on the ranks of `Grid.tensors` add up
     on_host: bool = False  # the master and the step are in the host's memory, wherever the parameter is
     quantized: QuantizedLinear | None = None  # the layer whose frozen weight it is; parameter and master are packed
+    part: int = 0  # of a quantized weight, on this rank
     _gradient: Any = None  # of a master on the host, where the parameter is
     _handed_over: Any = None  # the same on the host; kept, since new memory is slow
 
@@ -117,22 +122,23 @@ class ParameterShard:
         if self.quantized is None:
             self.master.copy_(part)
         else:
-            self.quantized.store(part)
+            self.quantized.store(part, self.master, self.part)
 
     def ranges(self, grid: Grid) -> Ranges:
-        """This rank's part of the whole parameter."""
+        """This rank's part of the whole parameter; of a quantized one the rows that it lies in."""
+        if self.quantized is not None:
+            return self.quantized.rows_of(self.part), slice(None)
         bounds = [(0, size) for size in self.shape]
         if self.tensor_dim is not None:
             bounds[self.tensor_dim] = _chunk(bounds[self.tensor_dim], grid.layout.tensor, grid.place.tensor)
         if self.sharded:
-            rank = grid.place.shard * grid.layout.context + grid.place.context
-            bounds[0] = _chunk(bounds[0], grid.shard_size, rank)
+            bounds[0] = _chunk(bounds[0], grid.shard_size, grid.shard_rank)
         return tuple(slice(*bound) for bound in bounds)
 
     def whole(self, local: Any, grid: Grid) -> Any:
         """The whole tensor of which each rank has a part like ``local``. A collective."""
         if self.sharded:
-            rows = self.shape[0] // (grid.layout.tensor if self.tensor_dim == 0 else 1)
+            rows = self.parameter.shape[0] // (grid.layout.tensor if self.tensor_dim == 0 else 1)
             # Divided as torch.chunk does: the last ranks may have fewer rows.
             local = gather_padded(local, -(-rows // grid.shard_size), grid.shards.get_group())[:rows]
         if self.tensor_dim is not None:
@@ -209,7 +215,8 @@ class Shards:
     def of(cls, module: Any, grid: Grid, summed: Collection[str], on_host: bool = False) -> "Shards":
         """Those of a module whose parameters are divided and allocated; the masters of trained ones may be
         ``on_host``."""
-        return cls(grid, tuple(_make_shard(module, names, summed, on_host) for names in list_aliases(module)))
+        names_of_each, part = list_aliases(module), grid.shard_rank
+        return cls(grid, tuple(_make_shard(module, names, summed, on_host, part) for names in names_of_each))
 
     def __iter__(self) -> Iterator[ParameterShard]:
         return iter(self.items)
@@ -255,12 +262,17 @@ class Shards:
             note_progress()
 
 
-def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on_host: bool) -> ParameterShard:
+def _make_shard(
+    module: Any, names: tuple[str, ...], summed: Collection[str], on_host: bool, part: int
+) -> ParameterShard:
     parameter = module.get_parameter(names[0])
     owner, _, last = names[0].rpartition(".")
     layer = module.get_submodule(owner)
     if isinstance(layer, QuantizedLinear) and last == "weight":
-        return ParameterShard(names[0], names, parameter, parameter, tuple(layer.shape), quantized=layer)
+        local, is_divided = to_local_tensor(parameter), isinstance(parameter, DTensor)
+        return ParameterShard(
+            names[0], names, parameter, local, tuple(layer.shape), is_divided, None, quantized=layer, part=part
+        )
     master = parameter if type(parameter) is torch.nn.Parameter else to_local_tensor(parameter)
     sharded, tensor_dim = False, None
     if isinstance(parameter, DTensor):

@@ -23,7 +23,7 @@ from dlrover.python.rl.runtime.process.heartbeat import Heartbeat
 from dlrover.python.rl.trainer.trainer import StepReport
 
 ADDRESS = "metrics.json"
-_KEPT_REPORTS = 10_000
+_KEPT_REPORTS = 1000  # some 15 kB each
 
 _LOG = get_logger(__name__)
 

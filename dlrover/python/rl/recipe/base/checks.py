@@ -24,7 +24,6 @@ from dlrover.python.rl.engine.api.registry import (
     ROLLOUT_ENGINES,
     TRAIN_ENGINES,
     engine_info,
-    find_layout_errors,
     find_optimizer_errors,
     find_rollout_errors,
     find_train_errors,
@@ -69,7 +68,7 @@ def validate_train_engine(
     shape = shape.with_score_head() if shape is not None and bare_head else shape
     errors += _find_adapter_errors(engine, engine.lora, shape) if role == "actor" and engine.lora is not None else []
     try:
-        layout = Layout.of(members, sizes)
+        Layout.of(members, sizes)
     except EngineError as error:
         return [*errors, ConfigError("config.engine.parallel", f"{error}: they are members of the {role}")]
     if role == "actor" and members > 1 and engine.weight_sync == "cuda_ipc":
@@ -77,24 +76,16 @@ def validate_train_engine(
             f"'cuda_ipc' needs one actor, which has the rollouts' device, and there are {members}: 'pull' needs nothing"
         )
         errors.append(ConfigError("config.engine.weight_sync", what))
-    return [*errors, *(_find_base_errors(engine, layout) if role == "actor" else ())]
+    return errors
 
 
 def _find_adapter_errors(engine: EngineConfig, lora: LoraSettings, shape: ModelShape | None) -> list[ConfigError]:
     faults = [] if lora.targets else ["names no layer: 'all-linear' is all of them but the output layer"]
     faults += [] if shape is None else shape.find_target_errors(lora)
     errors = [ConfigError("config.engine.lora.targets", fault) for fault in faults]
-    return errors + [ConfigError("config.engine.lora", fault) for fault in _find_absent(engine, require_peft)]
-
-
-def _find_base_errors(engine: EngineConfig, layout: Layout) -> list[ConfigError]:
-    """What a base in 4 bits lacks."""
-    if engine.lora is None or engine.lora.quantize_base is None:
-        return []
-    faults = _find_absent(engine, require_bitsandbytes)
-    if engine.parallel is not None:  # else each member holds a copy
-        faults += find_layout_errors(engine.lora, layout)
-    return [ConfigError("config.engine.lora.quantize_base", fault) for fault in faults]
+    errors += [ConfigError("config.engine.lora", fault) for fault in _find_absent(engine, require_peft)]
+    absent = _find_absent(engine, require_bitsandbytes) if lora.quantize_base is not None else []
+    return errors + [ConfigError("config.engine.lora.quantize_base", fault) for fault in absent]
 
 
 def _runs_here(engine: EngineConfig) -> bool:

@@ -12,7 +12,8 @@ in a pass::
                  with optimizer_on_host none of it, and w P of the weights where s is 1; 16 P / s are on the host,
                  and the largest tensor of the exchange has 4 bytes
     gathered     where s > 1: two layers and what lies outside of the layers, w bytes each; trained, also the gradients
-                 of one layer, in float32 too, and of the latter; with quantize_base the largest matrix of a layer
+                 of one layer, in float32 too, and of the latter; with quantize_base the largest matrix of a layer,
+                 and where s > 1 half a byte more of its numbers
     activations  t x layers x (8 + 4 w) hidden + w (2 queries + 2 keys + 4 intermediate), and with
                  gradient_checkpointing t x w hidden x layers; those of one layer are there after the logits, and
                  count as far as they are more (the gradient of the output layer may still be there)
@@ -110,7 +111,7 @@ def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedB
 
 
 def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, tokens: float) -> PlannedBytes:
-    sizes = _sizes(use, engine)
+    sizes = sizes_of(use, engine)
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
     shards = use.members // sizes.ddp_size
     gathers = shards > tensor * sizes.pipeline_parallel_size
@@ -118,25 +119,25 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
     master, copy = 0 if on_host and not gathers else 4, 0 if gathers or (width == 4 and not on_host) else width
     frozen = 0.0 if use.lora is None else _base(shape, use.lora, width)
     has_gradients = use.lora is None  # of layers; those of adapters are few
-    gathered = width * (2 * shape.layer + shape.outside)
+    gathered = 2 * _layer_of_base(shape, use, width) + width * shape.outside
     if has_gradients:
         gathered += width * (shape.layer + shape.outside) + 4 * shape.layer
-    restored = width * shape.hidden * max(shape.queries, shape.intermediate) if is_quantized(use) else 0
+    restored = shape.hidden * max(shape.queries, shape.intermediate) if is_quantized(use) else 0
     outer = (2 * width + 4) * shape.outside if gathers and has_gradients else 0
     logits = _logits(shape, width, tokens / context, tensor, trains=True)
     return PlannedBytes(
         (frozen + (master + copy) * changed) / shards,
         4 * changed / shards,
         0.0 if on_host else moment_bytes(use.optimizer, use.lora) * changed / shards,
-        gathered / tensor if gathers else restored,
+        gathered / tensor + (width + 0.5) * restored if gathers else width * restored,
         _activations(shape, width, tokens / context, tensor, logits if engine.recomputes else None),
         logits + (_head_gradient(shape, width, tokens / context, tensor) if has_gradients else 0),
         exchange=max(outer / tensor, (4 if on_host else width) * shape.tensor),
     )
 
 
-def _sizes(use: ModelUse, engine: EngineConfig) -> ParallelSizes:
-    """Of a model that is trained: the members hold copies of a quantized one, and shard others."""
+def sizes_of(use: ModelUse, engine: EngineConfig) -> ParallelSizes:
+    """Of a model that is trained: by default the members hold copies of a quantized one, and shard others."""
     return engine.parallel or ParallelSizes(ddp_size=use.members if is_quantized(use) else 1)
 
 
@@ -150,6 +151,12 @@ def _base(shape: ModelShape, lora: LoraSettings, width: int) -> float:
     if lora.quantize_base is None:
         return width * parameters
     return width * (parameters - shape.matrices) + _QUANTIZED * shape.matrices
+
+
+def _layer_of_base(shape: ModelShape, use: ModelUse, width: int) -> float:
+    """Bytes of one layer."""
+    matrices = shape.matrices / shape.layers if is_quantized(use) else 0
+    return width * (shape.layer - matrices) + _QUANTIZED * matrices
 
 
 def _changed(shape: ModelShape, use: ModelUse) -> float:
@@ -167,7 +174,7 @@ def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
     if use.kind != "trained" or not is_on_host(engine):
         return 0.0
     shape = shape.with_score_head() if use.head == "token" else shape
-    sizes = _sizes(use, engine)
+    sizes = sizes_of(use, engine)
     return (8 + moment_bytes(use.optimizer, use.lora)) * _changed(shape, use) * sizes.ddp_size / use.members
 
 

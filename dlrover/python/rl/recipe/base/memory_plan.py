@@ -30,6 +30,7 @@ from dlrover.python.rl.recipe.base.memory_bytes import (
     is_on_host,
     is_quantized,
     size_passes,
+    sizes_of,
 )
 from dlrover.python.rl.recipe.base.model_facts import parameters_of
 
@@ -198,8 +199,7 @@ def _alternatives(engine: EngineConfig, use: ModelUse, role: RLRoleType) -> Iter
     yield from ((changes, changed, use.members) for changes, changed in _smaller_passes(engine, use))
     if use.kind == "trained":
         yield from _on_host(engine, use)
-        if not is_quantized(use):  # whose members hold copies
-            yield from _more_members(engine, use, name, [], 2 * use.members)
+        yield from _divided(engine, use, name)
     elif use.sharded_class:
         change = [] if engine.shard_frozen else ["engine.shard_frozen=true", f"{name}.class={use.sharded_class}"]
         yield from _more_members(replace(engine, shard_frozen=True), use, name, change, max(use.members, 2))
@@ -221,6 +221,16 @@ def _on_host(engine: EngineConfig, use: ModelUse) -> Iterator[_Alternative]:
                 replace(changed, train_options=options),
                 use.members,
             )
+
+
+def _divided(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[_Alternative]:
+    """Between the members that there are, or more of them."""
+    sizes = sizes_of(use, engine)
+    if sizes.ddp_size == 1 and (engine.parallel is not None or not is_quantized(use)):
+        yield from _more_members(engine, use, name, [], 2 * use.members)
+        return
+    divided = replace(engine, parallel=replace(sizes, ddp_size=1))
+    yield from _more_members(divided, use, name, ["engine.parallel.ddp_size=1"], max(use.members, 2))
 
 
 def _more_members(
