@@ -169,7 +169,7 @@ BUGS = {
         "isinstance(error, WorkloadDied)])\n",
     ),
     "calls that took a lost result are not retried": Bug(
-        _DURABLE, "        for call in self.log.sort(lost):\n            self._retry(call, *lost[call])", "        pass"
+        _DURABLE, "        self._retry_all({**lost, **self._poll(self.log.all_calls())})", "        pass"
     ),
     "the source of a lost argument is not issued again": Bug(
         _DURABLE,

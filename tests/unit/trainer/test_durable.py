@@ -9,6 +9,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import (
     CallError,
+    CallSkipped,
     CheckpointCorrupt,
     InvocationError,
     InvocationTimeout,
@@ -191,6 +192,51 @@ def test_before_steps_a_loss_is_raised(port):
     port.inner.answers = [died()]
     with pytest.raises(WorkloadDied):
         submit(port, 0).result()
+
+
+def test_before_steps_a_call_after_one_that_failed_on_its_argument_is_made_again(port):
+    port.opened = False
+    port.log.begin_setup()
+    broken = InvocationError("no answer today", role="A", rank=1, method="fetch")
+    port.inner.answers = ["rows", broken, broken, CallSkipped("call (0, 1) has not run", **AT), "pong"]
+    fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
+    submit(port, 1, fetched)  # the member never hears of it
+    assert submit(port, 2, method="ping").result() == "pong"
+    assert [call.after for _, _, call in port.inner.calls] == [None, None, (1, 0), (1, 1), (1, 0)]
+    port.inner.answers = [CallSkipped("call (0, 2) has not run", **AT)]
+    with pytest.raises(CallSkipped):
+        submit(port, 3).result()  # nothing before it has failed
+
+
+@pytest.mark.parametrize("waited", ["source", "taker"])
+def test_a_failure_that_the_trainer_receives_through_another_call_lets_the_step_be_committed(port, waited):
+    broken = InvocationError("no answer today", role="A", rank=1, method="fetch")
+    other = InvocationError("nor here", role="A", rank=0, method="fetch")
+    port.inner.answers = [other, broken, broken, broken]
+    fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
+    taken = [submit(port, 1, fetched, method="score", rank=rank) for rank in range(2)]
+    with pytest.raises(InvocationError):
+        gather(fetched if waited == "source" else taken, None)
+    if waited == "taker":
+        port.settle()
+        return
+    with pytest.raises(InvocationError, match="no answer today"):
+        port.settle()  # of the calls that took the results nothing was heard
+
+
+def test_a_failure_of_one_rank_stands_for_those_of_the_others_that_come_later(port):
+    class Slow(Played):
+        """Rank 1 answers when it is asked again."""
+
+        def wait(self, refs, timeout_s):
+            late, self.late = self.late, False
+            return [Outcome(late=True) if late and ref.rank else ref.token for ref in refs]
+
+    slow = Slow([InvocationError(f"from rank {rank}", role="A", rank=rank, method="go") for rank in range(2)])
+    slow.late, port.inner, port._sender.inner = True, slow, slow
+    with pytest.raises(InvocationError, match="from rank 0"):
+        gather([submit(port, 0, rank=rank) for rank in range(2)], None)
+    port.settle()
 
 
 def test_arguments_stay_what_they_were_when_the_call_was_made(port):

@@ -21,6 +21,7 @@ from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import (
     CallError,
+    CallSkipped,
     CheckpointMissing,
     InvocationError,
     InvocationTimeout,
@@ -208,14 +209,6 @@ class DurablePort:
             self.log.close_step()
             self._sender.committed = step
 
-    def members(self, stateful_only: bool = False) -> list[ProcessId]:
-        return [
-            ProcessId(role, rank)
-            for role, traits in self.roles.items()
-            for rank in range(traits.size)
-            if traits.stateful or not stateful_only
-        ]
-
     # -- the outcomes of calls ----------------------------------------------------------------------------------------
 
     def _record(self, calls: Sequence[LoggedCall], runs: Sequence[Ref], outcomes: Sequence[Outcome]) -> bool:
@@ -231,8 +224,10 @@ class DurablePort:
                 lost[call] = run, outcome.error
             else:
                 self._end(call, run, outcome.error)
-        if lost:
+        if lost and self.opened:
             self._recover(lost, [error for _, error in lost.values() if isinstance(error, WorkloadDied)])
+        else:
+            self._retry_all(lost)
         return is_current and not lost
 
     def _end(self, call: LoggedCall, run: Ref, error: InvocationError | None) -> None:
@@ -247,7 +242,11 @@ class DurablePort:
     def _is_lost(self, call: LoggedCall, error: InvocationError) -> bool:
         """Return True if the error is not the call's own, so that issuing it again helps."""
         if not self.opened:
-            return False
+            if skipped := isinstance(error, CallSkipped):
+                self._poll(
+                    self.log.all_calls()
+                )  # the call before it may have failed on an argument, without its member
+            return skipped and call.predecessor_id() != call.after
         if isinstance(error, LOST_CALL_ERRORS):
             return True
         sources = sources_of(call.call) if ProcessId(error.role, error.rank) != call.member else []
@@ -296,9 +295,7 @@ class DurablePort:
                 self._renew(failure)
         else:
             raise self._abandoned(failure or RuntimeError("a recovery did not end"))
-        lost = {**lost, **self._poll(self.log.all_calls())}
-        for call in self.log.sort(lost):
-            self._retry(call, *lost[call])
+        self._retry_all({**lost, **self._poll(self.log.all_calls())})
 
     def _renew(self, death: WorkloadDied) -> None:
         if 0 < death.incarnation < self._incarnations.get(ProcessId(death.role, death.rank), 0):
@@ -380,6 +377,10 @@ class DurablePort:
         run = self._sender.send(call, sized=True)
         call.repeat(run)
         return run
+
+    def _retry_all(self, lost: _LostRuns) -> None:
+        for call in self.log.sort(lost):
+            self._retry(call, *lost[call])
 
     def _retry(self, call: LoggedCall, lost: Ref, error: InvocationError) -> None:
         if not call.is_current(lost):

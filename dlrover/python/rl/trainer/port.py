@@ -212,6 +212,15 @@ class RoleTraits:
     together: bool = False
 
 
+def members_of(roles: Mapping[str, RoleTraits], stateful_only: bool = False) -> list[ProcessId]:
+    return [
+        ProcessId(role, rank)
+        for role, traits in roles.items()
+        for rank in range(traits.size)
+        if traits.stateful or not stateful_only
+    ]
+
+
 class Recovery(Protocol):
     """Replaces lost members. ``fresh``: the members hold no state of an earlier epoch."""
 

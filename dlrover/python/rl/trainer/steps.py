@@ -34,6 +34,7 @@ from dlrover.python.rl.trainer.port import (
     Standing,
     Transfer,
     is_damage,
+    members_of,
 )
 from dlrover.python.rl.trainer.role_group import CallCounter
 
@@ -93,7 +94,7 @@ class Steps:
         info = self._recovery.restart_info
         self.restart_info = replace(info, count=info.count + attempt.number, reason=attempt.reason or info.reason)
         self.commits = 0
-        self._as_new = set(self.port.members()) if self._recovery.fresh and not attempt.number else set()
+        self._as_new = set(members_of(self.port.roles)) if self._recovery.fresh and not attempt.number else set()
         self._loaded = False
         self._is_open = False
 
@@ -145,7 +146,7 @@ class Steps:
             self.port.settle()
             answers, copied = {}, {}
             if self._checkpoints is not None:
-                members = self.port.members(stateful_only=True)
+                members = members_of(self.port.roles, stateful_only=True)
                 answers = self.port.ask(members, COMMIT, self._checkpoints.commit_request(step, last))
                 again = self._checkpoints.commit_request_for_states(answers)
                 answers = self.port.ask(members, COMMIT, again) if again is not None else answers
@@ -170,7 +171,9 @@ class Steps:
             return
         try:
             while (request := self._checkpoints.persist_request()) is not None:
-                self._checkpoints.persisted(self.port.ask(self.port.members(stateful_only=True), PERSIST, request))
+                self._checkpoints.persisted(
+                    self.port.ask(members_of(self.port.roles, stateful_only=True), PERSIST, request)
+                )
         except (InvocationError, CheckpointCorrupt, CheckpointMissing, OSError) as error:
             _LOG.warning("the last commit is not in the job's directory: %s", error)
 
@@ -182,7 +185,7 @@ class Steps:
         self.port.log.end_init()
 
     def forget(self) -> None:
-        standings = self.port.ask(self.port.members(), WHERE)
+        standings = self.port.ask(members_of(self.port.roles), WHERE)
         self._as_new = {member for member, standing in standings.items() if standing == Standing()}
         self.port.ask([member for member in standings if member not in self._as_new], FORGET)
 
@@ -208,7 +211,7 @@ class Steps:
         return 0
 
     def _look_at_nodes(self, checkpoints: Checkpoints) -> None:
-        self.port.transfers.locate(self.port.ask(self.port.members(), WHERE))
+        self.port.transfers.locate(self.port.ask(members_of(self.port.roles), WHERE))
         there = {node: member for member, node in self.port.transfers.nodes.items()}
         held = self.port.ask(there.values(), HELD, checkpoints.held_request())
         checkpoints.found({node: held[member] for node, member in there.items()})
@@ -231,7 +234,7 @@ class Steps:
     def _bring_members_to(self, step: int) -> None:
         assert self._checkpoints is not None
         self.port.resume_from(step)
-        standings = self.port.ask(self.port.members(), WHERE)
+        standings = self.port.ask(members_of(self.port.roles), WHERE)
         ahead = {member: standing.touched for member, standing in standings.items() if standing.touched > step + 1}
         if ahead:
             _LOG.warning("the later commits are lost: going back from step %d to step %d", max(ahead.values()), step)
@@ -249,7 +252,7 @@ class Steps:
     def _members_not_at(self, step: int) -> list[ProcessId]:
         """The stateful members that must be restored to ``step``. Ranks that meet in collectives are restored together:
         the others would otherwise answer from kept results while one waits for them."""
-        members = self.port.members(stateful_only=True)
+        members = members_of(self.port.roles, stateful_only=True)
         standings = self.port.ask(members, WHERE)
         behind = {member for member, standing in standings.items() if not standing.agrees_with(step)}
         roles = {member.role for member in behind if self.port.roles[member.role].together}
@@ -260,7 +263,7 @@ class Steps:
 
         Raises CheckpointMissing if a member that was not replaced holds the state of a later step; StepAbandoned if a
         lost commit was partly loaded: its holders are replaced, and another trainer object begins."""
-        standings = self.port.ask(self.port.members(stateful_only=True), WHERE)
+        standings = self.port.ask(members_of(self.port.roles, stateful_only=True), WHERE)
         moved = [member for member, standing in standings.items() if not self._is_new(member, standing)]
         commit = self._checkpoints.last_known() if self._checkpoints is not None else None
         last = max([standing.touched for standing in standings.values()] + [commit.step if commit else 0])
