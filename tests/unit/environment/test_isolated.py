@@ -215,3 +215,30 @@ def test_one_whose_answer_was_on_its_way_is_given_back_too(which):
     run(serve())
     assert "error" not in channel.answers["1"]
     assert closed == ([{"world": 7}] if which == "1" else [])
+
+
+def test_a_call_that_is_cancelled_while_it_runs_is_answered():
+    begun = threading.Event()
+
+    class World:
+        async def step(self, state, action, extra_info):
+            begun.set()
+            await asyncio.Event().wait()
+
+    class Answered(Requests):
+        def receive(self):
+            if self.requests[0][1] == "cancel":
+                assert begun.wait(20)
+            if self.requests[0][1] == "end":
+                assert self.answered.wait(20)
+                return None
+            return self.requests.pop(0)
+
+        def send(self, number, reply):
+            self.answers[number] = reply
+            if number == "1":
+                self.answered.set()
+
+    channel = Answered(("1", "step", ("", "", {})), ("2", "cancel", ("1",)), ("3", "end", ()))
+    run(_Server(World(), channel).serve())
+    assert channel.answers["1"] == {"error": "it was cancelled", "traceback": ""}

@@ -266,10 +266,9 @@ class Channel:
 
 
 def error_reply(message: str) -> dict[str, Any]:
-    """Report the exception that is being handled, with the frames of the user's code."""
+    """With the frames of the user's code if an exception is being handled."""
     error = sys.exception()
-    assert error is not None, "it is being handled"
-    text = user_traceback(error)
+    text = user_traceback(error) if error is not None else ""
     return {"error": message[:_MESSAGE_CHARACTERS], "traceback": cut_middle(text, _TRACEBACK_CHARACTERS, "\n[...]\n")}
 
 
