@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import verifiers
 
+from dlrover.python.rl.common.by_value import name_for, readable_name
 from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.environment.core.scoring import Completed, Reward, RewardFunction, WeightedRewards
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
@@ -56,6 +57,30 @@ def test_a_part_that_is_no_reward_leaves_none(bad):
     rewards = WeightedRewards(FUNCTIONS, {"length": 1.0, "soon": 0.0})
     with pytest.raises(VerifierError, match="which is not a reward: soon"):
         rewards.now([Completed("x", None, {"soon": bad})])
+
+
+def test_a_text_is_no_reward_and_a_function_of_a_script_has_its_own_name(tmp_path):
+    name = name_for(lambda completion: "0.5", tmp_path)
+    with pytest.raises(VerifierError, match=r"^returned the text '0.5', which is not a reward$"):
+        WeightedRewards.load({name: 1.0}).now([Completed("x")])
+    with pytest.raises(VerifierError, match=r"^returned the text '0.5', which is not a reward: lambda$"):
+        WeightedRewards.load({name: 1.0, f"{__name__}:later_in_batches": 1.0}).now([Completed("x")])
+    assert readable_name("some.module:function") == "some.module:function"
+
+
+def test_a_column_that_a_function_asks_for_is_missed_beforehand():
+    def graded(completion, grade): ...
+    def in_batch(completions, prompts, grade, **others): ...
+    def at_will(completion, grade=1): ...
+
+    rows = [Completed("", None, {"grade": 1}), Completed("", None, {"grad": 1})]
+    found = [RewardFunction(function).find_missing(rows) for function in (graded, in_batch, at_will, by_position)]
+    assert found[1:] == [None] * 3
+    assert found[0] is not None
+    number, what = found[0]
+    assert (number, "did you mean 'grad'" in what) == (1, True)
+    (number, what) = RewardFunction(in_batch).find_missing(rows[1:]) or (-1, "")
+    assert (number, what.partition(",")[0]) == (0, "'grade'")
 
 
 TALK = [{"role": "user", "content": "6 x 7?"}]
@@ -142,7 +167,7 @@ def test_trls_functions_are_given_all_samples_at_once():
     samples = [SAMPLE, SAMPLE._replace(completion="41", extra_info={"difficulty": 4}), SAMPLE]
     assert [reward.total for reward in rewards.now(samples)] == [2.0 + 2.0, 2.0, 2.0 + 2.0]
     assert asyncio.run(rewards.score(SAMPLE)) == Reward(3.0, {"a": 1.0, "b": 1.0})
-    with pytest.raises(VerifierError, match="returned 1 rewards for 2 completions: short"):
+    with pytest.raises(VerifierError, match="returned 1 rewards for 2 completions$"):
         WeightedRewards({"short": lambda completions: [1.0]}, {"short": 1.0}).now([SAMPLE, SAMPLE])
 
 

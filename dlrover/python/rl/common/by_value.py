@@ -50,6 +50,11 @@ def name_of_file(file: Path) -> str:
     return f"{__name__}:{quote(str(file.absolute())).replace('.', '%2E')}"
 
 
+def readable_name(name: str) -> str:
+    """The label of a file's name; another name as it is."""
+    return label_of(name) if name.startswith(f"{__name__}:") else name
+
+
 def label_of(name: str) -> str:
     """The last part of a dotted name, or the label of a file's."""
     path = unquote(name.rpartition(":")[2])

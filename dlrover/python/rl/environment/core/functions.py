@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from dlrover.python.rl.common.by_value import readable_name
 from dlrover.python.rl.common.errors import ClassNotFound, EnvironmentFailed, VerifierError
 from dlrover.python.rl.common.extensions import ExtensionPoint, load_module
 from dlrover.python.rl.common.names import hint
@@ -61,7 +62,7 @@ def load_function(name: str) -> Callable[..., Any]:
     except ClassNotFound as error:
         raise VerifierError(str(error)) from error
     if not callable(function):
-        raise VerifierError(f"'{name}' is {type(function).__name__}, not a function")
+        raise VerifierError(f"'{readable_name(name)}' is {type(function).__name__}, not a function")
     return function  # type: ignore[no-any-return]
 
 
@@ -85,13 +86,15 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
         try:
             target = target(**dict(options or {}))
         except Exception as error:
-            raise EnvironmentFailed(f"{where} could not be made: {type(error).__name__}: {error}") from error
-    return UserEnvironment(target, where)
+            what = f"could not be made: {type(error).__name__}: {error}"
+            raise EnvironmentFailed(f"{readable_name(where)} {what}") from error
+    return UserEnvironment(target, readable_name(where))
 
 
 def find_environment(where: str, options: Mapping[str, Any] | None = None) -> Any:
     """Return the module, object, class or factory of a name without making the environment; raise EnvironmentFailed."""
     target, is_member = _import_target(where)
+    where = readable_name(where)
     if _is_made(target):
         _check_options(where, target, options or {})
     elif options:

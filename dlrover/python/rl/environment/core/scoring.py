@@ -11,11 +11,12 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+from dlrover.python.rl.common.by_value import readable_name
 from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.functions import load_function
@@ -65,17 +66,33 @@ class RewardFunction:
     def check(self, name: str) -> None:
         """Raise VerifierError if the function takes no completion."""
         if self.form == "named" and not self._parameters:
-            raise VerifierError(f"'{name}' takes no completion: it is called as ({', '.join(Completed._fields[:3])})")
+            what = f"takes no completion: it is called as ({', '.join(Completed._fields[:3])})"
+            raise VerifierError(f"'{readable_name(name)}' {what}")
+
+    def find_missing(self, rows: Sequence[Completed]) -> tuple[int, str] | None:
+        """The number of the first row that lacks a column which it asks for, and the column with the nearest one."""
+        if self.form == "batch":  # of rows that lack a column it gets None
+            columns = {"prompts", _BATCH, *(name for row in rows for name in row.columns)}
+            rows = [Completed("", extra_info=dict.fromkeys(columns))]
+        missing = ("" if self._takes_three(row) else self._missing_in(row.columns, self._first) for row in rows)
+        return next(((number, what) for number, what in enumerate(missing) if what), None)
 
     def on(self, sample: Completed) -> Any:
         """The reward of a sample, or an awaitable of it."""
-        first, *others = self._parameters or ("completion",)
-        if self.form == "sample" and not any(name in sample.extra_info for name in others if name not in _OWN):
+        if self._takes_three(sample):
             return self.function(sample.completion, sample.answer, dict(sample.extra_info))
-        columns = sample.columns
-        if "completion" in self._parameters or first in _OWN:
-            return self.function(**self._taken(columns))
-        return self.function(sample.completion, **self._taken(columns, first))
+        completion = [sample.completion] if self._first else []
+        return self.function(*completion, **self._taken(sample.columns, self._first))
+
+    def _takes_three(self, sample: Completed) -> bool:
+        others = [*self._parameters][1:]
+        return self.form == "sample" and not any(name in sample.extra_info for name in others if name not in _OWN)
+
+    @cached_property
+    def _first(self) -> str:
+        """The parameter that gets the completion, "" if one has its name."""
+        first = next(iter(self._parameters), "completion")
+        return "" if self.form == "batch" or "completion" in self._parameters or first in _OWN else first
 
     def on_all(self, samples: Sequence[Completed]) -> Any:
         """A list of the rewards of samples, or an awaitable of it, from a function of the form ``batch``."""
@@ -93,13 +110,20 @@ class RewardFunction:
 
     def _taken(self, columns: Mapping[str, Any], besides: str = "") -> dict[str, Any]:
         """The columns that the function takes by name; raises VerifierError if one is missing."""
-        parameters = self._parameters.items()
-        named = {name: item for name, item in parameters if item.kind in _BY_NAME and name != besides}
-        needed = [name for name, parameter in named.items() if parameter.default is inspect.Parameter.empty]
-        if absent := [name for name in needed if name not in columns]:
-            raise VerifierError(f"asks for '{absent[0]}', which is no column of its row{hint(absent[0], columns)}")
+        if missing := self._missing_in(columns, besides):
+            raise VerifierError(f"asks for {missing}")
+        named = self._named(besides)
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self._parameters.values())
         return {name: value for name, value in columns.items() if name in named or (takes_any and name != besides)}
+
+    def _missing_in(self, columns: Collection[str], besides: str = "") -> str:
+        needed = [name for name, item in self._named(besides).items() if item.default is inspect.Parameter.empty]
+        absent = next((name for name in needed if name not in columns), "")
+        return f"'{absent}', which is no column of its row{hint(absent, columns)}" if absent else ""
+
+    def _named(self, besides: str) -> dict[str, inspect.Parameter]:
+        parameters = self._parameters.items()
+        return {name: item for name, item in parameters if item.kind in _BY_NAME and name != besides}
 
 
 def _as_prompt_is(sample: Completed) -> Any:
@@ -151,9 +175,16 @@ class WeightedRewards:
         return function.on_all(samples) if function.form == "batch" else [function.on(sample) for sample in samples]
 
     def _sum(self, values: Mapping[str, Any], count: int) -> list[Reward]:
-        columns = {name: _as_numbers(name, self._functions[name].form, found, count) for name, found in values.items()}
+        columns = {
+            name: _as_numbers(self._label(name), self._functions[name].form, found, count)
+            for name, found in values.items()
+        }
         rows = [{name: column[row] for name, column in columns.items()} for row in range(count)]
         return [Reward(math.fsum(self._weights[name] * value for name, value in row.items()), row) for row in rows]
+
+    def _label(self, name: str) -> str:
+        """What follows an error's text, which names all functions."""
+        return f": {readable_name(name)}" if len(self._functions) > 1 else ""
 
 
 def _has_awaitables(values: Mapping[str, Any]) -> bool:
@@ -175,16 +206,18 @@ async def _settle(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: [*map(settle, found)] if isinstance(found, list) else settle(found) for name, found in values.items()}
 
 
-def _as_numbers(name: str, form: Form, found: Any, count: int) -> list[float]:
+def _as_numbers(label: str, form: Form, found: Any, count: int) -> list[float]:
     values = found.tolist() if hasattr(found, "tolist") else list(found)
     if len(values) != count:
-        raise VerifierError(f"returned {len(values)} rewards for {count} completions: {name}")
+        raise VerifierError(f"returned {len(values)} rewards for {count} completions{label}")
     # TRL's functions return None for samples that they do not apply to.
-    return [0.0 if value is None and form == "batch" else _number(name, value) for value in values]
+    return [0.0 if value is None and form == "batch" else _number(label, value) for value in values]
 
 
-def _number(name: str, value: Any) -> float:
+def _number(label: str, value: Any) -> float:
+    if isinstance(value, str):
+        raise VerifierError(f"returned the text {value[:40]!r}, which is not a reward{label}")
     number = float(value)
     if not math.isfinite(number):
-        raise VerifierError(f"returned {number}, which is not a reward: {name}")
+        raise VerifierError(f"returned {number}, which is not a reward{label}")
     return number

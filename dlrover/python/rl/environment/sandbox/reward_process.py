@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from dlrover.python.rl.common.by_value import readable_name
 from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
 from dlrover.python.rl.environment.core.functions import REWARDS
 from dlrover.python.rl.environment.core.scoring import Completed, Reward, WeightedRewards
@@ -93,7 +94,7 @@ class DeadlineVerifier:
             raise ValueError(f"limits must be positive and finite, not {limits}")
         weighted = list(function.items()) if isinstance(function, Mapping) else [(function, 1.0)]
         self._weights = {_importable_name(each): float(weight) for each, weight in weighted}
-        self._name = " + ".join(self._weights)
+        self._name = " + ".join(map(readable_name, self._weights))
         self._timeout_s, self._start_timeout_s, self._memory_mb = timeout_s, start_timeout_s, memory_mb
         self._lock = threading.Lock()
         self._closed = False

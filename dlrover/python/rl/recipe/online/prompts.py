@@ -3,7 +3,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -11,12 +12,15 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.by_value import readable_name
+from dlrover.python.rl.common.errors import ConfigError, DataError, VerifierError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 from dlrover.python.rl.data.source import hold_out, is_left_unread
+from dlrover.python.rl.environment.core.functions import load_function
+from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
 from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData
 
@@ -175,17 +179,30 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     errors = [error for path in files for error in first_errors(PROMPT_ROWS.validate(path, data.keys))]
     if errors or data.train not in files:
         return errors
-    is_scored_by_function = config.rollout.env_path is None and config.reward.model is None
-    if is_scored_by_function and config.reward.function == RewardConfig().function:
-        message = "has no 'answer', with which the default reward.function compares"
-        for path in files:
-            lines = [row.line for row in load_prompts(path, data.keys) if row.answer is None]
-            errors += first_errors([ConfigError(f"{path}:{line}", message) for line in lines])
+    if config.rollout.env_path is None and config.reward.model is None:
+        errors += [error for path in files for error in _find_missing(config, path, load_prompts(path, data.keys))]
     if data.eval is None:
         try:
             _hold_out([row.prompt for row in load_prompts(data.train, data.keys)], data, config.seed)
         except (ValueError, DataError) as error:
             errors.append(ConfigError("config.data.eval_rows", str(error)))
+    return errors
+
+
+def _find_missing(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> Iterable[ConfigError]:
+    """What reward functions ask for and rows lack."""
+    named = config.reward.function
+    if named == RewardConfig().function:
+        message = "has no 'answer', with which the default reward.function compares"
+        return first_errors([ConfigError(f"{path}:{row.line}", message) for row in rows if row.answer is None])
+    samples = [Completed("", row.answer, row.extra_info, row.prompt) for row in rows]
+    errors = []
+    for function in [named] if isinstance(named, str) else named:
+        with suppress(VerifierError):  # reported elsewhere
+            if missing := RewardFunction(load_function(function)).find_missing(samples):
+                place = f"{path}:{rows[missing[0]].line}"
+                what = f"'{readable_name(function)}' asks at {place} for {missing[1]}"
+                errors.append(ConfigError("config.reward.function", what))
     return errors
 
 
