@@ -13,7 +13,14 @@ if TYPE_CHECKING:
         OnPolicyDistillationTrainer,
         SFTTrainer,
     )
-    from dlrover.python.rl.common.errors import InvalidJob, JobConflict, JobFailed
+    from dlrover.python.rl.common.errors import (
+        DLRoverRLError,
+        InvalidJob,
+        InvocationError,
+        InvocationTimeout,
+        JobConflict,
+        JobFailed,
+    )
     from dlrover.python.rl.common.names import RLRoleType
     from dlrover.python.rl.master.job import RLJob, RLJobBuilder
     from dlrover.python.rl.script.result import TrainResult
@@ -30,11 +37,14 @@ if TYPE_CHECKING:
 _HOME = {
     "BaseTrainer": "dlrover.python.rl.trainer.trainer",
     "BaseWorkload": "dlrover.python.rl.trainer.workload",
+    "DLRoverRLError": "dlrover.python.rl.common.errors",
     "EnvBase": "dlrover.python.rl.classic",
     "Evaluator": "dlrover.python.rl.classic",
     "GRPOTrainer": "dlrover.python.rl.classic",
     "InferenceEngine": "dlrover.python.rl.session.inference",
     "InvalidJob": "dlrover.python.rl.common.errors",
+    "InvocationError": "dlrover.python.rl.common.errors",
+    "InvocationTimeout": "dlrover.python.rl.common.errors",
     "JobConflict": "dlrover.python.rl.common.errors",
     "JobFailed": "dlrover.python.rl.common.errors",
     "MathDataset": "dlrover.python.rl.classic",
@@ -60,11 +70,14 @@ _HOME = {
 __all__ = [
     "BaseTrainer",
     "BaseWorkload",
+    "DLRoverRLError",
     "EnvBase",
     "Evaluator",
     "GRPOTrainer",
     "InferenceEngine",
     "InvalidJob",
+    "InvocationError",
+    "InvocationTimeout",
     "JobConflict",
     "JobFailed",
     "MathDataset",

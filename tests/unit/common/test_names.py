@@ -3,6 +3,7 @@
 
 import copy
 import pickle
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -16,6 +17,7 @@ from dlrover.python.rl.common.names import (
     master_name,
     member_name,
     nearest,
+    resume_command,
     run_of,
     standby_name,
     trainer_name,
@@ -66,6 +68,11 @@ def test_actor_names_carry_the_job_its_run_and_the_number_of_the_process():
     assert standby_name("j", "1a2b", "ROLLOUT", 1) == "j/1a2b/ROLLOUT-standby/1"
     assert member_name("j", "1a2b", "ROLLOUT", 1, 3) != member_name("j", "3c4d", "ROLLOUT", 1, 3)
     assert run_of(member_name("j", "1a2b", "ROLLOUT", 1, 3)) == ("j", "1a2b")
+
+
+def test_a_command_to_resume_can_be_pasted():
+    assert resume_command("runs/it's mine") == """dlrover-rl resume 'runs/it'"'"'s mine'"""
+    assert resume_command(Path("runs/j-1")) == "dlrover-rl resume runs/j-1"
 
 
 def test_the_nearest_name_is_given_without_regard_to_case():

@@ -20,6 +20,7 @@ from dlrover.python.rl.control.events import (
     MemberStarted,
     Placed,
     Process,
+    Progressed,
     RecoveryScope,
     Released,
     RoleSettings,
@@ -277,6 +278,9 @@ def test_the_status_of_a_job():
     assert (status.phase, status.incarnation, status.restarts, status.masters) == (Phase.RUNNING, 1, 0, 1)
     assert status.members == (("ACTOR[0]", "host", 7, "2,3"), ("trainer", "host", 8, ""))
     assert (status.step, status.total_steps, status.cause, status.recoveries) == (3, 10, None, {})
+    brain.handle(StepsOpened(1))
+    brain.handle(Progressed(1, 2))
+    assert status_of(toy_job(Path("out")), brain.state, None).step == 2, "after a restart of the master"
     for event in (TrainerLost(1, Cause(CauseKind.USER_ERROR, "trainer", "words")), Released(1)):
         brain.handle(event)
     status = status_of(toy_job(Path("out")), brain.state, None)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The gate in front of a workload: what is refused, what is repeated, what is kept and for how long."""
 
+import asyncio
 import threading
 import time
 
@@ -40,6 +41,9 @@ class Work(BaseWorkload):
 
     async def later(self, number):
         return number
+
+    async def cancelled(self):
+        raise asyncio.CancelledError("by itself")
 
     def refuse(self):
         raise LookupError("the user's own words")
@@ -141,7 +145,12 @@ def test_arguments_that_cannot_be_had_leave_the_call_undone(host):
 
 
 @pytest.mark.parametrize(
-    ("method", "said"), [("refuse", "LookupError: the user's own words"), ("generator", "cannot pickle")]
+    ("method", "said"),
+    [
+        ("refuse", "LookupError: the user's own words"),
+        ("generator", "its result cannot be sent: TypeError: cannot pickle"),
+        ("cancelled", "CancelledError: by itself"),
+    ],
 )
 def test_errors_carry_who_and_what_and_are_kept(host, method, said):
     for _ in range(2):

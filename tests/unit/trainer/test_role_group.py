@@ -396,8 +396,9 @@ def test_a_group_has_a_length_and_is_not_iterated():
     assert (len(group), group.world_size, group.role) == (2, 2, "ACTOR")
     assert "echo" in dir(group)
     assert "_member" not in dir(group)
-    with pytest.raises(TypeError, match=r"actor_handles\['ACTOR'\]"):
-        list(group)
+    for use in (list, lambda group: group[0]):
+        with pytest.raises(TypeError, match=r"actor_handles\['ACTOR'\]"):
+            use(group)
 
 
 def test_a_raw_handle_calls_one_member():

@@ -3,6 +3,7 @@
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
@@ -113,6 +114,11 @@ def test_steps_count_from_1_and_reports_carry_the_total():
         StepReport(2, 2, {"loss": 1.0, "kl": 2.0}),
     ]
     assert list(trainer.steps(0)) == []
+    for number in ("one", -1, None):
+        with pytest.raises(CallError, match="the number of the step first, not"):
+            trainer.log(number, a=1)
+    trainer.log(np.int64(2), a=1)
+    assert len(reports) == 3
 
 
 def test_the_job_directory_is_the_links():

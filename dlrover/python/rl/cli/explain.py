@@ -4,6 +4,7 @@
 from contextlib import suppress
 from datetime import datetime
 
+from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.master.operations.history import JobHistory
 from dlrover.python.rl.master.operations.jobs import JobView
@@ -93,7 +94,7 @@ def _remedies(view: JobView) -> list[str]:
         remedies.append(_REMEDIES[CauseKind(view.cause)])
     if view.phase in ("failed", "stopped", "lost") and view.step:
         where = ", on the service's machine" if view.owner else ""
-        remedies.append(f"It goes on after its last committed step with: dlrover-rl resume {view.folder}{where}")
+        remedies.append(f"It goes on after its last committed step with: {resume_command(view.folder)}{where}")
     return remedies
 
 

@@ -6,10 +6,12 @@ Every actor name carries the job and its run, so two jobs, or two runs of one jo
 
 import difflib
 import re
+import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
+from pathlib import Path
 from typing import ClassVar
 
 NAMESPACE = "dlrover-rl"
@@ -174,3 +176,8 @@ class RLRoleType(str):
 WELL_KNOWN_ROLES = tuple(map(RLRoleType, ("ACTOR", "ROLLOUT", "REWARD", "REFERENCE", "CRITIC")))
 
 RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REWARD, RLRoleType.REFERENCE, RLRoleType.CRITIC = WELL_KNOWN_ROLES
+
+
+def resume_command(folder: Path | str) -> str:
+    """What to type to continue the run in ``folder``."""
+    return f"dlrover-rl resume {shlex.quote(str(folder))}"

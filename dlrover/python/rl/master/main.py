@@ -33,7 +33,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.common.log import configure_logging
-from dlrover.python.rl.common.names import hint, is_url, package_version
+from dlrover.python.rl.common.names import hint, is_url, package_version, resume_command
 from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text, search_folders
@@ -352,7 +352,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
 
 def _show_how_to_go_on(job: JobSpec, folder: Path) -> None:
     if last_commit(job, folder, job.archive)[0] is not None:
-        click.echo(f"to go on after its last committed step: dlrover-rl resume {job.archive or folder}", err=True)
+        click.echo(f"to go on after its last committed step: {resume_command(job.archive or folder)}", err=True)
 
 
 def _print_summary(ended: JobStatus) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict, MasterLost
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import master_name
+from dlrover.python.rl.common.names import master_name, resume_command
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import CauseKind
@@ -80,7 +80,7 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
             if find(master_name(job.name)) is not None:
                 raise
             sweep(job.name)
-            raise MasterLost(f"{error}; to go on: dlrover-rl resume {job.job_dir}") from error
+            raise MasterLost(f"{error}; to go on: {resume_command(job.job_dir)}") from error
         if own and status.phase is Phase.FAILED and _may_be_the_clusters(status) and lost_process(_LOST_S):
             raise MasterLost(f"a process of Ray has died: {status.reason}")
         if status.phase.terminal:
@@ -118,7 +118,7 @@ def start_master(checked: CheckedJob, claims: bool = True) -> Any:
     arguments = (sealed, checked.placement, plain, claims)
     master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)
     try:
-        ask(partial(master.start.remote, secrets), ANSWER_S)
+        ask(partial(master.start.remote, secrets), max(ANSWER_S, job.liveness.start_timeout_s))
     except (JobConflict, InvalidJob):
         end(master)
         raise

@@ -30,6 +30,7 @@ import cloudpickle
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, MasterLost
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.master import ray_child
 from dlrover.python.rl.master.checked_job import CheckedJob
@@ -91,7 +92,7 @@ class _Losses:
         where = f"after step {step}" if step else "from the beginning"
         if self._number > job.restart.job_max_restart:
             often = f"{self._number} times in a row {where}"
-            raise MasterLost(f"{lost}, {often}; to go on: dlrover-rl resume {job.job_dir}") from lost
+            raise MasterLost(f"{lost}, {often}; to go on: {resume_command(job.job_dir)}") from lost
         _LOG.warning("%s: %s; going on %s", job.name, lost, where)
         return where
 

@@ -29,6 +29,7 @@ from uuid import uuid4
 
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
@@ -141,7 +142,7 @@ def conflict(job: JobSpec) -> str:
         return ""
     whose = f"{owner}, {owner.state if owner.state != RUNNING else 'ended'}" if owner is not None else "an earlier run"
     is_launched = owner is not None and owner.runtime == LAUNCHED
-    how = "the same command, or checkpoint.resume=latest," if is_launched else f"'dlrover-rl resume {folder}'"
+    how = "the same command, or checkpoint.resume=latest," if is_launched else f"'{resume_command(folder)}'"
     return (
         f"{folder} has the results of {whose}: {how} goes on, overwrite=true replaces them, "
         "and without job_dir each run has a folder of its own"

@@ -13,7 +13,7 @@ import torch
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobFailed
 from dlrover.python.rl.common.log import configure_logging
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import hint, resume_command
 from dlrover.python.rl.config.load import load_job_with, search_folders
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.state import Phase
@@ -168,7 +168,7 @@ def _run_on_ray(describe: Callable[[], JobSpec], runtime: str) -> TrainResult:
 
 def _show_how_to_go_on(folder: Path) -> None:
     if has_commits(folder):
-        _show(f"to go on after its last committed step: dlrover-rl resume {folder}")
+        _show(f"to go on after its last committed step: {resume_command(folder)}")
 
 
 def _describe(recipe: str, keys: Mapping[str, Any], given: Mapping[str, Any], on_ray: bool) -> JobSpec:

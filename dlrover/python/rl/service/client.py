@@ -210,7 +210,11 @@ def _error_of(error: Any) -> DLRoverRLError:
 
 def _own_token() -> str:
     named = os.environ.get("DLROVER_RL_TOKEN_FILE")
-    return read_token(Path(named) if named else default_state() / TOKEN)
+    try:
+        return read_token(Path(named) if named else default_state() / TOKEN)
+    except CallError as error:
+        hint = "" if named else "; DLROVER_RL_TOKEN_FILE names that of another service"
+        raise CallError(f"{error}{hint}") from error
 
 
 def has_ended(job: wire.Job) -> bool:

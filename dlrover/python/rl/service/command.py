@@ -135,7 +135,7 @@ def _cluster(address: str | None, cpus: float | None, may_be_open: bool) -> Iter
     from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
     from dlrover.python.rl.runtime.ray.cluster.open_ray import risk_of_open_ray
 
-    with ray_cluster(address, {"cpu": cpus or float(os.cpu_count() or 1)}, log_to_driver=False):
+    with ray_cluster(address, {"cpu": float(os.cpu_count() or 1)}, log_to_driver=False, cpus=cpus):
         if (risk := risk_of_open_ray()) and not may_be_open:
             raise InvalidJob([ConfigError("--address", f"{risk}, and say --allow-open-ray")])
         try:

@@ -59,7 +59,13 @@ class RoleGroup:
         return self.world_size
 
     def __iter__(self) -> Iterator[Any]:
-        raise TypeError(f"RG_{self.role} is called as one; the members are in trainer.actor_handles['{self.role}']")
+        raise self._refusal()
+
+    def __getitem__(self, rank: Any) -> Any:
+        raise self._refusal()
+
+    def _refusal(self) -> TypeError:
+        return TypeError(f"RG_{self.role} is called as one; the members are in trainer.actor_handles['{self.role}']")
 
     def __getattr__(self, name: str) -> "Invocation":
         if name.startswith("_"):

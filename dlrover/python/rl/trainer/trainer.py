@@ -174,7 +174,9 @@ class BaseTrainer(ABC):
         return self._bound_steps().restart_info
 
     def log(self, step: int, metrics: Mapping[str, float] | None = None, **more: float) -> None:
-        """Report the metrics of a step. Returns at once."""
+        """Report the metrics of a step. Returns at once. Raises CallError if ``step`` is no such number."""
+        if not hasattr(step, "__index__") or step < 0:
+            raise CallError(f"log() takes the number of the step first, not {step!r}")
         values = {name: float(value) for name, value in {**(metrics or {}), **more}.items()}
         self._bound().report(StepReport(step, self._total_steps, values))
 

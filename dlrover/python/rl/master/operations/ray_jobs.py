@@ -27,7 +27,7 @@ from dlrover.python.rl.master.ray_run import CLUSTER, follow, stop_master
 from dlrover.python.rl.master.saved_run import find_saved_run
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
-from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+from dlrover.python.rl.runtime.ray.cluster.cluster import other_addresses, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
 from dlrover.python.rl.runtime.run_folder import LATEST, ON_RAY
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
@@ -119,7 +119,10 @@ class RayJobs:
         if self._unavailable is not None:
             raise self._unavailable
         saved = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
-        raise no_such_job(name, [*self._names(), *saved], "on this cluster, and no run of it in ./runs")
+        others = other_addresses()
+        where = "on this cluster, and no run of it in ./runs"
+        where += f"; of other clusters on this machine --address takes {', '.join(others)}" if others else ""
+        raise no_such_job(name, [*self._names(), *saved], where)
 
     def history(self, view: JobView) -> JobHistory | None:
         with suppress(JournalCorrupt, OSError):

@@ -147,7 +147,7 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced:
         recoveries=dict(state.recoveries),
         last_failure=line_of(state.causes[-1]) if state.causes else "",
         masters=state.master_starts,
-        step=last.step if last else 0,
+        step=last.step if last else state.committed,
         total_steps=last.total_steps if last else 0,
         folder=str(job.job_dir),
         reward=reward_of(last.metrics) if last else nan,

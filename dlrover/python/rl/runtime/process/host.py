@@ -247,10 +247,10 @@ class MemberHost:
         try:
             with self._recording(header, args, kwargs):
                 result = self._call(header.method, header.call_id, args, kwargs)
-            stored = Stored.of(result, own=True) if header.keep else None
+            stored = _stored(result) if header.keep else None
         except ResultLost:  # an argument's value is lost: nothing has run
             raise
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code may raise anything
+        except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 -- the user's code may raise any
             failure = self.failure(header.method, error)
             self._keep(header, _Answer(header.method, error=failure))
             raise failure from error
@@ -369,6 +369,13 @@ class MemberHost:
 
     def _drop(self, keeps_step: Callable[[int], bool]) -> None:
         self._answers = {call_id: answer for call_id, answer in self._answers.items() if keeps_step(call_id[0])}
+
+
+def _stored(result: Any) -> Stored:
+    try:
+        return Stored.of(result, own=True)
+    except Exception as error:  # serializing runs the value's own code
+        raise TypeError(f"its result cannot be sent: {type(error).__name__}: {error}") from error
 
 
 async def _awaited(result: Any) -> Any:

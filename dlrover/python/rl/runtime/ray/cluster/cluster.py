@@ -60,6 +60,7 @@ def ray_cluster(
     namespace: str = NAMESPACE,
     log_to_driver: bool = True,
     folder: Path | None = None,
+    cpus: float | None = None,
 ) -> Iterator[None]:
     """Connect to Ray inside the block. A process that is connected already keeps its connection.
 
@@ -69,6 +70,7 @@ def ray_cluster(
             finds a lost node within seconds, and leaves no files.
         needed: the job's resources (``cpu``, ``gpu``, custom ones).
         folder: an empty one for the files of a cluster that is started; by default one is made, and removed.
+        cpus: the logical CPUs of a cluster that is started; by default two more than needed, and no fewer than cores.
 
     Raises:
         ClusterUnavailable: after several attempts, with Ray's error as the cause.
@@ -84,7 +86,7 @@ def ray_cluster(
     }
     before = {name: os.environ.get(name) for name in _TOUCHED}
     try:
-        with _joined(address, common) if address is not None else _started(needed, common, folder):
+        with _joined(address, common) if address is not None else _started(needed, common, folder, cpus):
             # Ray sets it to its own debugger, in this process too.
             restore_environment({"PYTHONBREAKPOINT": before["PYTHONBREAKPOINT"]})
             yield
@@ -110,7 +112,9 @@ def _joined(address: str, common: Mapping[str, Any]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _started(needed: Mapping[str, float], common: Mapping[str, Any], given: Path | None) -> Iterator[None]:
+def _started(
+    needed: Mapping[str, float], common: Mapping[str, Any], given: Path | None, cpus: float | None
+) -> Iterator[None]:
     gpus = get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators()
     if needed.get("gpu", 0.0) > gpus:
         what = f"the job needs {needed['gpu']:g} GPU{'s' * (needed['gpu'] > 1)}, this machine has {gpus}"
@@ -119,7 +123,7 @@ def _started(needed: Mapping[str, float], common: Mapping[str, Any], given: Path
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     files = private_folder() if given is None else contextlib.nullcontext(given)
     with files as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
-        keeper = _start(folder, needed, common)
+        keeper = _start(folder, {**common, **_own(needed, cpus)})
         take_sigterm_back()
         raylet = worker._global_node.all_processes["raylet"][0].process.pid
         try:
@@ -138,6 +142,11 @@ def current_address() -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+def other_addresses() -> list[str]:
+    """Of the other clusters whose head runs on this machine."""
+    return sorted(services.find_gcs_addresses() - {current_address()})
+
+
 def lost_process(patience_s: float = 0.0) -> str:
     """The process of Ray that has died, of the cluster that this process has started; it gets ``patience_s`` seconds
     to do so. Empty if none has."""
@@ -153,7 +162,7 @@ def lost_process(patience_s: float = 0.0) -> str:
         time.sleep(_LOOK_S)
 
 
-def _start(folder: Path, needed: Mapping[str, float], common: Mapping[str, Any]) -> GcsKeeper | None:
+def _start(folder: Path, common: Mapping[str, Any]) -> GcsKeeper | None:
     """Start a cluster; returns the keeper of its GCS if the GCS stores its tables on disk."""
     last: Exception | None = None
     for attempt in range(_START_ATTEMPTS):
@@ -164,7 +173,7 @@ def _start(folder: Path, needed: Mapping[str, float], common: Mapping[str, Any])
         files.mkdir()
         try:
             with without_spare_processes():
-                ray.init(**common, **_own(needed), _temp_dir=str(files), _system_config=settings(store))
+                ray.init(**common, _temp_dir=str(files), _system_config=settings(store))
             return GcsKeeper(worker._global_node) if durable else None
         except Exception as error:  # noqa: BLE001 - Ray raises just that when a busy machine was too slow
             last = error
@@ -174,11 +183,11 @@ def _start(folder: Path, needed: Mapping[str, float], common: Mapping[str, Any])
     raise ClusterUnavailable(f"no Ray cluster on this machine: {last}") from last
 
 
-def _own(needed: Mapping[str, float]) -> dict[str, Any]:
+def _own(needed: Mapping[str, float], cpus: float | None) -> dict[str, Any]:
     return {
         # Without it Ray joins any cluster that it finds on the machine.
         "address": "local",
-        "num_cpus": max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
+        "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
         "include_dashboard": False,
         "_node_ip_address": _LOOPBACK,
         "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
