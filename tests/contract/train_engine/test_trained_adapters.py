@@ -4,6 +4,7 @@
 import functools
 import shutil
 from dataclasses import replace
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -66,7 +67,7 @@ def adapted(rank, world_size, port, case, path, folder):
     with pytest.raises(RuntimeError, match="inside"), engine.without_adapters():
         raise RuntimeError("inside")
     result["again"] = logprobs(engine, rank)
-    result["weights"] = weights_of(engine)
+    result["weights"], result["bytes"] = weights_of(engine), engine.footprint()["weights"]
     result["added"] = added_by_a_receiver(engine)
     state = saved(engine.state_dict())
     result["state"] = {name: tensor.numpy() for name, tensor in state["model"].items()}
@@ -82,6 +83,22 @@ def adapted(rank, world_size, port, case, path, folder):
     rough = make_engine(case, rank, port, path, lora=LORA, precision="bf16", gradient_checkpointing=True)
     result["rough"] = train(rough, rank, range(STEPS)), weights_of(rough)
     rough.close()
+    if find_spec("bitsandbytes"):
+        result["packed"] = beside_4_bits(case, rank, port, path)
+    engine.close()
+    return result
+
+
+def beside_4_bits(case, rank, port, path):
+    """The same steps with the model under the adapters in 4 bits."""
+    engine = make_engine(case, rank, port, path, lora=replace(LORA, quantize_base="nf4"))
+    result = {"bytes": engine.footprint()["weights"], "start": weights_of(engine)}
+    result["told"] = train(engine, rank, range(STEPS))
+    result["weights"], state = weights_of(engine), saved(engine.state_dict())
+    on = train(engine, rank, [STEPS]), digest(engine)
+    engine.meta()
+    engine.load_state_dict(state)
+    result["same"] = (train(engine, rank, [STEPS]), digest(engine)) == on
     engine.close()
     return result
 
@@ -140,6 +157,27 @@ def test_every_engine_takes_the_same_steps(case, found, expected):
         for steps, wanted in ((rank["told"], expected["told"]), (rank["rough"][0], expected["rough"][0])):
             for step, plain in zip(steps, wanted, strict=True):
                 assert (step.loss, step.grad_norm) == pytest.approx((plain.loss, plain.grad_norm), rel=2e-3)
+
+
+@pytest.mark.feature(145)
+@pytest.mark.parametrize("case", cases())
+def test_every_engine_takes_the_same_steps_beside_4_bits(case, found, expected):
+    pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+    wanted = expected["packed"]
+    matrices = sum(tensor.size for name, tensor in wanted["start"].items() if name.endswith("proj.weight"))
+    for whole, rank in ((rank["bytes"], rank["packed"]) for rank in found(case.name)):
+        assert all(np.array_equal(tensor, wanted["start"][name]) for name, tensor in rank["start"].items())
+        assert rank["start"].keys() == wanted["start"].keys()
+        assert_close(rank["weights"], wanted["weights"])
+        for step, plain in zip(rank["told"], wanted["told"], strict=True):
+            assert (step.loss, step.grad_norm) == pytest.approx((plain.loss, plain.grad_norm), rel=2e-3)
+        assert rank["same"], "after a restored state"
+        spared = (4 - 0.5625) * matrices / (case.world_size if divides_base(case) else 1)
+        assert whole - rank["bytes"] == pytest.approx(spared, rel=0.01)
+
+
+def divides_base(case):
+    return case.world_size > 1 and (case.engine == "fsdp2" or case.backend.get("zero_stage") == 3)
 
 
 @pytest.mark.parametrize(

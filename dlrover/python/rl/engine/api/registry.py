@@ -179,7 +179,7 @@ def find_train_errors(  # noqa: PLR0913 -- what is asked of it
     elif lora is not None and sizes.tensor_parallel_size > 1:
         errors.append(f"adapters cannot be split: tensor_parallel_size is {sizes.tensor_parallel_size}, and must be 1")
     if lora is not None and lora.quantize_base is not None and not info.quantizes:
-        errors.append(f"{name} has models in full only here: lora.quantize_base needs fsdp2")
+        errors.append(f"{name} has models in full only here: lora.quantize_base needs fsdp2 or deepspeed")
     return errors
 
 

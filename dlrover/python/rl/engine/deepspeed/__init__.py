@@ -21,7 +21,7 @@ INFO = EngineInfo(
     DeepSpeedOptions,
     "deepspeed",
     divides=(),
-    quantizes=False,
+    quantizes=True,
     shares_process=False,
     sgd=False,
     redivides=False,

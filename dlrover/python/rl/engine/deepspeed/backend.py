@@ -38,6 +38,7 @@ from dlrover.python.rl.engine.model.ranks import Ranks, pack_random_state, unpac
 from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.training.adapters import adapter_name, add_adapters, is_adapter, merge, model_name
 from dlrover.python.rl.engine.training.backend import present, write_folder
+from dlrover.python.rl.engine.training.quantized import quantize_linear_layers
 from dlrover.python.rl.engine.training.stepping import (
     accumulate_gradients,
     compute_learning_rate,
@@ -87,6 +88,8 @@ class DeepSpeedBackend:
         self.module = module = spec.empty()
         self.packs = attention.can_pack(module)
         if settings.lora is not None:
+            if settings.lora.quantize_base is not None:
+                quantize_linear_layers(module, DTYPES[settings.precision])
             add_adapters(module, settings.lora)
         # Recomputing activations gathers divided parameters again.
         prepare_training(module, config is not None, settings.gradient_checkpointing, reentrant=self._is_divided)

@@ -2,7 +2,7 @@
 """A module's parameters under ZeRO: what a rank has of each, for the passes and of its float32 master."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ from dlrover.python.rl.engine.model.loading import list_aliases, list_saved_buff
 from dlrover.python.rl.engine.model.ranks import Ranks, all_gather_single, sum_tensors
 from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.training.adapters import fresh_adapter, is_adapter, model_name
+from dlrover.python.rl.engine.training.quantized import QuantizedLinear, quantized_layers
 
 
 def allocate(module: Any, device: str, dtype: torch.dtype, divide: Callable[[list[Any]], object]) -> None:
@@ -31,8 +32,9 @@ def make_reader(module: Any, spec: ModelSpec) -> Callable[[str], Any]:
     """A function from the first name of a parameter or saved buffer of a module, whose parameters are on the meta
     device, to the whole tensor on the host. Raises as ``ModelSpec.reader``.
     """
-    aliases, buffers = list_aliases(module), list_saved_buffers(module)
+    aliases, buffers, quantized = list_aliases(module), list_saved_buffers(module), quantized_layers(module)
     shapes = {names[0]: tuple(module.get_parameter(names[0]).shape) for names in aliases}
+    shapes |= {name: tuple(layer.shape) for name, layer in quantized.items()}
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     wanted = {names[0]: tuple(map(model_name, names)) for names in aliases if not is_adapter(names[0])}
     wanted |= {name: (name,) for name in buffers}
@@ -51,6 +53,7 @@ class ZeroParameter:
     empty if other ranks have all of it, None if it is not trained."""
 
     start: int = 0
+    quantized: QuantizedLinear | None = None  # the layer whose frozen weight it is, which is packed
 
     @property
     def is_divided(self) -> bool:
@@ -63,12 +66,22 @@ class ZeroParameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
+        return self._shape if self.quantized is None else tuple(self.quantized.shape)
+
+    @property
+    def _shape(self) -> tuple[int, ...]:
+        """As it is stored."""
         return tuple(self.parameter.ds_shape if self.is_divided else self.parameter.shape)
 
     @torch.no_grad()
     def write(self, whole: Any, rank: int, locate: Callable[[Any], Any]) -> None:
         """Copy in this rank's part of a whole tensor; ``locate`` gives the memory of a tensor."""
-        flat, local = whole.reshape(-1), self.local
+        local = self.local
+        if self.quantized is not None:
+            memory = local.new_empty(self._shape)
+            self.quantized.store(whole, memory)
+            whole = memory
+        flat = whole.reshape(-1)
         start = rank * local.numel() if self.is_divided else 0
         _copy_part(locate(local).view(-1), flat, start)
         if self.master is not None:
@@ -79,6 +92,9 @@ class ZeroParameter:
         collective.
         """
         local = locate(self.local)
+        if self.quantized is not None:
+            packed = self._gather(local.to(device), ranks) if self.is_divided else local
+            return self.quantized.restored(packed).to(dtype or local.dtype)
         dtype = dtype or (local.dtype if self.master is None else torch.float32)
         if self.master is None or local.dtype in (dtype, torch.float32):
             if self.is_divided or local.dtype != dtype:  # casts on the device
@@ -96,7 +112,7 @@ class ZeroParameter:
     def _gather(self, local: Any, ranks: Ranks) -> Any:
         flat = local.new_empty(local.numel() * ranks.world_size)
         all_gather_single(flat, local.contiguous())
-        return flat[: self.parameter.ds_numel].view(self.shape)
+        return flat[: self.parameter.ds_numel].view(self._shape)
 
 
 def _copy_part(target: Any, flat: Any, start: int) -> None:
@@ -106,7 +122,9 @@ def _copy_part(target: Any, flat: Any, start: int) -> None:
 
 def list_parameters(module: Any, zero: Any, rank: int) -> list[ZeroParameter]:
     """All parameters of a module; those that DeepSpeed's optimizer ``zero`` steps, if there is one, with masters."""
-    return [_with_master(name, parameter, zero, rank) for name, parameter in module.named_parameters()]
+    quantized = quantized_layers(module)
+    parts = (_with_master(name, parameter, zero, rank) for name, parameter in module.named_parameters())
+    return [replace(part, quantized=quantized.get(part.name)) for part in parts]
 
 
 def _with_master(name: str, parameter: Any, zero: Any, rank: int) -> ZeroParameter:

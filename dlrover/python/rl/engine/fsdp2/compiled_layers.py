@@ -7,7 +7,6 @@ attention over packed documents: how it divides a row differs from batch to batc
 """
 
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,15 +14,7 @@ from transformers import AttentionInterface
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model import attention
-
-
-def layers_of(module: Any) -> list[Any]:
-    """Those that a Hugging Face model names as what is not to be split."""
-    units: Sequence[Any] = (
-        getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
-    )
-    names = {unit if isinstance(unit, str) else unit.__name__ for unit in units}
-    return [part for part in module.modules() if type(part).__name__ in names and part is not module]
+from dlrover.python.rl.engine.model.loading import layers_of
 
 
 def compile_layers(module: Any) -> None:

@@ -16,7 +16,6 @@ from dlrover.python.rl.engine.cpu_kernels import install_cpu_kernels
 from dlrover.python.rl.engine.fsdp2 import INFO, Fsdp2Options
 from dlrover.python.rl.engine.fsdp2.compiled_layers import compile_layers
 from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, MaterializeOptions, materialize
-from dlrover.python.rl.engine.fsdp2.quantized import quantize_linear_layers
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model import attention
@@ -41,6 +40,7 @@ from dlrover.python.rl.engine.training.backend import (
     read_checkpoint,
     write_checkpoint,
 )
+from dlrover.python.rl.engine.training.quantized import quantize_linear_layers
 from dlrover.python.rl.engine.training.redivide import merge_states, place
 from dlrover.python.rl.engine.training.stepping import MasterOptimizer, ShardedBackend, accumulate_gradients
 from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngine

@@ -12,10 +12,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.progress import note_progress
-from dlrover.python.rl.engine.fsdp2.compiled_layers import layers_of
 from dlrover.python.rl.engine.fsdp2.shards import Grid, Shards
 from dlrover.python.rl.engine.model.loading import (
     WeightReader,
+    layers_of,
     list_aliases,
     list_saved_buffers,
     match_names,

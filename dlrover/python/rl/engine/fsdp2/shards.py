@@ -15,9 +15,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.device_bytes import copy_to_host
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
-from dlrover.python.rl.engine.fsdp2.quantized import QuantizedLinear
 from dlrover.python.rl.engine.model.loading import Ranges, list_aliases
 from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, sum_tensors
+from dlrover.python.rl.engine.training.quantized import QuantizedLinear, quantized_layers
 from dlrover.python.rl.engine.training.stepping import find_first_nonfinite
 
 
@@ -215,8 +215,15 @@ class Shards:
     def of(cls, module: Any, grid: Grid, summed: Collection[str], on_host: bool = False) -> "Shards":
         """Those of a module whose parameters are divided and allocated; the masters of trained ones may be
         ``on_host``."""
-        names_of_each, part = list_aliases(module), grid.shard_rank
-        return cls(grid, tuple(_make_shard(module, names, summed, on_host, part) for names in names_of_each))
+        quantized = quantized_layers(module)
+        aliases = list_aliases(module)
+        items = (
+            _make_shard(module, names, summed, on_host)
+            if names[0] not in quantized
+            else _make_quantized(names, quantized[names[0]], grid.shard_rank)
+            for names in aliases
+        )
+        return cls(grid, tuple(items))
 
     def __iter__(self) -> Iterator[ParameterShard]:
         return iter(self.items)
@@ -262,17 +269,13 @@ class Shards:
             note_progress()
 
 
-def _make_shard(
-    module: Any, names: tuple[str, ...], summed: Collection[str], on_host: bool, part: int
-) -> ParameterShard:
+def _make_quantized(names: tuple[str, ...], layer: QuantizedLinear, part: int) -> ParameterShard:
+    local, shape, is_divided = to_local_tensor(layer.weight), tuple(layer.shape), isinstance(layer.weight, DTensor)
+    return ParameterShard(names[0], names, layer.weight, local, shape, is_divided, quantized=layer, part=part)
+
+
+def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on_host: bool) -> ParameterShard:
     parameter = module.get_parameter(names[0])
-    owner, _, last = names[0].rpartition(".")
-    layer = module.get_submodule(owner)
-    if isinstance(layer, QuantizedLinear) and last == "weight":
-        local, is_divided = to_local_tensor(parameter), isinstance(parameter, DTensor)
-        return ParameterShard(
-            names[0], names, parameter, local, tuple(layer.shape), is_divided, None, quantized=layer, part=part
-        )
     master = parameter if type(parameter) is torch.nn.Parameter else to_local_tensor(parameter)
     sharded, tensor_dim = False, None
     if isinstance(parameter, DTensor):

@@ -148,6 +148,15 @@ def tie_parameter(module: Any, names: Sequence[str], parameter: Any) -> None:
         module.get_submodule(owner).register_parameter(last, parameter)
 
 
+def layers_of(module: Any) -> list[Any]:
+    """Those that a Hugging Face model names as what is not to be split."""
+    units: Sequence[Any] = (
+        getattr(module, "non_split_modules", None) or getattr(module, "_no_split_modules", None) or ()
+    )
+    names = {unit if isinstance(unit, str) else unit.__name__ for unit in units}
+    return [part for part in module.modules() if type(part).__name__ in names and part is not module]
+
+
 def init_normal(name: str, shape: tuple[int, ...], std: float) -> Any:
     """Normal numbers, the same in every process: the name is their seed."""
     generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))

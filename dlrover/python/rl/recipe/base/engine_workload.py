@@ -387,4 +387,5 @@ class TrainedWorkload(EngineWorkload):
 
 def _holds_copies(engine: EngineConfig, device: str, lora: LoraSettings | None) -> bool:
     """Whether each member holds the whole model, where the job does not say it."""
-    return (engine.train == "fsdp2" and device == "cpu") or (lora is not None and lora.quantize_base is not None)
+    quantized = lora is not None and lora.quantize_base is not None
+    return engine.train == "fsdp2" and (device == "cpu" or quantized)

@@ -7,7 +7,8 @@ a block.
 
 ::
 
-    weight      a row for each rank that divides it, its bytes as numbers of the passes' precision, which FSDP gathers
+    weight      a row for each rank that divides it, its bytes as numbers of the passes' precision, which FSDP and
+                ZeRO gather as they are
     a row       its share of the blocks, 32 bytes each | their scales, 4 bytes each
 """
 
@@ -18,7 +19,7 @@ from torch.nn import functional
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.registry import require_bitsandbytes
-from dlrover.python.rl.engine.fsdp2.compiled_layers import layers_of
+from dlrover.python.rl.engine.model.loading import layers_of
 
 BLOCK = 64
 """Numbers with one scale in float32."""
@@ -117,3 +118,9 @@ def quantize_linear_layers(module: Any, precision: torch.dtype, parts: int = 1) 
         for name, part in owner.named_children():
             if type(part) is torch.nn.Linear:
                 setattr(owner, name, QuantizedLinear(part, precision, parts))
+
+
+def quantized_layers(module: Any) -> dict[str, QuantizedLinear]:
+    """Those of a module by the names of their weights."""
+    parts = module.named_modules()
+    return {f"{name}.weight": part for name, part in parts if isinstance(part, QuantizedLinear)}
