@@ -139,6 +139,14 @@ def test_commits_of_an_ended_run_stay_only_if_they_go_beyond_its_copies(tmp_path
     assert (found.run, manifest.step) == ("run1", 3 if later else 2)
 
 
+def test_a_run_that_has_committed_nothing_leaves_no_folder(tmp_path):
+    Store(tmp_path).checkpoints.newest()
+    assert (tmp_path / "checkpoints" / "run1").is_dir()
+    forget_commits(tmp_path, "run1")
+    assert not (tmp_path / "checkpoints").exists()
+    forget_commits(tmp_path, "run1")
+
+
 # -- damage -----------------------------------------------------------------------------------------------------------
 
 

@@ -19,11 +19,14 @@ COPIES, COMMITS = "checkpoints", "commits"
 
 
 def forget_commits(job_dir: Path, run: str) -> None:
-    """Remove the commits of an ended run from the job's directory, unless they go beyond its last copy."""
+    """Remove the commits of an ended run from the job's directory, unless they go beyond its last copy; also the folder
+    of copies if it has made none."""
     folder = job_dir.absolute()
     commits, copies = (CheckpointStore(folder / name / run, run, durable=True) for name in (COMMITS, COPIES))
     if _newest_step(commits) <= _newest_step(copies):
         commits.remove()
+    if copies.root.is_dir() and not any(path.is_dir() for path in copies.root.iterdir()):
+        copies.remove()
 
 
 def _newest_step(store: CheckpointStore) -> int:
