@@ -248,9 +248,6 @@ class LocalHosting:
                 member.alive = False
                 stack.callback(member.host.close)
 
-    def forget(self, job: str, run: str) -> None:
-        forget_memory(job, run)
-
     def close(self) -> None:
         with contextlib.ExitStack() as stack:
             for name in self._members:

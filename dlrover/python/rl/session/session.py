@@ -25,7 +25,6 @@ import torch
 from dlrover.python.rl.common.errors import SessionError, WorkloadDied
 from dlrover.python.rl.common.names import RLRoleType, hint, is_role_name
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.local_executor import LocalHosting
 from dlrover.python.rl.runtime.process.executor import Device, Hosting
 from dlrover.python.rl.trainer.port import Ref, gather
@@ -135,9 +134,6 @@ def _slots_of(engines: Any) -> Slots:
 
 # -- sessions --------------------------------------------------------------------------------------------------------
 
-MEMORY = "session"
-"""The job name under which sessions keep files in a node's memory."""
-
 
 class Releasable(Protocol):
     def release(self) -> None: ...
@@ -242,10 +238,7 @@ class Session:
             for engine in list(self._engines.values()):
                 engine.release()
         finally:
-            try:
-                self.hosting.forget(MEMORY, self.id)
-            finally:
-                self.hosting.close()
+            self.hosting.close()
 
     def __enter__(self) -> "Session":
         return self
@@ -297,7 +290,6 @@ def init(
     """
     if _OPEN:
         raise SessionError(f"init() was called before: {_OPEN[0]!r}; shutdown() ends it")
-    forget_memory(MEMORY)  # files that killed sessions have left
     hosting: Hosting
     if local:
         hosting = LocalHosting("cuda" if torch.cuda.is_available() else "cpu", slots_per_node or 1)

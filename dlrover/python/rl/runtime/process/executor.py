@@ -71,10 +71,6 @@ class Hosting(Protocol):
         """Close the workloads, and end the processes; busy or dead ones get only a short time."""
         ...
 
-    def forget(self, job: str, run: str) -> None:
-        """``forget_memory`` on every node that answers."""
-        ...
-
     def close(self) -> None: ...
 
 

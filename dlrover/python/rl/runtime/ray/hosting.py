@@ -20,14 +20,13 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, PlacementTimeout, WorkloadStartError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.config.spec import JobSpec, TrainerSpec, WorkloadSpec
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.process.executor import Device, own_search_path
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ON_CPU, VISIBLE_DEVICES_OFF
@@ -171,20 +170,6 @@ class RayHosting:
                 pass  # it is gone already
             except RayError as error:
                 _LOG.warning("%s[%d] did not close: %s", name, ranks[ref], error)
-
-    def forget(self, job: str, run: str) -> None:
-        forget_memory(job, run)
-        if not ray.is_initialized():
-            return
-        others = {device.node for device in self.devices} - {ray.get_runtime_context().get_node_id()}
-        tasks = [
-            ray.remote(forget_memory)
-            .options(num_cpus=0, max_retries=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False))
-            .remote(job, run)
-            for node in others
-        ]
-        if tasks:
-            ray.wait(tasks, num_returns=len(tasks), timeout=_GONE_S)
 
     def close(self) -> None:
         groups, self._placement_groups = self._placement_groups, []
