@@ -90,9 +90,19 @@ def test_a_misspelt_way_is_refused_with_the_nearest():
         choose(FourSlots(), [(0,)], [(1,)], "brodcast")
 
 
+def test_a_folder_is_the_way_by_disk_and_refused_with_any_other(tmp_path):
+    assert choose(FourSlots(), [(0,)], [(1,)], folder=tmp_path) == choose(
+        FourSlots(), [(0,)], [(1,)], "disk", folder=tmp_path
+    )
+    for way in ("shared memory", "broadcast", "device memory"):
+        with pytest.raises(SessionError, match=f"folder='w' is of no use to '{way}': it is for 'disk'"):
+            choose(FourSlots(), [(0,)], [(0,)], way, folder="w")
+
+
 def test_an_end_is_kept_until_the_way_between_the_same_engines_changes(tmp_path):
     ends = Endpoints("TRAIN_1[0]", True, "cpu", None)
-    files, broadcast = (choose(FourSlots("cpu"), [(0,)], [(1,)], way, tmp_path) for way in ("disk", "broadcast"))
+    files = choose(FourSlots("cpu"), [(0,)], [(1,)], "disk", tmp_path)
+    broadcast = choose(FourSlots("cpu"), [(0,)], [(1,)], "broadcast")
     first = ends.endpoint(files)
     assert ends.endpoint(files) is first
     assert type(ends.endpoint(broadcast)) is not type(first)

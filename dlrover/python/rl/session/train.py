@@ -166,7 +166,8 @@ class TrainEngine(HandEngine):
         Args:
             other: an inference engine, or a train engine whose module has no optimizer (a reference).
             timeout_s: for all of it.
-            way: ``"device memory"``, ``"shared memory"``, ``"broadcast"`` or ``"disk"``; None for the shortest.
+            way: ``"device memory"``, ``"shared memory"``, ``"broadcast"`` or ``"disk"``; None for ``"disk"`` if there
+                is a folder, else for the shortest.
             folder: for ``"disk"``: one that both engines' nodes see.
         """
         return sync(self, other, timeout_s, way, folder)

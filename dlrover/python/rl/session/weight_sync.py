@@ -18,7 +18,7 @@ from dlrover.python.rl.session.session import Members, Session
 
 Way: TypeAlias = Literal["shared memory", "broadcast", "disk", "device memory"]
 WAYS: tuple[Way, ...] = get_args(Way)
-"""In the order of preference; ``disk`` only where a folder is given, ``device memory`` only if asked for."""
+"""In the order of preference; ``disk`` where a folder is given, ``device memory`` only if asked for."""
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,10 @@ class Endpoints:
 def choose_route(
     source: Members, target: Members, session: Session, way: Way | None = None, folder: str | Path | None = None
 ) -> Route:
-    """How weights go from one engine to another; ``way`` None takes the shortest. Raises SessionError with the reason
-    why a way is closed."""
+    """How weights go from one engine to another; ``way`` None takes the folder if there is one, else the shortest.
+    Raises SessionError with the reason why a way is closed."""
+    if folder is not None and way is None:
+        way = "disk"
     obstacles = _find_obstacles(source, target, session, folder)
     on_cuda = session.slots[source.slots[0][0]].kind == "cuda"
     if way is None:
@@ -93,6 +95,8 @@ def choose_route(
         way = free[0]
     if way not in obstacles:
         raise SessionError(f"weights have no way '{way}'{hint(str(way), WAYS)}")
+    if folder is not None and way != "disk":
+        raise SessionError(f"folder={str(folder)!r} is of no use to '{way}': it is for 'disk'")
     if obstacles[way]:
         raise SessionError(f"weights cannot go from {source.name} to {target.name} by '{way}': {obstacles[way]}")
     at = {"broadcast": source.processes[0].address, "disk": str(Path(folder or "").absolute())}.get(way, "")
