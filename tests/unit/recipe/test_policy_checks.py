@@ -143,7 +143,7 @@ def test_an_unknown_option_hides_nothing(tmp_path):
     config = {
         "algorithm": {"name": "grpo", "kl_coeff": 0.1, "kl_coef": 0.1},
         "rollout": {"samples_per_prompt": 1},
-        "engine": {"weight_sync_options": {"foldr": "x", "receivers": 2}, "weight_sync": "dsk"},
+        "engine": {"weight_sync_options": {"foldr": "x"}, "weight_sync": "dsk"},
     }
     assert list(problems_of(policy_job(tmp_path, "grpo", **config))) == [
         "config.engine.weight_sync_options.foldr",

@@ -17,7 +17,7 @@ from dlrover.python.rl.algorithm.grpo import GRPO  # noqa: E402
 from dlrover.python.rl.common.errors import EngineError, ResultLost, WeightSyncError  # noqa: E402
 from dlrover.python.rl.engine.api.base import OptimizerConfig  # noqa: E402
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport  # noqa: E402
-from dlrover.python.rl.recipe.base.config import EngineConfig  # noqa: E402
+from dlrover.python.rl.recipe.base.config import EngineConfig, SenderConfig  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
 from dlrover.python.rl.runtime.process.host import Stored  # noqa: E402
@@ -135,9 +135,9 @@ def test_weights_that_are_gone_with_their_actor_leave_the_old_ones_serving(model
 def test_the_weight_transport_of_the_job_is_used(model, name, tmp_path):
     """The rollouts receive while the actor sends, where the transport waits for them."""
     options = {"folder": str(tmp_path)} if name == "disk" else {}
-    engine = EngineConfig(threads=1, weight_sync=name, weight_sync_options=options)
+    engine = SenderConfig(threads=1, weight_sync=name, weight_sync_options=options, receivers=2)
     sender, servers = ActorWorkload(None, {}), [RolloutWorkload(None, {}) for _ in range(2)]
-    sender.init_model(model, engine.with_receivers(2), OptimizerConfig(lr=1e-3), GRPO())
+    sender.init_model(model, engine, OptimizerConfig(lr=1e-3), GRPO())
     for server in servers:
         server.init_model(model, engine)
     for _ in range(2):

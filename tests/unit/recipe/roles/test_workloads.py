@@ -24,7 +24,7 @@ from dlrover.python.rl.engine.model.ranks import get_random_state
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.environment.sandbox.confinement import sandbox_level
-from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
+from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig, SenderConfig
 from dlrover.python.rl.recipe.base.updates import UpdatePlan
 from dlrover.python.rl.recipe.roles.reward import name_parts
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
@@ -201,7 +201,7 @@ def test_a_rollout_that_gets_adapters_alone_is_as_one_with_the_merged_weights(mo
 def test_rollouts_of_the_same_process_are_not_waited_for(model):
     with member_context(MemberContext(shares_process=True)):
         made = ActorWorkload(None, {})
-    engine = replace(ENGINE, weight_sync="broadcast").with_receivers(2)
+    engine = SenderConfig(**{**vars(ENGINE), "weight_sync": "broadcast"}, receivers=2)
     with pytest.raises(EngineError, match="sends to 2 rollouts at once, .* leave out --local"):
         made.init_model(model, engine, OptimizerConfig(), GRPO())
     made.close()

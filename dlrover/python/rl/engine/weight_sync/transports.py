@@ -35,17 +35,10 @@ TRANSPORTS = ExtensionPoint(
 ``sends_adapters_alone`` each side has two more where adapters are trained, with a ``channel`` each."""
 
 
-_USERS = {"folder": ("disk",), "receivers": ("broadcast",)}
-"""The built-in transports that use an option, of options that not all of them use."""
-
-
 @dataclass(frozen=True)
 class WeightSyncOptions:
     folder: str | None = None
-    """A folder that all members see; required by ``disk``."""
-
-    receivers: Annotated[int, Gt(0)] | None = None
-    """Members that receive, for transports that wait for them; None: those of the role rollout."""
+    """A folder that all members see; required by ``disk``, and of no use to other built-in transports."""
 
     bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
     """Bytes handed over at a time; None: 1 MiB on a host, 64 MiB on a device."""
@@ -67,9 +60,8 @@ def validate_transport(
         errors.append(ConfigError(where, str(error)))
     if name in TRANSPORTS.builtin and parsed is not None:
         places = [error.where for error in errors]
-        faults = _find_option_faults(name, parsed, device)
-        further = [ConfigError(f"{where}_options.{key}", what) for key, what in faults.items()]
-        errors += [error for error in further if not lies_in(error.where, places)]
+        fault = ConfigError(f"{where}_options.folder", _find_folder_fault(name, parsed.folder, device))
+        errors += [fault] if fault.what and not lies_in(fault.where, places) else []
     if name == "cuda_ipc" and not device.startswith("cuda"):
         errors.append(ConfigError(where, f"'cuda_ipc' needs engine.device cuda, which is {device}"))
     if name == "broadcast" and device.startswith("cuda:"):
@@ -77,23 +69,13 @@ def validate_transport(
     return errors
 
 
-def _find_option_faults(name: str, options: WeightSyncOptions, device: str) -> dict[str, str]:
-    """What is wrong with the options of a built-in transport, by key."""
-    faults = {}
-    for key, users in _USERS.items():
-        if getattr(options, key) is not None and name not in users:
-            faults[key] = f"is not used by '{name}', but by {' and '.join(map(repr, users))}"
-    if name == "disk" and not options.folder:
-        empty = "" if options.folder is None else "is empty: "
-        faults["folder"] = f"{empty}'disk' needs a folder that all members see"
-    elif options.folder is not None and name in _USERS["folder"]:
-        what = _find_folder_fault(Path(options.folder).expanduser().absolute(), device)
-        faults |= {"folder": what} if what else {}
-    return faults
-
-
-def _find_folder_fault(folder: Path, device: str) -> str:
-    """Why weights cannot be there; "" if they can, or if the job may run on machines where they can."""
+def _find_folder_fault(name: str, option: str | None, device: str) -> str:
+    """Why a built-in transport cannot have this folder; "" if it can, or if the job may run on machines where it can."""
+    if name != "disk":
+        return "" if option is None else f"is not used by '{name}', but by 'disk'"
+    if not option:
+        return f"{'' if option is None else 'is empty: '}'disk' needs a folder that all members see"
+    folder = Path(option).expanduser().absolute()
     # os.path: Path.exists raises below a folder that may not be entered.
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))
     if not existing.is_dir():
@@ -106,7 +88,7 @@ def prepare_folder(name: str, options: Mapping[str, Any]) -> None:
     """Make the folder in the options of a built-in transport, if there is one, and write to it: on the machine of the
     side that sends, before the first step. Raises EngineError; an error of a full disk stays what it is."""
     folder = options.get("folder")
-    if folder is None or name not in _USERS["folder"]:
+    if folder is None or name != "disk":
         return
     path = Path(folder).expanduser().absolute()
     try:
@@ -145,8 +127,7 @@ def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings
     parsed = WeightSyncOptions(**options)
     timeout_s = parsed.timeout_s or (60.0 if waits_for_receivers(transport) else settings.timeout_s)
     folder = settings.folder if parsed.folder is None else Path(parsed.folder).expanduser()
-    receivers, bucket_bytes = parsed.receivers or settings.receivers, parsed.bucket_bytes
-    settings = replace(settings, bucket_bytes=bucket_bytes, timeout_s=timeout_s, folder=folder, receivers=receivers)
+    settings = replace(settings, bucket_bytes=parsed.bucket_bytes, timeout_s=timeout_s, folder=folder)
     if waits_for_receivers(transport) or not getattr(transport, "sends_adapters_alone", False):
         made: WeightTransport = transport(settings)
         return made

@@ -129,11 +129,10 @@ class EngineConfig:
     def recomputes(self) -> bool:
         return self.gradient_checkpointing is not False
 
-    def with_receivers(self, count: int) -> "EngineConfig":
-        """The sender's settings, where ``count`` members receive its weights."""
-        if self.weight_sync == "auto":
-            return self
-        return replace(self, weight_sync_options={"receivers": count, **self.weight_sync_options})
+
+@dataclass(frozen=True)
+class SenderConfig(EngineConfig):
+    receivers: Positive = 1  # members that receive this one's weights
 
 
 @dataclass(frozen=True)

@@ -52,7 +52,7 @@ from dlrover.python.rl.engine.model.ranks import get_random_state, seed_random, 
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTransport
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import shares_memory
 from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport, prepare_folder
-from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.config import EngineConfig, SenderConfig
 from dlrover.python.rl.recipe.base.memory_bytes import device_bytes
 from dlrover.python.rl.recipe.base.model_facts import trained_bytes
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
@@ -221,14 +221,16 @@ class EngineWorkload(BaseWorkload):
         """This member's side of ``engine.weight_sync``, between the actor and the rollouts."""
         shares_process = self._member.shares_process
         in_one_process = shares_process or "/" not in self.name
+        receivers = engine.receivers if isinstance(engine, SenderConfig) else 1
         # A script that has several rollouts in one process may use threads.
-        receivers = int(engine.weight_sync_options.get("receivers", 1)) if shares_process else 1
-        check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()), in_one_process, receivers)
+        in_turn = receivers if shares_process else 1
+        check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()), in_one_process, in_turn)
         if is_leader:
             prepare_folder(engine.weight_sync, engine.weight_sync_options)
         settings = SyncSettings(
             f"{self.role}[{self.rank}]",
             is_leader=is_leader,
+            receivers=receivers,
             address=self.torch_master_addr or "127.0.0.1",
             channel="ACTOR",
             timeout_s=_PATIENCE_S,

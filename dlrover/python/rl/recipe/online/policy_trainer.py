@@ -15,7 +15,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
-from dlrover.python.rl.recipe.base.config import PolicyConfig
+from dlrover.python.rl.recipe.base.config import PolicyConfig, SenderConfig
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics
 from dlrover.python.rl.recipe.online.batch import (
@@ -182,7 +182,7 @@ class PolicyTrainer(RecipeTrainer):
         """Let the roles load their models; the actor's result comes first, the rollouts' second."""
         cfg = self.cfg
         optimizer = cfg.optimizer.over(self.update_count)
-        engine = cfg.engine.with_receivers(len(self.RG_ROLLOUT))
+        engine = SenderConfig(**vars(cfg.engine), receivers=len(self.RG_ROLLOUT))
         pending = [
             self.begin_loading(self.RG_ACTOR, cfg.model, engine, optimizer, self.algorithm, cfg.seed),
             self.begin_loading(self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout),
