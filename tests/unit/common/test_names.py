@@ -17,6 +17,7 @@ from dlrover.python.rl.common.names import (
     master_name,
     member_name,
     nearest,
+    nearest_path,
     resume_command,
     run_of,
     standby_name,
@@ -78,6 +79,14 @@ def test_a_command_to_resume_can_be_pasted():
 def test_the_nearest_name_is_given_without_regard_to_case():
     assert nearest("GENERTE", ["generate", "update"]) == "generate"
     assert nearest("xyz", ["generate", "update"]) is None
+
+
+def test_a_dotted_key_is_near_if_each_of_its_parts_is():
+    known = ["config.seed", "config.optimizer.lr", "config.steps"]
+    assert nearest_path("config.nowhere", known) is None
+    assert nearest_path("config.optimiser.lr", known) == "config.optimizer.lr"
+    assert nearest_path("confg.stps", known) == "config.steps"
+    assert nearest_path("config.optimizer", known) is None
 
 
 def test_a_hint_is_the_nearest_name_or_all_of_them():

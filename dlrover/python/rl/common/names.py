@@ -35,6 +35,17 @@ def nearest(name: str, known: Iterable[str]) -> str | None:
     return by_lower[matches[0]] if matches else None
 
 
+def nearest_path(path: str, known: Iterable[str]) -> str | None:
+    """Of dotted keys the nearest whose parts are all near: what they share says nothing about a part that differs."""
+    parts = path.split(".")
+    near = [key for key in known if _are_near(parts, key.split("."))]
+    return nearest(path, near)
+
+
+def _are_near(parts: list[str], others: list[str]) -> bool:
+    return len(parts) == len(others) and all(nearest(part, [other]) for part, other in zip(parts, others, strict=True))
+
+
 def is_url(place: object) -> bool:
     return "://" in str(place)
 

@@ -9,7 +9,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import nearest
+from dlrover.python.rl.common.names import nearest, nearest_path
 
 _NOT_FOUND = re.compile(r"Interpolation key '([^']*)' not found")
 
@@ -73,7 +73,7 @@ def _nearest_key(name: str, root: Any, where: str) -> str | None:
     by_end = {key.rpartition(".")[2]: key for key in by_depth}  # of several the one that is least deep
     ending = [key for key in by_depth if key.endswith(f".{name}")]
     end = nearest(name.rpartition(".")[2], by_end)
-    return ending[-1] if ending else nearest(name, keys) or (by_end[end] if end else None)
+    return ending[-1] if ending else nearest_path(name, keys) or (by_end[end] if end else None)
 
 
 def _keys(values: Any, prefix: str) -> Iterator[str]:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
-from dlrover.python.rl.common.names import hint, nearest
+from dlrover.python.rl.common.names import hint, nearest_path
 
 ROLES = ("system", "user", "assistant", "tool")
 
@@ -177,5 +177,5 @@ def describe_unreadable(path: Path, error: OSError) -> str:
         return f"cannot be read: {error.strerror}"
     if not path.parent.is_dir():
         return f"no such file; there is no folder {path.parent}"
-    close = nearest(path.name, (file.name for file in path.parent.iterdir()))
+    close = nearest_path(path.name, (file.name for file in path.parent.iterdir()))
     return f"no such file; did you mean '{close}'?" if close else "no such file"
