@@ -21,6 +21,9 @@ config:
 """
 
 
+MALFORMED = "has a malformed reference: it is written ${key}, and \\${ is the text itself"
+
+
 def problems_of(read, *args):
     """Place and fault of everything that ``read`` refuses."""
     with pytest.raises(InvalidJob) as caught:
@@ -221,7 +224,9 @@ def test_an_override_below_a_broken_reference_is_a_problem_not_a_traceback():
 def test_the_layout_may_refer_to_the_environment_and_to_the_users_config(monkeypatch):
     monkeypatch.setenv("MY_NODES", "3")
     monkeypatch.setenv("DLROVER_RL_ALLOW_RESOLVERS", "1")
-    text = JOB.replace("device_per_node: 4", 'node_number: "${oc.env:MY_NODES}", device_per_node: "${config.sizes.1}"')
+    text = JOB.replace(
+        "device_per_node: 4", 'node_number: "${oc.decode:${oc.env:MY_NODES}}", device_per_node: "${config.sizes.1}"'
+    )
     job = load_job_text(text, "x")
     assert (job.trainer.node_number, job.trainer.device_per_node) == (3, 2)
 
@@ -238,6 +243,30 @@ def test_the_users_config_is_not_resolved_or_checked_here():
 def test_broken_references_of_the_layout_are_said_with_their_places():
     text = JOB.replace("class: T", "class: '${nothing}'").replace("num: 2", "num: '???'")
     assert [where for where, _ in problems_of(load_job_text, text, "x")] == ["trainer.class", "workload.actor.num"]
+
+
+@pytest.mark.parametrize("wrong", ["'${a'", "'${}'", "'${lr..}'"])
+def test_a_malformed_reference_is_one_error_among_all_of_the_file(monkeypatch, wrong):
+    text = JOB.replace("class: T", f"class: {wrong}").replace("num: 2", "nmu: 2").replace("[1, 2]", f"[1, {wrong}]")
+    text = text.replace("module: m, class: R", "module: '${config.lr}x', class: '\\${a'")
+    assert problems_of(load_job_text, text, "x", ["nothing"]) == [
+        ("trainer.class", MALFORMED),
+        ("config.sizes.1", MALFORMED),
+        ("nothing", "an override is written key=value"),
+        ("workload.actor.nmu", "unknown key 'nmu'; did you mean 'num'?"),
+    ]
+    with pytest.raises(InvalidJob) as caught:
+        load_job_text(JOB.replace("[1, 2]", f"[1, {wrong}]").replace("class: R", "class: '\\${a'"), "x")
+    job = caught.value.salvaged
+    assert (job.config.sizes, job.config.lr, job.workloads["ROLLOUT"].class_) == ([1, None], 1e-3, "${a")
+
+
+def test_a_resolver_and_settings_that_are_no_mapping_do_not_hide_the_other_errors():
+    text = JOB.replace("class: T", "class: '${oc.env:HOME}'").replace("num: 2", "nmu: 2")
+    places = [where for where, _ in problems_of(load_job_text, text, "x")]
+    assert places == ["trainer.class", "workload.actor.nmu"]
+    text = f"{JOB.partition('config:')[0].replace('num: 2', 'nmu: 2')}config: ${{env}}\n"
+    assert [where for where, _ in problems_of(load_job_text, text, "x")] == ["config", "workload.actor.nmu"]
 
 
 # -- anything ---------------------------------------------------------------------------------------------------------

@@ -30,7 +30,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, is_url, nearest
-from dlrover.python.rl.config.limits import validate_resolvers
+from dlrover.python.rl.config.limits import validate_resolvers, without
 from dlrover.python.rl.config.plain import escape_references, from_plain, reference_error, to_plain
 from dlrover.python.rl.config.scripts import runs_scripts_only, with_scripts
 from dlrover.python.rl.config.secrets import seal
@@ -101,9 +101,11 @@ JOB_KEYS = tuple(JobLayout.__dataclass_fields__)
 def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
     """Read the content of a job file. Raises InvalidJob with all errors that can be found without importing anything,
     and what could be read."""
-    if calls := validate_resolvers(OmegaConf.to_container(data, resolve=False)):
-        raise InvalidJob(calls)
+    written = OmegaConf.to_container(data, resolve=False)
+    if calls := validate_resolvers(written):
+        data = OmegaConf.create(without([call.where for call in calls], written))
     plain, unresolved = _layout_values(data)
+    unresolved = [*calls, *unresolved]
     values, scripts = with_scripts(plain)
     layout, errors = salvage(JobLayout, _with_class_field(values), "")
     errors = [_in_file_terms(error) for error in errors]

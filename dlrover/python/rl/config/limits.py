@@ -3,7 +3,7 @@
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import yaml
@@ -75,7 +75,7 @@ def validate_resolvers(values: Any) -> list[ConfigError]:
     into a job's files and logs."""
     if os.environ.get(ALLOW_RESOLVERS) == "1":
         return []
-    calls = [(where, name) for where, text in _texts(values, "") if (name := find_resolver(text)) is not None]
+    calls = [(where, name) for where, text in list_texts(values) if (name := find_resolver(text)) is not None]
     return [
         ConfigError(
             where,
@@ -86,17 +86,28 @@ def validate_resolvers(values: Any) -> list[ConfigError]:
     ]
 
 
-def _texts(value: Any, where: str) -> Iterator[tuple[str, str]]:
+def without(places: Collection[str], value: Any, where: str = "") -> Any:
+    """A copy of plain values with None at these places, as :func:`list_texts` gives them."""
+    if where in places:
+        return None
+    if isinstance(value, dict):
+        return {key: without(places, part, f"{where}.{key}" if where else str(key)) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without(places, part, f"{where}.{number}") for number, part in enumerate(value)]
+    return value
+
+
+def list_texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     if isinstance(value, str):
         yield where, value
     elif isinstance(value, dict):
         for key, part in value.items():
             place = f"{where}.{key}" if where else str(key)
-            yield from _texts(key, place)
-            yield from _texts(part, place)
+            yield from list_texts(key, place)
+            yield from list_texts(part, place)
     elif isinstance(value, list):
         for number, part in enumerate(value):
-            yield from _texts(part, f"{where}.{number}")
+            yield from list_texts(part, f"{where}.{number}")
 
 
 def _refusal(where: str, what: str) -> InvalidJob:

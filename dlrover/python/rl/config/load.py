@@ -7,22 +7,26 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
-from dlrover.python.rl.config.limits import check_text
+from dlrover.python.rl.config.limits import check_text, list_texts, without
 from dlrover.python.rl.config.plain import from_plain
 from dlrover.python.rl.config.secrets import is_secret_at
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.typed import lies_in
 
 _KEY = re.compile(r"([^\s:=]*)\s*(=?)")
+_HIDDEN_REFERENCE = "\ue000{"
+"""Stands for ``${`` in a text that is read without references."""
+
 _ALMOST = 0.8
 """Similarity from which a key is taken to mean one of the layout."""
 
@@ -42,9 +46,8 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
     if not file.is_file():
         siblings = [sibling.name for sibling in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
         raise InvalidJob([ConfigError(str(path), f"no such job file{hint(file.name, siblings)}")])
-    return _read_job(
-        _read(_text(file), str(path)), overrides, name_of_file(file), search_folders(file.absolute().parent)
-    )
+    read = _read(_text(file), str(path))
+    return _read_job(read, overrides, name_of_file(file), search_folders(file.absolute().parent))
 
 
 def load_job_text(
@@ -52,22 +55,29 @@ def load_job_text(
 ) -> JobSpec:
     """Like :func:`load_job` for YAML or JSON text, whose own ``name`` counts if none is given; by default classes are
     looked for in the working directory."""
-    data = _read(text, "rl_config")
-    return _read_job(data, overrides, name or "job", search_folders() if search_path is None else search_path, name)
+    read = _read(text, "rl_config")
+    return _read_job(read, overrides, name or "job", search_folders() if search_path is None else search_path, name)
+
+
+_Read: TypeAlias = tuple[DictConfig, list[ConfigError]]
+"""The values of a file, with None in place of what cannot be read, and the errors of that."""
 
 
 def _read_job(
-    data: DictConfig, overrides: Sequence[str], default_name: str, search_path: tuple[str, ...], name: str = ""
+    read: _Read, overrides: Sequence[str], default_name: str, search_path: tuple[str, ...], name: str = ""
 ) -> JobSpec:
     """``name`` counts before that of an override."""
+    data, unreadable = read
     errors, unlisted = _apply(data, overrides)
+    errors, places = [*unreadable, *errors], [error.where for error in unreadable]
     if name:
         data["name"] = name
     try:
         job = job_from_mapping(data, default_name, search_path)
     except InvalidJob as error:
         salvaged = error.salvaged and replace(error.salvaged, unlisted=tuple(unlisted))
-        raise InvalidJob([*errors, *error.errors], salvaged) from None
+        further = [fault for fault in error.errors if not lies_in(fault.where, places)]
+        raise InvalidJob([*errors, *further], salvaged) from None
     job = replace(job, unlisted=tuple(unlisted))
     if errors:
         raise InvalidJob(errors, salvaged=job)
@@ -76,7 +86,10 @@ def _read_job(
 
 def load_job_with(path: str | Path, values: Mapping[str, Any], search_path: tuple[str, ...]) -> JobSpec:
     """Like :func:`load_job` with plain values by key instead of overrides: nested or dotted, and text is literal."""
-    data, given = _read(_text(Path(path)), str(path)), dict[str, Any]()
+    data, errors = _read(_text(Path(path)), str(path))
+    if errors:
+        raise InvalidJob(errors)
+    given: dict[str, Any] = {}
     for key, value in values.items():
         *parents, last = key.split(".") if key.split(".")[0] in JOB_KEYS else ["config", *key.split(".")]
         section = given
@@ -109,11 +122,16 @@ def name_of_file(file: Path) -> str:
     return name.strip("-")[:63].strip("-") or "job"
 
 
-def _read(text: str, where: str) -> DictConfig:
+def _read(text: str, where: str) -> _Read:
+    """Raises InvalidJob if the text is no mapping."""
     data: Any = None
+    errors: list[ConfigError] = []
     check_text(text, where)
     try:
-        data = OmegaConf.create(text)
+        try:
+            data = OmegaConf.create(text)
+        except GrammarParseError:
+            data, errors = _read_around_malformed(text)
     except AssertionError:
         pass  # OmegaConf raises it for a lone number
     except (YAMLError, OmegaConfBaseException, RecursionError) as error:
@@ -122,13 +140,46 @@ def _read(text: str, where: str) -> DictConfig:
         raise InvalidJob([ConfigError(place, f"not valid YAML: {getattr(error, 'problem', None) or error}")]) from error
     if not isinstance(data, DictConfig):
         raise InvalidJob([ConfigError(where, "a job file is a mapping at its top level")])
+    if what := _find_config_fault(data):
+        errors.append(ConfigError("config", what))
+        data["config"] = None
+    return data, errors
+
+
+def _find_config_fault(data: DictConfig) -> str:
     if OmegaConf.is_interpolation(data, "config"):
-        raise InvalidJob([ConfigError("config", "is a mapping of your settings, not a reference")])
+        return "is a mapping of your settings, not a reference"
     config = data.get("config")
-    if config is not None and not isinstance(config, DictConfig):
-        kind = "a list" if isinstance(config, ListConfig) else "a single value"
-        raise InvalidJob([ConfigError("config", f"must be a mapping of your settings, not {kind}")])
-    return data
+    if config is None or isinstance(config, DictConfig):
+        return ""
+    return f"must be a mapping of your settings, not {'a list' if isinstance(config, ListConfig) else 'a single value'}"
+
+
+def _read_around_malformed(text: str) -> _Read:
+    """A file whose references OmegaConf cannot parse."""
+    hidden = OmegaConf.to_container(OmegaConf.create(text.replace("${", _HIDDEN_REFERENCE)))
+    errors = [
+        ConfigError(where, "has a malformed reference: it is written ${key}, and \\${ is the text itself")
+        for where, value in list_texts(hidden)
+        if _is_malformed(value.replace(_HIDDEN_REFERENCE, "${"))
+    ]
+    return OmegaConf.create(_shown(without([error.where for error in errors], hidden))), errors
+
+
+def _is_malformed(text: str) -> bool:
+    try:
+        OmegaConf.create([text])
+    except GrammarParseError:
+        return True
+    return False
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {_shown(key): _shown(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [_shown(part) for part in value]
+    return value.replace(_HIDDEN_REFERENCE, "${") if isinstance(value, str) else value
 
 
 def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError], list[ConfigError]]:
