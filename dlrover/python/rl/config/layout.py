@@ -228,12 +228,9 @@ def _validate_roles(values: Any) -> list[ConfigError]:
 
 
 def _count(value: Any) -> int | None:
-    """A number of members as the layout reads it (``"4"`` is 4), None for anything else, which the layout reports."""
-    try:
-        number = int(value)
-    except (TypeError, ValueError, OverflowError):
-        return None
-    return number if number > 0 else None
+    """A number of members as the layout reads it (4.0 is 4), None for anything else, which the layout reports."""
+    is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
+    return int(value) if is_whole and value > 0 else None
 
 
 def _validate_groups(groups: Any, nums: Mapping[str, Any]) -> list[ConfigError]:

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from pydantic import ValidationError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import hint, nearest
+from dlrover.python.rl.common.names import hint, nearest_path
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.secrets import without_secrets
@@ -62,19 +62,25 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Conf
         values = complete_values(schema, plain, where)
     except InvalidJob as error:
         values, errors = _with_defaults(schema, error.salvaged), [*errors, *error.errors]
-    known = [error.where for error in errors]
-    for number in range(_MENDED):
+    wrong = [error.where for error in errors]
+    for _ in range(_MENDED):
         try:
             return _validate(schema, values), errors
         except ValidationError as error:
             items = [{**item, "loc": _path(item, values)} for item in error.errors()]
-        if number == 0:  # later ones are of what stands for wrong values
-            found = _join_branches([fault for item in items for fault in _config_errors(schema, item, where)])
-            errors += [fault for fault in found if not lies_in(fault.where, known)]
+        found = [(item["type"] in _UNKNOWN, fault) for item in items for fault in _config_errors(schema, item, where)]
+        # Where something stands for a wrong part, what is wrong with the whole says nothing.
+        errors += [fault for fault in _join_branches([fault for _, fault in found]) if not _overlaps(fault, wrong)]
+        wrong += [fault.where for is_unknown, fault in found if not is_unknown]
         values = copy.deepcopy(values)
         for item in items:
             values = _mended(values, item)
     return None, errors
+
+
+def _overlaps(error: ConfigError, places: Sequence[str]) -> bool:
+    place = error.where
+    return lies_in(place, places) or any(not place or lies_in(other, [place]) for other in places)
 
 
 def lies_in(place: str, places: Sequence[str]) -> bool:
@@ -123,9 +129,12 @@ def _config_errors(schema: Any, item: Mapping[str, Any], where: str) -> list[Con
 
 
 def _join_branches(errors: Sequence[ConfigError]) -> list[ConfigError]:
-    """One error for each place: of a value that fits no branch of a union, pydantic says why for each."""
+    """One error for each place: of a value that fits no branch of a union, pydantic says why for each. A branch that
+    finds a fault inside the value has read the rest."""
     by_place: dict[str, list[str]] = {}
     for error in errors:
+        if any(other.where.startswith(f"{error.where}.") for other in errors):
+            continue
         by_place.setdefault(error.where, []).append(error.what)
     return [ConfigError(place, _one_of(texts)) for place, texts in by_place.items()]
 
@@ -145,7 +154,7 @@ def _leaves(value: Any) -> list[list[str]]:
 
 
 def _foreign(key: str, known: Sequence[str]) -> str:
-    near = nearest(key, known)
+    near = nearest_path(key, known)
     return f"unknown key{f'; did you mean {near!r}?' if near else ', and no other name of one'}"
 
 

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Pydantic's validators of dataclasses, with booleans and numbers kept apart: ``true`` is not 1, and 1 is not true."""
+"""Pydantic's validators of dataclasses, with booleans, numbers and texts kept apart: ``true`` is not 1, and neither is
+``"1"``."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -53,19 +54,19 @@ def _kept_apart(schema: Any) -> Any:
 
 
 def _refuse_as_integer(value: Any) -> Any:
-    if isinstance(value, bool):
+    if isinstance(value, bool | str | bytes):
         raise PydanticKnownError("int_type")
     return value
 
 
 def _refuse_as_number(value: Any) -> Any:
-    if isinstance(value, bool):
+    if isinstance(value, bool | str | bytes):
         raise PydanticKnownError("float_type")
     return value
 
 
 def _refuse_as_boolean(value: Any) -> Any:
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if not isinstance(value, bool):
         raise PydanticKnownError("bool_type")
     return value
 
