@@ -2,11 +2,12 @@
 """Members that take over the state of more or fewer of them."""
 
 import dataclasses
+import logging
 
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, OtherLayout
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, ConfigError, InvalidJob, OtherLayout
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
@@ -149,6 +150,8 @@ class Sized(Keeping):
     def settings_of_state(cls, config):
         if config["size"] == "broken":
             raise KeyError("of the user's own")
+        if config["size"] == "invalid":
+            raise InvalidJob([ConfigError("config.size", "is reported by check_config")])
         return {"size": config["size"], "part": config.get("part")}
 
 
@@ -193,7 +196,7 @@ def sized(path, config, trainer="Nothing"):
     return load_job_text(f"{text}checkpoint: {{resume: latest}}\nconfig: {config}\n", "job")
 
 
-def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tmp_path):
+def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tmp_path, caplog):
     begun, other = sized(tmp_path, "{size: 4, part: {a: 1, b: x}}"), sized(tmp_path, "{size: 8, part: {a: 2, b: x}}")
     (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
     assert refusals(other) == (), "nothing was committed yet"
@@ -205,7 +208,12 @@ def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tm
     assert str(part).startswith("config.part.a: 2, but by its job.yaml the run was begun with 1, ")
     (none,) = refusals(sized(tmp_path, "{size: 4}"))
     assert str(none).startswith("config.part: null, but by its job.yaml the run was begun with {a: 1, b: x}, ")
-    assert refusals(sized(tmp_path, "{size: broken}")) == (), "check_config says what is wrong with a config"
+    with caplog.at_level(logging.WARNING):
+        assert refusals(sized(tmp_path, "{size: broken}")) == (), "check_config says what is wrong with a config"
+        assert refusals(sized(tmp_path, "{size: invalid}")) == ()
+    assert [record.getMessage() for record in caplog.records] == [
+        'Sized.settings_of_state: KeyError: "of the user\'s own"'
+    ]
     fresh = dataclasses.replace(other, checkpoint=dataclasses.replace(other.checkpoint, resume="never"))
     assert refusals(fresh) == ()
     (tmp_path / DESCRIPTION).write_text("broken: [")

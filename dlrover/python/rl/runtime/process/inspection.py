@@ -218,7 +218,9 @@ def _validate_settings(job: JobSpec, before: str, classes: Iterable[Any]) -> lis
             earlier = load_job_text(before, job.name, search_path=job.search_path)
             was, now = stateful.settings_of_state(earlier.config), stateful.settings_of_state(job.config)
             changed = [(key, _inline(old), _inline(new)) for key, old, new in _differences(was, now)]
-        except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: check_config reports its config
+        except InvalidJob:
+            continue  # check_config reports it
+        except Exception as error:  # noqa: BLE001 -- the user's code may raise anything
             _LOG.warning("%s.settings_of_state: %s: %s", stateful.__name__, type(error).__name__, error)
             continue
         for key, old, new in changed:
