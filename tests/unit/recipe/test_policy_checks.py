@@ -85,8 +85,8 @@ def test_a_misspelt_name_of_a_column_is_refused(tmp_path, keys, hints):
     if not hints:
         check_job(job, local=True)
         return
-    (what,) = problems_of(job).values()
-    assert what == "data.keys: a row has no 'promt'; did you mean 'prompt'?"
+    found = f"{data['train']}: data.keys: a row has no 'promt'; did you mean 'prompt'?"
+    assert problems_of(job) == {"config.data.train": found}
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a recipe's configuration about its prompts, and the order of its rows."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
@@ -38,6 +38,12 @@ class PromptData:
     refuse the data and name them; or drop and count them. Prompts are never cut."""
 
     @property
+    def sources(self) -> dict[str, str]:
+        """All of them by their keys."""
+        sets = {f"eval.{name}" if name else "eval": source for name, source in self.eval_sets.items()}
+        return ({"train": self.train} if self.train else {}) | sets
+
+    @property
     def eval_sets(self) -> dict[str, str]:
         """The sets of ``eval`` by name, which is empty for a single one; none if it is None."""
         if self.eval is None:
@@ -56,6 +62,14 @@ class EvalConfig:
 
     temperature: Annotated[float, Ge(0.0)] = 0.0
     """Sampling temperature; 0: greedy. Above 0, ``rollout.top_k`` and ``rollout.top_p`` apply."""
+
+
+def name_source(key: str, source: str, errors: Iterable[ConfigError]) -> list[ConfigError]:
+    """Errors of a data source; those of all of it with the key that names it, those of rows as they are."""
+    return [
+        ConfigError(f"config.data.{key}", f"{source}: {error.what}") if error.where == source else error
+        for error in errors
+    ]
 
 
 class JobCursor(PromptCursor):

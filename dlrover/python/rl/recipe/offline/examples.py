@@ -20,6 +20,7 @@ from dlrover.python.rl.engine.api.base import BaseTrainEngine
 from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.recipe.base.config import Positive
+from dlrover.python.rl.recipe.base.data_config import name_source
 from dlrover.python.rl.recipe.base.updates import TRAINED
 
 
@@ -145,9 +146,12 @@ def _answer(row: Mapping[str, Any]) -> Any:
 
 
 def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[ConfigError]:
-    sources = [where for where in (data.train, data.eval) if where and not is_left_unread(where)]
-    errors = [error for where in sources for error in first_errors(data.reader.validate(where, data.keys))]
-    if errors or data.train not in sources or not evaluates or data.eval is not None:
+    named = {"train": data.train, "eval": data.eval}
+    sources = {key: where for key, where in named.items() if where and not is_left_unread(where)}
+    errors = list[ConfigError]()
+    for key, where in sources.items():
+        errors += name_source(key, where, first_errors(data.reader.validate(where, data.keys)))
+    if errors or "train" not in sources or not evaluates or data.eval is not None:
         return errors
     try:
         _split(data, data.reader.read(data.train, data.keys), seed)

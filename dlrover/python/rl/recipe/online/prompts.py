@@ -22,7 +22,7 @@ from dlrover.python.rl.data.source import hold_out, is_left_unread
 from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
-from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData
+from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData, name_source
 
 _LOG = get_logger(__name__)
 
@@ -175,8 +175,10 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
         return [ConfigError("config.data.over_long", what)]
     if errors := _validate_evaluation(config):
         return errors
-    files = [path for path in (data.train, *data.eval_sets.values()) if path and not is_left_unread(path)]
-    errors = [error for path in files for error in first_errors(PROMPT_ROWS.validate(path, data.keys))]
+    sources = {key: path for key, path in data.sources.items() if not is_left_unread(path)}
+    files = list(sources.values())
+    for key, path in sources.items():
+        errors += name_source(key, path, first_errors(PROMPT_ROWS.validate(path, data.keys)))
     if errors or data.train not in files:
         return errors
     if config.rollout.env_path is None and config.reward.model is None:
