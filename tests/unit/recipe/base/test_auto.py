@@ -175,5 +175,10 @@ def test_the_size_of_a_model_is_read_from_its_files(tmp_path):
         f" {16 * tied / 1e3:.3g} kB to train, activations not counted",
         "engines: train fsdp2, rollout torch, on cpu in fp32",
     ]
+    without_rollouts = describe_engines(str(folder), EngineConfig().resolve(False), OptimizerConfig(), generates=False)
+    assert without_rollouts == [
+        f"model: {folder}, {tied / 1e3:.3g} k parameters; {16 * tied / 1e3:.3g} kB to train, activations not counted",
+        "engines: train fsdp2, on cpu in fp32",
+    ]
     (folder / "model.safetensors").write_bytes(b"broken")
     assert count_parameters(folder) is None

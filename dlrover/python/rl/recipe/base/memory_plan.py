@@ -261,27 +261,34 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / GB:,.1f}" if nbytes else "-"
 
 
-def describe_engines(
-    model: str, engine: EngineConfig, optimizer: OptimizerConfig, fallback: str | None = None, head: Head = "causal"
+def describe_engines(  # noqa: PLR0913 -- what the lines are about
+    model: str,
+    engine: EngineConfig,
+    optimizer: OptimizerConfig,
+    fallback: str | None = None,
+    head: Head = "causal",
+    generates: bool = True,
 ) -> list[str]:
     """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
     parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
     if parameters is not None:
         weights = parameters * (2 if engine.precision == "bf16" else 4)
-        size = f", {short_number(parameters)} parameters; {short_number(weights)}B of weights to generate"
+        uses = [f"{short_number(weights)}B of weights to generate"] if generates else []
         if shape is not None and not is_on_host(engine):
             use = ModelUse("trained", model, optimizer=optimizer, lora=engine.lora, head=head)
             planned = bytes_of(shape, use, replace(engine, parallel=None))
             trained = int(planned.weights + planned.gradients + planned.optimizer)
-            size += f", {short_number(trained)}B to train, activations not counted"
+            uses.append(f"{short_number(trained)}B to train, activations not counted")
+        size = "; ".join([f", {short_number(parameters)} parameters", *filter(None, [", ".join(uses)])])
     elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
         size = f", {NOT_LOOKED_UP}"
     absent = {
         absent_package(TRAIN_ENGINES, engine.train, engine.train_options),
-        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options),
+        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options) if generates else "",
     }
+    rollout = f", rollout {engine.rollout}" if generates else ""
     return [
         f"model: {model}{size}",
-        f"engines: train {engine.train}, rollout {engine.rollout}, on {engine.device} in {engine.precision}",
+        f"engines: train {engine.train}{rollout}, on {engine.device} in {engine.precision}",
         *(f"  {package} is not on this machine: those of the job need it" for package in sorted(absent) if package),
     ]

@@ -287,8 +287,9 @@ class RecipeTrainer(BaseTrainer):
         cfg = require(cls.config_class, config, "config")
         evaluated = cfg.data.eval.values() if isinstance(cfg.data.eval, Mapping) else [cfg.data.eval]
         unread = [where for where in (cfg.data.train, *evaluated) if where and is_left_unread(where)]
+        described = cfg.model, cfg.engine, cfg.optimizer, cfg.model_config, cls.trained_head()
         return [
-            *describe_engines(cfg.model, cfg.engine, cfg.optimizer, cfg.model_config, cls.trained_head()),
+            *describe_engines(*described, generates=RLRoleType.ROLLOUT in roles),
             *(f"data: {where}, {NOT_LOOKED_UP}" for where in unread),
             f"each step: {cls.describe_step(cfg)}",
             *cls._plan_memory(cfg, roles).lines(),
