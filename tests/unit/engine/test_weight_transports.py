@@ -32,7 +32,12 @@ OPTIONS = "config.engine.weight_sync_options"
         ("disk", {"folder": "weights/new"}, "cpu", []),
         ("broadcast", {}, "cpu", []),
         ("cuda_ipc", {}, "cuda", []),
-        ("broadcast", {"receivers": 2}, "cpu", [f"{OPTIONS}.receivers: unknown key 'receivers'; known: bucket_bytes, "]),
+        (
+            "broadcast",
+            {"receivers": 2},
+            "cpu",
+            [f"{OPTIONS}.receivers: unknown key 'receivers'; known: "],
+        ),
         (OWN, {"folder": f"{__file__}/any"}, "cpu", []),
         (OWN, {"receivers": 2}, "cpu", [f"{OPTIONS}.receivers: unknown key"]),
         ("auto", {"folder": None}, "cpu", []),

@@ -23,11 +23,6 @@ def test_a_metrics_port_that_is_taken_is_one_line():
     served.close()
 
 
-def test_a_name_among_the_overrides_is_refused():
-    done = CliRunner().invoke(enqueue, ["job.yaml", "name=second", "--server", "127.0.0.1:1"])
-    assert isinstance(done.exception, InvalidJob) and str(done.exception.errors[0]) == "name: is given by --name"
-
-
 JOB = """
 trainer: {module: dlrover.python.rl.recipe.grpo, class: GRPOTrainer, device_type: CPU, device_per_node: 3}
 workload: {actor: {module: of.another, class: Machine}}
@@ -45,6 +40,33 @@ def test_a_job_with_wrong_types_is_refused_before_a_service_is_asked(tmp_path, m
         "config.engine.lora.rank",
         "config.sead",
     ]
+
+
+def refused(tmp_path, *overrides):
+    (tmp_path / "job.yaml").write_text(JOB.replace("true", "4"))
+    done = CliRunner().invoke(enqueue, [str(tmp_path / "job.yaml"), *overrides, "--server", "127.0.0.1:1"])
+    assert isinstance(done.exception, InvalidJob)
+    return [str(error) for error in done.exception.errors]
+
+
+def test_a_name_among_the_overrides_is_refused_beside_what_else_is_wrong(tmp_path):
+    named, typed = refused(tmp_path, "name=second", "steps=true")
+    assert (named, typed) == ("name: is given by --name", "config.steps: input should be a valid integer, got True")
+
+
+def test_options_of_algorithms_engines_and_transports_are_checked_before_a_service_is_asked(tmp_path):
+    algorithm = "algorithm={name: grpo, kl_coeff: 1}"
+    engine = "engine={train_options: {x: 1}, rollout: torch, rollout_options: {y: 1}, weight_sync_options: {foldr: z}}"
+    assert [error.partition(":")[0] for error in refused(tmp_path, algorithm, engine)] == [
+        "config.algorithm.kl_coeff",
+        "config.engine.train_options.x",
+        "config.engine.rollout_options.y",
+        "config.engine.weight_sync_options.foldr",
+    ]
+    names = refused(tmp_path, "algorithm={name: gpro}", "engine={train: fspd2, rollout: vlm, weight_sync: pul}")
+    assert ["did you mean" in error for error in names] == [True] * 4
+    extensions = ["algorithm={name: not_here:Mine}", "engine={train: acme, rollout: not.here:E, weight_sync: zebra}"]
+    check_submitted(JOB.replace("true", "4"), "a-job", extensions, tmp_path)
 
 
 def test_what_another_machine_has_is_not_looked_for_here(tmp_path):

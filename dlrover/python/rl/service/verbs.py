@@ -28,11 +28,17 @@ def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: 
     """Submit JOB_FILE to a job service and return; it runs when the cluster has room."""
     from dlrover.python.rl.service.remote_jobs import connected
 
-    if any(override.lstrip("+").startswith("name=") for override in overrides):
-        raise InvalidJob([ConfigError("name", "is given by --name")])
+    named = [override for override in overrides if override.lstrip("+").startswith("name=")]
+    errors = [ConfigError("name", "is given by --name")] if named else []
     text, name = read_job_file(job_file)
     options["name"] = options["name"] or name
-    check_submitted(text, options["name"], overrides, job_file.absolute().parent)
+    others = [override for override in overrides if override not in named]
+    try:
+        check_submitted(text, options["name"], others, job_file.absolute().parent)
+    except InvalidJob as error:
+        errors += error.errors
+    if errors:
+        raise InvalidJob(errors)
     with connected(server) as client:
         submit(client, server, text, overrides=overrides, **options)
 

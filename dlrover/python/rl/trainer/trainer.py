@@ -126,6 +126,11 @@ class BaseTrainer(ABC):
         return ()
 
     @classmethod
+    def check_options(cls, config: Any) -> Iterable[ConfigError]:
+        """The part of :meth:`check_config` whose errors a job has on any machine, beside those of its schema."""
+        return ()
+
+    @classmethod
     def check_workloads(cls, workloads: Mapping[RLRoleType, type[Any]]) -> Iterable[ConfigError]:
         """Validate the classes of the roles for this trainer, before anything starts."""
         return ()

@@ -13,7 +13,7 @@ from annotated_types import Ge, Gt
 from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError
 from dlrover.python.rl.common.extensions import ExtensionPoint
-from dlrover.python.rl.config.typed import lies_in, salvage
+from dlrover.python.rl.config.typed import lies_in, parse, salvage
 from dlrover.python.rl.engine.weight_sync.adapters import AdapterTransport
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, SyncSettings, WeightTransport, waits_for_receivers
 
@@ -48,6 +48,17 @@ class WeightSyncOptions:
     others."""
 
 
+def validate_transport_options(name: str, options: Mapping[str, Any]) -> list[ConfigError]:
+    """What of :func:`validate_transport` does not depend on the machine."""
+    where = "config.engine.weight_sync"
+    errors = parse(WeightSyncOptions, dict(options), f"{where}_options")[1]
+    try:
+        TRANSPORTS.place(name)
+    except ClassNotFound as error:
+        errors.append(ConfigError(where, str(error)))
+    return errors
+
+
 def validate_transport(
     name: str, options: Mapping[str, Any], device: str, where: str = "config.engine.weight_sync"
 ) -> list[ConfigError]:
@@ -70,7 +81,7 @@ def validate_transport(
 
 
 def _find_folder_fault(name: str, option: str | None, device: str) -> str:
-    """Why a built-in transport cannot have this folder; "" if it can, or if the job may run on machines where it can."""
+    """Why a built-in transport cannot have this folder; "" if it can, or may on the machines that the job runs on."""
     if name != "disk":
         return "" if option is None else f"is not used by '{name}', but by 'disk'"
     if not option:

@@ -33,13 +33,15 @@ from dlrover.python.rl.engine.api.registry import (
 )
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape
-from dlrover.python.rl.engine.weight_sync.transports import validate_transport
+from dlrover.python.rl.engine.weight_sync.transports import validate_transport, validate_transport_options
 from dlrover.python.rl.environment.core.functions import find_environment, load_function
 from dlrover.python.rl.environment.core.scoring import RewardFunction
-from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
+from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig, PolicyConfig
 
 _ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
 """Columns that train engines compute for a loss."""
+
+_NEAR = "did you mean"
 
 _RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}
 """The recipe whose trainer has a column."""
@@ -91,6 +93,22 @@ def _find_adapter_errors(engine: EngineConfig, lora: LoraSettings, shape: ModelS
 def _runs_here(engine: EngineConfig) -> bool:
     """False for devices that this machine has not: then the job is for others."""
     return not engine.device.startswith("cuda") or torch.cuda.is_available()
+
+
+def validate_options(make: Callable[[], Algorithm], engine: EngineConfig) -> list[ConfigError]:
+    """Options of the algorithm, the engines and the transport, and misspelt names of them, wherever the job is to run;
+    other unknown names may be those of extensions which are there."""
+    where, errors = "config.engine", list[ConfigError]()
+    try:
+        make()
+    except InvalidJob as error:
+        errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+    errors += validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, f"{where}.train", False)
+    if engine.rollout != AUTO:  # by what is installed there
+        errors += validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, f"{where}.rollout", False)
+    errors += validate_transport_options(engine.weight_sync, engine.weight_sync_options)
+    names = [f"{where}.train", f"{where}.rollout", f"{where}.weight_sync", "config.algorithm.name"]
+    return [error for error in errors if error.where not in names or "is called" in error.what and _NEAR in error.what]
 
 
 def validate_optimizer(

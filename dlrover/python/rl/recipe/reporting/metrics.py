@@ -22,7 +22,7 @@ from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
-from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_train_engine
+from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_options, validate_train_engine
 from dlrover.python.rl.recipe.base.machine import Machine
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, describe_engines
@@ -346,6 +346,11 @@ class RecipeTrainer(BaseTrainer):
         places = [error.where for error in invalid]
         further = [answer(cls.config_class, error) for error in cls.find_errors(cfg, roles)]
         return [*invalid, *(error for error in further if not lies_in(error.where, places))]
+
+    @classmethod
+    def check_options(cls, config: Any) -> Iterable[ConfigError]:
+        cfg, _ = salvage(cls.config_class, config, "config")
+        return [] if cfg is None else validate_options(lambda: cls.algorithm_of(cfg), cfg.engine)
 
     @classmethod
     def check_workloads(cls, workloads: Mapping[RLRoleType, type[Any]]) -> Iterable[ConfigError]:

@@ -23,7 +23,7 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.plain import from_plain, to_plain
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.config.typed import parse, rename_keys
+from dlrover.python.rl.config.typed import lies_in, parse, rename_keys
 from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
 from dlrover.python.rl.runtime.process.executor import load_class
@@ -127,14 +127,17 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
 
 
 def inspect_types(job: JobSpec) -> Inspection:
-    """The errors of the job's ``config`` by its trainer's schema alone: of a job for other machines, which have its
-    files. None where the trainer cannot be imported here."""
+    """The errors of the job's ``config`` by its trainer's schema and options alone: of a job for other machines, which
+    have its files. None where the trainer cannot be imported here."""
     try:
         trainer = load_class(job.trainer.module, job.trainer.class_, job.search_path)
         if trainer.config_class is None:
             return Inspection(job.unlisted)
         job, _ = _with_own_names(trainer, job)
-        return Inspection(tuple(parse(trainer.config_class, job.config, "config")[1]))
+        errors = parse(trainer.config_class, job.config, "config")[1]
+        places = [error.where for error in errors]
+        further = [error for error in trainer.check_options(job.config) if not lies_in(error.where, places)]
+        return Inspection((*errors, *further))
     except Exception as error:  # noqa: BLE001 -- what the user's code needs may be on the other machines alone
         _LOG.info("%s.%s: %s: %s", job.trainer.module, job.trainer.class_, type(error).__name__, error)
         return Inspection()
