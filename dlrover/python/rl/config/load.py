@@ -161,7 +161,7 @@ def _read_around_malformed(text: str) -> _Read:
     errors = [
         ConfigError(where, "has a malformed reference: it is written ${key}, and \\${ is the text itself")
         for where, value in list_texts(hidden)
-        if _is_malformed(value.replace(_HIDDEN_REFERENCE, "${"))
+        if _HIDDEN_REFERENCE in value and _is_malformed(value.replace(_HIDDEN_REFERENCE, "${"))
     ]
     return OmegaConf.create(_shown(without([error.where for error in errors], hidden))), errors
 
