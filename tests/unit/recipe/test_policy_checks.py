@@ -175,15 +175,31 @@ def test_a_job_without_its_critic_is_refused(tmp_path):
     assert problems_of(job)["workload"] == "the role 'critic' is required by PPOTrainer"
 
 
-@pytest.mark.slow
-def test_a_teacher_that_means_other_tokens_is_refused(tmp_path):
+@pytest.fixture
+def other_tokens(tmp_path):
+    """A job whose teacher gives two tokens each other's ids."""
     write_inputs(tmp_path)
     other = write_tiny_model(tmp_path / "other", hidden=32, layers=1, heads=4, kv_heads=2, max_positions=32)
     tokenizer = json.loads((other / "tokenizer.json").read_text(encoding="utf-8"))
     vocabulary = tokenizer["model"]["vocab"]
     vocabulary["A"], vocabulary["B"] = vocabulary["B"], vocabulary["A"]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer), encoding="utf-8")
-    job = policy_job(tmp_path, "distill", teachers={"teacher": {"model": str(other)}})
-    status = run_here(check_job(job, local=True))
+    return policy_job(tmp_path, "distill", teachers={"teacher": {"model": str(other)}})
+
+
+def test_a_teacher_that_means_other_tokens_is_refused(other_tokens):
+    assert "has another vocabulary than" in problems_of(other_tokens)["config.teachers.teacher.model"]
+
+
+@pytest.mark.slow
+def test_so_is_one_whose_tokens_are_only_known_once_it_is_loaded(other_tokens, monkeypatch):
+    monkeypatch.setattr("dlrover.python.rl.recipe.distill.validate_vocabulary", lambda model, policy, where: [])
+    status = run_here(check_job(other_tokens, local=True))
     assert status.phase is Phase.FAILED
     assert "the model of the role 'teacher' has another vocabulary" in status.cause.message + status.cause.detail
+
+
+def test_no_more_likely_ids_than_tokens(tmp_path):
+    write_inputs(tmp_path)
+    job = policy_job(tmp_path, "distill", algorithm={"name": "vocabulary_distillation"}, top=1000)
+    assert "is 1000, and" in problems_of(job)["config.top"]

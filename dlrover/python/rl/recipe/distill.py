@@ -11,9 +11,10 @@ from annotated_types import Gt
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
+from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import PolicyConfig, Positive, RewardConfig, RolloutConfig
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
-from dlrover.python.rl.recipe.base.model_facts import validate_model
+from dlrover.python.rl.recipe.base.model_facts import validate_model, validate_vocabulary
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 
@@ -105,7 +106,8 @@ class DistillationTrainer(PolicyTrainer):
             errors.append(ConfigError("config.reward.on_failure", message))
         samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
         for name, teacher in cfg.teachers.items():
-            errors += validate_model(teacher.model, f"config.teachers.{name}.model")
+            where = f"config.teachers.{name}.model"
+            errors += validate_model(teacher.model, where) or validate_vocabulary(teacher.model, cfg.model, where)
             if name.upper() not in roles:
                 message = f"the job has no role '{name}'{hint(name, [role.lower() for role in roles])}"
                 errors.append(ConfigError(f"config.teachers.{name}", message))
@@ -120,6 +122,10 @@ class DistillationTrainer(PolicyTrainer):
         if cfg.rollout.dynamic_filtering != "off":
             message = "depends on rewards, which are not trained on here"
             errors.append(ConfigError("config.rollout.dynamic_filtering", message))
+        shape = shape_of(cfg.model, cfg.model_config)
+        if "candidates" in needs and shape is not None and cfg.top > shape.vocabulary:
+            message = f"is {cfg.top}, and {cfg.model} has {shape.vocabulary} tokens"
+            errors.append(ConfigError("config.top", message))
         if "candidates" in needs and not engine_info(TRAIN_ENGINES, cfg.engine.train).top_token_ids:
             message = f"does not report the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
             errors.append(ConfigError("config.engine.train", f"{cfg.engine.train} {message}"))

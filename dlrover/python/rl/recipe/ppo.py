@@ -12,7 +12,7 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe.base.checks import require_role, validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.config import NonNegative, PolicyConfig, Positive, RolloutConfig
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
-from dlrover.python.rl.recipe.base.model_facts import validate_model
+from dlrover.python.rl.recipe.base.model_facts import validate_model, validate_vocabulary
 from dlrover.python.rl.recipe.base.updates import average_metrics
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import AuxResults, PolicyTrainer
@@ -112,7 +112,9 @@ class PPOTrainer(PolicyTrainer):
     @classmethod
     def validate_own(cls, cfg: PPOConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = require_role(cls.__name__, RLRoleType.CRITIC, roles)
-        errors += validate_model(cfg.critic.model or "", "config.critic.model")
+        if cfg.critic.model:
+            where = "config.critic.model"
+            errors += validate_model(cfg.critic.model, where) or validate_vocabulary(cfg.critic.model, cfg.model, where)
         errors += validate_optimizer(cfg.engine, cfg.critic.optimizer, "config.critic.optimizer")
         if cfg.engine.parallel is not None and RLRoleType.CRITIC in roles:
             errors += validate_train_engine(cfg.engine, roles[RLRoleType.CRITIC], role="critic")

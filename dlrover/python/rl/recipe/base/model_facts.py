@@ -104,3 +104,28 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return [ConfigError(where, f"{model} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}")]
     return []
+
+
+def validate_vocabulary(model: str, policy: str, where: str) -> list[ConfigError]:
+    """Token ids of the policy have to mean the same tokens to a model; folders without a fast tokenizer's file, and
+    names of the hub, are compared when both are loaded."""
+    found, wanted = (_vocabulary(Path(name).expanduser()) for name in (model, policy))
+    if found is None or wanted is None or found == wanted:
+        return []
+    sizes = f"{len(found):,} and {len(wanted):,} tokens" if len(found) != len(wanted) else f"{len(found):,} tokens each"
+    return [ConfigError(where, f"{model} has another vocabulary than {policy} ({sizes})")]
+
+
+def _vocabulary(folder: Path) -> dict[str, int] | None:
+    """Token to id, see https://github.com/huggingface/tokenizers; None if it is not known from the files."""
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        listed = content["model"]["vocab"]
+        tokens = listed if isinstance(listed, dict) else {each[0]: number for number, each in enumerate(listed)}
+        added = {each["content"]: each["id"] for each in content.get("added_tokens") or ()}
+        settings = folder / "tokenizer_config.json"
+        config = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
+        more = {each["content"]: int(number) for number, each in (config.get("added_tokens_decoder") or {}).items()}
+        return {**tokens, **added, **more}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
