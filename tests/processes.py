@@ -8,8 +8,11 @@ import queue
 import socket
 import time
 import traceback
+from contextlib import contextmanager
 
 import torch
+
+from dlrover.python.rl.common.sockets import HeldPort
 
 _SERVER = multiprocessing.get_context("forkserver")
 # What takes seconds to import is there already in each process: they are forked from one that has it.
@@ -22,21 +25,21 @@ def run(world_size, function, *arguments, timeout_s=280.0):
     Raises:
         AssertionError: a rank raised (with its traceback), died, or took longer than ``timeout_s``.
     """
-    port = free_port()
     results = _SERVER.Queue()
-    ranks = [
-        _SERVER.Process(target=_one, args=(results, function, rank, world_size, port, arguments), daemon=True)
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    try:
-        return _collect(ranks, results, time.monotonic() + timeout_s)
-    finally:
+    with held_ports(1) as (port,):
+        ranks = [
+            _SERVER.Process(target=_one, args=(results, function, rank, world_size, port, arguments), daemon=True)
+            for rank in range(world_size)
+        ]
         for process in ranks:
-            process.join(timeout=10)
-            process.kill()
-            process.join()
+            process.start()
+        try:
+            return _collect(ranks, results, time.monotonic() + timeout_s)
+        finally:
+            for process in ranks:
+                process.join(timeout=10)
+                process.kill()
+                process.join()
 
 
 def _collect(ranks, results, deadline):
@@ -70,3 +73,14 @@ def free_port():
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+@contextmanager
+def held_ports(count):
+    """Ports where ranks can meet, which no other process is given until then."""
+    held = [HeldPort() for _ in range(count)]
+    try:
+        yield [port.take(address="127.0.0.1") for port in held]
+    finally:
+        for port in held:
+            port.give_back()

@@ -8,7 +8,7 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
-from processes import free_port, run
+from processes import held_ports, run
 from session_toys import EvenLong, Long, Policy, Summing, TwoLayers, start
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
@@ -145,8 +145,8 @@ def found(model, saved):
             modules[kind.__name__] = cloudpickle.dumps(kind())
     language_models = {name: cloudpickle.dumps(made) for name, made in language_modules(model).items()}
     long_models = {cls.__name__: cloudpickle.dumps(cls.from_pretrained(model)) for cls in (Long, EvenLong)}
-    ports = [free_port() for _ in range(30)]
-    results = run(WORLD, everything, ports, modules, language_models, long_models, str(saved), timeout_s=TIMEOUT_S)
+    with held_ports(30) as ports:
+        results = run(WORLD, everything, ports, modules, language_models, long_models, str(saved), timeout_s=TIMEOUT_S)
     return [pickle.loads(result) for result in results]
 
 
