@@ -30,7 +30,7 @@ ELSEWHERE = ("python.md", "service.md")
 """Pages whose Python is run by other tests; so are ``shell`` blocks, which need a service."""
 MODELS = ("runs/tiny", "runs/teacher")
 """Made by the first commands of a page, for the others."""
-DEADLINE_S = 120.0
+DEADLINE_S = 240.0
 
 
 @dataclass(frozen=True)
