@@ -68,15 +68,17 @@ def test_all_wrong_options_are_reported_at_once():
     options = {"clip_lo": 1, "clip_high": "much", "kl_coef": -1, "averaging": "mean", "normalize": None}
     assert sorted(errors_of("grpo", options)) == [
         "algorithm.averaging: input should be 'token' or 'sequence', got 'mean'",
-        "algorithm.clip_high: input should be a valid number, unable to parse string as a number, got 'much'",
+        "algorithm.clip_high: input should be a valid number, got 'much'",
         "algorithm.clip_lo: unknown key 'clip_lo'; did you mean 'clip_low'?",
         "algorithm.kl_coef: input should be greater than or equal to 0, got -1",
         "algorithm.normalize: input should be 'none', 'std' or 'std_unbiased', got None",
     ]
 
 
-def test_options_are_converted_as_all_keys_of_a_job_file_are():
-    assert make_algorithm("grpo", {"clip_high": "1e-1"}) == GRPO(clip_high=0.1)
+def test_a_whole_number_is_one_with_a_fraction_and_a_text_is_none():
+    assert repr(make_algorithm("grpo", {"clip_high": 1}).clip_high) == "1.0"
+    (error,) = errors_of("grpo", {"clip_high": "1e-1"})
+    assert error == "algorithm.clip_high: input should be a valid number, got '1e-1'"
 
 
 def test_options_that_do_not_go_together_are_a_problem_of_the_job():

@@ -73,14 +73,16 @@ def test_a_column_that_a_function_asks_for_is_missed_beforehand():
     def in_batch(completions, prompts, grade, **others): ...
     def at_will(completion, grade=1): ...
 
-    rows = [Completed("", None, {"grade": 1}), Completed("", None, {"grad": 1})]
-    found = [RewardFunction(function).find_missing(rows) for function in (graded, in_batch, at_will, by_position)]
-    assert found[1:] == [None] * 3
-    assert found[0] is not None
-    number, what = found[0]
-    assert (number, "did you mean 'grad'" in what) == (1, True)
-    (number, what) = RewardFunction(in_batch).find_missing(rows[1:]) or (-1, "")
-    assert (number, what.partition(",")[0]) == (0, "'grade'")
+    def whole(completions, prompt): ...
+    def first(completion, /, grade): ...
+
+    functions = [RewardFunction(function) for function in (graded, in_batch, first, at_will, by_position)]
+    assert [function.find_missing({"grade"}) for function in functions] == [""] * 5
+    found = [function.find_missing({"grad"}) for function in functions]
+    assert ["did you mean 'grad'" in what for what in found[:3]] == [True] * 3
+    assert found[3:] == [""] * 2
+    assert "did you mean 'prompts'" in RewardFunction(whole).find_missing({"grade"})
+    assert RewardFunction(lambda completion, /, grade: grade).on(Completed("x", None, {"grade": 2.0})) == 2.0
 
 
 TALK = [{"role": "user", "content": "6 x 7?"}]

@@ -188,7 +188,10 @@ def other_tokens(tmp_path):
 
 
 def test_a_teacher_that_means_other_tokens_is_refused(other_tokens):
-    assert "has another vocabulary than" in problems_of(other_tokens)["config.teachers.teacher.model"]
+    assert (
+        "another vocabulary than the policy: the id of 'A' is"
+        in (problems_of(other_tokens)["config.teachers.teacher.model"])
+    )
 
 
 @pytest.mark.slow

@@ -198,14 +198,16 @@ def test_before_steps_a_call_after_one_that_failed_on_its_argument_is_made_again
     port.opened = False
     port.log.begin_setup()
     broken = InvocationError("no answer today", role="A", rank=1, method="fetch")
-    port.inner.answers = ["rows", broken, broken, CallSkipped("call (0, 1) has not run", **AT), "pong"]
+    skipped = [CallSkipped(f"call (0, {number}) has not run", **AT) for number in (1, 2)]
+    port.inner.answers = ["rows", broken, broken, *skipped, "pong", "ping"]
     fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
     submit(port, 1, fetched)  # the member never hears of it
-    assert submit(port, 2, method="ping").result() == "pong"
-    assert [call.after for _, _, call in port.inner.calls] == [None, None, (1, 0), (1, 1), (1, 0)]
-    port.inner.answers = [CallSkipped("call (0, 2) has not run", **AT)]
+    after = [submit(port, number) for number in (2, 3)]
+    assert [ref.result() for ref in reversed(after)] == ["ping", "pong"]
+    assert [call.after for _, _, call in port.inner.calls] == [None, None, (1, 0), (1, 1), (1, 2), (1, 0), (1, 2)]
+    port.inner.answers = [CallSkipped("call (0, 3) has not run", **AT)] * 50
     with pytest.raises(CallSkipped):
-        submit(port, 3).result()  # nothing before it has failed
+        submit(port, 4).result()  # nothing before it has failed
 
 
 @pytest.mark.parametrize("waited", ["source", "taker"])
@@ -222,6 +224,17 @@ def test_a_failure_that_the_trainer_receives_through_another_call_lets_the_step_
         return
     with pytest.raises(InvocationError, match="no answer today"):
         port.settle()  # of the calls that took the results nothing was heard
+
+
+def test_a_call_that_fails_by_itself_does_not_stand_for_those_whose_results_it_takes(port):
+    own = InvocationError("its own bug", role="A", rank=0, method="score")
+    unheard = InvocationError("its state is broken", role="A", rank=1, method="fetch")
+    port.inner.answers = ["rows", unheard, own]
+    fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
+    with pytest.raises(InvocationError, match="its own bug"):
+        gather([submit(port, 1, fetched, method="score")], None)
+    with pytest.raises(InvocationError, match="its state is broken"):
+        port.settle()
 
 
 def test_a_failure_of_one_rank_stands_for_those_of_the_others_that_come_later(port):

@@ -163,7 +163,7 @@ def _read_around_malformed(text: str) -> _Read:
         for where, value in list_texts(hidden)
         if _HIDDEN_REFERENCE in value and _is_malformed(value.replace(_HIDDEN_REFERENCE, "${"))
     ]
-    return OmegaConf.create(_shown(without([error.where for error in errors], hidden))), errors
+    return OmegaConf.create(_shown(without({error.where for error in errors}, hidden))), errors
 
 
 def _is_malformed(text: str) -> bool:

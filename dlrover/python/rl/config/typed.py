@@ -67,11 +67,12 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Conf
         try:
             return _validate(schema, values), errors
         except ValidationError as error:
-            items = [{**item, "loc": _path(item, values)} for item in error.errors()]
+            items: list[dict[str, Any]] = [{**item, "loc": _path(item, values)} for item in error.errors()]
         found = [(item["type"] in _UNKNOWN, fault) for item in items for fault in _config_errors(schema, item, where)]
         # Where something stands for a wrong part, what is wrong with the whole says nothing.
         errors += [fault for fault in _join_branches([fault for _, fault in found]) if not _overlaps(fault, wrong)]
         wrong += [fault.where for is_unknown, fault in found if not is_unknown]
+        wrong += [place for item in items if (place := _list_around(values, item["loc"], where))]
         values = copy.deepcopy(values)
         for item in items:
             values = _mended(values, item)
@@ -91,6 +92,17 @@ def lies_in(place: str, places: Sequence[str]) -> bool:
 def _validate(schema: type[T], values: Any) -> T:
     instance: T = validator_of(schema).validate_python(values)
     return instance
+
+
+def _list_around(values: Any, loc: Sequence[Any], where: str) -> str:
+    """The place of the list that an error lies in, which goes with it; "" if there is none."""
+    inner, path = values, [where] if where else []
+    for part in loc[:-1]:
+        inner = inner.get(part) if isinstance(inner, dict) else None
+        path.append(str(part))
+        if not isinstance(inner, dict):
+            return ".".join(path)
+    return ""
 
 
 def _mended(values: Any, item: Mapping[str, Any]) -> Any:
@@ -132,10 +144,10 @@ def _join_branches(errors: Sequence[ConfigError]) -> list[ConfigError]:
     """One error for each place: of a value that fits no branch of a union, pydantic says why for each. A branch that
     finds a fault inside the value has read the rest."""
     by_place: dict[str, list[str]] = {}
+    above = {error.where[:end] for error in errors for end, letter in enumerate(error.where) if letter == "."}
     for error in errors:
-        if any(other.where.startswith(f"{error.where}.") for other in errors):
-            continue
-        by_place.setdefault(error.where, []).append(error.what)
+        if error.where not in above:
+            by_place.setdefault(error.where, []).append(error.what)
     return [ConfigError(place, _one_of(texts)) for place, texts in by_place.items()]
 
 

@@ -30,7 +30,7 @@ _STATE = click.option("--state", type=_FILE, default=default_state, show_default
 @click.option("--root", type=_FILE, default=Path(), help="The folder that jobs may use; by default this one.")
 @click.option("--address", help="A running Ray cluster; by default one is started, which ends with the service.")
 @click.option("--allow-open-ray", is_flag=True, help="Use a cluster beyond loopback that asks for no token.")
-@click.option("--cpus", type=click.FloatRange(min=1), help="Logical CPUs of a cluster that is started here.")
+@click.option("--cpus", type=click.IntRange(min=1), help="Logical CPUs of a cluster that is started here.")
 @click.option("--dry-run", is_flag=True, help="Queue jobs and pretend to run them: for trying clients.")
 @click.option("--metrics-port", type=click.IntRange(0, 65535), help="Serve Prometheus metrics at this port of --host.")
 @click.option("--metrics-token-file", type=_FILE, help="A token that scrapers send; beyond loopback it is needed.")
@@ -130,7 +130,7 @@ def _stop_signals() -> asyncio.Event:
 
 
 @contextmanager
-def _cluster(address: str | None, cpus: float | None, may_be_open: bool) -> Iterator[None]:
+def _cluster(address: str | None, cpus: int | None, may_be_open: bool) -> Iterator[None]:
     from dlrover.python.rl.runtime.local_executor import set_ray_auto_start
     from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
     from dlrover.python.rl.runtime.ray.cluster.open_ray import risk_of_open_ray

@@ -48,27 +48,14 @@ class LoggedCall:
     """A call that was submitted, or a stored value (``role`` is ``""``). Only its methods change it.
 
     Arguments of ``call`` are values, or refs of other logged calls; it is None once it cannot be needed again.
-    ``previous`` is the call to the same member before this one, ``after`` the id of the one that the member must have
-    run, as it was sent; ``replay`` the latest repetition of a call that had ended."""
+    ``previous`` is the call to the same member before this one; ``replay`` the latest repetition of a call that had
+    ended."""
 
-    __slots__ = (
-        "_retries",
-        "_was_raised",
-        "after",
-        "call",
-        "error",
-        "previous",
-        "rank",
-        "ref",
-        "replay",
-        "role",
-        "state",
-    )
+    __slots__ = ("_retries", "_was_raised", "call", "error", "previous", "rank", "ref", "replay", "role", "state")
 
     def __init__(self, role: str, rank: int, call: Call | None, previous: "LoggedCall | None" = None) -> None:
         self.role, self.rank, self.call, self.previous = role, rank, call, previous
         self.state = CallState.ISSUED
-        self.after: tuple[int, int] | None = None
         self.ref: Any = None  # of the inner port
         self.error: InvocationError | None = None
         self.replay: Ref | None = None
@@ -285,17 +272,26 @@ def resolve_refs(value: Any) -> Any:
     return value
 
 
-def mark_raised(calls: Iterable[LoggedCall], outcomes: Iterable[Outcome]) -> None:
-    """The trainer receives the failure of one of ``calls``: it stands for those of all ranks, and for those of the
-    calls whose results they take."""
-    failed = any(outcome.error is not None for outcome in outcomes)
+def mark_raised(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
+    """The trainer receives the failure of one of ``calls``: it stands for those of all ranks, and if it is of calls
+    whose results they take, for those, too."""
+    failed = [call for call, outcome in zip(calls, outcomes, strict=True) if outcome.error is not None]
+    passed_on = any(
+        outcome.error is not None and _is_of_source(call, outcome.error)
+        for call, outcome in zip(calls, outcomes, strict=True)
+    )
     marked, waiting = set[LoggedCall](), list(calls if failed else ())
     while waiting:
         call = waiting.pop()
         if call not in marked:
             marked.add(call)
             call.mark_raised()
-            waiting += sources_of(call.call)
+            waiting += sources_of(call.call) if passed_on else []
+
+
+def _is_of_source(call: LoggedCall, error: InvocationError) -> bool:
+    own = call.call is not None and (error.role, error.rank, error.method) == (call.role, call.rank, call.call.method)
+    return not own or any(source.error is not None for source in sources_of(call.call))
 
 
 def log_late(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
@@ -319,7 +315,6 @@ class CallSender:
             raise self.closed
         call = logged.call
         assert call is not None, "a call is forgotten only when nothing can need it"
-        logged.after = logged.predecessor_id()
         resolved = Call(
             call.call_id,
             call.method,
@@ -329,7 +324,7 @@ class CallSender:
             self.epoch,
             self.committed or 0,
             call.keep,
-            logged.after,
+            logged.predecessor_id(),
         )
         return self.inner.submit(logged.role, logged.rank, resolved)
 

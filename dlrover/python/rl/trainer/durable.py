@@ -226,8 +226,9 @@ class DurablePort:
                 self._end(call, run, outcome.error)
         if lost and self.opened:
             self._recover(lost, [error for _, error in lost.values() if isinstance(error, WorkloadDied)])
-        else:
-            self._retry_all(lost)
+        elif lost:
+            ended = self._poll(self.log.all_calls())
+            self._retry_all({**lost, **{call: run for call, run in ended.items() if isinstance(run[1], CallSkipped)}})
         return is_current and not lost
 
     def _end(self, call: LoggedCall, run: Ref, error: InvocationError | None) -> None:
@@ -242,11 +243,7 @@ class DurablePort:
     def _is_lost(self, call: LoggedCall, error: InvocationError) -> bool:
         """Return True if the error is not the call's own, so that issuing it again helps."""
         if not self.opened:
-            if skipped := isinstance(error, CallSkipped):
-                self._poll(
-                    self.log.all_calls()
-                )  # the call before it may have failed on an argument, without its member
-            return skipped and call.predecessor_id() != call.after
+            return isinstance(error, CallSkipped)  # the call before it has failed on an argument, without its member
         if isinstance(error, LOST_CALL_ERRORS):
             return True
         sources = sources_of(call.call) if ProcessId(error.role, error.rank) != call.member else []
@@ -386,7 +383,7 @@ class DurablePort:
         if not call.is_current(lost):
             return  # its member is new, and the call was issued to it with all others
         if not call.can_retry:
-            raise self._abandoned(error)
+            raise self._abandoned(error) if self.opened else error
         if isinstance(error, ResultLost):
             self._issue_sources(call)
         call.retry(lost, self._sender.send(call, sized=True))

@@ -69,13 +69,14 @@ class RewardFunction:
             what = f"takes no completion: it is called as ({', '.join(Completed._fields[:3])})"
             raise VerifierError(f"'{readable_name(name)}' {what}")
 
-    def find_missing(self, rows: Sequence[Completed]) -> tuple[int, str] | None:
-        """The number of the first row that lacks a column which it asks for, and the column with the nearest one."""
-        if self.form == "batch":  # of rows that lack a column it gets None
-            columns = {"prompts", _BATCH, *(name for row in rows for name in row.columns)}
-            rows = [Completed("", extra_info=dict.fromkeys(columns))]
-        missing = ("" if self._takes_three(row) else self._missing_in(row.columns, self._first) for row in rows)
-        return next(((number, what) for number, what in enumerate(missing) if what), None)
+    def find_missing(self, columns: Collection[str]) -> str:
+        """A column that it asks for and that no row has, with the nearest one; ``columns`` are those of all rows."""
+        if self.form == "sample":  # columns are given where it names some
+            return ""
+        known = {*columns, *Completed._fields}
+        if self.form == "batch":
+            known = known - {"prompt"} | {"prompts", _BATCH}
+        return self._missing_in(known, self._first)
 
     def on(self, sample: Completed) -> Any:
         """The reward of a sample, or an awaitable of it."""
@@ -91,8 +92,11 @@ class RewardFunction:
     @cached_property
     def _first(self) -> str:
         """The parameter that gets the completion, "" if one has its name."""
-        first = next(iter(self._parameters), "completion")
-        return "" if self.form == "batch" or "completion" in self._parameters or first in _OWN else first
+        first = next(iter(self._parameters.values()), None)
+        if first is None or self.form == "batch":
+            return ""
+        has_own = "completion" in self._parameters or first.name in _OWN
+        return "" if has_own and first.kind is not inspect.Parameter.POSITIONAL_ONLY else first.name
 
     def on_all(self, samples: Sequence[Completed]) -> Any:
         """A list of the rewards of samples, or an awaitable of it, from a function of the form ``batch``."""

@@ -60,8 +60,8 @@ class EngineConfig:
     """Data type of saved models; ``auto``: that of the files of ``model``. Checkpoints are always float32."""
 
     parallel: ParallelSizes | None = None
-    """Parallelism of the actor; the remaining members shard the parameters. None: all shard them on CUDA; on a CPU each
-    member holds a full copy if the engine supports it, and restores it from its own file after a failure."""
+    """Parallelism of the actor; the remaining members shard the parameters. None: all shard them on CUDA; on a CPU, and
+    with a base in 4 bits, each member of fsdp2 holds a full copy, which it restores from its own file."""
 
     shard_frozen: bool = False
     """The members of a reference and of a teacher hold a part of the model each instead of a copy. Their classes are

@@ -107,13 +107,18 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
 
 
 def validate_vocabulary(model: str, policy: str, where: str) -> list[ConfigError]:
-    """Token ids of the policy have to mean the same tokens to a model; folders without a fast tokenizer's file, and
-    names of the hub, are compared when both are loaded."""
+    """Token ids of the policy have to mean the same tokens to a model. What the files of both leave open is compared
+    when they are loaded, such as tokens that only one names."""
     found, wanted = (_vocabulary(Path(name).expanduser()) for name in (model, policy))
-    if found is None or wanted is None or found == wanted:
+    if found is None or wanted is None:
         return []
-    sizes = f"{len(found):,} and {len(wanted):,} tokens" if len(found) != len(wanted) else f"{len(found):,} tokens each"
-    return [ConfigError(where, f"{model} has another vocabulary than {policy} ({sizes})")]
+    by_id = {number: token for token, number in wanted.items()}
+    for token, number in found.items():
+        if wanted.get(token, number) != number or by_id.get(number, token) != token:
+            other = f"{wanted[token]}" if token in wanted else f"that of {by_id[number]!r}"
+            what = f"the id of {token!r} is {number} in {model}, and {other} in {policy}"
+            return [ConfigError(where, f"it has another vocabulary than the policy: {what}")]
+    return []
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:

@@ -20,7 +20,7 @@ from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 from dlrover.python.rl.data.source import hold_out, is_left_unread
 from dlrover.python.rl.environment.core.functions import load_function
-from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction
+from dlrover.python.rl.environment.core.scoring import RewardFunction
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
 from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData, name_source
 
@@ -192,18 +192,16 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
 
 
 def _find_missing(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> Iterable[ConfigError]:
-    """What reward functions ask for and rows lack."""
+    """What reward functions ask for and rows lack. Where some rows have a column, the others' samples fail."""
     named = config.reward.function
     if named == RewardConfig().function:
         message = "has no 'answer', with which the default reward.function compares"
         return first_errors([ConfigError(f"{path}:{row.line}", message) for row in rows if row.answer is None])
-    samples = [Completed("", row.answer, row.extra_info, row.prompt) for row in rows]
-    errors = []
+    columns, errors = {name for row in rows for name in row.extra_info}, []
     for function in [named] if isinstance(named, str) else named:
         with suppress(VerifierError):  # reported elsewhere
-            if missing := RewardFunction(load_function(function)).find_missing(samples):
-                place = f"{path}:{rows[missing[0]].line}"
-                what = f"'{readable_name(function)}' asks at {place} for {missing[1]}"
+            if missing := RewardFunction(load_function(function)).find_missing(columns):
+                what = f"'{readable_name(function)}' asks for {missing} of {path}"
                 errors.append(ConfigError("config.reward.function", what))
     return errors
 

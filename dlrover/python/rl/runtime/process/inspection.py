@@ -135,12 +135,18 @@ def inspect_types(job: JobSpec) -> Inspection:
             return Inspection(job.unlisted)
         job, _ = _with_own_names(trainer, job)
         errors = parse(trainer.config_class, job.config, "config")[1]
-        places = [error.where for error in errors]
-        further = [error for error in trainer.check_options(job.config) if not lies_in(error.where, places)]
-        return Inspection((*errors, *further))
+        return Inspection((*errors, *_check_options(trainer, job, [error.where for error in errors])))
     except Exception as error:  # noqa: BLE001 -- what the user's code needs may be on the other machines alone
         _LOG.info("%s.%s: %s: %s", job.trainer.module, job.trainer.class_, type(error).__name__, error)
         return Inspection()
+
+
+def _check_options(trainer: Any, job: JobSpec, wrong: list[str]) -> list[ConfigError]:
+    try:
+        return [error for error in trainer.check_options(job.config) if not lies_in(error.where, wrong)]
+    except Exception as error:  # noqa: BLE001 -- as above
+        _LOG.info("%s.check_options: %s: %s", trainer.__name__, type(error).__name__, error)
+        return []
 
 
 def _state_bytes(workload: Any, config: Any, members: int) -> int | None:

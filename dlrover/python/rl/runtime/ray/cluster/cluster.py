@@ -60,7 +60,7 @@ def ray_cluster(
     namespace: str = NAMESPACE,
     log_to_driver: bool = True,
     folder: Path | None = None,
-    cpus: float | None = None,
+    cpus: int | None = None,
 ) -> Iterator[None]:
     """Connect to Ray inside the block. A process that is connected already keeps its connection.
 
@@ -113,7 +113,7 @@ def _joined(address: str, common: Mapping[str, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _started(
-    needed: Mapping[str, float], common: Mapping[str, Any], given: Path | None, cpus: float | None
+    needed: Mapping[str, float], common: Mapping[str, Any], given: Path | None, cpus: int | None
 ) -> Iterator[None]:
     gpus = get_accelerator_manager_for_resource("GPU").get_current_node_num_accelerators()
     if needed.get("gpu", 0.0) > gpus:
@@ -183,7 +183,7 @@ def _start(folder: Path, common: Mapping[str, Any]) -> GcsKeeper | None:
     raise ClusterUnavailable(f"no Ray cluster on this machine: {last}") from last
 
 
-def _own(needed: Mapping[str, float], cpus: float | None) -> dict[str, Any]:
+def _own(needed: Mapping[str, float], cpus: int | None) -> dict[str, Any]:
     return {
         # Without it Ray joins any cluster that it finds on the machine.
         "address": "local",
