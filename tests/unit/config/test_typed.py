@@ -144,6 +144,22 @@ def test_a_text_is_neither_a_number_nor_a_boolean_whatever_it_says():
 
 
 @dataclass(frozen=True)
+class Row:
+    size: int
+
+
+@dataclass(frozen=True)
+class Table:
+    rows: list[Row]
+
+
+def test_what_is_wrong_inside_a_list_is_one_error():
+    assert [str(error) for error in parse(Table, {"rows": [{"size": 1, "sise": 2}]}, "config")[1]] == [
+        "config.rows.0.sise: unknown key 'sise'; did you mean 'size'?"
+    ]
+
+
+@dataclass(frozen=True)
 class Bounded:
     low: float = 0.0
     high: float = 1.0

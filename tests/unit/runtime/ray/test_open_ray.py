@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from dlrover.python.rl.common.sockets import machine_addresses
+from dlrover.python.rl.runtime.ray.cluster.cluster import _own
 from dlrover.python.rl.runtime.ray.cluster.open_ray import find_risk, gcs_answers
 
 needs_address = pytest.mark.skipif(not machine_addresses(), reason="this machine has loopback only")
@@ -88,3 +89,7 @@ def test_a_gcs_that_answers_is_a_risk(code, is_risk):
         assert gcs_answers(f"127.0.0.1:{port}") == is_risk
         for host in ("127.0.0.1", machine_addresses()[0]):
             assert ("GCS" in find_risk(f"{host}:{port}", "")) == is_risk
+
+
+def test_a_cluster_has_as_many_cpus_as_are_asked_for_or_two_more_than_a_job_needs():
+    assert [repr(_own({"cpu": 64.0}, cpus)["num_cpus"]) for cpus in (4, None)] == ["4", "66"]
