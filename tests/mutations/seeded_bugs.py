@@ -195,6 +195,19 @@ BUGS = {
         _LOG, "while before is not None and before.error is not None:", "while False:"
     ),
     "a call waits for none before it": Bug(_LOG, "            logged.predecessor_id(),\n", ""),
+    "a failure that was passed on is raised again at the commit": Bug(
+        _LOG, "            waiting += sources_of(call.call) if passed_on else []\n", ""
+    ),
+    "a failure stands for those that nobody has heard of": Bug(
+        _LOG, "sources_of(call.call) if passed_on else []", "sources_of(call.call)"
+    ),
+    "a failure of one rank leaves those of others": Bug(_LOG, "list(calls if failed else ())", "list(failed)"),
+    "before steps() a call after a failed argument fails": Bug(
+        _DURABLE, "return isinstance(error, CallSkipped)", "return False"
+    ),
+    "before steps() only one call after a failed argument is made again": Bug(
+        _DURABLE, "self._retry_all({**lost, **{call", "self._retry_all({**lost} or {**{call"
+    ),
     "members are not told what is committed": Bug(
         _LOG, "            self.committed or 0,\n            call", "            0,\n            call"
     ),
