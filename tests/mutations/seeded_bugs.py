@@ -198,7 +198,7 @@ BUGS = {
     "a failure that was passed on is raised again at the commit": Bug(
         _LOG, "            waiting += sources_of(call.call) if passed_on else []\n", ""
     ),
-    "a failure stands for those that nobody has heard of": Bug(
+    "a failure stands for those that the trainer has not received": Bug(
         _LOG, "sources_of(call.call) if passed_on else []", "sources_of(call.call)"
     ),
     "a failure of one rank leaves those of others": Bug(_LOG, "list(calls if failed else ())", "list(failed)"),

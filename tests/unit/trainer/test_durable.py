@@ -223,7 +223,7 @@ def test_a_failure_that_the_trainer_receives_through_another_call_lets_the_step_
         port.settle()
         return
     with pytest.raises(InvocationError, match="no answer today"):
-        port.settle()  # of the calls that took the results nothing was heard
+        port.settle()  # the calls that took the results were not waited for
 
 
 def test_a_call_that_fails_by_itself_does_not_stand_for_those_whose_results_it_takes(port):
