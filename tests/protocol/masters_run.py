@@ -9,6 +9,8 @@ from tempfile import mkdtemp
 from loops_world import World
 from masters_job import LEASE_S, Job
 
+from dlrover.python.rl.control.state import Phase
+
 FAULTS = (
     "member dies",
     "standby dies",
@@ -24,6 +26,7 @@ FAULTS = (
     "everything is slow",
     "Ray's head is away",
 )
+OF_TRAINER = ("trainer dies", "trainer hangs")
 _FAULTY_S, _QUIET_S = 60.0, 900.0
 
 
@@ -36,10 +39,15 @@ class Faults:
         """A fault, and later the next one."""
         if self.world.now_s > self.until_s or self.job.is_over():
             return
-        self.strike(self.rng.choice(FAULTS))
+        self.strike(self._any())
         if self.rng.random() < 0.4:  # in the middle of what the first one has set off
-            self.world.after(0.03 * self.rng.random(), lambda: self.strike(self.rng.choice(FAULTS)))
+            self.world.after(0.03 * self.rng.random(), lambda: self.strike(self._any()))
         self.world.after(self.rng.choice((0.05, 0.5, 2.0, 8.0)) * self.rng.random() * 2, self.go_on)
+
+    def _any(self) -> str:
+        """In a restart of the job often the trainer's, which is there for a short part of it."""
+        is_restarting = self.job.phase is Phase.RESTARTING and self.rng.random() < 0.5
+        return self.rng.choice(OF_TRAINER if is_restarting else FAULTS)
 
     def strike(self, fault: str) -> None:
         phase = self.job.phase

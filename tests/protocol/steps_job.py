@@ -20,6 +20,7 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import TAKE_OVER_S
 from dlrover.python.rl.runtime.local_port import CallResult, LocalHandle, LocalMember, LocalPort, LocalRecovery
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
@@ -34,6 +35,9 @@ SITUATIONS = (*ALWAYS, "restore", "disk of restore", "replay", "persist", "renew
 ON_SEVERAL_NODES = ("read", "store", "held", "disk of read", "disk of store", "disk of held")
 PAIRS = [f"{where}/{fault}" for where in (*SITUATIONS, *ON_SEVERAL_NODES) for fault in FAULTS]
 """What the processes are at, and what happens then. Restores and the like come after another fault."""
+
+AFTER_TAKE_OVER_S = TAKE_OVER_S + 0.1
+"""A trainer that was frozen in a commit goes on when the next one has just taken its lock."""
 
 _ERRORS = {"full": (errno.ENOSPC, 20.0), "falters": (errno.EIO, 10.0)}
 
@@ -344,7 +348,7 @@ class StepsJob:
         if how == "trainer dies":
             process.kill()
         elif how == "trainer freezes":
-            process.wake_s = self.world.now_s + self.world.rng.choice([1.0, 8.0, 60.0])
+            process.wake_s = self.world.now_s + self.world.rng.choice([1.0, *[AFTER_TAKE_OVER_S] * 4, 60.0])
         self.start_trainer()
         if how == "trainer freezes" and process is self.world.current:
             self.world.strikes = False

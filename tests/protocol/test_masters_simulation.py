@@ -22,7 +22,7 @@ from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
-SEEDS, MORE_SEEDS = range(80), range(80, 1500)
+SEEDS, MORE_SEEDS = range(80), range(80, 2500)
 PHASES = ("placed", "running", "restarting", "ending")
 
 
