@@ -1,85 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Faster float32 computation on a CPU, for models like Llama; values and gradients are equal up to rounding.
-
-Attention: a band of queries at a time, matrix products that fit a processor's caches. For documents of a few hundred
-tokens this is faster than SDPA, forward and backward, because the probabilities are kept: ``length^2 / 2`` numbers a
-head, so longer documents are left to SDPA.
-
-Layers: norms, rotary embeddings and attention in fewer passes over memory, for which a step of a small model waits as
-much as for arithmetic.
+"""Norms, rotary embeddings and attention layers of models like Llama in fewer passes over memory, for which a step of a
+small model on a CPU waits as much as for arithmetic; values and gradients are equal up to rounding.
 """
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from types import MethodType
 from typing import Any, TypeAlias
 
 import torch
-
-LENGTHS = range(192, 1025)
-"""Document lengths for which this is faster, and probabilities are small enough to be kept."""
-
-BAND = 160
-"""Maximum queries of a band."""
-
-
-def can_use_band_attention(query: Any) -> bool:
-    return query.device.type == "cpu" and query.dtype == torch.float32 and query.shape[-2] in LENGTHS
-
-
-def band_attention(query: Any, key: Any, value: Any, scaling: float | None = None) -> Any:
-    """Causal attention within documents of equal length: ``query`` ``[documents, heads, tokens, dim]``, ``key`` and
-    ``value`` ``[documents, key-value heads, tokens, dim]``; returns the shape of ``query``.
-    """
-    documents, heads = query.shape[:2]
-    if key.shape[1] != heads:
-        key, value = (tensor.repeat_interleave(heads // tensor.shape[1], dim=1) for tensor in (key, value))
-    factor = 1 / math.sqrt(query.shape[-1]) if scaling is None else scaling
-    flat = (tensor.flatten(0, 1) for tensor in (query, key, value))
-    return _BandAttention.apply(*flat, factor).unflatten(0, (documents, heads))
-
-
-class _BandAttention(torch.autograd.Function):
-    """With ``P = softmax(c Q K^T)``, causal, and ``O = P V``: ``dV = P^T dO``, ``dS = P (dO V^T - rowsum(P dO V^T))``,
-    ``dQ = c dS K`` and ``dK = c dS^T Q``. All are ``[batch, tokens, dim]``.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, query: Any, key: Any, value: Any, factor: float) -> Any:
-        output = torch.empty_like(query)
-        unused = query.new_empty(1)
-        later = query.new_full((BAND, BAND), -torch.inf).triu_(1)
-        band_weights = []
-        for begin, end in _bands(query.shape[1]):
-            keys = key[:, :end].transpose(1, 2)
-            weights = torch.baddbmm(unused, query[:, begin:end], keys, beta=0, alpha=factor)
-            weights[:, :, begin:] += later[: end - begin, : end - begin]
-            torch.softmax(weights, -1, out=weights)
-            output[:, begin:end] = torch.bmm(weights, value[:, :end])
-            band_weights.append(weights)
-        ctx.save_for_backward(query, key, value, *band_weights)
-        ctx.factor = factor
-        return output
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Any) -> tuple[Any, Any, Any, None]:
-        query, key, value, *band_weights = ctx.saved_tensors
-        by_query, by_key, by_value = (tensor.new_zeros(tensor.shape) for tensor in (query, key, value))
-        for (begin, end), weights in zip(_bands(query.shape[1]), band_weights, strict=True):
-            outer = gradient[:, begin:end]
-            slope = torch.bmm(outer, value[:, :end].transpose(1, 2))
-            slope = torch._softmax_backward_data(slope, weights, -1, weights.dtype)
-            # Not baddbmm_: on a slice it computes one product per batch entry.
-            by_value[:, :end] += torch.bmm(weights.transpose(1, 2), outer)
-            by_query[:, begin:end] = torch.bmm(slope, key[:, :end])
-            by_key[:, :end] += torch.bmm(slope.transpose(1, 2), query[:, begin:end])
-        return by_query.mul_(ctx.factor), by_key.mul_(ctx.factor), by_value, None
-
-
-def _bands(length: int) -> Iterator[tuple[int, int]]:
-    size = -(-length // -(-length // BAND))
-    return ((begin, min(begin + size, length)) for begin in range(0, length, size))
 
 
 class RmsNorm(torch.autograd.Function):

@@ -2,7 +2,7 @@
 """Attention over packed documents, for any Hugging Face model that lets its attention be chosen.
 
 Each document attends to itself alone. On CUDA in half precision that is one FlashAttention call for all documents; else
-one call for each run of documents of equal length: SDPA, or a faster kernel on a host.
+one call of SDPA for each run of documents of equal length.
 """
 
 import inspect
@@ -17,7 +17,6 @@ from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.cpu_kernels import band_attention, can_use_band_attention
 
 NAME = "dlrover_packed"
 """The value of a model's ``attn_implementation``."""
@@ -133,10 +132,7 @@ def attend(  # noqa: PLR0913 - three tensors and how they attend
 def _run(part: tuple[Any, Any, Any], run: tuple[int, int], scaling: float | None, window: int | None) -> Any:
     query, key, value = (tensor.unflatten(1, run).transpose(0, 1) for tensor in part)
     mask, length = None, run[1]
-    slides = window is not None and length > window
-    if not slides and can_use_band_attention(query):
-        return band_attention(query, key, value, scaling).transpose(1, 2).flatten(0, 1)
-    if slides:
+    if window is not None and length > window:
         at = torch.arange(length, device=query.device)
         mask = (at[:, None] >= at) & (at[:, None] < at + window)
     grouped = query.shape[1] != key.shape[1]
