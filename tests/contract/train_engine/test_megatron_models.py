@@ -65,3 +65,24 @@ def test_five_steps_end_in_the_weights_of_the_plain_loop(case, model_path, expec
         assert_close(found, weights)
         for step, plain in zip(steps, told, strict=True):
             assert reported(step) == pytest.approx(plain, rel=1e-5)
+
+
+def shared_tokens(rank, world_size, port, case, path):
+    """How many tokens each norm gets, in the passes of a step."""
+    engine, counts = make_engine(case, rank, port, path), {}
+    for name, module in engine._model.module.named_modules():
+        if isinstance(module, torch.nn.RMSNorm) and "self_attention" not in name:
+            kept = counts.setdefault(name, [])
+            module.register_forward_pre_hook(lambda _, arguments, kept=kept: kept.append(arguments[0].shape[0]))
+    train(engine, rank, range(1))
+    engine.close()
+    return counts
+
+
+def test_ranks_that_split_matrices_share_the_tokens_of_everything_else(model_path):
+    alone = Case("megatron", 1, ParallelSizes(), SHIM)
+    shared = Case("megatron", 2, ParallelSizes(tensor_parallel_size=2), SHIM)
+    (whole,) = run(1, shared_tokens, alone, model_path)
+    for parts in run(2, shared_tokens, shared, model_path):
+        assert parts == {name: [-(-tokens // 2) for tokens in counts] for name, counts in whole.items()}
+    assert any(tokens % 2 for counts in whole.values() for tokens in counts)  # some rows are filled up

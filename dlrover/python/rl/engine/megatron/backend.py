@@ -7,6 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
@@ -17,7 +18,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig, TokenLoss, TrainSettings
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.megatron.conversion import TransformerShape, pad_vocab
-from dlrover.python.rl.engine.megatron.model import build_gpt, make_packed_params
+from dlrover.python.rl.engine.megatron.model import build_gpt, gather_tokens, make_packed_params
 from dlrover.python.rl.engine.megatron.shards import CheckpointTensors, MegatronShard, MegatronShards, Stage
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model.attention import Documents
@@ -90,17 +91,20 @@ class MegatronBackend(ShardedBackend):
         note_progress()
         micro, device = next(micros), self._settings.device
         self._reads = torch.from_numpy(micro.reads).to(device)
+        padding = -len(micro.inputs) % self._stage.layout.tensor  # ranks that split matrices share the tokens evenly
+        inputs, positions = (torch.from_numpy(np.pad(each, (0, padding))) for each in (micro.inputs, micro.positions))
+        lengths = *micro.lengths.tolist(), *[1] * padding
         output = model(
-            input_ids=torch.from_numpy(micro.inputs).to(device)[None],
-            position_ids=torch.from_numpy(micro.positions).to(device)[None],
+            input_ids=inputs.to(device)[None],
+            position_ids=positions.to(device)[None],
             attention_mask=None,
-            packed_seq_params=make_packed_params(Documents(tuple(micro.lengths.tolist()), device)),
+            packed_seq_params=make_packed_params(Documents(lengths, device)),
         )
         return output, partial(finish, micro)
 
     def _select_read_tokens(self, head: Any, arguments: tuple[Any, ...]) -> tuple[Any, ...]:
         hidden, *others = arguments
-        return (hidden[self._reads], *others)
+        return (gather_tokens(self.module, hidden)[self._reads], *others)
 
     def _run(self, micros: Sequence[MicroBatch], finish: Finish, forward_only: bool) -> list[Any]:
         with self._context:

@@ -17,6 +17,7 @@ from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngi
 
 try:
     from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
 except ImportError as error:
     raise MissingExtra("megatron-core", "megatron") from error
 
@@ -88,6 +89,9 @@ def _divide(layout: Layout, timeout_s: float) -> bool:
             order="tp-cp-ep-pp-dp",
             distributed_timeout_minutes=timeout_s / 60,  # need not be an integer
         )
+        state = torch.cuda.get_rng_state()
+        model_parallel_cuda_manual_seed(0)  # sequence parallel asks for a random state, which without dropout is unused
+        torch.cuda.set_rng_state(state)
         return True
     tensor = parallel_state.get_tensor_model_parallel_world_size()
     pipeline = parallel_state.get_pipeline_model_parallel_world_size()

@@ -7,8 +7,10 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
 from dlrover.python.rl.engine.api.settings import Layout
 from dlrover.python.rl.engine.megatron.conversion import TransformerShape, pad_vocab
@@ -26,6 +28,15 @@ def make_packed_params(documents: Documents) -> PackedSeqParams:
     )
     params.documents = documents
     return params
+
+
+class Norm(torch.nn.RMSNorm):
+    """RMSNorm of this rank's tokens, for which megatron-core's wrapper of PyTorch's is not. Megatron sums the gradient
+    of a weight that is marked so over the ranks that share a row."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **unused: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
 
 
 class PackedAttention(MegatronModule):
@@ -59,11 +70,9 @@ def build_gpt(
     Its forward pass takes ``packed_seq_params`` and gives logits ``[1, tokens, vocab / tensor]`` on the last stage.
     """
     config = _config(shape, layout, precision, checkpointing, on_host=torch.device(device).type == "cpu")
-    spec = get_gpt_layer_local_spec(qk_layernorm=shape.qk_norm, normalization="RMSNorm")
-    spec.submodules.self_attention.submodules.core_attention = PackedAttention
     module = GPTModel(
         config,
-        spec,
+        _block(config),
         vocab_size=pad_vocab(shape.vocab, layout.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=place.pipeline == 0,
@@ -74,9 +83,28 @@ def build_gpt(
         rope_scaling=shape.rope_factor is not None,
         rope_scaling_factor=shape.rope_factor or 1.0,
     )
-    if shape.head == "token" and module.post_process:
+    if module.post_process and shape.head == "token":
         module.output_layer = ScoreHead(shape.hidden, 1)
+    elif module.post_process:
+        module.output_layer.sequence_parallel = False  # it gets whole rows, and sums the gradient over its parts
     return module.to(device=device, dtype=precision)
+
+
+def gather_tokens(module: Any, hidden: Any) -> Any:
+    """``[tokens, 1, hidden]`` for the output layer, from the ranks that share the row (sequence parallel)."""
+    if not module.config.sequence_parallel:
+        return hidden
+    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
+
+
+def _block(config: TransformerConfig) -> TransformerBlockSubmodules:
+    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    attention = spec.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
+    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), Norm)
 
 
 def _config(
@@ -100,6 +128,7 @@ def _config(
         hidden_dropout=0.0,
         attention_dropout=0.0,
         tensor_model_parallel_size=layout.tensor,
+        sequence_parallel=layout.tensor > 1,
         pipeline_model_parallel_size=layout.pipeline,
         pipeline_dtype=precision,
         variable_seq_lengths=True,  # packed micro-batches differ in length
