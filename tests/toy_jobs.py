@@ -56,6 +56,11 @@ class CallsFail(Loop):
         self.RG_ACTOR.fail(bad_rank=1)
 
 
+class CallsWrongly(Loop):
+    def fit(self):
+        self.RG_ACTOR.add(1, 2, 3)
+
+
 class CallsExit(Loop):
     def fit(self):
         self.RG_ACTOR.leave()

@@ -93,6 +93,13 @@ def test_an_error_in_a_workload_names_role_rank_and_method(run):
     assert "in fail" in status.cause.detail
 
 
+def test_a_call_that_its_method_does_not_take_shows_the_trainers_line(run):
+    status = run("CallsWrongly")
+    assert "add() takes" in status.cause.message
+    assert "self.RG_ACTOR.add(1, 2, 3)" in status.cause.detail
+    assert "dlrover/python/rl" not in status.cause.detail
+
+
 @pytest.mark.parametrize(
     ("actor", "message"), [("FailingStart", "ValueError: no such model"), ("ExitingStart", "SystemExit: gone")]
 )

@@ -161,6 +161,12 @@ def test_errors_carry_who_and_what_and_are_kept(host, method, said):
     assert host.executed == {method: 1}
 
 
+def test_a_call_with_other_arguments_is_told_by_the_trainers_line_alone(host):
+    with pytest.raises(InvocationError, match=r"add\(\) takes .* positional arguments but .* were given") as caught:
+        call(host, 1, 0, "add", 4, 5, 6)
+    assert not caught.value.remote_traceback
+
+
 def test_coroutines_are_run_to_their_end_and_raw_calls_raise_as_they_are(host):
     assert call(host, 1, 0, "later", 3) == 3
     with pytest.raises(LookupError):

@@ -381,14 +381,16 @@ _STANDARD = (str(Path(traceback.__file__).parent), "<frozen ")
 
 def user_traceback(error: BaseException, chain: bool = True) -> str:
     """The traceback of ``error`` from the user's first frame on. An error of this package, whose message is enough,
-    comes without its causes, and without a traceback if no frame is the user's; another one comes whole then."""
+    comes without its causes, and ends at the user's last frame; if none is the user's, there is no traceback, but the
+    whole one of another error."""
     trace, is_own = error.__traceback__, isinstance(error, DLRoverRLError)
     while trace is not None and not _is_users(trace.tb_frame):
         trace = trace.tb_next
     if trace is None and is_own:
         return ""
-    chain = chain and not is_own
-    return "".join(traceback.format_exception(type(error), error, trace or error.__traceback__, chain=chain))
+    users = [number for number, (frame, _) in enumerate(traceback.walk_tb(trace), 1) if _is_users(frame)]
+    limit, trace = users[-1] if is_own else None, trace or error.__traceback__
+    return "".join(traceback.format_exception(type(error), error, trace, limit, chain=chain and not is_own))
 
 
 def _is_users(frame: FrameType) -> bool:

@@ -17,6 +17,7 @@ import inspect
 import math
 import socket
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -193,14 +194,16 @@ class MemberHost:
         self._standing = replace(self._standing, since=None, at=None)
 
     def failure(self, method: str, error: BaseException) -> InvocationError:
-        """``error``, which is being handled, as the trainer receives it."""
+        """``error``, which is being handled, as the trainer receives it. If the method was not even entered, its own
+        traceback tells more: it ends at the call."""
+        text = "" if _is_raised_in(error, MemberHost._call) else user_traceback(error)
         failure = InvocationError(
             cut_middle(f"{type(error).__name__}: {error}", _MOST_TEXT),
             role=self._context.role,
             rank=self._context.rank,
             method=method,
             node=socket.gethostname(),
-            remote_traceback=cut_middle(user_traceback(error), _MOST_TRACEBACK, "\n[...]\n"),
+            remote_traceback=cut_middle(text, _MOST_TRACEBACK, "\n[...]\n"),
         )
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
@@ -380,3 +383,9 @@ def _stored(result: Any) -> Stored:
 
 async def _awaited(result: Any) -> Any:
     return await result
+
+
+def _is_raised_in(error: BaseException, function: Callable[..., Any]) -> bool:
+    """Whether the innermost frame is that of ``function``."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return bool(frames) and frames[-1].f_code is function.__code__
