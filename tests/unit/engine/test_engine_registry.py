@@ -29,12 +29,14 @@ class MyOptions:
     colour: str = "red"
 
 
-class MyEngine:
-    info = EngineInfo(MyOptions, divides=("ddp_size",), adapters=False)
-
-
 class Silent:
-    pass
+    def __init__(self, model, optimizer, settings, rendezvous, memory): ...
+
+    step = evaluate = publish = state_dict = print
+
+
+class MyEngine(Silent):
+    info = EngineInfo(MyOptions, divides=("ddp_size",), adapters=False)
 
 
 @pytest.fixture
@@ -54,8 +56,8 @@ def entry_point(module, monkeypatch):
 
 @pytest.mark.feature(13)
 def test_a_users_class_is_loaded_by_module_and_name(module):
-    assert engine_class(ROLLOUT_ENGINES, "my_engines:MyEngine") is MyEngine
-    assert validate_engine(ROLLOUT_ENGINES, "my_engines:MyEngine", {}, "config.engine.rollout") == []
+    assert engine_class(TRAIN_ENGINES, "my_engines:MyEngine") is MyEngine
+    assert validate_engine(TRAIN_ENGINES, "my_engines:MyEngine", {}, "config.engine.train") == []
 
 
 @pytest.mark.feature(13)
@@ -104,3 +106,32 @@ def test_an_unknown_name_gets_the_nearest(module):
 def test_the_classes_of_this_package_state_what_their_folder_does(point):
     for name in ("fsdp2",) if point is TRAIN_ENGINES else ("torch", "sglang"):
         assert engine_class(point, name).info is engine_info(point, name)
+
+
+def score(completion, answer, extra_info):
+    """A reward function, named as an engine."""
+    return completion
+
+
+class NoEngine:
+    def step(self): ...
+
+
+@pytest.mark.parametrize(
+    ("point", "name", "said"),
+    [
+        (TRAIN_ENGINES, "score", "cannot be made from model, optimizer, settings, rendezvous, memory: too many"),
+        (TRAIN_ENGINES, "NoEngine", "is no engine: it has no evaluate, publish, state_dict"),
+        (ROLLOUT_ENGINES, "NoEngine", "is no engine: it has no add, advance, receive"),
+    ],
+)
+def test_what_is_no_engine_is_found_before_it_is_made(point, name, said):
+    (error,) = validate_engine(point, f"{__name__}:{name}", {}, "engine.train")
+    assert error.where == "engine.train"
+    assert f"{name} {said}" in error.what
+
+
+def test_a_function_that_makes_something_else_is_named():
+    assert not validate_engine(ROLLOUT_ENGINES, f"{__name__}:score", {}, "engine.rollout")
+    with pytest.raises(EngineError, match=r":score returned a str, which has no add, advance, receive"):
+        engine_class(ROLLOUT_ENGINES, f"{__name__}:score")("model", "settings", "memory")

@@ -74,6 +74,13 @@ def test_every_fault_marks_its_sample_and_the_group_finishes(environment):
     assert guard.failures["step raised RuntimeError"] == 1
 
 
+def test_failures_of_a_kind_are_logged_once_with_the_users_line(environment, caplog):
+    run(group(Guard(environment, timeout_s=5.0), [["raise"]] * 3))
+    (text,) = [record.getMessage() for record in caplog.records if "out of order" in record.getMessage()]
+    assert "user_environments.py" in text
+    assert "in step" in text
+
+
 @pytest.mark.feature(91)
 def test_reset_and_close_may_fail_too(environment):
     async def all_of_them():

@@ -1,15 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
 """Signals that user code cannot lose."""
 
+import fcntl
 import gc
 import os
+import pty
 import signal
+import subprocess
 import sys
+import termios
 import time
 
 import pytest
 
-from dlrover.python.rl.runtime.process.interrupts import Interrupts, insistent_interrupts, sigterm_unwinds
+from dlrover.python.rl.runtime.process.interrupts import (
+    Interrupts,
+    hangup_terminates,
+    insistent_interrupts,
+    sigterm_unwinds,
+)
 
 
 class Finalizer:
@@ -116,3 +125,43 @@ def test_other_errors_of_finalizers_are_reported_as_ever(monkeypatch):
         Broken()
         gc.collect()
     assert seen == [SystemExit]
+
+
+HUNG_UP = """
+import sys, time
+from dlrover.python.rl.runtime.process.interrupts import hangup_terminates, sigterm_unwinds
+hangup_terminates()
+with sigterm_unwinds():
+    try:
+        print("ready", flush=True)
+        time.sleep(60)
+    finally:
+        print("to nobody", flush=True)
+        open(sys.argv[1], "w").write("cleaned up")
+"""
+
+
+def test_a_closed_terminal_ends_a_command_in_good_order(tmp_path):
+    ours, theirs = pty.openpty()
+
+    def take_terminal():
+        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
+
+    arguments = [sys.executable, "-c", HUNG_UP, tmp_path / "end"]
+    command = subprocess.Popen(
+        arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=take_terminal
+    )
+    os.close(theirs)
+    assert os.read(ours, 5) == b"ready"
+    os.close(ours)
+    assert command.wait(60) == 128 + signal.SIGTERM
+    assert (tmp_path / "end").read_text() == "cleaned up"
+
+
+def test_a_command_under_nohup_goes_on_when_its_terminal_is_closed():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        hangup_terminates()
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

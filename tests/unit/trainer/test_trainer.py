@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``BaseTrainer``: the guide's properties, steps, and what is said before it is bound."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -117,6 +118,9 @@ def test_steps_count_from_1_and_reports_carry_the_total():
     for number in ("one", -1, None):
         with pytest.raises(CallError, match="the number of the step first, not"):
             trainer.log(number, a=1)
+    for value in ("high", None, [1.0]):
+        with pytest.raises(CallError, match=re.escape(f"log() takes numbers, and 'a' is {value!r}")):
+            trainer.log(1, a=value)
     trainer.log(np.int64(2), a=1)
     assert len(reports) == 3
 

@@ -194,7 +194,7 @@ class InvocationError(DLRoverRLError):
         self.role, self.rank, self.method, self.node = role, rank, method, node
         self.remote_traceback = remote_traceback
         at = f" on {node}" if node else ""
-        text = f"{role}[{rank}].{method}{at}: {message}"
+        text = f"{role}[{rank}]{method and '.' + method}{at}: {message}"
         super().__init__(f"{text}\n\n{remote_traceback}" if remote_traceback else text)
 
 
@@ -387,7 +387,7 @@ def user_traceback(error: BaseException, chain: bool = True) -> str:
     while trace is not None and not _is_users(trace.tb_frame):
         trace = trace.tb_next
     if trace is None and is_own:
-        return ""
+        return str(getattr(error, "remote_traceback", ""))
     users = [number for number, (frame, _) in enumerate(traceback.walk_tb(trace), 1) if _is_users(frame)]
     limit, trace = users[-1] if is_own else None, trace or error.__traceback__
     return "".join(traceback.format_exception(type(error), error, trace, limit, chain=chain and not is_own))

@@ -15,7 +15,7 @@ from dlrover.python.rl.common.errors import (
     StepAbandoned,
     UnknownMethod,
 )
-from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.log import cut_middle, get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.trainer.call_counts import CallCounts
 from dlrover.python.rl.trainer.port import Checkpoints, Port, Recovery, Renewed, RestartInfo, RoleTraits
@@ -179,10 +179,15 @@ class BaseTrainer(ABC):
         return self._bound_steps().restart_info
 
     def log(self, step: int, metrics: Mapping[str, float] | None = None, **more: float) -> None:
-        """Report the metrics of a step. Returns at once. Raises CallError if ``step`` is no such number."""
+        """Report the metrics of a step. Returns at once. Raises CallError if ``step`` or a metric is no such number."""
         if not hasattr(step, "__index__") or step < 0:
             raise CallError(f"log() takes the number of the step first, not {step!r}")
-        values = {name: float(value) for name, value in {**(metrics or {}), **more}.items()}
+        values = {**(metrics or {}), **more}
+        for name, value in values.items():
+            try:
+                values[name] = float(value)
+            except (TypeError, ValueError) as error:
+                raise CallError(f"log() takes numbers, and '{name}' is {cut_middle(repr(value), 60)}") from error
         self._bound().report(StepReport(step, self._total_steps, values))
 
     def announce(self, activity: str) -> None:

@@ -56,3 +56,12 @@ def test_one_that_is_found_dead_meanwhile_is_replaced(answered):
 
 def test_one_that_stays_away_is_replaced(answered):
     assert answered(*[unavailable()] * 1000)[0] is WorkloadDied
+
+
+def test_the_death_of_a_member_whose_result_is_an_argument_names_no_method_of_it():
+    port = RayPort({"ROLLOUT": [SimpleNamespace(_actor_id=SimpleNamespace(hex=ID.hex))]})
+    died = ActorDiedError()
+    died.actor_id = ID.hex()
+    error = port._as_invocation_error(died, Ref(port, None, None, "ACTOR", 0, "update", 1))
+    assert (type(error), error.role, error.rank) == (WorkloadDied, "ROLLOUT", 0)
+    assert str(error).startswith("ROLLOUT[0]: its result, which ACTOR[0].update needs, is lost: The actor died")

@@ -4,8 +4,10 @@
 import importlib
 import importlib.metadata
 import importlib.util
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
+from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar
 
@@ -37,6 +39,15 @@ ROLLOUT_ENGINES = ExtensionPoint(
         "sglang": f"{_ENGINES}.sglang.engine:SglangRolloutEngine",
     },
 )
+
+_INTERFACES = {
+    TRAIN_ENGINES.group: (
+        ("step", "evaluate", "publish", "state_dict"),
+        ("model", "optimizer", "settings", "rendezvous", "memory"),
+    ),
+    ROLLOUT_ENGINES.group: (("add", "advance", "receive"), ("model", "settings", "memory")),
+}
+"""Methods by which an engine is known, and what it is made from."""
 
 
 @dataclass(frozen=True)
@@ -91,16 +102,50 @@ def _import(place: str) -> Any:
 
 
 def engine_class(point: ExtensionPoint, name: str) -> Any:
-    """Import the class of an engine: a built-in name, an entry point, or ``package.module:Class``.
+    """Import the class of an engine, or a function that makes one: a built-in name, an entry point, or
+    ``package.module:Class``.
 
     Raises:
-        EngineError: there is no such engine; gives the nearest name.
+        EngineError: there is no such engine; gives the nearest name. From the function: it has made something else.
         MissingExtra: its backend is not installed; names the extra.
     """
     try:
-        return _import(point.place(name))
+        made = _import(point.place(name))
     except ClassNotFound as error:
         raise EngineError(str(error)) from error
+    return made if inspect.isclass(made) else _checked(point, name, made)
+
+
+def _checked(point: ExtensionPoint, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def make(*arguments: Any) -> Any:
+        engine = function(*arguments)
+        if missing := _missing_methods(point, engine):
+            raise EngineError(f"{name} returned a {type(engine).__name__}, which has no {', '.join(missing)}")
+        return engine
+
+    return make
+
+
+def _missing_methods(point: ExtensionPoint, engine: Any) -> list[str]:
+    methods, _ = _INTERFACES[point.group]
+    return [name for name in methods if not callable(getattr(engine, name, None))]
+
+
+def _find_fault(point: ExtensionPoint, name: str) -> str:
+    """Why an engine of others cannot be one; "" if it may be."""
+    if (place := point.place(name)).startswith(f"{_ENGINES}."):
+        return ""
+    made, (_, arguments) = _import(place), _INTERFACES[point.group]
+    if inspect.isclass(made) and (missing := _missing_methods(point, made)):
+        return f"{name} is no engine: it has no {', '.join(missing)}"
+    try:
+        inspect.signature(made).bind(*arguments)
+    except TypeError as error:
+        return f"{name} cannot be made from {', '.join(arguments)}: {error}"
+    except ValueError:  # some C functions have no signature
+        return ""
+    return ""
 
 
 def engine_place(point: ExtensionPoint, name: str) -> str:
@@ -120,9 +165,11 @@ def validate_engine(
     """Validate name, extra and options (key ``{where}_options``) of an engine without importing its backend, which only
     an engine that ``runs_here`` has to find."""
     try:
-        info = _read_info(point, name)
+        info, fault = _read_info(point, name), _find_fault(point, name)
     except (ClassNotFound, MissingExtra) as error:
         return [ConfigError(where, str(error))]
+    if fault:
+        return [ConfigError(where, fault)]
     errors = [] if info.options is None else parse(info.options, dict(options), f"{where}_options")[1]
     if runs_here and (absent := absent_package(point, name, options)):
         return [ConfigError(where, str(MissingExtra(info.distribution or absent, absent))), *errors]

@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import Any
 
 from dlrover.python.rl.common.by_value import readable_name
-from dlrover.python.rl.common.errors import ClassNotFound, EnvironmentFailed, VerifierError
+from dlrover.python.rl.common.errors import ClassNotFound, EnvironmentFailed, VerifierError, user_traceback
 from dlrover.python.rl.common.extensions import ExtensionPoint, load_module
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.base import EnvironmentTraits, StepResult, validate_state, validate_step
@@ -87,7 +87,7 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
             target = target(**dict(options or {}))
         except Exception as error:
             what = f"could not be made: {type(error).__name__}: {error}"
-            raise EnvironmentFailed(f"{readable_name(where)} {what}") from error
+            raise EnvironmentFailed(f"{readable_name(where)} {what}", user_traceback(error)) from error
     return UserEnvironment(target, readable_name(where))
 
 

@@ -18,6 +18,7 @@ from typing import Any, Literal, NamedTuple, TypeAlias
 
 from dlrover.python.rl.common.by_value import readable_name
 from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.functions import load_function
 
@@ -221,7 +222,10 @@ def _as_numbers(label: str, form: Form, found: Any, count: int) -> list[float]:
 def _number(label: str, value: Any) -> float:
     if isinstance(value, str):
         raise VerifierError(f"returned the text {value[:40]!r}, which is not a reward{label}")
-    number = float(value)
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise VerifierError(f"returned {cut_middle(repr(value), 60)}, which is not a reward{label}") from None
     if not math.isfinite(number):
         raise VerifierError(f"returned {number}, which is not a reward{label}")
     return number

@@ -137,8 +137,13 @@ class Guard:
         self._count(error)
 
     def _count(self, error: EnvironmentFailed) -> None:
-        self.failures[_kind(str(error))] += 1
-        _LOG.warning("the environment failed on a sample: %s", str(error).splitlines()[0])
+        """The first of a kind is logged with its traceback, then fewer and fewer."""
+        self.failures[kind := _kind(str(error))] += 1
+        if (count := self.failures[kind]) == 1:
+            text = f"{str(error).splitlines()[0]}\n{error.remote_traceback}".rstrip()
+            _LOG.warning("the environment failed on a sample: %s", text)
+        elif str(count).rstrip("0") == "1":
+            _LOG.warning("the environment has failed on %d samples: %s", count, str(error).splitlines()[0])
 
     async def shutdown(self) -> None:
         try:

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM: noted where nothing may be interrupted, insisted on where user code runs."""
+"""Ctrl-C and SIGTERM: noted where nothing may be interrupted, insisted on where user code runs. A terminal that was
+closed is SIGTERM."""
 
+import errno
+import os
 import signal
 import sys
+import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -118,3 +122,25 @@ class _Terminated(SystemExit):
 def _unwind(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_IGN)
     raise _Terminated(_TERMINATED)
+
+
+def hangup_terminates() -> None:
+    """From now on SIGHUP, which comes when a terminal is closed, is SIGTERM, unless it is ignored (``nohup``)."""
+    if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
+        signal.signal(signal.SIGHUP, _hang_up)
+
+
+def _hang_up(number: int, frame: FrameType | None) -> None:
+    for descriptor in (sys.__stdout__, sys.__stderr__):
+        if descriptor is not None and _is_closed(descriptor.fileno()):  # what is printed would be an error
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor.fileno())
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def _is_closed(descriptor: int) -> bool:
+    """Whether it is a terminal that is not there any more."""
+    try:
+        termios.tcgetattr(descriptor)
+    except termios.error as error:
+        return bool(error.args[0] == errno.EIO)
+    return False

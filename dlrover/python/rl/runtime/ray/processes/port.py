@@ -189,8 +189,10 @@ def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> Wo
     role, rank, incarnation = owner
     summary = _summarize(error)
     is_ours = isinstance(error, RayError | DLRoverRLError)
-    text = summary if is_ours else f"{type(error).__name__}: {summary}"
-    died = WorkloadDied(text, role=role, rank=rank, method=ref.method)
+    text, method = summary if is_ours else f"{type(error).__name__}: {summary}", ref.method
+    if (role, rank) != (ref.role, ref.rank):
+        text, method = f"its result, which {ref.role}[{ref.rank}].{ref.method} needs, is lost: {text}", ""
+    died = WorkloadDied(text, role=role, rank=rank, method=method)
     died.incarnation, died.__cause__ = incarnation, error
     return died
 
