@@ -114,15 +114,23 @@ def score(completion, answer, extra_info):
 
 
 class NoEngine:
-    def step(self): ...
+    def score(self): ...
+
+
+class Proxy:
+    def __init__(self, model, optimizer, settings, rendezvous, memory): ...
+
+    def __getattr__(self, name): ...
 
 
 @pytest.mark.parametrize(
     ("point", "name", "said"),
     [
         (TRAIN_ENGINES, "score", "cannot be made from model, optimizer, settings, rendezvous, memory: too many"),
-        (TRAIN_ENGINES, "NoEngine", "is no engine: it has no evaluate, publish, state_dict"),
-        (ROLLOUT_ENGINES, "NoEngine", "is no engine: it has no add, advance, receive"),
+        (TRAIN_ENGINES, "NoEngine", "is no engine: it has none of step, evaluate, publish, state_dict"),
+        (ROLLOUT_ENGINES, "NoEngine", "is no engine: it has none of add, advance, receive"),
+        (ROLLOUT_ENGINES, "Proxy", "cannot be made from model, settings, memory: missing a required argument"),
+        (ROLLOUT_ENGINES, "__name__", "is a str, which makes no engine"),
     ],
 )
 def test_what_is_no_engine_is_found_before_it_is_made(point, name, said):
@@ -131,7 +139,11 @@ def test_what_is_no_engine_is_found_before_it_is_made(point, name, said):
     assert f"{name} {said}" in error.what
 
 
+def test_an_engine_may_find_its_methods_itself():
+    assert not validate_engine(TRAIN_ENGINES, f"{__name__}:Proxy", {}, "engine.train")
+
+
 def test_a_function_that_makes_something_else_is_named():
     assert not validate_engine(ROLLOUT_ENGINES, f"{__name__}:score", {}, "engine.rollout")
-    with pytest.raises(EngineError, match=r":score returned a str, which has no add, advance, receive"):
+    with pytest.raises(EngineError, match=r":score returned a str, which has none of add, advance, receive"):
         engine_class(ROLLOUT_ENGINES, f"{__name__}:score")("model", "settings", "memory")

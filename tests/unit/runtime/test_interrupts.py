@@ -141,20 +141,33 @@ with sigterm_unwinds():
 """
 
 
+def hung_up(end, **streams):
+    """A command that is to be hung up, also if the tests ignore that."""
+
+    def prepare():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        if "stdin" in streams:
+            fcntl.ioctl(streams["stdin"], termios.TIOCSCTTY, 0)
+
+    return subprocess.Popen([sys.executable, "-c", HUNG_UP, end], start_new_session=True, preexec_fn=prepare, **streams)
+
+
 def test_a_closed_terminal_ends_a_command_in_good_order(tmp_path):
     ours, theirs = pty.openpty()
-
-    def take_terminal():
-        fcntl.ioctl(theirs, termios.TIOCSCTTY, 0)
-
-    arguments = [sys.executable, "-c", HUNG_UP, tmp_path / "end"]
-    command = subprocess.Popen(
-        arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True, preexec_fn=take_terminal
-    )
+    command = hung_up(tmp_path / "end", stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
     assert os.read(ours, 5) == b"ready"
     os.close(ours)
-    assert command.wait(60) == 128 + signal.SIGTERM
+    assert command.wait(30) == 128 + signal.SIGTERM
+    assert (tmp_path / "end").read_text() == "cleaned up"
+
+
+def test_so_does_a_signal_where_the_output_went_to_a_program_that_is_gone(tmp_path):
+    command = hung_up(tmp_path / "end", stdout=subprocess.PIPE)
+    assert command.stdout.read(5) == b"ready"
+    command.stdout.close()
+    command.send_signal(signal.SIGHUP)
+    assert command.wait(30) == 128 + signal.SIGTERM
     assert (tmp_path / "end").read_text() == "cleaned up"
 
 

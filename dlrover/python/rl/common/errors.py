@@ -381,8 +381,8 @@ _STANDARD = (str(Path(traceback.__file__).parent), "<frozen ")
 
 def user_traceback(error: BaseException, chain: bool = True) -> str:
     """The traceback of ``error`` from the user's first frame on. An error of this package, whose message is enough,
-    comes without its causes, and ends at the user's last frame; if none is the user's, there is no traceback, but the
-    whole one of another error."""
+    comes without its causes, and ends at the user's last frame; if none is the user's, it is its `remote_traceback`.
+    Another error comes whole then."""
     trace, is_own = error.__traceback__, isinstance(error, DLRoverRLError)
     while trace is not None and not _is_users(trace.tb_frame):
         trace = trace.tb_next

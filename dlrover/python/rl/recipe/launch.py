@@ -37,6 +37,7 @@ from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.runtime.earlier_run import continued, earlier_description, repeated
 from dlrover.python.rl.runtime.process.executor import load_class
 from dlrover.python.rl.runtime.process.inspection import inspect_job
+from dlrover.python.rl.runtime.process.interrupts import hangup_terminates
 from dlrover.python.rl.runtime.process.progress import ProgressView
 from dlrover.python.rl.runtime.run_folder import begin, has_commits
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
@@ -90,6 +91,7 @@ def _command(recipe: str, job_file: str | None, overrides: tuple[str, ...]) -> N
 
 
 def main(recipe: str = "") -> None:
+    hangup_terminates()
     _command(obj=recipe, prog_name=f"python -m dlrover.python.rl.recipe.{recipe or 'launch'}")
 
 

@@ -131,7 +131,8 @@ def run_function(arguments: list[str]) -> None:
         del config["scripts"]
         load_object(arguments[0])(config)
     except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: its traceback is shown
-        sys.exit(user_traceback(error).rstrip() or f"{type(error).__name__}: {error}")
+        text, trace = f"{type(error).__name__}: {error}", user_traceback(error).rstrip()
+        sys.exit(trace if text in trace else f"{text}\n{trace}".rstrip())
 
 
 def torchrun_environment(

@@ -107,7 +107,8 @@ async def _serve(
             write_address(state, own)
             click.echo(f"serving at {own}; the administrator's token is in {token}", err=True)
             await stopping.wait()  # waits: for the end of the service
-            click.echo("ending; jobs on a cluster of their own go on", err=True)
+            stays = "jobs go on, on their cluster" if ray_address else "the cluster ends, too"
+            click.echo(f"ending; {stays}: the next start follows or continues the jobs", err=True)
         finally:
             await server.close()
             await manager.close()

@@ -252,7 +252,7 @@ class Session:
 
 
 def _with_node(died: WorkloadDied, process: Process) -> WorkloadDied:
-    cause = str(died).removeprefix(f"{died.role}[{died.rank}].{died.method}: ")
+    cause = str(died).removeprefix(f"{died.role}[{died.rank}]{died.method and '.' + died.method}: ")
     text = f"its process {process.pid} is gone: {cause}; release() the engine and build() it again"
     node = process.host or socket.gethostname()
     return WorkloadDied(text, role=died.role, rank=died.rank, method=died.method, node=node)

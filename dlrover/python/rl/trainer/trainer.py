@@ -186,7 +186,7 @@ class BaseTrainer(ABC):
         for name, value in values.items():
             try:
                 values[name] = float(value)
-            except (TypeError, ValueError) as error:
+            except (TypeError, ValueError, RuntimeError, OverflowError) as error:
                 raise CallError(f"log() takes numbers, and '{name}' is {cut_middle(repr(value), 60)}") from error
         self._bound().report(StepReport(step, self._total_steps, values))
 

@@ -113,23 +113,30 @@ def engine_class(point: ExtensionPoint, name: str) -> Any:
         made = _import(point.place(name))
     except ClassNotFound as error:
         raise EngineError(str(error)) from error
+    if not callable(made):
+        raise EngineError(f"{name} is a {type(made).__name__}, which makes no engine")
     return made if inspect.isclass(made) else _checked(point, name, made)
 
 
 def _checked(point: ExtensionPoint, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(function)
-    def make(*arguments: Any) -> Any:
-        engine = function(*arguments)
-        if missing := _missing_methods(point, engine):
-            raise EngineError(f"{name} returned a {type(engine).__name__}, which has no {', '.join(missing)}")
+    def make(*arguments: Any, **options: Any) -> Any:
+        engine = function(*arguments, **options)
+        if not _resembles_one(point, engine):
+            raise EngineError(f"{name} returned a {type(engine).__name__}, which {_has_none(point)}")
         return engine
 
     return make
 
 
-def _missing_methods(point: ExtensionPoint, engine: Any) -> list[str]:
+def _resembles_one(point: ExtensionPoint, engine: Any) -> bool:
+    """Whether an engine, or a class, has a method of an engine, or finds its methods itself."""
     methods, _ = _INTERFACES[point.group]
-    return [name for name in methods if not callable(getattr(engine, name, None))]
+    return any(hasattr(engine, name) for name in (*methods, "__getattr__"))
+
+
+def _has_none(point: ExtensionPoint) -> str:
+    return f"has none of {', '.join(_INTERFACES[point.group][0])}"
 
 
 def _find_fault(point: ExtensionPoint, name: str) -> str:
@@ -137,8 +144,10 @@ def _find_fault(point: ExtensionPoint, name: str) -> str:
     if (place := point.place(name)).startswith(f"{_ENGINES}."):
         return ""
     made, (_, arguments) = _import(place), _INTERFACES[point.group]
-    if inspect.isclass(made) and (missing := _missing_methods(point, made)):
-        return f"{name} is no engine: it has no {', '.join(missing)}"
+    if inspect.isclass(made) and not _resembles_one(point, made):
+        return f"{name} is no engine: it {_has_none(point)}"
+    if not callable(made):
+        return f"{name} is a {type(made).__name__}, which makes no engine"
     try:
         inspect.signature(made).bind(*arguments)
     except TypeError as error:

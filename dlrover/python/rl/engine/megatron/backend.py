@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
 from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -117,6 +118,7 @@ class MegatronBackend(ShardedBackend):
                 micro_batch_size=1,
                 forward_only=forward_only,
             )
+            parallel_state.get_global_memory_buffer().buffer.clear()  # of gathered tokens, which others may need now
         return results
 
     def _read(self, logits: Any, micro: MicroBatch, temperature: float, entropy: bool) -> tuple[Any, Any]:

@@ -224,7 +224,7 @@ def _number(label: str, value: Any) -> float:
         raise VerifierError(f"returned the text {value[:40]!r}, which is not a reward{label}")
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise VerifierError(f"returned {cut_middle(repr(value), 60)}, which is not a reward{label}") from None
     if not math.isfinite(number):
         raise VerifierError(f"returned {number}, which is not a reward{label}")

@@ -72,6 +72,7 @@ class Guard:
         self._open_slots = asyncio.Semaphore(episodes) if episodes is not None else None
         self._abandoned: set[asyncio.Task[Any]] = set()
         self.failures: Counter[str] = Counter()
+        self._logged: Counter[tuple[str, ...]] = Counter()
 
     async def reset(self, prompt: State, extra_info: dict[str, Any]) -> Episode:
         """Start an episode at the row's ``prompt`` unless the environment overrides it. The caller closes it, failed
@@ -126,8 +127,7 @@ class Guard:
         try:
             await self._in_time("close", self._environment.close(episode.extra_info))
         except EnvironmentFailed as error:
-            self.failures[_kind(str(error))] += 1
-            _LOG.warning("an episode did not close: %s", error)
+            self._count(error)
         finally:
             if self._open_slots is not None:
                 self._open_slots.release()
@@ -137,13 +137,15 @@ class Guard:
         self._count(error)
 
     def _count(self, error: EnvironmentFailed) -> None:
-        """The first of a kind is logged with its traceback, then fewer and fewer."""
+        """The first of a kind and of a line is logged with its traceback, then the 10th, the 100th, and so on."""
         self.failures[kind := _kind(str(error))] += 1
-        if (count := self.failures[kind]) == 1:
-            text = f"{str(error).splitlines()[0]}\n{error.remote_traceback}".rstrip()
-            _LOG.warning("the environment failed on a sample: %s", text)
+        lines = [line for line in error.remote_traceback.splitlines() if line.startswith("  File ")]
+        self._logged[kind, *lines[-1:]] += 1
+        text = str(error).partition("\n")[0]
+        if (count := self._logged[kind, *lines[-1:]]) == 1:
+            _LOG.warning("the environment failed on a sample: %s", f"{text}\n{error.remote_traceback}".rstrip())
         elif str(count).rstrip("0") == "1":
-            _LOG.warning("the environment has failed on %d samples: %s", count, str(error).splitlines()[0])
+            _LOG.warning("the environment has failed on %d samples: %s", count, text)
 
     async def shutdown(self) -> None:
         try:

@@ -151,7 +151,7 @@ class IsolatedEnvironment:
         except (TimeoutError, ChildEnded):
             if not child.is_ended:
                 _LOG.warning("%s is stuck in a call: its process is replaced", self._where)
-                child.end("it was stuck in another sample's call, as a call that blocks in a coroutine makes it")
+                child.end("it was stuck in another sample's call: what blocks in a coroutine holds up all samples")
 
 
 def _ended(error: ChildEnded) -> EnvironmentFailed:

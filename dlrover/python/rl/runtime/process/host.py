@@ -194,8 +194,8 @@ class MemberHost:
         self._standing = replace(self._standing, since=None, at=None)
 
     def failure(self, method: str, error: BaseException) -> InvocationError:
-        """``error``, which is being handled, as the trainer receives it. If the method was not even entered, its own
-        traceback tells more: it ends at the call."""
+        """``error``, which is being handled, as the trainer receives it. If the method was not even entered, the
+        trainer's traceback tells more: it ends at the call."""
         text = "" if _is_raised_in(error, MemberHost._call) else user_traceback(error)
         failure = InvocationError(
             cut_middle(f"{type(error).__name__}: {error}", _MOST_TEXT),

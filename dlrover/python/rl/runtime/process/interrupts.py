@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Ctrl-C and SIGTERM: noted where nothing may be interrupted, insisted on where user code runs. A terminal that was
-closed is SIGTERM."""
+"""Ctrl-C and SIGTERM: noted where nothing may be interrupted, insisted on where user code runs. SIGHUP, of a terminal
+that was closed, is treated as SIGTERM."""
 
 import errno
 import os
 import signal
+import stat
 import sys
 import termios
 import threading
@@ -131,16 +132,20 @@ def hangup_terminates() -> None:
 
 
 def _hang_up(number: int, frame: FrameType | None) -> None:
-    for descriptor in (sys.__stdout__, sys.__stderr__):
-        if descriptor is not None and _is_closed(descriptor.fileno()):  # what is printed would be an error
-            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor.fileno())
-    os.kill(os.getpid(), signal.SIGTERM)
+    """What is printed from now on would be an error where nothing reads it, and leave undone what has to be done."""
+    try:
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        for descriptor in filter(_may_be_closed, (1, 2)):
+            os.dup2(nowhere, descriptor)
+        os.close(nowhere)
+    finally:
+        os.kill(os.getpid(), signal.SIGTERM)
 
 
-def _is_closed(descriptor: int) -> bool:
-    """Whether it is a terminal that is not there any more."""
+def _may_be_closed(descriptor: int) -> bool:
+    """Whether it is a terminal that is not there any more, or leads to a program that got SIGHUP as well."""
     try:
         termios.tcgetattr(descriptor)
     except termios.error as error:
-        return bool(error.args[0] == errno.EIO)
+        return error.args[0] == errno.EIO or stat.S_ISFIFO(os.fstat(descriptor).st_mode)
     return False
