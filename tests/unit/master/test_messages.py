@@ -94,7 +94,7 @@ def errors_in(printed):
 
 
 NO_MODEL = "no folder 'some-org/none', and the hub cannot be reached: "
-NO_DATA = "some-org/none: is no file or folder, and the hub cannot be reached: "
+NO_DATA = "config.data.train: some-org/none: is no file or folder, and the hub cannot be reached: "
 
 
 @pytest.mark.parametrize(
