@@ -136,7 +136,7 @@ with sigterm_unwinds():
         print("ready", flush=True)
         time.sleep(60)
     finally:
-        print("to nobody", flush=True)
+        print("where nothing reads it", flush=True)
         open(sys.argv[1], "w").write("cleaned up")
 """
 
@@ -153,11 +153,11 @@ def hung_up(end, **streams):
 
 
 def test_a_closed_terminal_ends_a_command_in_good_order(tmp_path):
-    ours, theirs = pty.openpty()
-    command = hung_up(tmp_path / "end", stdin=theirs, stdout=theirs, stderr=theirs)
-    os.close(theirs)
-    assert os.read(ours, 5) == b"ready"
-    os.close(ours)
+    window, terminal = pty.openpty()
+    command = hung_up(tmp_path / "end", stdin=terminal, stdout=terminal, stderr=terminal)
+    os.close(terminal)
+    assert os.read(window, 5) == b"ready"
+    os.close(window)
     assert command.wait(30) == 128 + signal.SIGTERM
     assert (tmp_path / "end").read_text() == "cleaned up"
 

@@ -144,7 +144,7 @@ def inspect_types(job: JobSpec) -> Inspection:
 def _check_options(trainer: Any, job: JobSpec, wrong: list[str]) -> list[ConfigError]:
     try:
         return [error for error in trainer.check_options(job.config) if not lies_in(error.where, wrong)]
-    except Exception as error:  # noqa: BLE001 -- as above
+    except Exception as error:  # noqa: BLE001 -- the user's code, which may need what is elsewhere
         _LOG.info("%s.check_options: %s: %s", trainer.__name__, type(error).__name__, error)
         return []
 
