@@ -19,6 +19,9 @@ from dlrover.python.rl.engine.model.spec import load_causal_lm
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
 EOS = 258
 
+ON_CUDA = {"compile": False, "kv_cache_bytes": 1 << 26, "engine_args": {"gpu_memory_utilization": 0.1}}
+"""So that vLLM starts quickly, and in a part of the device."""
+
 
 @dataclass(frozen=True)
 class Kind:
@@ -45,8 +48,11 @@ class Kind:
     @property
     def missing(self):
         """What keeps it from running here; empty if nothing does."""
-        if self.device == "cuda" and not torch.cuda.is_available():
+        has_cuda = torch.cuda.is_available()
+        if self.device == "cuda" and not has_cuda:
             return "there is no CUDA device here"
+        if self.name == "vllm" and self.device == "cpu" and has_cuda:
+            return "vLLM's build for CPUs is not installed here"
         return "" if importlib.util.find_spec(self.package) else f"'{self.package}' is not installed here"
 
     def make(self, model, memory=None, **settings):
@@ -72,6 +78,7 @@ KINDS = (
     Kind("torch-cuda", "torch", device="cuda"),
     Kind("torch-huggingface-cuda", "torch", device="cuda", backend={"forward": "huggingface"}),
     Kind("vllm", "vllm", package="vllm", hidden=128),
+    Kind("vllm-cuda", "vllm", package="vllm", device="cuda", hidden=128, backend=ON_CUDA),
     SglangKind("sglang", "sglang", backend={"chunk_tokens": 1}, tells_cut=False),
 )
 

@@ -537,13 +537,13 @@ def test_the_end_of_vllms_process_is_an_error_and_nothing_is_left(model_path):
 
 
 @needs_vllm
-def test_its_process_sees_the_devices_of_the_member_only(model_path, monkeypatch):
+def test_its_process_sees_the_devices_of_the_member_only_and_computes_in_its_precision(model_path, monkeypatch):
     """As on a node with GPUs; on this one vLLM does not start on them, in a process that says what it was given."""
     child = importlib.import_module("dlrover.python.rl.engine.vllm.child")
     given = []
 
     def record(command, **options):
-        given.append(options["env"]["CUDA_VISIBLE_DEVICES"])
+        given.append((options["env"]["CUDA_VISIBLE_DEVICES"], options["env"].get("TRITON_F32_DEFAULT")))
         raise EngineError("not here")
 
     monkeypatch.setattr(child.subprocess, "Popen", record)
@@ -551,8 +551,9 @@ def test_its_process_sees_the_devices_of_the_member_only(model_path, monkeypatch
     monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 40, 1 << 40))
     monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
     monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
-    for device, size, devices in (("cuda:2", 1, ()), ("cuda:1", 2, (1, 3)), ("cuda:0", 4, ())):
-        settings = RolloutSettings(device, tensor_parallel_size=size, devices=devices)
+    wanted = (("cuda:2", "fp32", 1, ()), ("cuda:1", "bf16", 2, (1, 3)), ("cuda:0", "bf16", 4, ()))
+    for device, precision, size, devices in wanted:
+        settings = RolloutSettings(device, precision, tensor_parallel_size=size, devices=devices)
         with pytest.raises(EngineError, match="not here"):
             engine_class(ROLLOUT_ENGINES, "vllm")(model_path, settings)
-    assert given == ["6", "5,7", "4,5,6,7"]
+    assert given == [("6", "ieee"), ("5,7", None), ("4,5,6,7", None)]

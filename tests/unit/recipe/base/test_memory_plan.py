@@ -338,6 +338,16 @@ def test_people_get_a_table_by_role_and_owner(monkeypatch, small):
     assert kept == "  and 2.0 GB of weights that the actor keeps on the device for the rollout"
 
 
+@pytest.mark.parametrize(
+    ("rollout", "options", "most"),
+    [("torch", {}, 1.1), ("vllm", {}, 68.0), ("sglang", {}, 68.0), ("vllm", {"kv_cache_bytes": 3e9}, 4.0)],
+)
+def test_an_engine_that_fills_its_device_is_planned_so(monkeypatch, small, rollout, options, most):
+    engine = replace(ON_CUDA, rollout=rollout, rollout_options=options)
+    row = plan(monkeypatch, small, {ROLLOUT: ModelUse("rollout", "", longest=64)}, engine, 80).lines()[2]
+    assert float(row.split()[-1]) == most
+
+
 def test_what_is_not_known_is_said_and_not_refused(monkeypatch, small):
     uses = {ACTOR: ModelUse("trained", "some/hub-name")}
     made = MemoryPlan.of(uses, replace(ON_CUDA, device_memory_gb=1), "some/hub-name", None)

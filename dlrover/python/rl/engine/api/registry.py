@@ -71,6 +71,7 @@ class EngineInfo:
     may_be_remote: bool = False  # with the option `url` it has the backend elsewhere
     whole_matrices: tuple[str, ...] = ()  # options of `backend` that exclude tensor parallelism
     redivides: bool = True  # goes on from the states of another number of ranks, and of another layout
+    fills_device: bool = False  # a cache of no given size takes all that `gpu_memory_utilization` leaves it
     adds_adapters: bool = False  # takes each weight by ``WeightSnapshot.tensor``; else they come merged
 
 

@@ -56,4 +56,4 @@ def _flag(name: str, value: Any) -> list[str]:
     return [] if value is False or value is None else [f"--{name}", str(value)]
 
 
-INFO = EngineInfo(SglangOptions, "sglang", may_be_remote=True, adds_adapters=True)
+INFO = EngineInfo(SglangOptions, "sglang", may_be_remote=True, fills_device=True, adds_adapters=True)

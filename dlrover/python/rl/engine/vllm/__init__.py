@@ -34,4 +34,4 @@ class VllmOptions:
     """Further arguments of vLLM's ``EngineArgs``, which override all others."""
 
 
-INFO = EngineInfo(VllmOptions, "vllm", adds_adapters=True)
+INFO = EngineInfo(VllmOptions, "vllm", fills_device=True, adds_adapters=True)

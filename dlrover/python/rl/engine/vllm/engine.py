@@ -77,7 +77,10 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
 
             check_head_width(get_head_width(self._lm))
         if has_own_process:
-            return ChildRunner(arguments, on_cpu, device_environment(settings))
+            env = device_environment(settings)
+            if settings.precision == "fp32":
+                env.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention would compute in TF32
+            return ChildRunner(arguments, on_cpu, env)
         # Imported on demand: it imports vLLM, which takes seconds.
         from dlrover.python.rl.engine.vllm.runner import RestartingRunner, Runner, SleepingRunner
 

@@ -12,7 +12,7 @@ from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup
 from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.api.base import OptimizerConfig
-from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, absent_package
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, absent_package, engine_info
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
 from dlrover.python.rl.engine.model.packing import Head
@@ -131,11 +131,17 @@ class MemoryPlan:
         return f"not known without the config.json of {use.model}{named}"
 
     def _held(self, use: ModelUse, wanted: PlannedBytes) -> PlannedBytes:
-        """The cache of a rollout takes what there is of its share, if that is less than it could use."""
-        if use.kind != "rollout" or self.device_bytes is None:
+        """The cache of a rollout has the size that is given for it. Else it takes what there is of its share; an engine
+        that does not fill its device, no more than it could use."""
+        if use.kind != "rollout":
             return wanted
-        rest = self.engine.gpu_memory_utilization * self.device_bytes - wanted.weights
-        return replace(wanted, kv_cache=min(wanted.kv_cache, max(rest, 0.0)))
+        if given := self.engine.rollout_options.get("kv_cache_bytes"):
+            return replace(wanted, kv_cache=float(given))
+        if self.device_bytes is None:
+            return wanted
+        rest = max(self.engine.gpu_memory_utilization * self.device_bytes - wanted.weights, 0.0)
+        fills = engine_info(ROLLOUT_ENGINES, self.engine.rollout).fills_device
+        return replace(wanted, kv_cache=rest if fills else min(wanted.kv_cache, rest))
 
     def find_errors(self) -> list[ConfigError]:
         """What cannot fit on devices of ``engine.device_memory_gb``, with the smallest change that would."""
