@@ -115,10 +115,14 @@ class Bench:
     def __init__(self, model: Path, shape: Shape, device: str, precision: Any, backend: dict[str, Any]) -> None:
         self.model, self.shape, self.on_gpu = model, shape, torch.device(device).type == "cuda"
         self.memory, self.precision = DeviceMemory(device), precision
+        self.settle()  # CUDA itself starts here
+        began_s = time.perf_counter()
         self.train = Fsdp2TrainEngine(
             model, OptimizerConfig(lr=1e-5), TrainSettings(device, precision, backend=backend), memory=self.memory
         )
+        train_s = time.perf_counter() - began_s
         self.rollout = TorchRolloutEngine(model, RolloutSettings(device, precision, shape.rows), self.memory)
+        self.made_seconds = {"train engine": train_s, "rollout engine": time.perf_counter() - began_s - train_s}
         settings = SyncSettings(device=device, dtype=DTYPES[precision])
         self._through_host = PullTransport(settings), PullTransport(settings)
         self._on_device = CudaIpcTransport(settings), CudaIpcTransport(settings)
@@ -301,6 +305,11 @@ class Bench:
         self.rollout.cpu()
         self.train.cuda()
         self.grpo_update()
+
+    def first_calls(self) -> dict[str, float]:
+        """Seconds of what is slower the first time: kernels are compiled, pages locked, graphs recorded."""
+        calls = {"sync": self.sync, "completions": self.draw, "update": self.grpo_update}
+        return {**self.made_seconds, **{name: self.timed(call) for name, call in calls.items()}}
 
     # -- what it is measured against ----------------------------------------------------------------------------------
 

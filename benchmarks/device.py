@@ -170,6 +170,10 @@ def summary(results: Results) -> str:
         f" parameters (hidden {shape['hidden']}, {shape['layers']} layers, vocabulary {shape['vocabulary']:,}),"
         f" {shape['rows']} sequences of {shape['prompt']} + {shape['new_tokens']} tokens.",
         "",
+        "| the first time | seconds |",
+        "|---|---|",
+        *(f"| {name} | {seconds:.2f} |" for name, seconds in results["first"].items()),
+        "",
         "| | seconds | tokens/s | of a matrix product's rate | peak memory, GB |",
         "|---|---|---|---|---|",
     ]
@@ -229,13 +233,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         model = Path(folder) / "model"
         parameters = shape.write(model)
         bench = Bench(model, shape, options.device, precision, {"compile_layers": options.compile})
-        bench.sync()
         results: Results = {
             "device": torch.cuda.get_device_name() if on_gpu else "cpu",
             "precision": precision,
             "compiled": options.compile,
             "torch": torch.__version__,
             "shape": {**asdict(shape), "parameters": parameters},
+            "first": bench.first_calls(),
             "training": training(bench, parameters, options.rounds),
             "rollout": rollouts(bench, model, options.rounds),
             "sync": syncs(bench, options.rounds),
