@@ -12,7 +12,7 @@ import user_environments
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.base import MAX_STATE_LENGTH, EnvironmentTraits, StepResult, validate_step
-from dlrover.python.rl.environment.core.functions import call_async, load_environment
+from dlrover.python.rl.environment.core.functions import call_async, find_environment, load_environment
 
 SCRIPT = Path(__file__).with_name("user_environments.py")
 README = """
@@ -88,13 +88,16 @@ def test_a_class_with_options_and_sync_calls():
         ("user_environments:Countin", None, "has no 'Countin'; did you mean 'Counting'"),
         ("user_environments:Counting", {"strt": 1}, "an unexpected keyword argument 'strt'; did you mean 'start'"),
         ("user_environments:Without", None, "has no function 'step'; did you mean 'stpe'"),
+        ("user_environments:TooFew", None, "step is called with (state, action, extra_info): too many positional arg"),
+        ("user_environments:TooMany", None, "reset is called with (extra_info): missing a required argument"),
         ("user_environments", {"a": 1}, "take no options: a"),
     ],
 )
 def test_what_is_not_there_is_named(where, options, what):
-    with pytest.raises(EnvironmentFailed) as caught:
-        load_environment(where, options)
-    assert what in str(caught.value)
+    for load in (find_environment, load_environment):
+        with pytest.raises(EnvironmentFailed) as caught:
+            load(where, options)
+        assert what in str(caught.value)
 
 
 def test_a_script_that_raises_names_itself(tmp_path):

@@ -100,3 +100,17 @@ class Counting:
 class Without:
     def stpe(self):
         """A misspelt one."""
+
+
+class TooFew:
+    def step(self, state, action):
+        """It takes no extra_info."""
+
+
+class TooMany:
+    def step(self, state, action, extra_info=None):
+        """It takes what it is called with."""
+
+    @staticmethod
+    def reset(seed, extra_info):
+        """It is called with extra_info only."""

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from dlrover.python.rl.runtime.process import progress
 from dlrover.python.rl.runtime.process.progress import ProgressView, format_metrics
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -23,6 +24,19 @@ def test_the_first_and_the_last_step_have_a_line_and_fast_ones_between_do_not():
     assert lines[0] == "my-job  step 1/50  reward 0.02"
     assert re.fullmatch(r"my-job  step 50/50  reward 1  \S+ steps/s  eta 0 s", lines[-1])
     assert len(lines) == 2
+
+
+def test_an_outage_is_forgotten_after_a_while(monkeypatch):
+    now_s = [100.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: now_s[0])
+    stream = io.StringIO()
+    with ProgressView("my-job", stream) as view:
+        for step in range(1, 41):
+            now_s[0] += 600.0 if step == 5 else 10.0
+            view(StepReport(step, 100, {}))
+    lines = stream.getvalue().splitlines()
+    assert lines[5].endswith("eta 12032 s"), "600 s of 640 were the outage"
+    assert lines[-1].endswith("0.1 steps/s  eta 600 s")
 
 
 def test_an_unknown_total_is_not_shown():

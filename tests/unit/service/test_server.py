@@ -14,6 +14,7 @@ from types import SimpleNamespace
 
 import grpc
 import pytest
+from click.testing import CliRunner
 
 from dlrover.python.rl.common.errors import (
     AccessDenied,
@@ -24,13 +25,14 @@ from dlrover.python.rl.common.errors import (
     ServiceUnavailable,
     UnknownJob,
 )
+from dlrover.python.rl.service import remote_jobs
 from dlrover.python.rl.service.auth import AccessRole, Caller
 from dlrover.python.rl.service.client import ClientTls, ServiceClient, has_ended, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase, JobRecord
 from dlrover.python.rl.service.jobs.submissions import check_process, check_submission
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer
-from dlrover.python.rl.service.verbs import _target
+from dlrover.python.rl.service.verbs import _target, fetch
 from tests.hostile_paths import PATHS
 from tests.served import JOB, WITHIN_S, Service, serving, until
 
@@ -546,6 +548,16 @@ def test_results_are_listed_and_fetched_and_what_is_internal_is_not(files):
     assert copy.getvalue() == bytes(range(256)) * 3000
     with pytest.raises(InvalidJob, match="model/weight: no such file; did you mean 'model/weights'"):
         files.fetch("job", "model/weight", copy)
+
+
+def test_what_is_not_there_leaves_no_folder_for_it(files, tmp_path, monkeypatch):
+    monkeypatch.setattr(remote_jobs, "connected", lambda server: nullcontext(files))
+    arguments = ["--out", str(tmp_path / "new"), "--server", "its address"]
+    missed = CliRunner().invoke(fetch, ["job", "modle", *arguments])
+    assert "modle: no such file; known: logs" in str(missed.exception)
+    assert not (tmp_path / "new").exists()
+    assert CliRunner().invoke(fetch, ["job", "model", *arguments]).exit_code == 0
+    assert (tmp_path / "new" / "model" / "weights").stat().st_size == 768_000
 
 
 LINKS_AND_INTERNAL = ["link", "linked/outside", "linked", "model", "commits/state", "journal.jsonl"]

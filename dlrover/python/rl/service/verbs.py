@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verbs that only a service has: ``enqueue`` and ``fetch``."""
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,7 +96,9 @@ def fetch(name: str, path: str, out: Path, server: str) -> None:
                 click.echo(f"{file.bytes:>12} {file.path}")
             return
         wanted = [file.path for file in files if file.path == path or file.path.startswith(f"{path.rstrip('/')}/")]
-        for relative in wanted or [path]:
+        if not wanted:
+            client.fetch(name, path, io.BytesIO())  # raises, with the nearest name
+        for relative in wanted:
             _copy(lambda to, relative=relative: client.fetch(name, relative, to), _target(out, relative))
             click.echo(str(out / relative))
 

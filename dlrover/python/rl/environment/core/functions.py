@@ -66,7 +66,13 @@ def load_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-_CALLS = ("reset", "step", "close", "shutdown")
+_CALLS = {
+    "reset": ("extra_info",),
+    "step": ("state", "action", "extra_info"),
+    "close": ("extra_info",),
+    "shutdown": (),
+}
+"""Functions of an environment, and what they are called with, by position."""
 
 
 def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "UserEnvironment":
@@ -79,7 +85,7 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
         options: keyword arguments of that class.
 
     Raises:
-        EnvironmentFailed: no such name, or no ``step``.
+        EnvironmentFailed: no such name, no ``step``, or a function of other arguments.
     """
     target = find_environment(where, options)
     if _is_made(target):
@@ -114,6 +120,21 @@ def _check_step(target: Any, name: str) -> None:
     if not callable(getattr(target, "step", None)):
         names = [key for key in dir(target) if callable(getattr(target, key)) and not key.startswith("_")]
         raise EnvironmentFailed(f"{name} has no function 'step'{hint('step', names)}")
+    for call, arguments in _CALLS.items():
+        function = getattr(target, call, None)
+        if callable(function) and (fault := _find_position_fault(target, call, function, arguments)):
+            raise EnvironmentFailed(f"{name}: {call} is called with ({', '.join(arguments)}): {fault}")
+
+
+def _find_position_fault(target: Any, call: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> str:
+    is_unbound = isinstance(target, type) and inspect.isfunction(inspect.getattr_static(target, call, None))
+    try:
+        inspect.signature(function).bind(*(("self",) if is_unbound else ()), *arguments)
+    except TypeError as error:
+        return str(error)
+    except ValueError:  # Some C functions have no signature.
+        pass
+    return ""
 
 
 def _check_options(where: str, maker: Callable[..., Any], options: Mapping[str, Any]) -> None:

@@ -15,11 +15,12 @@ from dlrover.python.rl.control.events import Event
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.process.brain import JOURNAL
-from dlrover.python.rl.master.process.status import JobStatus, Position, StepPace, Update, status_of
+from dlrover.python.rl.master.process.status import JobStatus, Position, Update, status_of
 from dlrover.python.rl.metrics.endpoint import MetricsEndpoint, tls_context
 from dlrover.python.rl.metrics.job import JobMetrics
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat
+from dlrover.python.rl.trainer.step_pace import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
 ADDRESS = "metrics.json"

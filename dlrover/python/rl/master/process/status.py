@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The status of a job, and its log lines about recoveries."""
 
-from collections import deque
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import nan
@@ -54,24 +53,6 @@ class JobStatus:
     started_s: float = 0.0  # Unix time, 0: unknown
     step_s: float = 0.0  # seconds a step takes, over the last ones; 0: unknown
     roles: Mapping[str, int] = field(default_factory=dict)  # members by role
-
-
-class StepPace:
-    """How long steps take, over the last reports."""
-
-    def __init__(self, kept: int = 20) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=kept)
-
-    def note(self, step: int, now_s: float) -> None:
-        if self._seen and step <= self._seen[-1][0]:  # steps are repeated after a recovery
-            self._seen.clear()
-        self._seen.append((step, now_s))
-
-    @property
-    def step_s(self) -> float:
-        """0 if unknown."""
-        (first, began_s), (last, ended_s) = (self._seen[0], self._seen[-1]) if self._seen else ((0, 0.0), (0, 0.0))
-        return (ended_s - began_s) / (last - first) if last > first else 0.0
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from dlrover.python.rl.trainer.step_pace import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _RATE = "speed/tokens_per_s"
@@ -67,9 +68,8 @@ class ProgressView:
         self._title, self._stream, self._live, self._opening = title, stream or sys.stderr, live, opening
         self._bar: Progress | None = None
         self._task: int | None = None
-        self._began_s = self._printed_s = 0.0
-        self._entered_s = time.monotonic()
-        self._first = 0
+        self._printed_s, self._entered_s = 0.0, time.monotonic()
+        self._pace = StepPace()
 
     def __enter__(self) -> "ProgressView":
         console = Console(file=self._stream)
@@ -98,12 +98,11 @@ class ProgressView:
             self._bar.stop()
 
     def __call__(self, report: StepReport) -> None:
-        if not self._began_s:
-            self._began_s, self._first = time.monotonic(), report.step
+        self._pace.note(report.step, time.monotonic())
         if self._bar is None:
             self._line(report)
             return
-        metrics = format_metrics(report.metrics) + self._rate(report)
+        metrics = format_metrics(report.metrics) + self._rate()
         total = report.total_steps or None
         self._update(self._bar, description=self._title, completed=report.step, total=total, metrics=metrics)
 
@@ -135,19 +134,13 @@ class ProgressView:
             return
         self._printed_s = now_s
         of = f"/{report.total_steps}" if report.total_steps else ""
-        metrics = f"{format_metrics(report.metrics)}{self._rate(report)}{self._eta(report)}"
+        metrics = f"{format_metrics(report.metrics)}{self._rate()}{self._eta(report)}"
         self._show(f"{self._title}  step {report.step}{of}  {metrics}")
 
-    def _seconds_per_step(self, report: StepReport) -> float | None:
-        steps = report.step - self._first
-        return (time.monotonic() - self._began_s) / steps if steps > 0 else None
-
-    def _rate(self, report: StepReport) -> str:
-        each_s = self._seconds_per_step(report)
-        return f"  {1 / each_s:.3g} steps/s" if each_s else ""
+    def _rate(self) -> str:
+        return f"  {1 / self._pace.step_s:.3g} steps/s" if self._pace.step_s else ""
 
     def _eta(self, report: StepReport) -> str:
-        each_s = self._seconds_per_step(report)
-        if each_s is None or not report.total_steps:
+        if not self._pace.step_s or not report.total_steps:
             return ""
-        return f"  eta {each_s * (report.total_steps - report.step):.0f} s"
+        return f"  eta {self._pace.step_s * (report.total_steps - report.step):.0f} s"
