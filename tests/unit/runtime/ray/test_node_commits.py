@@ -9,6 +9,7 @@ import pytest
 
 from dlrover.python.rl.runtime.checkpoint.node_memory import save_from_memory
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.storage import state_file
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.ray.cluster import node_commits
 from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
@@ -18,7 +19,7 @@ class Nodes:
     """Calls a function on a node as there: with the memory of that node."""
 
     def __init__(self, folder, monkeypatch):
-        self.folder, self.monkeypatch, self.lost = folder, monkeypatch, set()
+        self.folder, self.monkeypatch, self.lost, self.limits = folder, monkeypatch, set(), {}
 
     def enter(self, node):
         self.monkeypatch.setenv("DLROVER_RL_MEMORY", str(self.folder / node))
@@ -26,6 +27,7 @@ class Nodes:
 
     async def run_on(self, node, function, *arguments, limit_s=None):
         await asyncio.sleep(0)
+        self.limits[function.__name__] = limit_s
         if node in self.lost or (node, function) in self.lost:
             return None
         self.enter(node)
@@ -75,3 +77,15 @@ def test_of_what_a_lost_node_had_part_of_an_older_commit_is_saved(nodes, caplog)
     assert asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))
     assert (copies_in(nodes), nodes.left()) == ([7], {"b"})
     assert "step 8 is lost with the nodes that had parts of it" in caplog.text
+
+
+def test_a_copy_that_is_there_is_not_read_again_and_removing_has_as_long_as_saving(nodes, monkeypatch):
+    everywhere = {"a": (), "b": (), "c": ()}
+    nodes.lost = {(node, node_commits._forget) for node in everywhere}
+    asyncio.run(forget_on_nodes(nodes, everywhere, "job", "run1"))
+    assert (copies_in(nodes), nodes.left()) == ([8], {"a", "b", "c"})
+    nodes.lost = set()
+    monkeypatch.setattr(state_file, "pass_through", None)
+    asyncio.run(forget_on_nodes(nodes, everywhere, "job", "run1"))
+    assert nodes.left() == set()
+    assert nodes.limits["_forget"] == nodes.limits["save_from_memory"]

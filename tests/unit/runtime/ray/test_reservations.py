@@ -11,6 +11,7 @@ from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.runtime.ray import reservations as module
 from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
 
 JOB = """
@@ -20,9 +21,9 @@ workload:
 """
 
 
-def reservations_on(*nodes):
-    job = replace(load_job_text(JOB, "job"), placement_timeout_s=0.1)
-    cluster = MemoryCluster(nodes)
+def reservations_on(*nodes, job=JOB, cluster=None):
+    job = replace(load_job_text(job, "job"), placement_timeout_s=0.1)
+    cluster = cluster or MemoryCluster(nodes)
     return cluster, Reservations(RunPlan(job, "run", plan(job)[0]), cluster)
 
 
@@ -50,6 +51,61 @@ def test_a_whole_job_is_placed_on_excluded_nodes_where_there_are_no_others():
     cluster, reservations = reservations_on("a")
     asyncio.run(reservations.reserve(2, ("a",)))
     assert list(cluster.reserved().values()) == ["a"]
+
+
+def after_a_restart_of_the_master(cluster, incarnation, excluded, job=JOB, short=()):
+    _, again = reservations_on(job=job, cluster=cluster)
+    asyncio.run(again.find(incarnation, excluded, short))
+    return again
+
+
+def test_what_was_placed_on_nodes_that_are_used_again_outlives_the_master():
+    cluster, reservations = reservations_on("a")
+    asyncio.run(reservations.reserve(2, ("a",)))
+    before = cluster.reserved()
+    again = after_a_restart_of_the_master(cluster, 2, ("a",))
+    assert cluster.reserved() == before
+    assert placed_on(cluster, again, ("a",)) == "a"
+
+
+def test_after_its_restart_a_node_that_was_used_again_is_still_used():
+    cluster, reservations = reservations_on("a")
+    asyncio.run(reservations.reserve(1, ()))
+    assert placed_on(cluster, reservations, ("a",)) == "a"
+    again = after_a_restart_of_the_master(cluster, 1, ("a",))
+    assert cluster.reserved() == {"group-0": "a"}
+    assert placed_on(cluster, again, ("a",)) == "a"
+    assert [row.state for row in cluster.groups.values()].count("PENDING") == 0
+
+
+def test_a_replacement_that_was_placed_is_found_and_a_request_that_was_not_is_removed():
+    cluster, reservations = reservations_on("a", "b")
+    asyncio.run(reservations.reserve(1, ()))
+    replacement = cluster.create_group([{}], "job/run/1/node-0/2-a", ("a",))
+    cluster.create_group([{}], "job/run/1/node-0/3-b", ("a", "b"))
+    again = after_a_restart_of_the_master(cluster, 1, ("a",))
+    assert again._groups == [replacement]
+    assert [row.state for row in cluster.groups.values()].count("PENDING") == 0
+
+
+ELASTIC = """
+trainer: {module: toys, class: Loop, node_number: 2, device_per_node: 2, device_type: CPU}
+workload:
+  actor: {module: toys, class: Policy, num: 1}
+  rollout: {module: toys, class: Policy, num: 2, min: 1, per_node: 1}
+"""
+
+
+def test_a_role_that_lacks_a_place_lacks_it_after_a_restart_of_the_master(monkeypatch):
+    monkeypatch.setattr(module, "_ELASTIC_S", 0.1)
+    cluster, reservations = reservations_on("a", job=ELASTIC)
+    asyncio.run(reservations.reserve(1, ()))
+    again = after_a_restart_of_the_master(cluster, 1, (), ELASTIC, ("ROLLOUT",))
+    for each in (reservations, again):
+        assert asyncio.run(each.places(RLRoleType.ROLLOUT, 2)) == 1
+    cluster.nodes += ("b",)
+    cluster._schedule()
+    assert asyncio.run(again.places(RLRoleType.ROLLOUT, 2)) == 2
 
 
 def test_a_cluster_without_free_capacity_is_an_error():

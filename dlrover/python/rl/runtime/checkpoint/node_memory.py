@@ -20,6 +20,7 @@ from dlrover.python.rl.common.names import is_url
 from dlrover.python.rl.runtime.checkpoint.storage.copies import open_copies, save_generations, with_states
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode, encode
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import check_size
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 _LOG = get_logger(__name__)
@@ -133,7 +134,7 @@ def _save(root: Path) -> None:
 
 
 def _newest_of(copies: CheckpointStore | ObjectStore) -> int:
-    return max((copy.step for copy in copies.manifests() if copies.valid(copy)), default=0)
+    return next((copy.step for copy in copies.manifests() if copies.valid(copy, check_size)), 0)
 
 
 def known_in_memory(job: str, run: str) -> list[list[bytes]]:

@@ -371,7 +371,7 @@ class RayExecutor:
         the run. Returns the number of processes that were found."""
         self._incarnation = state.incarnation
         self.resize(state)
-        await self.reservations.find(state.incarnation, state.excluded)
+        await self.reservations.find(state.incarnation, state.excluded, state.wanted)
         entries = {self._pool.name_of(entry): entry for entry in entries_of(state)}
         names = await asyncio.to_thread(self._pool.list_names)
         await self._pool.end_named([name for name in names if name not in entries])

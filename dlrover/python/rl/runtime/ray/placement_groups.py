@@ -61,17 +61,40 @@ class _NodeGroup:
 def reserve(cluster: ClusterApi, placement: Placement, prefix: str, excluded: tuple[str, ...] = ()) -> list[str]:
     """Request the resources of the whole plan, except those that an earlier call with this ``prefix`` has reserved;
     returns the groups in the order of the plan's nodes."""
-    newest_by_node = _newest_by_node(_list_groups(cluster), prefix)
+    newest = _newest_by_node(_list_groups(cluster), prefix)
+    held = {node: group for node, group in newest.items() if group.is_reserved(excluded)}
+    return _reserve_rest(cluster, placement, prefix, excluded, newest, held)
+
+
+def find_or_reserve(
+    cluster: ClusterApi, placement: Placement, prefix: str, excluded: tuple[str, ...] = ()
+) -> list[str]:
+    """As :func:`reserve`, where members run: of each of the plan's nodes the newest group that has its resources is
+    kept, also on a node that is excluded, whose members would be killed with it."""
+    groups = _list_groups(cluster)
+    held = _newest_by_node((group for group in groups if group.is_reserved(())), prefix)
+    return _reserve_rest(cluster, placement, prefix, excluded, _newest_by_node(groups, prefix), held)
+
+
+def _reserve_rest(  # noqa: PLR0913 - what both ways of reserving have in common
+    cluster: ClusterApi,
+    placement: Placement,
+    prefix: str,
+    excluded: tuple[str, ...],
+    newest: Mapping[int, _NodeGroup],
+    held: Mapping[int, _NodeGroup],
+) -> list[str]:
+    """Request the plan's nodes that are not ``held``, and remove the ``newest`` groups that are not."""
     groups = []
     for node, bundles in enumerate(placement.nodes):
-        newest = newest_by_node.get(node)
-        if newest is not None and newest.is_reserved(excluded):
-            groups.append(newest.id)
-            continue
-        name = f"{prefix}/node-{node}" + (f"/{newest.number + 1}-" if newest else "")
-        groups.append(_create(cluster, bundles, name, excluded))
-        if newest is not None and newest.state != REMOVED:
-            cluster.remove_group(newest.id)
+        last, kept = newest.get(node), held.get(node)
+        if kept is not None:
+            groups.append(kept.id)
+        else:
+            name = f"{prefix}/node-{node}" + (f"/{last.number + 1}-" if last else "")
+            groups.append(_create(cluster, bundles, name, excluded))
+        if last is not None and last is not kept and last.state != REMOVED:
+            cluster.remove_group(last.id)
     return groups
 
 

@@ -18,6 +18,7 @@ from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi
 from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
 from dlrover.python.rl.runtime.ray.placement_groups import (
     check_free,
+    find_or_reserve,
     has_resources,
     is_usable,
     placement_of,
@@ -133,17 +134,24 @@ class Reservations:
 
     async def places(self, role: RLRoleType, wanted: int) -> int:
         """How many members of ``role``, up to ``wanted``, have a place now. What had none has an open request."""
+        await self._look_for_places()
+        return min(wanted, len(self.slots(role)) - len(self.lacking_slots(role)))
+
+    async def _look_for_places(self) -> None:
         for node in sorted(self._lacking):
             if node >= len(self._groups) or await asyncio.to_thread(is_usable, self._cluster, self._groups[node]):
                 self._lacking.discard(node)
-        return min(wanted, len(self.slots(role)) - len(self.lacking_slots(role)))
 
-    async def find(self, incarnation: int, excluded: tuple[str, ...]) -> None:
-        """Find what an earlier master has reserved, request what it has not, and remove what is not in the plan."""
+    async def find(self, incarnation: int, excluded: tuple[str, ...], short: Iterable[str] = ()) -> None:
+        """Find what an earlier master has reserved, request what it has not, and remove what is not in the plan. Roles
+        that are ``short`` of members have nodes without a place."""
         if self.uses_groups:
             prefix = f"{self._prefix}/{incarnation}"
-            self._groups = await asyncio.to_thread(reserve, self._cluster, self._placement, prefix, excluded)
+            self._groups = await asyncio.to_thread(find_or_reserve, self._cluster, self._placement, prefix, excluded)
             await asyncio.to_thread(release_beyond, self._cluster, prefix, len(self._groups))
+            slots = (slot for role in short for slot in self.slots(RLRoleType(role)))
+            self._lacking = self._spare & {self._node_of(slot) for slot in slots}
+            await self._look_for_places()
 
     async def enlarge(self, state: JobState, role: str, num: int, timeout_s: float) -> None:
         """Reserve places for ``num`` members of ``role``. After a PlacementTimeout nothing has changed."""

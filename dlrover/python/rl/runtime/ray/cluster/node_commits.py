@@ -39,7 +39,7 @@ async def forget_on_nodes(cluster: ClusterApi, pids: Mapping[str, Sequence[int]]
             _LOG.error("%s: step %d stays in the memory of its nodes", job, decode(each[-1]).step)
             return False
         _LOG.error("%s: step %d is lost with the nodes that had parts of it", job, decode(each[-1]).step)
-    await asyncio.gather(*(cluster.run_on(node, _forget, job, run) for node in pids))
+    await asyncio.gather(*(cluster.run_on(node, _forget, job, run, limit_s=_SAVED_S) for node in pids))
     return True
 
 
