@@ -284,7 +284,7 @@ class Job:
         patch(
             rl_master,
             configure_logging=lambda name: None,
-            RunClaim=lambda *of: mock.Mock(hold=self._hold),
+            RunClaim=lambda *of: mock.MagicMock(hold=self._hold),
             RayClusterApi=lambda: self.cluster,
             current_actor=lambda: self.handle,
             was_restarted=lambda: asyncio.get_running_loop().is_restarted,

@@ -2,6 +2,8 @@
 """The verbs of a job that the cluster they ask does not know, or where there is no cluster: its folder in ``runs`` says
 how it is, and a job that a process of this machine runs is never called lost."""
 
+import os
+import time
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -9,10 +11,13 @@ import pytest
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.master.operations import ray_jobs as module
+from dlrover.python.rl.master.operations.history import RunHistory
+from dlrover.python.rl.master.operations.jobs import view_of_folder
 from dlrover.python.rl.master.operations.ray_jobs import ray_jobs
-from dlrover.python.rl.master.ray_run import CLUSTER
+from dlrover.python.rl.runtime.run_folder import CLUSTER, ON_RAY, begin, claim
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
@@ -102,3 +107,27 @@ def test_the_cluster_where_a_process_here_runs_the_job_is_asked_first(asked, mon
     with ray_jobs("auto", "mine"):
         pass
     assert asked == ["127.0.0.1:4711", "auto", "auto"]
+
+
+@pytest.mark.parametrize(
+    ("shown_s", "asked", "phase"), [(0, "", "running"), (0, "10.0.0.5:6379", "lost"), (90, "", "lost")]
+)
+def test_a_job_of_a_master_elsewhere_runs_while_it_shows_life_unless_its_cluster_has_none(
+    run_elsewhere, shown_s, asked, phase
+):
+    folder, history = run_elsewhere
+    (record,) = folder.glob("owner.*.json")
+    os.utime(record, (time.time() - shown_s,) * 2)
+    view = view_of_folder("mine", folder, history, asked)
+    assert (view.phase, view.ended) == (phase, phase == "lost")
+    assert ("(Ray, on " in view.reason and view.reason.endswith("alive within the last 60 s")) == (phase == "running")
+
+
+@pytest.fixture
+def run_elsewhere(tmp_path):
+    """The folder of a run whose master claims it, and what its journal tells."""
+    text = f"{TEXT.format(module=__name__)}job_dir: {tmp_path}\n"
+    job = begin(load_job_text(text, "mine", [], (str(Path(__file__).parent),)))
+    claim(job, ON_RAY, bound=False)
+    (job.job_dir / CLUSTER).write_text("10.0.0.5:6379")
+    return job.job_dir, RunHistory(JobState(), 0.0, 0.0, 0.0, (), {})

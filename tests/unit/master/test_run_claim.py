@@ -2,10 +2,15 @@
 """The master's hold on its run's folder."""
 
 import errno
+from dataclasses import replace
 
+import pytest
+
+from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.master.process import run_claim
 from dlrover.python.rl.master.process.run_claim import RunClaim
+from dlrover.python.rl.runtime.run_folder import in_use
 
 JOB = """
 trainer: {module: toys, class: Loop}
@@ -20,3 +25,14 @@ def test_a_folder_that_fails_does_not_keep_the_master_from_ending(monkeypatch, c
     monkeypatch.setattr(run_claim, "copy_all_rests", fail)
     RunClaim(load_job_text(JOB, "job"), claims=False).leave("failed")
     assert "how job has ended is not in its folder" in caplog.text
+
+
+def test_a_folder_that_cannot_be_used_is_named_before_the_job_begins_and_given_back(tmp_path, monkeypatch):
+    monkeypatch.setattr(run_claim, "current_address", lambda: "127.0.0.1:1")
+    held = RunClaim(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
+    with pytest.raises(InvalidJob, match="job_dir: the master cannot use it: .*simulated"), held.opening():
+        held.take()
+        assert in_use(tmp_path)
+        raise OSError(errno.ENOSPC, "simulated")
+    assert not in_use(tmp_path)
+    assert (tmp_path / "cluster").read_text() == "127.0.0.1:1"

@@ -23,13 +23,10 @@ from dlrover.python.rl.master.saved_run import wait_for_lost_owner
 from dlrover.python.rl.runtime.process.interrupts import Interrupts
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
-from dlrover.python.rl.runtime.run_folder import begin
+from dlrover.python.rl.runtime.run_folder import CLUSTER, begin
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 _LOG = get_logger(__name__)
-
-CLUSTER = "cluster"
-"""A file of a run: the address of the cluster that it is on."""
 
 FOLLOW_S = 1.0
 ANSWER_S = 60.0

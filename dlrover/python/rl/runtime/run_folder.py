@@ -41,7 +41,7 @@ _LOG = get_logger(__name__)
 
 _COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
 
-LATEST, DESCRIPTION, MODEL = "latest", "job.yaml", "model"
+LATEST, DESCRIPTION, MODEL, CLUSTER = "latest", "job.yaml", "model", "cluster"
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 BEAT_S = 5.0

@@ -4,10 +4,11 @@
 import asyncio
 import gc
 import warnings
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from memory_cluster import MemoryActor, MemoryCluster
+from memory_cluster import PENDING, MemoryActor, MemoryCluster
 from ray.exceptions import ActorUnavailableError
 
 from dlrover.python.rl.common.names import ProcessId
@@ -265,6 +266,36 @@ def test_members_that_start_together_do_not_wait_for_one_that_has_gone(monkeypat
 
     asyncio.run(scenario())
     assert {type(event) for event in stage.events[1:]} == {MemberStarted}
+
+
+def test_members_that_have_a_place_wait_for_those_that_have_none_yet(without_logs):
+    text = f"{TWO_NODES}liveness: {{{{start_timeout_s: 0.2}}}}\nplacement_timeout_s: 10\n"
+    stage = Stage(text=text, nodes=("a", "b"))
+
+    async def lose_a_node_and_get_another():
+        executor = stage.new_executor()
+        executor.execute(Place(1), stage.events.append)
+        await until(lambda: stage.events)
+        cluster = stage.cluster
+        (lost,) = (row for row in cluster.groups.values() if "b" in row.nodes)
+        cluster.nodes, cluster.groups[lost.id] = ("a",), replace(lost, state=PENDING, nodes=frozenset())
+        executor.execute(
+            StartMembers("ACTOR", tuple((rank, 2) for rank in range(4)), excluded=("b",)), stage.events.append
+        )
+        await asyncio.sleep(0.5)  # longer than a start may take
+        assert [type(event) for event in stage.events] == [Placed]
+        cluster.nodes = ("a", "c")
+        cluster._schedule()
+        await until(lambda: len(stage.events) == 5)
+
+    asyncio.run(lose_a_node_and_get_another())
+    assert [type(event) for event in stage.events] == [Placed, *[MemberStarted] * 4]
+
+
+async def until(holds):
+    async with asyncio.timeout(20):
+        while not holds():
+            await asyncio.sleep(0.01)
 
 
 def test_one_that_two_groups_wait_for_may_be_located_twice_at_once():

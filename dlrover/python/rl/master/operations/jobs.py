@@ -17,7 +17,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import check_job_name, hint
 from dlrover.python.rl.master.operations.history import JobHistory, RunHistory
 from dlrover.python.rl.master.process.status import JobStatus, RunningProcess
-from dlrover.python.rl.runtime.run_folder import Owner, in_use, newest_owner
+from dlrover.python.rl.runtime.run_folder import CLUSTER, Owner, in_use, newest_owner
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter
 
 _TAIL_BYTES = 64 * 1024
@@ -123,12 +123,12 @@ def view_of_status(status: JobStatus) -> JobView:
     )
 
 
-def view_of_folder(name: str, folder: Path, history: RunHistory) -> JobView:
-    """A run that is on no cluster, or on one that is not asked, from its files."""
+def view_of_folder(name: str, folder: Path, history: RunHistory, asked: str = "") -> JobView:
+    """A run that the cluster at address ``asked`` does not know, or that is on none, from its files."""
     state, last = history.state, _last_metrics(folder)
     over = state.phase.terminal
-    holder = None if over else holder_of(folder)
-    reason = f"it runs elsewhere: {holder}" if holder else "its master is gone; the run goes on with: dlrover-rl resume"
+    holder = None if over else holder_of(folder, asked)
+    reason = _where(holder) if holder else "its master is gone; the run goes on with: dlrover-rl resume"
     return JobView(
         name=name,
         phase=state.phase.value if over else "running" if holder else "lost",
@@ -147,10 +147,24 @@ def view_of_folder(name: str, folder: Path, history: RunHistory) -> JobView:
     )
 
 
-def holder_of(folder: Path) -> Owner | None:
-    """The start of the run in ``folder`` whose process lives on this machine."""
-    owner = newest_owner(folder)
-    return owner if owner is not None and owner.pid and owner.is_here and in_use(folder) else None
+def holder_of(folder: Path, asked: str = "") -> Owner | None:
+    """The start of the run in ``folder`` that lives: by its process here, or by a sign of life within its lease, unless
+    its master was on the cluster ``asked``, which has none."""
+    owner = newest_owner(folder) if in_use(folder) else None
+    is_gone = owner is not None and not owner.pid and asked and address_in(folder) == asked
+    return None if is_gone else owner
+
+
+def address_in(folder: Path) -> str:
+    """Of the cluster that the run in ``folder`` is on; empty if that is not known."""
+    with suppress(OSError):
+        return (folder / CLUSTER).read_text(encoding="utf-8")
+    return ""
+
+
+def _where(holder: Owner) -> str:
+    is_seen = holder.pid and holder.is_here
+    return f"it runs elsewhere: {holder}{'' if is_seen else f', alive within the last {holder.lease_s:.0f} s'}"
 
 
 def _last_metrics(folder: Path) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from dlrover.python.rl.master.operations.history import JobHistory, read_history
 from dlrover.python.rl.master.operations.jobs import (
     JobOperations,
     JobView,
+    address_in,
     check_name,
     holder_of,
     no_such_job,
@@ -23,11 +24,11 @@ from dlrover.python.rl.master.operations.jobs import (
     view_of_status,
 )
 from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.master.ray_run import CLUSTER, follow, stop_master
+from dlrover.python.rl.master.ray_run import follow, stop_master
 from dlrover.python.rl.master.saved_run import find_saved_run
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
-from dlrover.python.rl.runtime.ray.cluster.cluster import other_addresses, ray_cluster
+from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, other_addresses, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
 from dlrover.python.rl.runtime.run_folder import LATEST, ON_RAY
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
@@ -56,11 +57,11 @@ def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
 
 
 def _cluster_of(name: str) -> str:
-    with suppress(InvalidJob, OSError):
+    with suppress(InvalidJob):
         run = find_saved_run(name)
         holder = holder_of(run.folder)
         if holder is not None and (holder.job, holder.runtime) == (name, ON_RAY):
-            return (run.folder / CLUSTER).read_text(encoding="utf-8") or "auto"  # empty while it is written
+            return address_in(run.folder) or "auto"
     return "auto"
 
 
@@ -115,7 +116,7 @@ class RayJobs:
             run = find_saved_run(name)
             history = _history(run.folder)
             if history is not None and run.owner.job == name:
-                return view_of_folder(name, run.folder, history)
+                return view_of_folder(name, run.folder, history, "" if self._unavailable else current_address())
         if self._unavailable is not None:
             raise self._unavailable
         saved = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
@@ -186,7 +187,7 @@ def _end_of(seen: JobView) -> JobView:
     """How a job has ended that was ``seen`` before: as its folder says, wherever that is."""
     folder = Path(seen.folder)
     history = _history(folder) if seen.folder else None
-    return view_of_folder(seen.name, folder, history) if history is not None else seen
+    return view_of_folder(seen.name, folder, history, current_address()) if history is not None else seen
 
 
 def _stopped(master: Any) -> JobStatus:

@@ -109,13 +109,14 @@ class RLMaster:
 
     async def start(self, secrets: Secrets) -> None:
         """Open the journal, begin the job and return at once. A second call does nothing. Raises JobConflict if another
-        run holds the job's folder, OSError if it cannot be used."""
+        run holds the job's folder, InvalidJob if it cannot be used."""
         await self.reveal(secrets)
         if await self._awake():
             return
-        self._claim.take()
-        self._brain = Brain(FileStateStore(fresh_journal(self._job)))
-        self._observer.open(time.time())
+        with self._claim.opening():
+            self._claim.take()
+            self._brain = Brain(FileStateStore(fresh_journal(self._job)))
+            self._observer.open(time.time())
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
         self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
         self._live()

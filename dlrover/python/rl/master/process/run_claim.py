@@ -2,14 +2,16 @@
 """The master's hold on its run's folder, and the copy of its own output there."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 
-from dlrover.python.rl.common.errors import JobConflict
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.process.heartbeat import leave
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests, copy_output
-from dlrover.python.rl.runtime.run_folder import BEAT_S, ON_RAY, Claim, claim, newest_owner
+from dlrover.python.rl.runtime.ray.cluster.cluster import current_address
+from dlrover.python.rl.runtime.run_folder import BEAT_S, CLUSTER, FAILED, ON_RAY, Claim, claim, newest_owner
 
 _LOG = get_logger(__name__)
 
@@ -26,8 +28,19 @@ class RunClaim:
         """Not in a thread: until it is done, no other request may resume too. Raises JobConflict."""
         if self._claims:
             self._claim = claim(self._job, ON_RAY, bound=False)
+            with suppress(OSError):
+                (self._job.job_dir / CLUSTER).write_text(current_address(), encoding="utf-8")
         if self._log is None:
             self._log = copy_output(self._job.job_dir, "master", "master")
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Raises InvalidJob, and gives the folder back, if a file in it cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            self.leave(FAILED)
+            raise InvalidJob([ConfigError("job_dir", f"the master cannot use it: {error}")]) from error
 
     async def hold(self, is_over: Callable[[], bool]) -> None:
         """Show life until the job ``is_over``. Raises JobConflict if another run has the folder."""

@@ -268,7 +268,7 @@ class RayExecutor:
             await self._start_actor(entry, excluded)
         self._watch(entry, emit)
         entry.process = await self._locate(entry)
-        neighbours = await together.wait(entry, timeout_s)
+        neighbours = await together.wait(entry, self._job.placement_timeout_s + timeout_s)
         await self._turnstile.turn()
         reason = self.last_causes.get(process_id, "others of its role had to restart") if entry.number > 1 else ""
         restart = RestartInfo(entry.number - 1, reason, max(self.open_step - 1, 0))

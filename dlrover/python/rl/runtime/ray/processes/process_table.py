@@ -203,7 +203,7 @@ class StartingTogether:
                 await asyncio.sleep(0)
 
     async def wait(self, entry: ProcessEntry, timeout_s: float) -> Neighbours:
-        """``entry`` is located. Raises TimeoutError if another one is not in time."""
+        """``entry`` is located. Raises TimeoutError if another one, which may have no place yet, is not in time."""
         await self._table.note_located(entry.process_id)
         async with asyncio.timeout(timeout_s):
             await self._gate_of[entry.process_id].wait()
