@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
+from dlrover.python.rl.common.errors import EngineDied, EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.weights import take_snapshot
@@ -265,6 +265,19 @@ def test_without_a_url_a_server_is_started_and_ended(launchable, model_path):
     engine.close()
     wait_until(lambda: not alive(flags["pid"]))
     assert not list(launchable.glob("weights-*"))
+
+
+def test_a_server_that_was_started_here_and_has_ended_is_a_failure_of_its_process():
+    ended = subprocess.Popen([sys.executable, "-c", "raise SystemExit(3)"], stdin=subprocess.PIPE)
+    server = SglangServer("http://127.0.0.1:9", ended)
+    with pytest.raises(EngineDied, match="does not answer /generate: it has ended with status 3"):
+        server.call("POST", "/generate", {})
+    with pytest.raises(EngineError, match="ended with status 3"):
+        server.wait_until_up(1.0)
+    server.close()
+    with pytest.raises(EngineError, match="does not answer") as elsewhere:
+        SglangServer("http://127.0.0.1:9").call("POST", "/generate", {})
+    assert not isinstance(elsewhere.value, EngineDied)
 
 
 OWNER = """

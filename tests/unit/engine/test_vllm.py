@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
+from dlrover.python.rl.common.errors import EngineDied, EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import (
     LoraSettings,
@@ -203,6 +203,7 @@ def sleeper(engine, model_path, monkeypatch):
     monkeypatch.setattr(runner.llm, "sleep", lambda level: asked.append(("sleep", level)))
     monkeypatch.setattr(runner, "sleep_again", lambda: asked.append(("sleep again",)))
     monkeypatch.setattr(runner, "drop_host_copies", lambda: asked.append(("drop host copies",)))
+    monkeypatch.setattr(runner, "release_host_memory", lambda: None)
     monkeypatch.setattr(engine, "_offloadable", SleepingRunner(lambda: runner))
     yield engine, runner, asked
     monkeypatch.undo()
@@ -458,7 +459,7 @@ def test_two_ranks_draw_what_one_draws(engine, model_path):
         pids = [worker.proc.pid for worker in two._offloadable.runner.llm.model_executor.workers]
         assert len({*pids, os.getpid()}) == 3
         os.kill(pids[1], signal.SIGKILL)
-        with pytest.raises(EngineError, match="vLLM broke off"):
+        with pytest.raises(EngineDied, match="vLLM broke off"):
             two.generate(prompts(), sampling, (2,))
         assert two.running == 0
     finally:
@@ -530,7 +531,7 @@ def test_the_end_of_vllms_process_is_an_error_and_nothing_is_left(model_path):
     )
     process = made._offloadable._process
     os.kill(process.pid, signal.SIGKILL)
-    with pytest.raises((EngineError, WeightSyncError), match="vLLM's process has ended with status -9"):
+    with pytest.raises(EngineDied, match="vLLM's process has ended with status -9"):
         made.receive(snapshot(model_path, 0), rewind=True)
     made.close()
     assert process.poll() == -signal.SIGKILL

@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The choice of a weight transport in a job's config."""
 
+import inspect
 from dataclasses import replace
 
 import pytest
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.engine.weight_sync import cuda_ipc
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import (
@@ -139,3 +142,11 @@ def test_a_transport_is_made_with_the_options_and_a_longer_timeout_where_it_wait
     made = make_transport(OWN, options, replace(settings, receivers=3)).settings
     assert (made.folder, made.bucket_bytes, made.receivers, made.timeout_s) == (tmp_path, 4096, 3, 60.0)
     assert make_transport("disk", options, settings).settings.timeout_s == 5.0
+
+
+def test_a_receiver_opens_memory_by_its_own_number_of_the_device():
+    handle = (lambda *arguments: arguments, tuple("abcdef") + (0,) + tuple("hijklmno"))
+    opened = cuda_ipc._open_memory(handle, "", ticket=None, device="cuda:3")
+    assert opened == (*"abcdef", 3, *"hijklmno")
+    place = list(inspect.signature(rebuild_cuda_tensor).parameters).index("storage_device")
+    assert opened[place] == 3

@@ -12,6 +12,7 @@
     ├── EngineError                  an engine cannot do what was asked
     │   ├── OtherLayout              a state is of ranks that divide the model otherwise
     │   ├── OutOfDeviceMemory        tensors do not fit the device; lists memory by owner
+    │   ├── EngineDied               a process of the engine's own has ended, or is of no use any more
     │   ├── WeightSyncError          received weights differ from those that were sent
     │   │   └── WeightsLost          the weights of a ticket exist nowhere any more
     │   └── NonFiniteUpdate          a loss or gradient is NaN or infinite; nothing was changed
@@ -133,8 +134,7 @@ class DataError(DLRoverRLError):
 class RowsDiffer(DLRoverRLError):
     """Columns to be joined belong to different samples: some were sampled again after they had been scored."""
 
-    retryable = True
-    restarts = Scope.TRAINER
+    retryable, restarts = True, Scope.TRAINER
 
 
 class EngineError(DLRoverRLError):
@@ -149,11 +149,16 @@ class OutOfDeviceMemory(EngineError):
     """Tensors do not fit the device; the message reports its memory by owner."""
 
 
+class EngineDied(EngineError):
+    """A process that an engine computes in has ended, or has failed so that only a new one can compute."""
+
+    retryable, restarts = True, Scope.MEMBER
+
+
 class WeightSyncError(EngineError):
     """Received weights differ from those that were sent; the message names the tensors."""
 
-    retryable = True
-    restarts = Scope.TRAINER
+    retryable, restarts = True, Scope.TRAINER
 
 
 class WeightsLost(WeightSyncError):
@@ -163,8 +168,7 @@ class WeightsLost(WeightSyncError):
 class NonFiniteUpdate(EngineError):
     """An update's loss or gradient is NaN or infinite. Every rank refused it, so no weight changed."""
 
-    retryable = True
-    restarts = Scope.TRAINER
+    retryable, restarts = True, Scope.TRAINER
 
 
 class SessionError(DLRoverRLError):
@@ -201,8 +205,7 @@ class InvocationError(DLRoverRLError):
 class InvocationTimeout(InvocationError):
     """Ranks ``late`` did not answer in time; ``arrived`` maps each other rank to its result."""
 
-    retryable = True
-    restarts = Scope.MEMBER
+    retryable, restarts = True, Scope.MEMBER
 
     def __init__(
         self, *, role: str, method: str, timeout_s: float, late: Sequence[int], arrived: Mapping[int, Any]
@@ -221,8 +224,7 @@ class InvocationTimeout(InvocationError):
 class WorkloadDied(InvocationError):
     """The process of a member is gone. ``role`` and ``rank`` name it; it may be the source of the call's argument."""
 
-    retryable = True
-    restarts = Scope.MEMBER
+    retryable, restarts = True, Scope.MEMBER
     incarnation = 0  # unknown
 
 
@@ -244,8 +246,7 @@ class CallSkipped(InvocationError):
 class ReplayDiverged(InvocationError):
     """A repeated step is not deterministic: a call id came with another method, or in another order, than before."""
 
-    retryable = True
-    restarts = Scope.JOB
+    retryable, restarts = True, Scope.JOB
 
 
 class StaleCall(InvocationError):
@@ -266,8 +267,7 @@ class WorkloadStartError(DLRoverRLError):
 class ScriptFailed(DLRoverRLError):
     """The program of a role has ended with an error; on Ray its members are replaced, and start it again."""
 
-    retryable = True
-    restarts = Scope.MEMBER
+    retryable, restarts = True, Scope.MEMBER
 
 
 class ClusterUnavailable(DLRoverRLError):
@@ -303,8 +303,7 @@ class EnvironmentFailed(DLRoverRLError):
 class PlacementTimeout(DLRoverRLError):
     """The cluster did not have the requested resources in time; the message compares need and supply."""
 
-    retryable = True
-    restarts = Scope.JOB
+    retryable, restarts = True, Scope.JOB
 
 
 class ServiceError(DLRoverRLError):

@@ -20,6 +20,7 @@ from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.reporting.passes import all_stay, choose_passes, smallest_device, weights_stay
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload
+from dlrover.python.rl.recipe.roles.rollout import RolloutWorkload
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.process.host import MemberHost
@@ -282,3 +283,10 @@ def test_a_member_says_what_is_free_on_its_device(monkeypatch):
     monkeypatch.setattr(engine_workload, "shares_memory", {"cuda:1": False}.__getitem__)
     share = TrainedWorkload(None, {}).device_share(EngineConfig(device="cuda:1", device_memory_gb=3))
     assert (share.free, share.opens) == (2e9, False)
+
+
+def test_a_member_whose_engine_has_its_own_process_does_not_begin_to_use_cuda_itself(monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr("torch.cuda.mem_get_info", None)
+    share = RolloutWorkload(None, {}).device_share(EngineConfig(device="cuda:1", device_memory_gb=3, rollout="vllm"))
+    assert (share.nbytes, share.free, share.opens) == (3e9, math.inf, False)

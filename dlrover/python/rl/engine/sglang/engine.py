@@ -16,7 +16,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from dlrover.python.rl.common.errors import EngineError, WeightSyncError
+from dlrover.python.rl.common.errors import EngineDied, EngineError, WeightSyncError
 from dlrover.python.rl.data.batch import Ragged
 from dlrover.python.rl.engine.api.base import Finish, Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
@@ -174,6 +174,8 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         body = {"model_path": str(folder or self._model), "flush_cache": True}
         try:
             answer = self._server.call("POST", "/update_weights_from_disk", body)
+        except EngineDied:
+            raise
         except EngineError as error:
             raise WeightSyncError(f"the SGLang server did not take the weights: {error}") from error
         if not answer["success"]:

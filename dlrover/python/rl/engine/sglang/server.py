@@ -22,10 +22,12 @@ from typing import Any
 
 import httpx
 
-from dlrover.python.rl.common.errors import EngineError, MissingExtra
+from dlrover.python.rl.common.errors import EngineDied, EngineError, MissingExtra
+from dlrover.python.rl.common.progress import note_progress
 
 _KEEPER = "dlrover.python.rl.engine.sglang.server"
 _HEALTH_TIMEOUT_S = 10.0
+_END_S = 1.0
 _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A connection per call: a server may close an idle connection just when a call begins."""
 
@@ -71,6 +73,7 @@ class SglangServer:
     def wait_until_up(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
         while True:
+            note_progress()
             try:
                 self.call("GET", "/health", timeout_s=min(self._timeout_s, _HEALTH_TIMEOUT_S))
                 return
@@ -83,19 +86,29 @@ class SglangServer:
 
     def call(self, verb: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """Send ``body`` as JSON; returns the answer's JSON, or None if it is none. Raises an ``EngineError`` without an
-        answer in time, or with an error status and the server's message.
+        answer in time, or with an error status and the server's message; ``EngineDied`` if a server that was started
+        here has ended.
         """
         content = {} if body is None else {"json": body}
         try:
             answer = self._client.request(verb, path, timeout=timeout_s or self._timeout_s, **content)
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client is closed
-            raise EngineError(f"the SGLang server at {self.url} does not answer {path}: {error}") from error
+            what = f"the SGLang server at {self.url} does not answer {path}"
+            if (status := self._status()) is not None:
+                raise EngineDied(f"{what}: it has ended with status {status}") from error
+            raise EngineError(f"{what}: {error}") from error
         if answer.is_error:
             raise EngineError(f"SGLang refused {path} with status {answer.status_code}: {answer.text[:500]}")
         try:
             return answer.json()
         except ValueError:
             return None
+
+    def _status(self) -> int | None:
+        """Of a process that has ended, or does so at once: its connections break a little earlier."""
+        with suppress(subprocess.TimeoutExpired):
+            return None if self._process is None else self._process.wait(_END_S)
+        return None
 
     def close(self) -> None:
         """End the server with all its children, if it was started here."""

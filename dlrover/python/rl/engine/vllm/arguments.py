@@ -31,6 +31,7 @@ def engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, option
         "kv_cache_memory_bytes": cache,
         "enforce_eager": on_cpu or not options.compile,
         "enable_sleep_mode": not on_cpu,
+        **({} if on_cpu else {"moe_backend": "triton"}),  # others convert the experts, which cannot be read back then
         "enable_prefix_caching": True,
         "skip_tokenizer_init": True,  # tokens in, tokens out
         "generation_config": "vllm",  # not the model's own: requests have sampling parameters

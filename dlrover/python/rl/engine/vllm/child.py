@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import partial
@@ -18,7 +19,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
 
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import EngineDied, EngineError
+from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import Kind
 from dlrover.python.rl.engine.rollout.requests import RunningRequest
@@ -26,11 +28,14 @@ from dlrover.python.rl.engine.vllm.shared import SharedWeights, share_weights
 
 _MODULE = "dlrover.python.rl.engine.vllm.child"
 _END_S = 10.0
+_BEAT_S = 5.0
+_SLOW_S = {"start": 3600.0, "load": 1800.0, "wake": 1800.0}
+"""Calls that read or compile a model, and for how long they count as progress."""
 
 
 class ChildRunner:
     """An :class:`~dlrover.python.rl.engine.vllm.runner.OffloadableRunner` in a process with the environment ``env``; it
-    is its own ``runner``. Errors are those of the runner there; an ``EngineError`` too if the process has ended."""
+    is its own ``runner``. Errors are those of the runner there, and ``EngineDied`` if the process has ended."""
 
     def __init__(self, arguments: Mapping[str, Any], on_cpu: bool, env: Mapping[str, str]) -> None:
         self.has_weights = True
@@ -74,12 +79,16 @@ class ChildRunner:
         self._call("sleep", keep_weights)
 
     def _call(self, method: str, *arguments: Any) -> Any:
+        until_s = time.monotonic() + _SLOW_S.get(method, 0.0)
         try:
             self._connection.send((method, arguments))
-            value, error, self.has_weights = self._connection.recv()  # waits: for vLLM, or the end of its process
+            while not self._connection.poll(_BEAT_S):
+                if time.monotonic() < until_s:
+                    note_progress()
+            value, error, self.has_weights = self._connection.recv()  # waits: no longer
         except (EOFError, OSError) as broken:
             self.close()
-            raise EngineError(f"vLLM's process has ended with status {self._process.returncode}") from broken
+            raise EngineDied(f"vLLM's process has ended with status {self._process.returncode}") from broken
         if error is not None:
             raise error
         return value

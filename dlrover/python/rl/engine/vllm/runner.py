@@ -16,7 +16,7 @@ from vllm.sampling_params import RequestOutputKind
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from dlrover.python.rl.common.errors import EngineError, WeightSyncError
+from dlrover.python.rl.common.errors import EngineDied, EngineError, WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import Kind
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
@@ -39,6 +39,9 @@ _JOIN_TIMEOUT_S = 10.0
 
 _FAILURES = (RuntimeError, ValueError, TypeError, OSError)
 """What vLLM raises, ``TimeoutError`` and CUDA's own errors among them."""
+
+_BREAKS = (RuntimeError, TimeoutError)
+"""Of a worker, a device or a collective, after which vLLM does not compute any more."""
 
 
 class Runner:
@@ -84,7 +87,8 @@ class Runner:
         try:
             outputs = self.llm.step()
         except _FAILURES as error:
-            raise EngineError(f"vLLM broke off: {error}") from error
+            broken = EngineDied if isinstance(error, _BREAKS) else EngineError
+            raise broken(f"vLLM broke off: {error}") from error
         new_tokens = []
         for output in outputs:
             (new,) = output.outputs
@@ -98,7 +102,7 @@ class Runner:
     def load(self, weights: WeightSnapshot) -> None:
         """Load weights in place and read them back: the first ones, and those after a failure, in full, later ones by
         parts in turn, since what is compared goes to the device again. No request may run. A ``WeightSyncError`` names
-        what differs."""
+        what differs; ``EngineDied`` after a failure of vLLM's own."""
         loads, self._loads = self._loads, 0
         part = (loads - 1) % READ_BACK_PARTS if loads else None
         try:
@@ -106,7 +110,8 @@ class Runner:
                 self.llm.collective_rpc("take_weights", _LOAD_TIMEOUT_S, (shared,))
                 worker_faults = self.llm.collective_rpc("read_back", _LOAD_TIMEOUT_S, (shared, part))
         except _FAILURES as error:
-            raise WeightSyncError(f"vLLM broke off taking the weights of version {weights.version}: {error}") from error
+            broken = EngineDied if isinstance(error, _BREAKS) else WeightSyncError
+            raise broken(f"vLLM broke off taking the weights of version {weights.version}: {error}") from error
         self.llm.reset_prefix_cache()
         if faults := sorted({fault for faults in worker_faults for fault in faults}):
             raise WeightSyncError(f"vLLM did not take the weights of version {weights.version}: {'; '.join(faults)}")
@@ -123,6 +128,10 @@ class Runner:
 
     def drop_host_copies(self) -> None:
         self.llm.collective_rpc("drop_host_copies", _LOAD_TIMEOUT_S)
+
+    def release_host_memory(self) -> None:
+        """That of copies which are no longer needed."""
+        self.llm.collective_rpc("release_host_memory", _LOAD_TIMEOUT_S)
 
     def close(self) -> None:
         """End the engine and its workers; vLLM's own shutdown would end a train engine's process groups too."""
@@ -234,6 +243,8 @@ class SleepingRunner:
             self._asleep = {"weights", "kv_cache"}
             raise
         self._asleep.discard(kind)
+        if kind == "weights":
+            self.runner.release_host_memory()
         if kind == "weights" and not self._is_loaded and self._snapshot is not None:
             try:
                 self.runner.load(self._snapshot)

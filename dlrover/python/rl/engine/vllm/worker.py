@@ -148,6 +148,12 @@ class WeightLoader:
         self._sleep_saved_buffers |= read_copies(buffers, copies)  # written back when the weights wake
         for block in blocks.values():
             block.cpu_backup_tensor = None
+        copies.clear()
+        self.release_host_memory()
+
+    def release_host_memory(self) -> None:
+        """PyTorch keeps page-locked memory for others of its size, in powers of two."""
+        torch.accelerator.empty_host_cache()
 
     def cache_bytes(self) -> int:
         storages = {storage.data_ptr(): storage.nbytes() for storage in map(_storage, self.model_runner.kv_caches)}

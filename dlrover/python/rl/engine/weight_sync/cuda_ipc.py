@@ -168,7 +168,7 @@ class CudaIpcTransport(SenderBase):
             connection.sendall(_ASK)
             handle, fault = _receive(connection)
             self._opened = dict(list(self._opened.items())[1 - _KEPT :])  # before another one is opened
-            self._opened[identity] = _open_memory(handle, fault, ticket)
+            self._opened[identity] = _open_memory(handle, fault, ticket, self.settings.device)
         return self._opened[identity], seal
 
     def close(self) -> None:
@@ -234,12 +234,19 @@ def shares_memory(device: str) -> bool:
     return True
 
 
-def _open_memory(handle: Any, fault: str, ticket: Ticket) -> Any:
+_DEVICE = 6
+"""Place of the device's number among the arguments of ``rebuild_cuda_tensor``."""
+
+
+def _open_memory(handle: Any, fault: str, ticket: Ticket, device: str) -> Any:
+    """``device``, as this process numbers it: its sender may number it otherwise."""
     if not isinstance(handle, str):
         try:
             if not fault:
                 rebuild, arguments = handle
-                return rebuild(*arguments)
+                number = torch.device(device).index
+                number = torch.cuda.current_device() if number is None else number
+                return rebuild(*arguments[:_DEVICE], number, *arguments[_DEVICE + 1 :])
         except RuntimeError as error:
             fault = str(error).splitlines()[0]
         raise EngineError(f"{ticket} cannot be opened by CUDA IPC, use engine.weight_sync 'pull': {fault}")

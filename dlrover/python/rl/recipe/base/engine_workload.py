@@ -139,10 +139,16 @@ class EngineWorkload(BaseWorkload):
         if nbytes is None:
             return None
         place, in_turn = f"{socket.gethostname()}/{physical_device(device)}", self._shares_in_turn(device)
-        free = float(torch.cuda.mem_get_info(device)[0]) if torch.cuda.is_available() else math.inf
         roles = tuple((self.get_device_collocation() or "").split(","))
+        if not self._computes_here(engine):
+            return DeviceShare(place, nbytes, in_turn, roles, math.inf, opens=False)
+        free = float(torch.cuda.mem_get_info(device)[0]) if torch.cuda.is_available() else math.inf
         opens = self._member.shares_process or not torch.cuda.is_available() or shares_memory(device)
         return DeviceShare(place, nbytes, in_turn, roles, free, opens)
+
+    def _computes_here(self, engine: EngineConfig) -> bool:
+        """Return False if the engine has a process of its own: in this one, CUDA would only take memory."""
+        return True
 
     @trainer_invocation(changes_state=False)
     def keep_passes(self, tokens: int, recompute: bool) -> tuple[int, bool]:

@@ -57,6 +57,10 @@ class RolloutWorkload(EngineWorkload):
     recipe_class = "RolloutWorkload"
     warmup = "warm_rollout"
 
+    def _computes_here(self, engine: EngineConfig) -> bool:
+        name = engine.resolve(torch.cuda.is_available()).rollout
+        return not engine_info(ROLLOUT_ENGINES, name).package
+
     def init_model(self, model: str, engine: EngineConfig, rollout: RolloutConfig = _ONE_COMPLETION) -> str:
         """Load the policy and the environment; returns the engine's class. It serves nothing before weights arrive."""
         engine = engine.resolve(torch.cuda.is_available())
@@ -74,7 +78,7 @@ class RolloutWorkload(EngineWorkload):
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
         info = engine_info(ROLLOUT_ENGINES, engine.rollout)
         self._adds_adapters = info.adds_adapters
-        own = "cpu" if info.package else device  # a backend has its own process
+        own = device if self._computes_here(engine) else "cpu"
         use_device(own)
         with self._first_turn(device, engine) as memory:
             if rollout.max_staleness and self._device_locks:
