@@ -3,9 +3,13 @@
 
 import asyncio
 import io
+import queue
 import shutil
+import signal
 import subprocess
 import threading
+import time
+from collections import deque
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -25,6 +29,7 @@ from dlrover.python.rl.common.errors import (
     ServiceUnavailable,
     UnknownJob,
 )
+from dlrover.python.rl.service import client as client_module
 from dlrover.python.rl.service import remote_jobs
 from dlrover.python.rl.service.auth import AccessRole, Caller
 from dlrover.python.rl.service.client import ClientTls, ServiceClient, has_ended, phase_of
@@ -136,6 +141,53 @@ def test_requests_wait_for_a_service_that_comes_back_and_no_event_is_lost(tmp_pa
     service.stop()
     with service.client() as client, pytest.raises(ServiceUnavailable):
         client.get("job")
+
+
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGSTOP], ids=["is_gone", "has_gone_silent"])
+def test_streams_end_when_the_service_is_away_for_longer_than_the_patience(tmp_path, monkeypatch, end):
+    faster = {"grpc.keepalive_time_ms": 300, "grpc.keepalive_timeout_ms": 100, "grpc.http2.ping_timeout_ms": 100}
+    assert sum(dict(client_module._OPTIONS)[name] for name in faster) <= 60_000
+    monkeypatch.setattr(client_module, "_OPTIONS", tuple((dict(client_module._OPTIONS) | faster).items()))
+    ends = queue.Queue()
+
+    def read(stream):
+        with pytest.raises(ServiceUnavailable):
+            deque(stream)
+        ends.put(stream)
+
+    service = Service(tmp_path, steps=1, step_s=3600.0)
+    service.start()
+    client = service.client(patience_s=0.5)
+    client.submit(JOB, name="job")
+    events = client.watch("job")
+    next(event for event in events if event.kind == "running")
+    service.process.send_signal(end)
+    for stream in (events, (client.fetch("job", name, io.BytesIO()) for name in ["metrics.jsonl"])):
+        threading.Thread(target=read, args=(stream,), daemon=True).start()
+    try:
+        for _ in range(2):
+            ends.get(timeout=WITHIN_S)
+    finally:
+        client.close()
+        service.kill()
+
+
+def test_a_watcher_has_its_whole_patience_after_a_long_time_without_events(tmp_path, monkeypatch):
+    service, past_s = Service(tmp_path, steps=1, step_s=3600.0), 0.0
+    service.start()
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + past_s, sleep=time.sleep)
+    monkeypatch.setattr(client_module, "time", clock)
+    with service.client(patience_s=WITHIN_S) as client:
+        client.submit(JOB, name="job")
+        events = client.watch("job")
+        next(event for event in events if event.kind == "running")
+        past_s = 2 * WITHIN_S
+        service.kill()
+        threading.Timer(0.3, service.start).start()
+        until(lambda: service.process.returncode is None)
+        client.stop("job")
+        assert [event.kind for event in events][-1] == "stopped"
+    service.stop()
 
 
 # -- who may ask ------------------------------------------------------------------------------------------------------

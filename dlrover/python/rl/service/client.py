@@ -8,9 +8,9 @@ it the same job each time, and a watcher goes on after the last event that it ha
 import os
 import secrets
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from math import inf
 from pathlib import Path
 from types import TracebackType
 from typing import Any, BinaryIO
@@ -37,6 +37,10 @@ _OPTIONS = (
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.min_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1_000),
+    ("grpc.keepalive_time_ms", 30_000),  # ends a stream over a network that has gone silent
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # of the pings that keepalive counts as its own
+    ("grpc.http2.max_pings_without_data", 0),  # a quiet stream needs as many as there are
 )
 
 
@@ -127,7 +131,7 @@ class ServiceClient:
 
     def wait(self, name: str, timeout_s: float | None = None) -> wire.Job:
         """The job once it has ended, or as it is after ``timeout_s``."""
-        deadline_s = time.monotonic() + (timeout_s if timeout_s is not None else float("inf"))
+        deadline_s = time.monotonic() + (timeout_s if timeout_s is not None else inf)
         while True:
             span_s = max(min(_WAIT_S, deadline_s - time.monotonic()), 0.0)
             job: wire.Job = self._ask("Wait", wire.WaitRequest(name=name, timeout_s=span_s), _CALL_S + span_s)
@@ -139,21 +143,14 @@ class ServiceClient:
     ) -> Iterator[wire.Event]:
         """Events above number ``after``, each once, also when the service goes away and comes back. Ends with the named
         job."""
-        began_s = time.monotonic()
-        while True:
-            try:
-                stream = self._calls["Watch"](
-                    wire.WatchRequest(name=name, after=after, follow=follow, without_steps=without_steps),
-                    metadata=self._metadata,
-                    wait_for_ready=True,
-                )
-                for event in chain.from_iterable(message.events for message in stream):
-                    after, began_s = event.number, time.monotonic()
-                    yield event
-                return
-            except grpc.RpcError as error:
-                self._raise_unless_passing(error, began_s)
-            time.sleep(_FIRST_PAUSE_S)
+
+        def request() -> wire.WatchRequest:
+            return wire.WatchRequest(name=name, after=after, follow=follow, without_steps=without_steps)
+
+        for message in self._resumed("Watch", request):
+            for event in message.events:
+                after = event.number
+                yield event
 
     def logs(self, name: str, process: str = "", follow: bool = False, tail: int = 0) -> Iterator[wire.LogChunk]:
         yield from self._stream("Logs", wire.LogsRequest(name=name, process=process, follow=follow, tail=tail))
@@ -163,17 +160,14 @@ class ServiceClient:
 
     def fetch(self, name: str, path: str, file: BinaryIO) -> int:
         """Copy a file of a job to ``file``; returns its number of bytes. Goes on where it was cut off."""
-        offset, began_s = 0, time.monotonic()
-        while True:
-            try:
-                request = wire.FetchRequest(name=name, path=path, offset=offset)
-                for chunk in self._calls["Fetch"](request, metadata=self._metadata, wait_for_ready=True):
-                    offset += file.write(chunk.data)
-                    began_s = time.monotonic()
-                return offset
-            except grpc.RpcError as error:
-                self._raise_unless_passing(error, began_s)
-            time.sleep(_FIRST_PAUSE_S)
+        offset = 0
+
+        def request() -> wire.FetchRequest:
+            return wire.FetchRequest(name=name, path=path, offset=offset)
+
+        for chunk in self._resumed("Fetch", request):
+            offset += file.write(chunk.data)
+        return offset
 
     # -- repeating ----------------------------------------------------------------------------------------------------
 
@@ -197,10 +191,24 @@ class ServiceClient:
         except grpc.RpcError as error:
             raise _error_of(error) from None
 
+    def _resumed(self, method: str, request: Callable[[], Any]) -> Iterator[Any]:
+        """The messages of a stream, which begins again with a new request where it was cut off."""
+        lost_s = inf
+        while True:
+            try:
+                for message in self._calls[method](request(), metadata=self._metadata):
+                    lost_s = inf
+                    yield message
+                return
+            except grpc.RpcError as error:
+                lost_s = min(lost_s, time.monotonic())  # not the last message's time: a stream may be quiet for long
+                self._raise_unless_passing(error, lost_s)
+            time.sleep(_FIRST_PAUSE_S)
+
     def _raise_unless_passing(self, error: grpc.RpcError, began_s: float) -> None:
         failure = _error_of(error)
         may_pass = isinstance(failure, ServiceUnavailable | ServiceBusy)
-        if not may_pass or time.monotonic() - began_s > self._patience_s:
+        if not may_pass or time.monotonic() - began_s >= self._patience_s:
             raise failure from None
 
 
