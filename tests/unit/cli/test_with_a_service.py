@@ -186,6 +186,16 @@ def test_run_submits_and_returns_or_follows_the_job_to_its_end(desk):
     assert "it broke" in desk("run", "toy.yaml", "name=third", code=1)
 
 
+def test_attach_shows_nothing_of_earlier_runs_of_the_name(desk):
+    first = desk.begin(step=1, total_steps=7)
+    desk.report("job", first, JobPhase.FAILED, step=2, reason="it broke in the first run")
+    second = desk.begin(step=1, total_steps=9)
+    desk.report("job", second, JobPhase.FINISHED, step=1, reason="all steps done")
+    said = desk("attach", "job")
+    assert "job: finished, step 1/9" in said and "all steps done" in said
+    assert "first run" not in said and "failed" not in said and "2/7" not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

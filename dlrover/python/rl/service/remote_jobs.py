@@ -66,8 +66,11 @@ class RemoteJobs:
         return JobHistory(since_s, tuple(failures), "the service's events", where)
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
-        total = self._client.get(name).total_steps
+        job = self._client.get(name)
+        total = job.total_steps
         for event in self._client.watch(name):
+            if event.run != job.run:  # an earlier one of this name
+                continue
             if event.kind == "step":
                 total = total or self._client.get(name).total_steps
                 report(StepReport(event.step, total, dict(event.metrics)))
