@@ -12,6 +12,7 @@ from click.testing import CliRunner
 from dlrover.python.rl.cli.commands import cli
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.master.process.status import RunningProcess
+from dlrover.python.rl.service import server as server_module
 from dlrover.python.rl.service.auth import TokenFile, prepare
 from dlrover.python.rl.service.jobs.records import JobPhase, Observed, Schedule
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
@@ -155,6 +156,18 @@ def test_explain_has_since_when_the_failures_and_the_log_from_the_service(desk):
     assert "Its log: dlrover-rl logs job rollout-1" in said and "  Traceback: malloc" in said
     assert any(line.startswith("What to try: Memory ran out") for line in said)
     assert "did you mean 'job'" in desk("explain", "jb", code=1)
+
+
+def test_list_has_all_that_run_and_says_how_many_older_ones_it_leaves_out(desk, monkeypatch):
+    monkeypatch.setattr(server_module, "_LISTED", 2)
+    desk.begin("long-runner")
+    for name in ("first", "second"):
+        desk.report(name, desk.begin(name), JobPhase.FINISHED)
+    assert [view["name"] for view in json.loads(desk("list", "--json"))] == ["long-runner", "second", "first"]
+    desk.report("third", desk.begin("third"), JobPhase.FINISHED)
+    listed = desk("list")
+    assert "long-runner" in listed and "third" in listed and "first" not in listed
+    assert "older ended jobs that are not listed: 1" in listed
 
 
 def test_the_doctor_asks_the_service(desk, monkeypatch):

@@ -104,6 +104,21 @@ def test_a_name_is_free_again_when_its_job_has_ended(tmp_path):
     run(body())
 
 
+def test_a_list_has_every_job_that_has_not_ended_before_the_newest_of_the_others(tmp_path):
+    async def body():
+        async with serving(tmp_path, StillRunner(cpus=1)) as manager:
+            for name in ("long", "first", "second", "third"):
+                await manager.submit(submission(name))
+                if name != "long":
+                    await manager.stop(stopping(manager, name))
+            await manager.submit(submission("waiting"))
+            listed = [record.name for record in manager.list_jobs(ended=True, limit=2)]
+            assert listed == ["waiting", "long", "third", "second"] and manager.count_jobs(ended=True) == 5
+            assert [record.name for record in manager.list_jobs(limit=0)] == ["waiting", "long"]
+
+    run(body())
+
+
 def test_a_queued_job_says_why_it_waits_and_is_stopped_at_once(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner(cpus=1)) as manager:

@@ -55,7 +55,9 @@ def _operation(function: Callable[..., None]) -> click.Command:
 @_JSON
 def _list(jobs: JobOperations, as_json: bool) -> None:
     """List the jobs of a cluster or a service."""
-    views = jobs.list_jobs()
+    views, left_out = jobs.list_jobs()
+    if left_out:
+        click.echo(f"older ended jobs that are not listed: {left_out}", err=True)
     if as_json:
         click.echo(json.dumps([view.to_plain() for view in views]))
         return

@@ -120,7 +120,13 @@ class ServiceClient:
         return self._job("Get", wire.GetRequest(name=name))
 
     def list_jobs(self, ended: bool = False, limit: int = 0) -> list[wire.Job]:
-        return list(self._ask("List", wire.ListRequest(all=ended, limit=limit)).jobs)
+        """All jobs that have not ended, then ``limit`` of those that have ``ended`` (0: 100), each the newest first."""
+        return list(self.list_with_count(ended, limit).jobs)
+
+    def list_with_count(self, ended: bool = False, limit: int = 0) -> wire.ListResponse:
+        """The same, with the number of older ones that are ``left_out``."""
+        answer: wire.ListResponse = self._ask("List", wire.ListRequest(all=ended, limit=limit))
+        return answer
 
     def stop(self, name: str, hard: bool = False, reason: str = "") -> wire.Job:
         return self._job("Stop", wire.StopRequest(name=name, hard=hard, reason=reason))

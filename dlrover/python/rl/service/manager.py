@@ -134,8 +134,13 @@ class JobManager:
         return self._with_reason(self._ledger.get(name))
 
     def list_jobs(self, ended: bool = False, limit: int = 100) -> list[JobRecord]:
-        """The newest first; runs that have ``ended`` too."""
-        return [self._with_reason(record) for record in islice(self._ledger.newest_first(ended), limit)]
+        """All runs that have not ended, then ``limit`` of those that have ``ended``, each the newest first."""
+        count = self._ledger.count(ended=False) + limit
+        return [self._with_reason(record) for record in islice(self._ledger.newest_first(ended), count)]
+
+    def count_jobs(self, ended: bool) -> int:
+        """The number of runs; those that have ``ended`` too."""
+        return self._ledger.count(ended)
 
     def counts(self) -> ServiceCounts:
         jobs = Counter(record.phase for record in self._ledger.unfinished())

@@ -44,8 +44,9 @@ class RemoteJobs:
     def __init__(self, client: ServiceClient) -> None:
         self._client = client
 
-    def list_jobs(self) -> list[JobView]:
-        return [view_of_message(job) for job in self._client.list_jobs(ended=True)]
+    def list_jobs(self) -> tuple[list[JobView], int]:
+        answer = self._client.list_with_count(ended=True)
+        return [view_of_message(job) for job in answer.jobs], answer.left_out
 
     def get(self, name: str) -> JobView:
         return view_of_message(self._client.get(name))

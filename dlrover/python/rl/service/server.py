@@ -219,7 +219,8 @@ class JobServer:
         limit = min(max(request.limit, 0) or _LISTED, _MAX_LISTED)
         listed = self._manager.list_jobs(request.all, limit)
         bare = (replace(record, detail="", members=()) for record in listed)
-        return wire.ListResponse(jobs=_fitting(map(job_message, bare)))
+        jobs = list(_fitting(map(job_message, bare)))
+        return wire.ListResponse(jobs=jobs, left_out=self._manager.count_jobs(request.all) - len(jobs))
 
     async def _wait(self, request: wire.WaitRequest, caller: Caller) -> wire.Job:
         record = self._named(request)

@@ -72,7 +72,9 @@ class JobView:
 class JobOperations(Protocol):
     """Names that are not there are an InvalidJob or UnknownJob with the nearest one."""
 
-    def list_jobs(self) -> list[JobView]: ...
+    def list_jobs(self) -> tuple[list[JobView], int]:
+        """All jobs that have not ended, the newest of the others, and the number of older ones that are left out."""
+        ...
 
     def get(self, name: str) -> JobView: ...
 
@@ -196,8 +198,8 @@ class MemoryJobs:
         self.views = {view.name: view for view in views}
         self._on_change = on_change or (lambda jobs, verb, name: None)
 
-    def list_jobs(self) -> list[JobView]:
-        return list(self.views.values())
+    def list_jobs(self) -> tuple[list[JobView], int]:
+        return list(self.views.values()), 0
 
     def get(self, name: str) -> JobView:
         if check_name(name) not in self.views:

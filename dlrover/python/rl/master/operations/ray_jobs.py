@@ -71,12 +71,12 @@ class RayJobs:
     def __init__(self, unavailable: ClusterUnavailable | None = None) -> None:
         self._unavailable = unavailable
 
-    def list_jobs(self) -> list[JobView]:
+    def list_jobs(self) -> tuple[list[JobView], int]:
         views = []
         for name in self._names():
             with suppress(MasterLost):  # it has ended meanwhile
                 views.append(view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
-        return views
+        return views, 0
 
     def _names(self) -> list[str]:
         actors = RayClusterApi().list_actors("")

@@ -81,9 +81,12 @@ class Ledger:
         return iter(self._unfinished.values())
 
     def newest_first(self, ended: bool) -> Iterator[JobRecord]:
-        """Runs in the opposite order of their submission."""
+        """Runs that have not ended, then those that have ``ended``, in the opposite order of their submission."""
         records = self._records.values() if ended else self._unfinished.values()
-        return iter(sorted(records, key=lambda record: -record.sequence))
+        return iter(sorted(records, key=lambda record: (record.phase.ended, -record.sequence)))
+
+    def count(self, ended: bool) -> int:
+        return len(self._records if ended else self._unfinished)
 
     def waiting_reasons(self) -> Mapping[str, str]:
         """Why each queued run has not started."""

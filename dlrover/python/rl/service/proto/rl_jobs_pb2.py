@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rrl_jobs.proto\x12\x12\x64lrover.rl.jobs.v1\"\xda\x04\n\x03Job\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12(\n\x05phase\x18\x04 \x01(\x0e\x32\x19.dlrover.rl.jobs.v1.Phase\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x10\n\x08revision\x18\x06 \x01(\x03\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\r\n\x05\x63\x61use\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\t\x12\x13\n\x0bsubmitted_s\x18\n \x01(\x01\x12\x11\n\tstarted_s\x18\x0b \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x0c \x01(\x01\x12\x0c\n\x04step\x18\r \x01(\x03\x12\x13\n\x0btotal_steps\x18\x0e \x01(\x03\x12\x0e\n\x06reward\x18\x0f \x01(\x01\x12\x10\n\x08restarts\x18\x10 \x01(\x05\x12\x0e\n\x06\x66older\x18\x11 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x12 \x01(\t\x12\x31\n\x05roles\x18\x13 \x03(\x0b\x32\".dlrover.rl.jobs.v1.Job.RolesEntry\x12+\n\x07members\x18\x14 \x03(\x0b\x32\x1a.dlrover.rl.jobs.v1.Member\x12\x0e\n\x06step_s\x18\x15 \x01(\x01\x12;\n\nrecoveries\x18\x16 \x03(\x0b\x32\'.dlrover.rl.jobs.v1.Job.RecoveriesEntry\x1a,\n\nRolesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a\x31\n\x0fRecoveriesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"E\n\x06Member\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\x0f\n\x07\x64\x65vices\x18\x04 \x01(\t\"z\n\rSubmitRequest\x12\x14\n\x0c\x63lient_token\x18\x01 \x01(\t\x12\x10\n\x08job_file\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\toverrides\x18\x04 \x03(\t\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x0e\n\x06\x66older\x18\x06 \x01(\t\"\x1a\n\nGetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\")\n\x0bListRequest\x12\x0b\n\x03\x61ll\x18\x01 \x01(\x08\x12\r\n\x05limit\x18\x02 \x01(\x05\"5\n\x0cListResponse\x12%\n\x04jobs\x18\x01 \x03(\x0b\x32\x17.dlrover.rl.jobs.v1.Job\".\n\x0bWaitRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"R\n\x0cWatchRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x03\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\x12\x15\n\rwithout_steps\x18\x04 \x01(\x08\"\x80\x02\n\x05\x45vent\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0c\n\x04\x61t_s\x18\x02 \x01(\x01\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12(\n\x05phase\x18\x07 \x01(\x0e\x32\x19.dlrover.rl.jobs.v1.Phase\x12\x0c\n\x04step\x18\x08 \x01(\x03\x12\x37\n\x07metrics\x18\t \x03(\x0b\x32&.dlrover.rl.jobs.v1.Event.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\":\n\rWatchResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.dlrover.rl.jobs.v1.Event\"9\n\x0bStopRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04hard\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"J\n\x0bLogsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\x12\x0c\n\x04tail\x18\x04 \x01(\x05\")\n\x08LogChunk\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\" \n\x10\x41rtifactsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x11\x41rtifactsResponse\x12+\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1c.dlrover.rl.jobs.v1.Artifact\"\'\n\x08\x41rtifact\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\":\n\x0c\x46\x65tchRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\"\x19\n\tFileChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"8\n\rResizeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0b\n\x03num\x18\x03 \x01(\x05*\xa4\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x10\n\x0cPHASE_QUEUED\x10\x01\x12\x12\n\x0ePHASE_STARTING\x10\x02\x12\x11\n\rPHASE_RUNNING\x10\x03\x12\x12\n\x0ePHASE_STOPPING\x10\x04\x12\x12\n\x0ePHASE_FINISHED\x10\x05\x12\x10\n\x0cPHASE_FAILED\x10\x06\x12\x11\n\rPHASE_STOPPED\x10\x07\x32\xe0\x05\n\x04Jobs\x12\x44\n\x06Submit\x12!.dlrover.rl.jobs.v1.SubmitRequest\x1a\x17.dlrover.rl.jobs.v1.Job\x12>\n\x03Get\x12\x1e.dlrover.rl.jobs.v1.GetRequest\x1a\x17.dlrover.rl.jobs.v1.Job\x12I\n\x04List\x12\x1f.dlrover.rl.jobs.v1.ListRequest\x1a .dlrover.rl.jobs.v1.ListResponse\x12@\n\x04Wait\x12\x1f.dlrover.rl.jobs.v1.WaitRequest\x1a\x17.dlrover.rl.jobs.v1.Job\x12N\n\x05Watch\x12 .dlrover.rl.jobs.v1.WatchRequest\x1a!.dlrover.rl.jobs.v1.WatchResponse0\x01\x12@\n\x04Stop\x12\x1f.dlrover.rl.jobs.v1.StopRequest\x1a\x17.dlrover.rl.jobs.v1.Job\x12G\n\x04Logs\x12\x1f.dlrover.rl.jobs.v1.LogsRequest\x1a\x1c.dlrover.rl.jobs.v1.LogChunk0\x01\x12X\n\tArtifacts\x12$.dlrover.rl.jobs.v1.ArtifactsRequest\x1a%.dlrover.rl.jobs.v1.ArtifactsResponse\x12J\n\x05\x46\x65tch\x12 .dlrover.rl.jobs.v1.FetchRequest\x1a\x1d.dlrover.rl.jobs.v1.FileChunk0\x01\x12\x44\n\x06Resize\x12!.dlrover.rl.jobs.v1.ResizeRequest\x1a\x17.dlrover.rl.jobs.v1.Jobb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\rrl_jobs.proto\x12\x12\x64lrover.rl.jobs.v1\"\xda\x04\n\x03Job\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0b\n\x03run\x18\x02 \x01(\t\x12\r\n\x05owner\x18\x03 \x01(\t\x12(\n\x05phase\x18\x04 \x01(\x0e\x32\x19.dlrover.rl.jobs.v1.Phase\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x10\n\x08revision\x18\x06 \x01(\x03\x12\x0e\n\x06reason\x18\x07 \x01(\t\x12\r\n\x05\x63\x61use\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\t\x12\x13\n\x0bsubmitted_s\x18\n \x01(\x01\x12\x11\n\tstarted_s\x18\x0b \x01(\x01\x12\x0f\n\x07\x65nded_s\x18\x0c \x01(\x01\x12\x0c\n\x04step\x18\r \x01(\x03\x12\x13\n\x0btotal_steps\x18\x0e \x01(\x03\x12\x0e\n\x06reward\x18\x0f \x01(\x01\x12\x10\n\x08restarts\x18\x10 \x01(\x05\x12\x0e\n\x06\x66older\x18\x11 \x01(\t\x12\x10\n\x08\x61\x63tivity\x18\x12 \x01(\t\x12\x31\n\x05roles\x18\x13 \x03(\x0b\x32\".dlrover.rl.jobs.v1.Job.RolesEntry\x12+\n\x07members\x18\x14 \x03(\x0b\x32\x1a.dlrover.rl.jobs.v1.Member\x12\x0e\n\x06step_s\x18\x15 \x01(\x01\x12;\n\nrecoveries\x18\x16 \x03(\x0b\x32\'.dlrover.rl.jobs.v1.Job.RecoveriesEntry\x1a,\n\nRolesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\x1a\x31\n\x0fRecoveriesEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x05:\x02\x38\x01\"E\n\x06Member\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04node\x18\x02 \x01(\t\x12\x0b\n\x03pid\x18\x03 \x01(\x05\x12\x0f\n\x07\x64\x65vices\x18\x04 \x01(\t\"z\n\rSubmitRequest\x12\x14\n\x0c\x63lient_token\x18\x01 \x01(\t\x12\x10\n\x08job_file\x18\x02 \x01(\t\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x11\n\toverrides\x18\x04 \x03(\t\x12\x10\n\x08priority\x18\x05 \x01(\x05\x12\x0e\n\x06\x66older\x18\x06 \x01(\t\"\x1a\n\nGetRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\")\n\x0bListRequest\x12\x0b\n\x03\x61ll\x18\x01 \x01(\x08\x12\r\n\x05limit\x18\x02 \x01(\x05\"G\n\x0cListResponse\x12%\n\x04jobs\x18\x01 \x03(\x0b\x32\x17.dlrover.rl.jobs.v1.Job\x12\x10\n\x08left_out\x18\x02 \x01(\x05\".\n\x0bWaitRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x11\n\ttimeout_s\x18\x02 \x01(\x01\"R\n\x0cWatchRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05\x61\x66ter\x18\x02 \x01(\x03\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\x12\x15\n\rwithout_steps\x18\x04 \x01(\x08\"\x80\x02\n\x05\x45vent\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12\x0c\n\x04\x61t_s\x18\x02 \x01(\x01\x12\x0c\n\x04name\x18\x03 \x01(\t\x12\x0b\n\x03run\x18\x04 \x01(\t\x12\x0c\n\x04kind\x18\x05 \x01(\t\x12\x0f\n\x07message\x18\x06 \x01(\t\x12(\n\x05phase\x18\x07 \x01(\x0e\x32\x19.dlrover.rl.jobs.v1.Phase\x12\x0c\n\x04step\x18\x08 \x01(\x03\x12\x37\n\x07metrics\x18\t \x03(\x0b\x32&.dlrover.rl.jobs.v1.Event.MetricsEntry\x1a.\n\x0cMetricsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\":\n\rWatchResponse\x12)\n\x06\x65vents\x18\x01 \x03(\x0b\x32\x19.dlrover.rl.jobs.v1.Event\"9\n\x0bStopRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04hard\x18\x02 \x01(\x08\x12\x0e\n\x06reason\x18\x03 \x01(\t\"J\n\x0bLogsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0f\n\x07process\x18\x02 \x01(\t\x12\x0e\n\x06\x66ollow\x18\x03 \x01(\x08\x12\x0c\n\x04tail\x18\x04 \x01(\x05\")\n\x08LogChunk\x12\x0f\n\x07process\x18\x01 \x01(\t\x12\x0c\n\x04text\x18\x02 \x01(\t\" \n\x10\x41rtifactsRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"@\n\x11\x41rtifactsResponse\x12+\n\x05\x66iles\x18\x01 \x03(\x0b\x32\x1c.dlrover.rl.jobs.v1.Artifact\"\'\n\x08\x41rtifact\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\r\n\x05\x62ytes\x18\x02 \x01(\x03\":\n\x0c\x46\x65tchRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04path\x18\x02 \x01(\t\x12\x0e\n\x06offset\x18\x03 \x01(\x03\"\x19\n\tFileChunk\x12\x0c\n\x04\x64\x61ta\x18\x01 \x01(\x0c\"8\n\rResizeRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04role\x18\x02 \x01(\t\x12\x0b\n\x03num\x18\x03 \x01(\x05*\xa4\x01\n\x05Phase\x12\x15\n\x11PHASE_UNSPECIFIED\x10\x00\x12\x10\n\x0cPHASE_QUEUED\x10\x01\x12\x12\n\x0ePHASE_STARTING\x10\x02\x12\x11\n\rPHASE_RUNNING\x10\x03\x12\x12\n\x0ePHASE_STOPPING\x10\x04\x12\x12\n\x0ePHASE_FINISHED\x10\x05\x12\x10\n\x0cPHASE_FAILED\x10\x06\x12\x11\n\rPHASE_STOPPED\x10\x07\x32\xe0\x05\n\x04Jobs\x12\x44\n\x06Submit\x12!.dlrover.rl.jobs.v1.SubmitRequest\x1a\x17.dlrover.rl.jobs.v1.Job\x12>\n\x03Get\x12\x1e.dlrover.rl.jobs.v1.GetRequest\x1a\x17.dlrover.rl.jobs.v1.Job\x12I\n\x04List\x12\x1f.dlrover.rl.jobs.v1.ListRequest\x1a .dlrover.rl.jobs.v1.ListResponse\x12@\n\x04Wait\x12\x1f.dlrover.rl.jobs.v1.WaitRequest\x1a\x17.dlrover.rl.jobs.v1.Job\x12N\n\x05Watch\x12 .dlrover.rl.jobs.v1.WatchRequest\x1a!.dlrover.rl.jobs.v1.WatchResponse0\x01\x12@\n\x04Stop\x12\x1f.dlrover.rl.jobs.v1.StopRequest\x1a\x17.dlrover.rl.jobs.v1.Job\x12G\n\x04Logs\x12\x1f.dlrover.rl.jobs.v1.LogsRequest\x1a\x1c.dlrover.rl.jobs.v1.LogChunk0\x01\x12X\n\tArtifacts\x12$.dlrover.rl.jobs.v1.ArtifactsRequest\x1a%.dlrover.rl.jobs.v1.ArtifactsResponse\x12J\n\x05\x46\x65tch\x12 .dlrover.rl.jobs.v1.FetchRequest\x1a\x1d.dlrover.rl.jobs.v1.FileChunk0\x01\x12\x44\n\x06Resize\x12!.dlrover.rl.jobs.v1.ResizeRequest\x1a\x17.dlrover.rl.jobs.v1.Jobb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -37,8 +37,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JOB_RECOVERIESENTRY']._serialized_options = b'8\001'
   _globals['_EVENT_METRICSENTRY']._loaded_options = None
   _globals['_EVENT_METRICSENTRY']._serialized_options = b'8\001'
-  _globals['_PHASE']._serialized_start=1879
-  _globals['_PHASE']._serialized_end=2043
+  _globals['_PHASE']._serialized_start=1897
+  _globals['_PHASE']._serialized_end=2061
   _globals['_JOB']._serialized_start=38
   _globals['_JOB']._serialized_end=640
   _globals['_JOB_ROLESENTRY']._serialized_start=545
@@ -54,35 +54,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_LISTREQUEST']._serialized_start=865
   _globals['_LISTREQUEST']._serialized_end=906
   _globals['_LISTRESPONSE']._serialized_start=908
-  _globals['_LISTRESPONSE']._serialized_end=961
-  _globals['_WAITREQUEST']._serialized_start=963
-  _globals['_WAITREQUEST']._serialized_end=1009
-  _globals['_WATCHREQUEST']._serialized_start=1011
-  _globals['_WATCHREQUEST']._serialized_end=1093
-  _globals['_EVENT']._serialized_start=1096
-  _globals['_EVENT']._serialized_end=1352
-  _globals['_EVENT_METRICSENTRY']._serialized_start=1306
-  _globals['_EVENT_METRICSENTRY']._serialized_end=1352
-  _globals['_WATCHRESPONSE']._serialized_start=1354
-  _globals['_WATCHRESPONSE']._serialized_end=1412
-  _globals['_STOPREQUEST']._serialized_start=1414
-  _globals['_STOPREQUEST']._serialized_end=1471
-  _globals['_LOGSREQUEST']._serialized_start=1473
-  _globals['_LOGSREQUEST']._serialized_end=1547
-  _globals['_LOGCHUNK']._serialized_start=1549
-  _globals['_LOGCHUNK']._serialized_end=1590
-  _globals['_ARTIFACTSREQUEST']._serialized_start=1592
-  _globals['_ARTIFACTSREQUEST']._serialized_end=1624
-  _globals['_ARTIFACTSRESPONSE']._serialized_start=1626
-  _globals['_ARTIFACTSRESPONSE']._serialized_end=1690
-  _globals['_ARTIFACT']._serialized_start=1692
-  _globals['_ARTIFACT']._serialized_end=1731
-  _globals['_FETCHREQUEST']._serialized_start=1733
-  _globals['_FETCHREQUEST']._serialized_end=1791
-  _globals['_FILECHUNK']._serialized_start=1793
-  _globals['_FILECHUNK']._serialized_end=1818
-  _globals['_RESIZEREQUEST']._serialized_start=1820
-  _globals['_RESIZEREQUEST']._serialized_end=1876
-  _globals['_JOBS']._serialized_start=2046
-  _globals['_JOBS']._serialized_end=2782
+  _globals['_LISTRESPONSE']._serialized_end=979
+  _globals['_WAITREQUEST']._serialized_start=981
+  _globals['_WAITREQUEST']._serialized_end=1027
+  _globals['_WATCHREQUEST']._serialized_start=1029
+  _globals['_WATCHREQUEST']._serialized_end=1111
+  _globals['_EVENT']._serialized_start=1114
+  _globals['_EVENT']._serialized_end=1370
+  _globals['_EVENT_METRICSENTRY']._serialized_start=1324
+  _globals['_EVENT_METRICSENTRY']._serialized_end=1370
+  _globals['_WATCHRESPONSE']._serialized_start=1372
+  _globals['_WATCHRESPONSE']._serialized_end=1430
+  _globals['_STOPREQUEST']._serialized_start=1432
+  _globals['_STOPREQUEST']._serialized_end=1489
+  _globals['_LOGSREQUEST']._serialized_start=1491
+  _globals['_LOGSREQUEST']._serialized_end=1565
+  _globals['_LOGCHUNK']._serialized_start=1567
+  _globals['_LOGCHUNK']._serialized_end=1608
+  _globals['_ARTIFACTSREQUEST']._serialized_start=1610
+  _globals['_ARTIFACTSREQUEST']._serialized_end=1642
+  _globals['_ARTIFACTSRESPONSE']._serialized_start=1644
+  _globals['_ARTIFACTSRESPONSE']._serialized_end=1708
+  _globals['_ARTIFACT']._serialized_start=1710
+  _globals['_ARTIFACT']._serialized_end=1749
+  _globals['_FETCHREQUEST']._serialized_start=1751
+  _globals['_FETCHREQUEST']._serialized_end=1809
+  _globals['_FILECHUNK']._serialized_start=1811
+  _globals['_FILECHUNK']._serialized_end=1836
+  _globals['_RESIZEREQUEST']._serialized_start=1838
+  _globals['_RESIZEREQUEST']._serialized_end=1894
+  _globals['_JOBS']._serialized_start=2064
+  _globals['_JOBS']._serialized_end=2800
 # @@protoc_insertion_point(module_scope)
