@@ -3,6 +3,8 @@
 
 import asyncio
 import sys
+import threading
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +14,12 @@ import user_environments
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.base import MAX_STATE_LENGTH, EnvironmentTraits, StepResult, validate_step
-from dlrover.python.rl.environment.core.functions import call_async, find_environment, load_environment
+from dlrover.python.rl.environment.core.functions import (
+    call_async,
+    find_environment,
+    load_environment,
+    run_in_thread,
+)
 
 SCRIPT = Path(__file__).with_name("user_environments.py")
 README = """
@@ -139,6 +146,25 @@ def test_results_that_are_none(returned, what):
     with pytest.raises(EnvironmentFailed) as caught:
         validate_step(returned, {})
     assert what in str(caught.value)
+
+
+def test_a_sync_call_that_is_given_up_does_not_go_on_computing():
+    ended = threading.Event()
+
+    def compute():
+        try:
+            while True:
+                pass
+        finally:
+            ended.set()
+
+    async def give_up():
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await run_in_thread(compute)
+        assert await asyncio.to_thread(ended.wait, 20)
+
+    asyncio.run(give_up())
 
 
 def test_leaving_the_process_is_an_error_of_the_call():

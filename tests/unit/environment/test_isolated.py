@@ -132,6 +132,29 @@ def test_sync_calls_that_hang_take_no_others_place():
     assert (fine.failure, fine.done, fine.reward) == (None, True, 19.0)
 
 
+def test_a_process_with_many_calls_that_never_return_is_replaced_between_episodes():
+    async def hung():
+        environment = IsolatedEnvironment(SCRIPT)
+        guard = Guard(environment, timeout_s=0.5)
+        open_one = await guard.reset("prompt ", {})
+        old = environment._child
+        await asyncio.gather(*(play(guard, ["nap in C"]) for _ in range(9)))
+        async with asyncio.timeout(20):
+            while environment._abandoned < 9:
+                await asyncio.sleep(0.01)
+        guard._timeout_s = 20.0
+        await guard.step(open_one, "more")
+        assert open_one.failure is None and environment._child is old
+        await guard.close(open_one)
+        await asyncio.to_thread(wait_until_gone, old.pid)
+        after = await play(guard, ["done"])
+        await guard.shutdown()
+        return open_one.extra_info["pid"], after
+
+    pid, after = run(hung())
+    assert after.done and after.extra_info["pid"] != pid
+
+
 STUBBORN = """
 import asyncio
 from pathlib import Path

@@ -2,6 +2,7 @@
 """Reward functions and environments by name: registered names, entry points, modules, scripts."""
 
 import asyncio
+import ctypes
 import importlib.util
 import inspect
 import sys
@@ -18,6 +19,8 @@ from dlrover.python.rl.common.extensions import ExtensionPoint, load_module
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.base import EnvironmentTraits, StepResult, validate_state, validate_step
 from dlrover.python.rl.environment.core.messages import Message, State
+
+_ABANDONED = "abandoned environment"
 
 REWARDS = ExtensionPoint(
     "reward function",
@@ -232,15 +235,18 @@ async def call_async(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run in a daemon thread: an abandoned call blocks neither other calls nor the end of the process."""
+    """Run in a daemon thread: an abandoned call blocks neither other calls nor the end of the process. It is
+    interrupted by SystemExit at its next line of Python, so that it does not go on computing."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
+    lock, has_returned = threading.Lock(), False
 
     def settle(value: Any, error: BaseException | None) -> None:
         if not future.done():
             future.set_exception(error) if error is not None else future.set_result(value)
 
     def run() -> None:
+        nonlocal has_returned
         value: Any = None
         error: BaseException | None = None
         try:
@@ -249,8 +255,27 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             error = RuntimeError(f"StopIteration: {stop}")
         except BaseException as raised:  # noqa: BLE001 - passed on to the caller, whose loop would end with some
             error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
+        with lock:
+            has_returned = True
         if not loop.is_closed():
             loop.call_soon_threadsafe(settle, value, error)
 
-    threading.Thread(target=run, name="environment", daemon=True).start()
-    return await future  # waits: for the user's function, until the guard's deadline
+    thread = threading.Thread(target=run, name="environment", daemon=True)
+    thread.start()
+    try:
+        return await future  # waits: for the user's function, until the guard's deadline
+    except asyncio.CancelledError:
+        with lock:  # later its number may be that of another thread
+            if not has_returned:
+                thread.name = _ABANDONED
+                _interrupt(thread)
+        raise
+
+
+def _interrupt(thread: threading.Thread) -> None:
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
+
+
+def count_abandoned() -> int:
+    """The abandoned calls of this process that have not returned."""
+    return sum(thread.name == _ABANDONED for thread in threading.enumerate())

@@ -6,14 +6,15 @@
     Guard --reset, step, close--> IsolatedEnvironment --calls--> ChildProcess (an event loop, the user's code)
 
 Replies are data, never unpickled. An abandoned call is cancelled in the child; a child that does not confirm that is
-stuck and is replaced. Its other calls fail too, because their episodes lived there.
+stuck and is replaced. Its other calls fail too, because their episodes lived there. A sync call that cannot be
+interrupted leaves its thread behind: a child with many of them is replaced between episodes.
 """
 
 import asyncio
 import base64
 import secrets
 import threading
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from functools import partial
 from typing import Any
 
@@ -21,7 +22,12 @@ from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.state_tree import dump, load
 from dlrover.python.rl.environment.core.base import EnvironmentTraits, StepResult, validate_step
-from dlrover.python.rl.environment.core.functions import UserEnvironment, load_environment, run_in_thread
+from dlrover.python.rl.environment.core.functions import (
+    UserEnvironment,
+    count_abandoned,
+    load_environment,
+    run_in_thread,
+)
 from dlrover.python.rl.environment.core.messages import Message, State
 from dlrover.python.rl.environment.sandbox.child_process import (
     READY,
@@ -38,6 +44,9 @@ _EXIT_S = 5.0
 _MAX_REPLY_BYTES = 64 << 20
 _REMEMBERED = 64
 """Episodes whose first answer may still be refused."""
+
+_MOST_ABANDONED = 8
+"""Threads of abandoned calls that a child may have when no episode is open."""
 
 
 class IsolatedEnvironment:
@@ -69,10 +78,16 @@ class IsolatedEnvironment:
         self._lock = threading.Lock()
         self._child: ChildProcess | None = None
         self._closed = False
+        self._open = 0  # episodes
+        self._abandoned = 0  # calls that had not returned when the last one was abandoned
         self.traits = EnvironmentTraits()
         self._running()
 
-    async def reset(self, extra_info: dict[str, Any]) -> State | None:
+    def reset(self, extra_info: dict[str, Any]) -> Coroutine[Any, Any, State | None]:
+        self._open += 1  # also if the coroutine is cancelled before it begins: its episode is closed as well
+        return self._reset(extra_info)
+
+    async def _reset(self, extra_info: dict[str, Any]) -> State | None:
         state, changed = await self._ask("reset", extra_info)
         extra_info.clear()
         extra_info.update(changed)
@@ -82,7 +97,12 @@ class IsolatedEnvironment:
         return validate_step(await self._ask("step", state, action, extra_info), extra_info, needs_state=False)
 
     async def close(self, extra_info: dict[str, Any]) -> None:
-        await self._ask("close", extra_info)
+        try:
+            await self._ask("close", extra_info)
+        finally:
+            self._open -= 1
+            if self._abandoned > _MOST_ABANDONED:
+                threading.Thread(target=self._replace_if_idle, daemon=True).start()
 
     async def shutdown(self) -> None:
         with self._lock:
@@ -122,6 +142,7 @@ class IsolatedEnvironment:
             if self._child is None or self._child.is_ended:
                 if self._closed:
                     raise EnvironmentFailed("the environment has been shut down")
+                self._abandoned = 0
                 arguments = [self._where, self._options]
                 self._child = ChildProcess(serve_environment, arguments, self._memory_mb, _MAX_REPLY_BYTES)
                 self._child.end_with(self)
@@ -147,11 +168,21 @@ class IsolatedEnvironment:
         request = pack_request(number, "cancel", (cancelled,))
         threading.Thread(target=child.send, args=(request,), daemon=True).start()
         try:
-            answer.result(timeout=self._grace_s)
+            self._abandoned = _decode(answer.result(timeout=self._grace_s))
+            self._replace_if_idle()
         except (TimeoutError, ChildEnded):
             if not child.is_ended:
                 _LOG.warning("%s is stuck in a call: its process is replaced", self._where)
                 child.end("it was stuck in another sample's call: what blocks in a coroutine holds up all samples")
+
+    def _replace_if_idle(self) -> None:
+        """End a child with too many abandoned calls if no episode is open; the next episode starts another one."""
+        with self._lock:
+            if self._child is None or self._closed or self._open or self._abandoned <= _MOST_ABANDONED:
+                return
+            child, self._child = self._child, None
+        _LOG.warning("%s has calls that do not return: its process is replaced", self._where)
+        child.end("too many of its calls did not return")
 
 
 def _ended(error: ChildEnded) -> EnvironmentFailed:
@@ -203,7 +234,8 @@ class _Server:
                 task = self._calls.get(arguments[0])
                 if (task is None or not task.cancel()) and arguments[0] in self._begun:
                     self._close(self._begun.pop(arguments[0]))  # the answer was on its way, and is not taken
-                self._channel.send(number, _encode(None))
+                await asyncio.sleep(0)  # the task abandons its thread
+                self._channel.send(number, _encode(count_abandoned()))
                 continue
             task = asyncio.create_task(self._answer(number, call, arguments))
             self._calls[number] = task
