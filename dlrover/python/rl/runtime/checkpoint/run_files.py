@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run writes beside its states where ``job_dir`` is in an object store: local files, and their copies there."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,7 @@ from typing import Any
 
 from fsspec.core import url_to_fs
 
-from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
 
@@ -55,16 +56,23 @@ class RunFiles:
                 return ""
 
     def upload(self) -> None:
-        """Upload what has changed since the last time."""
-        for path in sorted(self._folder.rglob("*")):
+        """Upload what has changed since the last time, except what is renamed or removed meanwhile."""
+        for path in sorted(Path(folder, name) for folder, _, names in os.walk(self._folder) for name in names):
             name = path.relative_to(self._folder)
             if name.parts[0] in _STATES or name.name.startswith((".", "owner.", "journal.")) or not path.is_file():
                 continue
-            status = path.stat()
-            version = status.st_mtime_ns, status.st_size
-            if self._uploaded.get(name) != version:
-                self.put(str(name))
-                self._uploaded[name] = version
+            try:
+                self._upload_changed(name, path)
+            except (FileNotFoundError, CheckpointMissing):
+                if path.exists():
+                    raise
+
+    def _upload_changed(self, name: Path, path: Path) -> None:
+        status = path.stat()
+        version = status.st_mtime_ns, status.st_size
+        if self._uploaded.get(name) != version:
+            self.put(str(name))
+            self._uploaded[name] = version
 
 
 def files_of(job: JobSpec) -> RunFiles | None:
