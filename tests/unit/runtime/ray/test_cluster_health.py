@@ -3,10 +3,12 @@
 
 import asyncio
 import socket
+from types import SimpleNamespace
 
 import pytest
 
-from dlrover.python.rl.runtime.process.health import accept_one, leave_mark, reach
+from dlrover.python.rl.runtime.process.health import MachineReport, accept_one, examine, leave_mark, reach
+from dlrover.python.rl.runtime.ray.cluster import health
 from dlrover.python.rl.runtime.ray.cluster.health import check_connections, check_shared
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
 
@@ -74,6 +76,28 @@ def test_nodes_that_reach_each_other_are_right():
 def test_a_node_behind_a_firewall_is_found():
     check = asyncio.run(check_connections(Nodes(deaf="node2"), NODES))
     assert check.ok is False and check.found == "none from 127.0.0.1 to 127.0.0.2"
+
+
+@pytest.mark.parametrize(("apart_s", "is_right"), [(0.0, True), (-5.0, False)])
+def test_clocks_are_compared_without_the_time_that_the_checks_take(monkeypatch, apart_s, is_right):
+    now_s = 1e9
+    clock = SimpleNamespace(time=lambda: now_s)
+    monkeypatch.setattr(health, "time", clock)
+
+    class Slow:
+        async def run_on(self, node, function, *arguments):
+            nonlocal now_s
+            there_s = apart_s if node == "node2" else 0.0
+            if function is examine:
+                now_s += 20.0 if node == "node2" else 0.0
+                return MachineReport(node, now_s + there_s, {}, ())
+            now_s += 0.1
+            return now_s + there_s
+
+    async def ask():
+        return [await health._ask(Slow(), node.node_id, "runs", ()) for node in NODES[:2]]
+
+    assert health.compare(asyncio.run(ask()))[0].ok is is_right
 
 
 @pytest.mark.parametrize("listens", [True, False])

@@ -36,7 +36,7 @@ class Check:
 @dataclass(frozen=True)
 class MachineReport:
     host: str
-    wall_s: float
+    ahead_s: float  # its clock, compared with that of who asked; 0 until then
     versions: Mapping[str, str]
     checks: tuple[Check, ...]
 
@@ -50,7 +50,12 @@ def examine(folder: str, ports: Iterable[int] = ()) -> MachineReport:
     for package in PACKAGES:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    return MachineReport(socket.gethostname(), time.time(), versions, tuple(checks))
+    return MachineReport(socket.gethostname(), 0.0, versions, tuple(checks))
+
+
+def read_clock() -> float:
+    """The Unix time here."""
+    return time.time()
 
 
 def check_folder(folder: Path) -> Check:

@@ -17,6 +17,7 @@ from dlrover.python.rl.runtime.process.health import (
     find_marks,
     leave_mark,
     reach,
+    read_clock,
     remove_mark,
 )
 from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi, RayClusterApi
@@ -58,11 +59,14 @@ async def _examine(
 
 
 async def _ask(cluster: ClusterApi, node: str, folder: str, ports: tuple[int, ...]) -> MachineReport | None:
-    """With the time there at half of the way, as this clock would have it."""
-    began_s = time.time()
+    """With how far its clock is ahead of this one, from a call that returns at once: the time there is that at half of
+    the way."""
     report: MachineReport | None = await cluster.run_on(node, examine, folder, ports)
-    half_s = (time.time() - began_s) / 2
-    return None if report is None else replace(report, wall_s=report.wall_s - began_s - half_s)
+    began_s = time.time()
+    wall_s: float | None = await cluster.run_on(node, read_clock)
+    if report is None or wall_s is None:
+        return None
+    return replace(report, ahead_s=wall_s - (began_s + time.time()) / 2)
 
 
 async def check_shared(cluster: ClusterApi, nodes: Sequence[NodeRow], folder: str) -> Check:
@@ -108,10 +112,9 @@ async def check_connections(cluster: ClusterApi, nodes: Sequence[NodeRow]) -> Ch
 
 
 def compare(reports: list[MachineReport]) -> list[Check]:
-    """``wall_s`` of the reports is how far each clock is ahead of this one."""
     if not reports:
         return []
-    ahead = [report.wall_s for report in reports]
+    ahead = [report.ahead_s for report in reports]
     apart_s = max(ahead) - min(ahead)
     differing = sorted(
         package
