@@ -9,9 +9,11 @@ import pytest
 from click.testing import CliRunner
 
 from dlrover.python.rl.cli.doctor import doctor
+from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.process import health
 from dlrover.python.rl.runtime.process.health import MachineReport, check_devices, check_folder, check_port
 from dlrover.python.rl.runtime.ray.cluster.health import compare
+from tests.served import JOB
 
 
 def test_a_sound_machine_has_nothing_to_mend(tmp_path, monkeypatch):
@@ -48,6 +50,15 @@ def test_little_shared_memory_is_bad(monkeypatch):
     monkeypatch.setattr(health.shutil, "disk_usage", lambda path: usage(64 << 20))
     found = health.check_shared_memory(Path("/dev/shm"))
     assert found.ok is False and "64 MB" in found.found and "--shm-size" in found.advice
+
+
+def test_what_is_advised_for_little_shared_memory_is_a_setting_that_there_is(monkeypatch, tmp_path):
+    monkeypatch.setattr(health.shutil, "disk_usage", lambda path: usage(64 << 20))
+    advice = health.check_shared_memory(Path("/dev/shm")).advice
+    monkeypatch.undo()
+    for text in (advice, health.check_shared_memory(tmp_path / "nowhere").advice):
+        setting = text.rpartition("checkpoint.")[2]
+        assert load_job_text(f"{JOB}checkpoint: {{{setting}}}", "job").checkpoint.commit_to == "job_dir"
 
 
 def usage(free):

@@ -136,9 +136,9 @@ def check_shared_memory(path: Path) -> Check:
     try:
         usage = shutil.disk_usage(path)
     except OSError as error:
-        return Check("shared memory", False, str(error), "mount /dev/shm, or set checkpoint.commit_to: disk")
+        return Check("shared memory", False, str(error), "mount /dev/shm, or set checkpoint.commit_to: job_dir")
     free_mb = usage.free / 2**20
-    advice = "commits go there: docker run --shm-size, an emptyDir with medium Memory, or checkpoint.commit_to: disk"
+    advice = "commits go there: docker run --shm-size, an emptyDir with medium Memory, or checkpoint.commit_to: job_dir"
     return Check("shared memory", free_mb >= _LEAST_SHARED_MB, f"{free_mb:.0f} MB free", advice)
 
 
