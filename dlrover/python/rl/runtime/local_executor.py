@@ -232,12 +232,15 @@ class LocalHosting:
     def start(self, name: str, slots: Sequence[Sequence[int]], where: str) -> list[Process]:
         cls, world = class_at(where), len(slots)
         members = []
-        for rank in range(world):
-            context = MemberContext(name=f"{name}[{rank}]", role=RLRoleType(name), rank=rank, world_size=world)
-            host = MemberHost()
-            with starting(context.name):
-                host.start(cls, context, None, None)
-            members.append(LocalMember(host, {}))
+        with contextlib.ExitStack() as started:  # closes the earlier ranks if a later one cannot start
+            for rank in range(world):
+                context = MemberContext(name=f"{name}[{rank}]", role=RLRoleType(name), rank=rank, world_size=world)
+                host = MemberHost()
+                with starting(context.name):
+                    host.start(cls, context, None, None)
+                started.callback(host.close)
+                members.append(LocalMember(host, {}))
+            started.pop_all()
         self._members[name] = members
         here = Process(HERE, os.getpid(), socket.gethostname(), "127.0.0.1")
         return [here] * world
