@@ -7,7 +7,12 @@ import pytest
 
 pytest.importorskip("ray")
 
-from dlrover.python.rl.runtime.ray.processes.trainer import _is_waiting_in_ray
+from dlrover.python.rl.common.errors import MasterLost
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.control.commands import StartTrainer
+from dlrover.python.rl.runtime.ray.processes import trainer
+from dlrover.python.rl.runtime.ray.processes.port import Activity, WatchedPort
+from dlrover.python.rl.runtime.ray.processes.trainer import RayRecovery, _is_waiting_in_ray
 
 
 @pytest.mark.parametrize(
@@ -30,3 +35,17 @@ def test_a_thread_waits_while_it_is_in_a_call_of_ray(module, name, expected):
     leave.set()
     thread.join(60)
     assert _is_waiting_in_ray(thread) is False
+
+
+def test_a_dead_master_is_asked_for_a_replacement_with_pauses(monkeypatch):
+    asked = []
+
+    def ask(request, timeout_s):
+        asked.append(timeout_s)
+        raise MasterLost("the master is gone")
+
+    monkeypatch.setattr(trainer, "ask", ask)
+    recovery = RayRecovery(None, WatchedPort(Activity()), (), StartTrainer(1, True), 0.7)
+    with pytest.raises(MasterLost):
+        recovery._wait_for_replacement(ProcessId("ACTOR", 0), 1, "it is gone")
+    assert len(asked) <= 3

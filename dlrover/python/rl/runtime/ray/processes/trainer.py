@@ -41,6 +41,7 @@ _RAY_WORKER = "ray._private.worker"
 _RENEWAL_S = 600.0  # for a lost member's replacement, besides the time that placing it may take
 _WAIT_S = 5.0
 _ASK_S = 30.0
+_ASK_AGAIN_S = 0.5  # a master that is dead refuses at once
 _REPORT_EVERY = 20  # steps: progress is reported even if nothing was lost, as the master may have missed a report
 
 
@@ -132,6 +133,7 @@ class RayRecovery:
                 if time.monotonic() > deadline_s:
                     raise
                 _LOG.warning("waiting for the replacement of %s: %s", process_id, error)
+                time.sleep(_ASK_AGAIN_S)
                 continue
             if replaced is not None:
                 return replaced
