@@ -240,6 +240,20 @@ def test_removal_leaves_nothing_and_nothing_is_written_after_it(tmp_path):
     store.remove()
 
 
+def test_a_folder_that_is_removed_while_its_lock_is_waited_for_is_missing(tmp_path, monkeypatch):
+    root = tmp_path / "commits"
+    root.mkdir()
+    monkeypatch.setattr(manifest_module, "take_lock", lambda handle, path, timeout_s: shutil.rmtree(root))
+    closed, close = [], os.close
+    monkeypatch.setattr(manifest_module.os, "close", lambda handle: (closed.append(handle), close(handle)))
+    with (
+        pytest.raises(CheckpointMissing, match="commits is not there"),
+        manifest_module.EpochFence(root, False, lambda: 0).locked(),
+    ):
+        pass
+    assert len(closed) == len(set(closed)) > 0
+
+
 def test_keeping_none_is_refused(tmp_path):
     with pytest.raises(ValueError, match="keep must be at least 1"):
         CheckpointStore(tmp_path, "run1", durable=False, keep=0)

@@ -188,8 +188,9 @@ class EpochFence:
         try:
             take_lock(handle, self._lock, timeout_s)
             while not _is_at(handle, self._lock):  # it was taken over meanwhile
+                fresh = self._open_lock()
                 os.close(handle)
-                handle = self._open_lock()
+                handle = fresh
                 take_lock(handle, self._lock, timeout_s)
             yield
         finally:
