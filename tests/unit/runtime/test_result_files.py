@@ -66,6 +66,16 @@ def test_long_lines_do_not_take_more_memory_than_the_limit(logs):
     assert max(map(len, chunks)) <= CHUNK and sum(map(len, chunks)) <= 16 * MB
 
 
+def test_a_file_that_is_renamed_while_a_folder_is_listed_does_not_end_the_list(logs):
+    for name in ("actor-0.log", "rollout-0.log", "trainer.log"):
+        (logs / name).touch()
+    listing = RunFolder(logs.parent)._walk((), logs.parent)
+    found = [next(listing).path]
+    (logs / "rollout-0.log").rename(logs / "rollout-0.log.1")
+    found += [file.path for file in listing]
+    assert found == ["logs/actor-0.log", "logs/trainer.log"]
+
+
 # -- rotation ---------------------------------------------------------------------------------------------------------
 
 

@@ -50,7 +50,8 @@ class RunFolder:
                 if entry.is_dir(follow_symlinks=False):
                     yield from self._walk(inner, Path(entry.path))
                 elif entry.is_file(follow_symlinks=False):
-                    yield RunFile("/".join(inner), entry.stat(follow_symlinks=False).st_size)
+                    with suppress(FileNotFoundError):  # it may be renamed meanwhile
+                        yield RunFile("/".join(inner), entry.stat(follow_symlinks=False).st_size)
 
     def read(self, parts: tuple[str, ...], offset: int) -> Generator[bytes, None, None]:
         if _is_private(parts):
