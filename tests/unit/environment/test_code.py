@@ -282,3 +282,15 @@ def test_cases_of_input_and_output():
     for wrong in ({}, {"tests": []}, {"tests": [{"input": 1, "output": "x"}]}, {"tests": ["x"]}):
         with pytest.raises(ValueError, match="must be Python text, or a list"):
             python_tests(fenced("x"), None, wrong)
+
+
+def test_all_cases_have_one_deadline_together():
+    waits = fenced("import time\ntime.sleep(0.3)")
+    tests = {"tests": [{"input": "", "output": ""}] * 4}
+    assert python_tests(waits, None, {**tests, "timeout_s": 1.0}) == 0.0
+    assert python_tests(waits, None, {**tests, "timeout_s": 60.0}) == 1.0
+
+
+def test_tests_that_hang_end_at_their_deadline():
+    tests = {"tests": "f()", "timeout_s": 0.5}
+    assert python_tests(fenced("def f():\n    while True: pass"), None, tests) == 0.0

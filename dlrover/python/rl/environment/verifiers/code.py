@@ -25,7 +25,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -322,6 +322,9 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     ends of lines and of the text aside). ``assert f(2) == 4`` compares plain data: only numbers, texts, containers and
     objects of classes derived from these can equal a literal.
 
+    All tests together have ``extra_info["timeout_s"]``, 4 seconds by default: a program that needs longer gets 0. Keep
+    it below ``reward.timeout_s``, which ends the verifier without a reward. Each case starts an interpreter.
+
     Raises:
         ValueError: there are no tests, or they are neither.
     """
@@ -331,17 +334,21 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     program = code_block(completion)
     if program is None:
         return 0.0
+    limits = ProgramLimits()
+    limits = replace(limits, timeout_s=extra_info.get("timeout_s", limits.timeout_s))
     if isinstance(tests, str):
-        return float(passes_tests(program, hide_expected(tests)))
-    return float(all(_prints(program, case) for case in tests))
+        return float(passes_tests(program, hide_expected(tests), limits))
+    deadline_s = time.monotonic() + limits.timeout_s
+    return float(all(_prints(program, case, limits, deadline_s) for case in tests))
 
 
 def _is_case(case: Any) -> bool:
     return isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("input", "output"))
 
 
-def _prints(program: str, case: dict[str, str]) -> bool:
-    ran = run_python(program, case["input"])
+def _prints(program: str, case: dict[str, str], limits: ProgramLimits, deadline_s: float) -> bool:
+    remaining_s = max(deadline_s - time.monotonic(), 0.0)
+    ran = run_python(program, case["input"], replace(limits, timeout_s=remaining_s))
     return ran.succeeded and _lines(ran.stdout) == _lines(case["output"])
 
 
