@@ -217,6 +217,23 @@ def test_a_group_that_fails_beside_one_that_was_drawn_again_is_drawn_again_too()
     assert {(2, 1), (5, 1)} <= seen
 
 
+@pytest.mark.parametrize("max_staleness", [0, 1, 2])
+def test_a_group_that_always_fails_is_drawn_again_as_often_as_allowed_and_no_more(max_staleness):
+    def reward(prompt_id, created_step, retry, index):
+        return float("nan") if prompt_id % 10 == 3 else float(index)
+
+    rollouts = Rollouts([99], room=99)
+    collector = make_collector(rollouts, reward, on_failure="redraw", max_staleness=max_staleness, steps=20)
+    seen = set()
+    for step in range(1, 21):
+        drawn = step_of(collector, rollouts, step)
+        assert drawn.groups == 4
+        seen |= set(zip(drawn.scored.dense("prompt_id").tolist(), drawn.scored.dense("retry").tolist(), strict=True))
+    assert {key for key in seen if key[1]} == {(prompt_id, 1) for prompt_id in range(3, 80, 10)}
+    assert {prompt_id for prompt_id, _ in seen} == set(range(80))
+    assert not collector._tracker.open
+
+
 def uniform(*without):
     return lambda prompt_id, created_step, retry, index: 1.0 if prompt_id in without else float(index)
 

@@ -233,7 +233,7 @@ class RewardConfig:
     again, and drop it after ``max_redraws`` further failures."""
 
     max_redraws: Positive = 1
-    """Maximum repetitions of a group in a step, for ``on_failure: redraw``."""
+    """Maximum repetitions of a group, for ``on_failure: redraw``."""
 
     give_up_after: Positive = 5
     """A step without any usable sample is skipped. The run fails after this many such steps in a row, or if the first

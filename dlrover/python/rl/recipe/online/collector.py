@@ -245,17 +245,21 @@ class SampleCollector:
         return StepBatch.concat(parts)
 
     def _collect_groups(self, step: int, count: int) -> StepBatch:
-        groups, reward = self._wait_for(count), self._cfg.reward
+        groups = self._wait_for(count)
         batch = self._fetch(step, groups)
-        for _ in range(reward.max_redraws if reward.on_failure == "redraw" else 0):
-            failed = find_failed_groups(batch.scored)
-            groups = [group for group in groups if group.prompt_id in failed]
-            if groups:
-                self._tracker.retry(step, groups)
-                groups = self._wait_for(len(groups))
-                batch = StepBatch.concat([batch, replace(self._fetch(step, groups), groups=0)])
+        while groups := self._select_to_redraw(groups, batch.scored):
+            self._tracker.retry(step, groups)
+            groups = self._wait_for(len(groups))
+            batch = StepBatch.concat([batch, replace(self._fetch(step, groups), groups=0)])
         is_filtering = self._cfg.rollout.dynamic_filtering != "off"
-        return batch.drop_uniform_groups(trainable_rewards(batch.scored, reward)) if is_filtering else batch
+        return batch.drop_uniform_groups(trainable_rewards(batch.scored, self._cfg.reward)) if is_filtering else batch
+
+    def _select_to_redraw(self, groups: Sequence[Group], scored: Batch) -> list[Group]:
+        """The failed ones of ``groups`` that have retries left; where rollouts run ahead, earlier steps may have had
+        the others."""
+        reward = self._cfg.reward
+        failed = find_failed_groups(scored) if reward.on_failure == "redraw" else ()
+        return [group for group in groups if group.prompt_id in failed and group.retry < reward.max_redraws]
 
     def _wait_for(self, count: int) -> list[Group]:
         tracker, start_s = self._tracker, time.monotonic()
