@@ -13,7 +13,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from policy_jobs import policy_job
+from policy_jobs import policy_job, write_inputs, write_teacher
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.state import Phase
@@ -199,3 +199,15 @@ def test_an_environment_that_does_not_load_is_refused_before_the_start(tmp_path)
     by_score = {"eval_every": 1, "keep": {"best": "eval/score"}}
     assert problems(tmp_path, **by_score)["config.keep.best"].startswith("no metric 'eval/score'")
     assert problems(tmp_path, **by_score, rollout={"env_path": HOSTILE}) == {}
+
+
+def test_distillation_ends_with_the_cause_where_the_environment_fails_on_every_sample(tmp_path):
+    write_inputs(tmp_path)
+    (tmp_path / "away.py").write_text("def step(state, action, extra_info):\n    raise ConnectionError('it is down')\n")
+    rollout = ROLLOUT | {"env_path": str(tmp_path / "away.py"), "env_isolated": False}
+    teachers = {"teacher": {"model": write_teacher(tmp_path)}}
+    made = policy_job(tmp_path, "distill", steps=1, rollout=rollout, reward={}, teachers=teachers)
+    status = run_here(check_job(made, local=True))
+    assert status.phase is Phase.FAILED
+    cause = "step 1: the environment failed on all 16 samples, last with: step raised ConnectionError: it is down"
+    assert cause in status.cause.message

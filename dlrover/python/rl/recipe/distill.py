@@ -78,7 +78,10 @@ class DistillationTrainer(PolicyTrainer):
         self.check_vocabularies(self.cfg.teachers)
 
     def score(self, step: int, batch: StepBatch) -> StepBatch:
-        """Use all rows, with or without a reward; several teachers have weights."""
+        """Use all rows, with or without a reward; several teachers have weights. DataError after too many steps in
+        which the environment failed on all samples."""
+        if self.cfg.rollout.env_path is not None:  # a reward function that fails leaves the samples as they are
+            self.reward_failures.update(step, batch.scored)
         rows = batch.scored.with_columns(reward=np.nan_to_num(batch.scored.dense("reward")))
         weights = np.array([teacher.weight for teacher in self.cfg.teachers.values()], dtype=np.float32)
         if len(weights) > 1:
