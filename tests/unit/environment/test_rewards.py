@@ -130,6 +130,24 @@ def test_a_function_is_called_by_its_signature(function, given):
     assert RewardFunction(function).on(SAMPLE) == given
 
 
+def by_level(completion, answer, level=1):
+    return answer, level
+
+
+@pytest.mark.parametrize("function", [by_level, lambda text, answer, level=1: (answer, level)])
+def test_a_column_that_is_null_in_a_row_has_its_default_there(function):
+    scored = RewardFunction(function, ["level", "source"])
+    for row, level in ({"level": 3}, 3), ({"source": "x"}, 1), ({}, 1):
+        assert scored.on(SAMPLE._replace(extra_info=row)) == ("42", level)
+    assert scored.find_missing(["source"]) == ""
+    assert RewardFunction(function, ["source"]).on(SAMPLE) == ("42", SAMPLE.extra_info)
+
+
+def test_a_verifiers_process_knows_the_columns_of_all_rows():
+    with DeadlineVerifier("verifiers:level", timeout_s=20, columns={"level"}) as verifier:
+        assert [verifier("x", None, row) for row in ({"level": 3}, {})] == [3.0, 1.0]
+
+
 def by_other_names(response, difficulty):
     return response, difficulty
 

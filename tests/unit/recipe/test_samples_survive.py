@@ -38,9 +38,9 @@ HERE = []
 
 
 class Judge(RewardWorkload):
-    def init_verifier(self, reward):
+    def init_verifier(self, reward, columns):
         HERE.append(self)
-        super().init_verifier(reward)
+        super().init_verifier(reward, columns)
 
 
 class TornRollout(RolloutWorkload):

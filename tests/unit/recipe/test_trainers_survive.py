@@ -34,9 +34,9 @@ JUDGES = []
 class Judge(RewardWorkload):
     """A killed process would take its verifiers with it; here the test does."""
 
-    def init_verifier(self, reward):
+    def init_verifier(self, reward, columns):
         JUDGES.append(self)
-        super().init_verifier(reward)
+        super().init_verifier(reward, columns)
 
 
 def end_verifiers():

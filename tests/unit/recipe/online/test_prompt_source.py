@@ -82,6 +82,14 @@ def test_a_run_that_goes_back_to_its_beginning_has_everything_again(tmp_path):
     assert prompts.summary() == {"held-out prompts": 3}
 
 
+def test_columns_are_those_that_a_row_of_any_file_has(tmp_path):
+    path, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
+    path.write_text('{"prompt": "a", "level": 3}\n{"prompt": "b", "level": null, "extra_info": {"source": "x"}}\n')
+    other.write_text('{"prompt": "c", "answer": 1, "grade": 2, "level": null}\n')
+    assert PromptSource(GRPOConfig("m", PromptData(str(path), eval=str(other)))).columns == ["grade", "level", "source"]
+    assert PromptSource(GRPOConfig("m", PromptData(str(path)))).columns == ["level", "source"]
+
+
 @pytest.mark.feature(64)
 def test_rows_held_out_of_the_training_file_are_left_out_too(tmp_path):
     path = tmp_path / "p.jsonl"

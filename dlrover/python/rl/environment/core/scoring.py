@@ -3,7 +3,7 @@
 
 ::
 
-    function(completion, answer, extra_info)            three parameters, of any names that are no columns of the row
+    function(completion, answer, extra_info)            three parameters, of any names that are no columns of the data
     function(completion, prompt=..., <column>=...)      other signatures: the first is the completion, others by name
     function(prompts=, completions=, <column>=, ...)    TRL's: lists over a batch, and a list of rewards
 """
@@ -51,11 +51,16 @@ class RewardFunction:
     """A user's reward function, sync or async."""
 
     function: Callable[..., Any]
+    columns: Collection[str] = ()
+    """Of all rows of the data, where they are known: a column that a row lacks, or where it is null, is no other value
+    there."""
 
     @cached_property
     def form(self) -> Form:
         if _BATCH in self._parameters:
             return "batch"
+        if self._names_any(self.columns):
+            return "named"
         try:
             inspect.signature(self.function).bind("completion", "answer", {})
         except TypeError:
@@ -87,8 +92,11 @@ class RewardFunction:
         return self.function(*completion, **self._taken(sample.columns, self._first))
 
     def _takes_three(self, sample: Completed) -> bool:
-        others = [*self._parameters][1:]
-        return self.form == "sample" and not any(name in sample.extra_info for name in others if name not in _OWN)
+        return self.form == "sample" and not self._names_any(sample.extra_info)
+
+    def _names_any(self, columns: Collection[str]) -> bool:
+        """True if a parameter after the first names one of the row's own ``columns``."""
+        return any(name in columns for name in [*self._parameters][1:] if name not in _OWN)
 
     @cached_property
     def _first(self) -> str:
@@ -148,20 +156,22 @@ class Reward:
 class WeightedRewards:
     """Functions and weights by name; a sample that one function fails to score has no reward."""
 
-    def __init__(self, functions: Mapping[str, Callable[..., Any]], weights: Mapping[str, float]) -> None:
+    def __init__(
+        self, functions: Mapping[str, Callable[..., Any]], weights: Mapping[str, float], columns: Collection[str] = ()
+    ) -> None:
         if not functions or set(functions) != set(weights):
             raise ValueError(f"each of {sorted(functions)} needs a weight, not {sorted(weights)}")
         wrong = {name: weight for name, weight in weights.items() if not math.isfinite(weight)}
         if wrong:
             raise ValueError(f"weights must be finite, not {wrong}")
-        self._functions = {name: RewardFunction(function) for name, function in functions.items()}
+        self._functions = {name: RewardFunction(function, columns) for name, function in functions.items()}
         self._weights = weights
         self.compares = any(function.form == "batch" for function in self._functions.values())
         """True if a function is given all samples of a batch at once."""
 
     @classmethod
-    def load(cls, weights: Mapping[str, float]) -> "WeightedRewards":
-        return cls({name: load_function(name) for name in weights}, weights)
+    def load(cls, weights: Mapping[str, float], columns: Collection[str] = ()) -> "WeightedRewards":
+        return cls({name: load_function(name) for name in weights}, weights, columns)
 
     def now(self, samples: Sequence[Completed]) -> list[Reward]:
         """Run sync functions in order, then async ones together in a new loop; VerifierError: a value is not finite."""

@@ -11,7 +11,7 @@ import secrets
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -32,14 +32,16 @@ _ORPHAN_GRACE_S = 5.0
 _MAX_REPLY_BYTES = 1 << 20
 
 
-def serve_rewards(channel: Channel, weights: dict[str, float], load_limit_s: float, call_limit_s: float) -> None:
+def serve_rewards(
+    channel: Channel, weights: dict[str, float], columns: list[str], load_limit_s: float, call_limit_s: float
+) -> None:
     """Load the functions named in ``weights`` and answer calls.
 
     SIGALRM ends the process at a limit even if parent and warden are gone and the function holds the interpreter; the
     parent is earlier."""
     signal.setitimer(signal.ITIMER_REAL, load_limit_s)
     try:
-        rewards = WeightedRewards.load(weights)
+        rewards = WeightedRewards.load(weights, columns)
     except Exception:  # noqa: BLE001 - the process boundary: whatever importing raises the parent reports it
         channel.send(READY, error_reply("could not be loaded"))
         return
@@ -76,6 +78,7 @@ class DeadlineVerifier:
         timeout_s: seconds for each sample of a call, without loading the module.
         start_timeout_s: seconds to start the child and load it.
         memory_mb: address space of the child in MB, libraries included; None: no limit.
+        columns: of all rows of the data, see :class:`~dlrover.python.rl.environment.core.scoring.RewardFunction`.
 
     Raises:
         ValueError: ``function`` has no importable name, or a limit is not positive and finite.
@@ -88,6 +91,7 @@ class DeadlineVerifier:
         timeout_s: float,
         start_timeout_s: float = 60.0,
         memory_mb: int | None = None,
+        columns: Collection[str] = (),
     ) -> None:
         if not (0 < timeout_s < math.inf and 0 < start_timeout_s < math.inf and (memory_mb is None or memory_mb > 0)):
             limits = f"{timeout_s}, {start_timeout_s} and {memory_mb}"
@@ -96,7 +100,7 @@ class DeadlineVerifier:
         self._weights = {_importable_name(each): float(weight) for each, weight in weighted}
         self._name = " + ".join(map(readable_name, self._weights))
         self._timeout_s, self._start_timeout_s, self._memory_mb = timeout_s, start_timeout_s, memory_mb
-        self._lock = threading.Lock()
+        self._columns, self._lock = sorted(columns), threading.Lock()
         self._closed = False
         self._child = self._start()
         try:
@@ -152,7 +156,7 @@ class DeadlineVerifier:
 
     def _start(self) -> ChildProcess:
         limits = [self._start_timeout_s + _ORPHAN_GRACE_S, self._timeout_s + _ORPHAN_GRACE_S]
-        arguments = [self._weights, *limits]
+        arguments = [self._weights, self._columns, *limits]
         child = ChildProcess(serve_rewards, arguments, self._memory_mb, _MAX_REPLY_BYTES, self._timeout_s)
         child.end_with(self)
         return child

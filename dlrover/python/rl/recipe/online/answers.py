@@ -16,7 +16,7 @@ from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.recipe.base.checks import validate_reward, validate_rollout_engine
 from dlrover.python.rl.recipe.base.config import EngineConfig, Positive, RewardConfig
 from dlrover.python.rl.recipe.online.collector import bind_method, sync_weights
-from dlrover.python.rl.recipe.online.prompts import make_prompt_batch
+from dlrover.python.rl.recipe.online.prompts import find_columns, make_prompt_batch
 from dlrover.python.rl.recipe.reporting.evaluation import count_failures
 from dlrover.python.rl.recipe.reporting.rewards import mean_reward
 from dlrover.python.rl.recipe.reporting.sample_file import TEXTS
@@ -71,14 +71,16 @@ class Answers:
             loaded = load_prompts(config.prompts)[: config.rows]
             self._prompts = make_prompt_batch(loaded, range(len(loaded)))
         else:
-            rows = min(len(prompts), config.rows)
+            loaded, rows = [], min(len(prompts), config.rows)
             self._prompts = prompts.rows(0, rows).with_columns(prompt_id=np.arange(rows), extra_info=[{}] * rows)
+        self._columns = find_columns(loaded)
         self.last: list[dict[str, Any]] = []  # of the last evaluation, as plain rows
 
     def load_models(self, model: str, engine: EngineConfig) -> list[Pending]:
+        init_verifier = self._trainer.RG_REWARD.init_verifier.options(blocking=False)
         return [
             self._trainer.RG_ROLLOUT.init_model.options(blocking=False)(model, engine),
-            self._trainer.RG_REWARD.init_verifier.options(blocking=False)(self._config.reward),
+            init_verifier(self._config.reward, Replicate(self._columns)),
         ]
 
     def metrics(self, step: int) -> dict[str, float]:

@@ -188,8 +188,8 @@ class PolicyTrainer(RecipeTrainer):
             self.begin_loading(self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout),
         ]
         if cfg.rollout.env_path is None:
-            arguments = (cfg.reward,) if cfg.reward.model is None else (cfg.reward, cfg.engine)
-            pending.append(self.RG_REWARD.init_verifier.options(blocking=False)(*arguments))
+            given = Replicate(self.prompts.columns) if cfg.reward.model is None else cfg.engine
+            pending.append(self.RG_REWARD.init_verifier.options(blocking=False)(cfg.reward, given))
         for role, init in {output.role: output.init for output in self.needed_outputs}.items():
             if init is not None:
                 pending.append(self.begin_loading(self.group(role), *init))

@@ -38,7 +38,8 @@ _SET_NAME = re.compile(r"[\w.-]+")
 class PromptSource:
     """The prompts to train on, in their order, and those to evaluate on (``held_out``, see :func:`make_prompt_batch`).
 
-    ``rows`` and ``held_out_rows`` are the numbers of rows that they were chosen from. ``places`` are all prompts of the
+    ``rows`` and ``held_out_rows`` are the numbers of rows that they were chosen from, ``columns`` the further columns
+    that one of these has. ``places`` are all prompts of the
     run, as objects ``place`` (``file:line``) and ``prompt``; ``dropped`` the numbers of those that the run does not
     use, rising. Raises DataError if a file cannot be used."""
 
@@ -50,7 +51,7 @@ class PromptSource:
             train, held_rows = _hold_out([row.prompt or row.extra_info for row in rows], data, config.seed)
             held_out, self.held_out_rows = make_prompt_batch(rows, held_rows), len(rows)
             self.places, self._first_held = _places((source, rows)), 0
-            self.eval_sets = {"": range(len(rows))}
+            self.eval_sets, evaluated = {"": range(len(rows))}, []
         else:
             limit = data.eval_rows or MOST_HELD_OUT
             loaded = {name: load_prompts(path, data.keys)[:limit] for name, path in data.eval_sets.items()}
@@ -60,6 +61,7 @@ class PromptSource:
             self.places, self._first_held = _places((source, rows), *files), len(rows)
             self.eval_sets = _number_sets(loaded)
         self._rows, self.rows, self._config = rows, len(rows), config
+        self.columns = find_columns([*rows, *evaluated])
         self._every, self._limit = (train, held_out), [data.max_prompt_tokens, data.over_long]
         self._drop_rows([])
 
@@ -134,6 +136,11 @@ def make_prompt_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch
     )
 
 
+def find_columns(rows: Iterable[PromptRow]) -> list[str]:
+    """The names of user data that a row has."""
+    return sorted({name for row in rows for name in row.extra_info})
+
+
 def _empty_rows(config: PolicyConfig) -> list[PromptRow]:
     """Rows for an environment that gives the first state, and those to evaluate on; as many for a run of any length,
     which may be resumed with more steps."""
@@ -182,7 +189,9 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     if errors or data.train not in files:
         return errors
     if config.rollout.env_path is None and config.reward.model is None:
-        errors += [error for path in files for error in _find_missing(config, path, load_prompts(path, data.keys))]
+        loaded = {path: load_prompts(path, data.keys) for path in files}
+        columns = find_columns(chain.from_iterable(loaded.values()))
+        errors += [error for path, rows in loaded.items() for error in _find_missing(config, path, rows, columns)]
     if data.eval is None:
         try:
             _hold_out([row.prompt for row in load_prompts(data.train, data.keys)], data, config.seed)
@@ -191,16 +200,19 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     return errors
 
 
-def _find_missing(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> Iterable[ConfigError]:
-    """What reward functions ask for and rows lack. Where some rows have a column, the others' samples fail."""
+def _find_missing(
+    config: PolicyConfig, path: str, rows: Sequence[PromptRow], columns: Sequence[str]
+) -> Iterable[ConfigError]:
+    """What reward functions ask for and rows lack, of the ``columns`` of all files. Where some rows have a column, the
+    others' samples fail."""
     named = config.reward.function
     if named == RewardConfig().function:
         message = "has no 'answer', with which the default reward.function compares"
         return first_errors([ConfigError(f"{path}:{row.line}", message) for row in rows if row.answer is None])
-    columns, errors = {name for row in rows for name in row.extra_info}, []
+    present, errors = find_columns(rows), []
     for function in [named] if isinstance(named, str) else named:
         with suppress(VerifierError):  # reported elsewhere
-            if missing := RewardFunction(load_function(function)).find_missing(columns):
+            if missing := RewardFunction(load_function(function), columns).find_missing(present):
                 what = f"'{readable_name(function)}' asks for {missing} of {path}"
                 errors.append(ConfigError("config.reward.function", what))
     return errors

@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -56,9 +56,12 @@ class RewardWorkload(BaseWorkload):
         message = f"{cls.__name__} calls reward.function: with reward.model it has to be ModelRewardWorkload"
         return [ConfigError("workload.reward.class", message)]
 
-    def init_verifier(self, reward: RewardConfig) -> str:
-        """Start the verifiers; returns the level at which programs of the model are confined here."""
-        start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb)
+    def init_verifier(self, reward: RewardConfig, columns: Collection[str] = ()) -> str:
+        """Start the verifiers, given the columns of the data that functions may ask for; returns the level at which
+        programs of the model are confined here."""
+        start = partial(
+            DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb, columns=columns
+        )
         self._parts = name_parts(reward.function)
         self._verifiers = VerifierPool(reward.workers, start)
         self._shown: set[str] = set()
