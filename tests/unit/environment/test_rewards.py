@@ -109,6 +109,14 @@ def by_keyword(*, prompt, completion, extra_info):
     return prompt, completion, extra_info
 
 
+def verls(data_source, solution_str, ground_truth, extra_info=None):
+    return data_source, solution_str, ground_truth, extra_info
+
+
+def verls_gsm8k(solution_str, ground_truth, method="strict", score=1.0):
+    return solution_str, ground_truth, method, score
+
+
 def by_the_rest(text, **columns):
     return text, columns["difficulty"], columns["answer"], columns["prompt"]
 
@@ -128,6 +136,15 @@ def by_the_rest(text, **columns):
 def test_a_function_is_called_by_its_signature(function, given):
     RewardFunction(function).check("mine")
     assert RewardFunction(function).on(SAMPLE) == given
+
+
+def test_verls_functions_are_called_by_verls_names():
+    row = {"data_source": "gsm8k", "solution_str": "40"}
+    sample = Completed("42", "43", row, "6 x 7?")
+    assert RewardFunction(verls).on(sample) == ("gsm8k", "42", "43", row)
+    assert RewardFunction(verls_gsm8k).on(sample) == ("42", "43", "strict", 1.0)
+    assert RewardFunction(verls).find_missing(row) == RewardFunction(verls_gsm8k).find_missing({}) == ""
+    assert "'data_source', which is no column of its row" in RewardFunction(verls).find_missing({"level"})
 
 
 def by_level(completion, answer, level=1):

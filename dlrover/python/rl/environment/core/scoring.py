@@ -5,6 +5,7 @@
 
     function(completion, answer, extra_info)            three parameters, of any names that are no columns of the data
     function(completion, prompt=..., <column>=...)      other signatures: the first is the completion, others by name
+    function(data_source, solution_str, ground_truth)   verl's, by name: the completion, the answer, other columns
     function(prompts=, completions=, <column>=, ...)    TRL's: lists over a batch, and a list of rewards
 """
 
@@ -23,6 +24,7 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.functions import load_function
 
 _BATCH = "completions"
+_VERL = "solution_str"
 _OWN = ("prompt", "completion", "answer", "extra_info")
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
@@ -59,7 +61,7 @@ class RewardFunction:
     def form(self) -> Form:
         if _BATCH in self._parameters:
             return "batch"
-        if self._names_any(self.columns):
+        if _VERL in self._parameters or self._names_any(self.columns):
             return "named"
         try:
             inspect.signature(self.function).bind("completion", "answer", {})
@@ -79,7 +81,7 @@ class RewardFunction:
         """A column that it asks for and that no row has, with the nearest one; ``columns`` are those of all rows."""
         if self.form == "sample":  # columns are given where it names some
             return ""
-        known = {*columns, *Completed._fields}
+        known = {*self._by_name(Completed("", extra_info=dict.fromkeys(columns)))}
         if self.form == "batch":
             known = known - {"prompt"} | {"prompts", _BATCH}
         return self._missing_in(known, self._first)
@@ -89,7 +91,13 @@ class RewardFunction:
         if self._takes_three(sample):
             return self.function(sample.completion, sample.answer, dict(sample.extra_info))
         completion = [sample.completion] if self._first else []
-        return self.function(*completion, **self._taken(sample.columns, self._first))
+        return self.function(*completion, **self._taken(self._by_name(sample), self._first))
+
+    def _by_name(self, sample: Completed) -> dict[str, Any]:
+        """What a sample has by name; verl's names where the function has its ``solution_str``."""
+        if _VERL not in self._parameters:
+            return sample.columns
+        return {"ground_truth": sample.answer, **sample.columns, _VERL: sample.completion}
 
     def _takes_three(self, sample: Completed) -> bool:
         return self.form == "sample" and not self._names_any(sample.extra_info)
@@ -104,7 +112,7 @@ class RewardFunction:
         first = next(iter(self._parameters.values()), None)
         if first is None or self.form == "batch":
             return ""
-        has_own = "completion" in self._parameters or first.name in _OWN
+        has_own = not self._parameters.keys().isdisjoint(("completion", _VERL)) or first.name in _OWN
         return "" if has_own and first.kind is not inspect.Parameter.POSITIONAL_ONLY else first.name
 
     def on_all(self, samples: Sequence[Completed]) -> Any:

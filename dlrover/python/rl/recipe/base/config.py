@@ -211,8 +211,8 @@ class RewardConfig:
     function: str | Mapping[str, float] = "dlrover.python.rl.environment.verifiers:exact"
     """``package.module:function``, sync or async: ``function(completion, answer, extra_info)`` returns a number; one
     with other parameters is given ``completion``, ``prompt``, ``answer`` and columns of the row by name; one with
-    ``completions`` is TRL's, with lists over all samples that a member scores at once. Or a mapping of functions to
-    weights, whose weighted sum is the reward."""
+    ``solution_str`` is verl's; one with ``completions`` is TRL's, with lists over all samples that a member scores at
+    once. Or a mapping of functions to weights, whose weighted sum is the reward."""
 
     model: str | None = None
     """Folder or hub name of a reward model, as saved by ``recipe.rm``, whose score is the reward; the role REWARD must
