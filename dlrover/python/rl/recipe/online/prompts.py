@@ -39,9 +39,8 @@ class PromptSource:
     """The prompts to train on, in their order, and those to evaluate on (``held_out``, see :func:`make_prompt_batch`).
 
     ``rows`` and ``held_out_rows`` are the numbers of rows that they were chosen from, ``columns`` the further columns
-    that one of these has. ``places`` are all prompts of the
-    run, as objects ``place`` (``file:line``) and ``prompt``; ``dropped`` the numbers of those that the run does not
-    use, rising. Raises DataError if a file cannot be used."""
+    that one of these has. ``places`` are all prompts of the run, as objects ``place`` (``file:line``) and ``prompt``;
+    ``dropped`` the numbers of those that the run does not use, rising. Raises DataError if a file cannot be used."""
 
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data

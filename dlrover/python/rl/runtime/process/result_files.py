@@ -49,9 +49,8 @@ class RunFolder:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     yield from self._walk(inner, Path(entry.path))
-                elif entry.is_file(follow_symlinks=False):
-                    with suppress(FileNotFoundError):  # it may be renamed meanwhile
-                        yield RunFile("/".join(inner), entry.stat(follow_symlinks=False).st_size)
+                elif entry.is_file(follow_symlinks=False) and (nbytes := _size_of(entry)) is not None:
+                    yield RunFile("/".join(inner), nbytes)
 
     def read(self, parts: tuple[str, ...], offset: int) -> Generator[bytes, None, None]:
         if _is_private(parts):
@@ -194,6 +193,13 @@ def _start_of_last(data: bytes, lines: int) -> int:
     for _ in range(lines + 1):
         at = data.rfind(b"\n", 0, at)
     return at + 1
+
+
+def _size_of(entry: "os.DirEntry[str]") -> int | None:
+    """None if it was renamed or removed since it was listed."""
+    with suppress(FileNotFoundError):
+        return entry.stat(follow_symlinks=False).st_size
+    return None
 
 
 def _is_private(parts: tuple[str, ...]) -> bool:
