@@ -134,6 +134,13 @@ def test_steps_without_signal_are_warned_of_ever_less_where_samples_are_compared
         assert [record.args[0] for record in caplog.records] == warned
 
 
+def test_trained_tokens_are_those_of_weighted_samples_once_for_each_epoch():
+    trainer = SimpleNamespace(cfg=PolicyConfig(model="m", updates_per_step=2, epochs=3), needed_outputs=[])
+    rows = Batch({"weight": np.float32([1, 0, 1]), "token_count": np.array([5, 70, 7])})
+    PolicyTrainer.plan_updates(trainer, rows)
+    assert trainer.trained_tokens == 3 * (5 + 7)
+
+
 @pytest.mark.parametrize("mask_truncated", [False, True])
 def test_what_is_cut_at_the_limit_is_masked_if_asked(mask_truncated):
     rows = samples_of([1.0, 0.0]).with_columns(finished=np.array([True, False]))

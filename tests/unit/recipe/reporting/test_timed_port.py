@@ -10,7 +10,7 @@ from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
 from tests.manual_clock import ManualClock
 
-PHASES = {"generate": "generation", "score": "reward"}
+PHASES = {"generate": "generation", "score": "reward", "CRITIC.update": "critic"}
 
 
 class SlowPort:
@@ -63,6 +63,13 @@ def test_each_phase_has_its_own_time_when_one_waits_for_another(timed):
     assert spent == {"generation": 4.0, "reward": 2.0, "update": 3.0, "trainer": 1.0}
     assert whole == 10.0
     assert stopwatch.lap() == (0.0, {"trainer": 0.0})
+
+
+def test_a_method_of_one_role_can_have_a_phase_of_its_own(timed):
+    _, stopwatch, port = timed
+    for role in ("CRITIC", "ACTOR"):
+        port.wait([port.submit(role, 0, call("update"))], None)
+    assert stopwatch.lap() == (6.0, {"critic": 3.0, "update": 3.0, "trainer": 0.0})
 
 
 def test_a_deadline_is_for_the_whole_wait(timed):

@@ -35,11 +35,11 @@ def test_the_phases_of_a_step_add_up_to_it(tmp_path):
 
 def test_speed_by_hand():
     times = {"time/step": 4.0, "time/update": 2.0}
-    told = Machine(1000, 1e9).metrics(tokens=500, members=2, times=times)
-    assert told == pytest.approx({"speed/tokens_per_s": 125.0, "speed/train_tflops": 1.5e-6, "speed/mfu": 1.5e6 / 2e9})
-    assert Machine(1000).metrics(500, 2, times).keys() == {"speed/tokens_per_s", "speed/train_tflops"}
-    assert Machine(0).metrics(500, 2, times).keys() == {"speed/tokens_per_s"}
-    assert Machine(10).metrics(500, 2, {"time/step": 1.0}).keys() == {"speed/tokens_per_s"}
+    told = Machine(1000, 1e9).metrics(tokens=500, trained=800, members=2, times=times)
+    assert told == pytest.approx({"speed/tokens_per_s": 125.0, "speed/train_tflops": 2.4e-6, "speed/mfu": 2.4e6 / 2e9})
+    assert Machine(1000).metrics(500, 500, 2, times).keys() == {"speed/tokens_per_s", "speed/train_tflops"}
+    assert Machine(0).metrics(500, 500, 2, times).keys() == {"speed/tokens_per_s"}
+    assert Machine(10).metrics(500, 500, 2, {"time/step": 1.0}).keys() == {"speed/tokens_per_s"}
 
 
 def test_a_cpu_has_no_peak_of_its_memory():

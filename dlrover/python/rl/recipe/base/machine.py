@@ -26,14 +26,15 @@ class Machine:
         """Of an engine; a user's engine may have no ``parameter_count``."""
         return cls(int(getattr(engine, "parameter_count", 0)), _peak(device, precision))
 
-    def metrics(self, tokens: int, members: int, times: Mapping[str, float]) -> dict[str, float]:
-        """``speed/tokens_per_s`` over the whole step. Over its update alone: ``speed/train_tflops`` (10^12 operations
-        per second, without attention and recomputation), and its share of the peak, ``speed/mfu``, if known."""
+    def metrics(self, tokens: int, trained: int, members: int, times: Mapping[str, float]) -> dict[str, float]:
+        """``speed/tokens_per_s`` over the whole step. Over its update alone, of the tokens ``trained`` on, once for
+        each epoch: ``speed/train_tflops`` (10^12 operations per second, without attention and recomputation), and its
+        share of the peak, ``speed/mfu``, if known."""
         metrics = {"speed/tokens_per_s": tokens / times["time/step"]}
         update_s = times.get("time/update", 0.0)
         if not self.parameters or not update_s:
             return metrics
-        flops = _PER_PARAMETER * self.parameters * tokens / update_s
+        flops = _PER_PARAMETER * self.parameters * trained / update_s
         share = {"speed/mfu": flops / (self.peak_flops * members)} if self.peak_flops else {}
         return {**metrics, "speed/train_tflops": flops / 1e12, **share}
 

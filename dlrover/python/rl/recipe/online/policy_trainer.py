@@ -266,6 +266,7 @@ class PolicyTrainer(RecipeTrainer):
 
     def plan_updates(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
         rows, updates = assign_updates(rows, self.cfg.updates_per_step)
+        self.trained_tokens = self.cfg.epochs * int(rows.dense("token_count")[rows.dense("update") >= 0].sum())
         dtypes = {name: dtype for output in self.needed_outputs for name, dtype in output.columns.items()}
         return rows, UpdatePlan(self.cfg.rollout.temperature, updates, self.cfg.epochs, dtypes)
 
@@ -317,8 +318,7 @@ class PolicyTrainer(RecipeTrainer):
     def finish(self, before: Mapping[str, Scores], after: StepBatch) -> None:
         self.sample_log.write_held_out(after)
         scores = compare_evaluations(before, self.collector.collect_scores(after))
-        engines = self.engines.items()
-        known_engines = {name: engine for name, engine in engines if engine}
+        known_engines = {name: engine for name, engine in self.engines.items() if engine}
         self.write_results({**self.prompts.summary(), **scores, **known_engines})
 
     # -- before the start ---------------------------------------------------------------------------------------------

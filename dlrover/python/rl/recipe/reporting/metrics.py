@@ -73,7 +73,8 @@ class Stopwatch:
 
 @dataclass
 class TimedPort:
-    """A port whose calls are timed; methods that are not in ``phases`` are phases under their own names.
+    """A port whose calls are timed; ``phases`` are by method, or by ``role.method`` where roles differ, and methods
+    that it lacks are phases under their own names.
 
     A call may take pending results (rewards of completions that are still being generated). Its sources are waited for
     first, in the order of the calls, so that each phase is booked its own time.
@@ -89,7 +90,7 @@ class TimedPort:
             return self.inner.put(value)
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
-        with self.stopwatch.phase(self._phase_of(call.method)):
+        with self.stopwatch.phase(self._phase_of(role, call.method)):
             ref = self.inner.submit(role, rank, call)
         self._calls[id(ref.token)] = entry = ref, tuple(_pending_arguments(call))
         if ref.size is not None:
@@ -99,11 +100,11 @@ class TimedPort:
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         remaining_s, since_s = timeout_s, self.stopwatch.now_s()
         for source in self._pop_sources(refs):
-            with self.stopwatch.phase(self._phase_of(source.method)):
+            with self.stopwatch.phase(self._phase_of(source.role, source.method)):
                 self.inner.wait([source.probe()], remaining_s)
             if timeout_s is not None:
                 remaining_s = max(timeout_s - (self.stopwatch.now_s() - since_s), 0.0)
-        with self.stopwatch.phase(self._phase_of(refs[0].method) if refs else _REST):
+        with self.stopwatch.phase(self._phase_of(refs[0].role, refs[0].method) if refs else _REST):
             return self.inner.wait(refs, remaining_s)
 
     def forget(self) -> None:
@@ -121,8 +122,9 @@ class TimedPort:
             queue += arguments
         return list(sources.values())[::-1]
 
-    def _phase_of(self, method: str) -> str:
-        return self.phases.get(method, method.removeprefix("!"))
+    def _phase_of(self, role: str, method: str) -> str:
+        by_method = self.phases.get(method, method.removeprefix("!"))
+        return self.phases.get(f"{role}.{method}", by_method)
 
 
 def _pending_arguments(call: Call) -> Iterator[Ref]:
@@ -145,6 +147,8 @@ _METHODS = {
 }
 PHASES = {method: phase for phase, methods in _METHODS.items() for method in methods}
 """The phase of each workload method; a method that is not listed is a phase under its own name."""
+
+_PHASES_BY_ROLE = {f"{RLRoleType.CRITIC}.update": "critic"}  # the speed of training is the actor's
 
 
 _RECIPE_CLASSES = {
@@ -176,6 +180,9 @@ class RecipeTrainer(BaseTrainer):
     cfg: Any
     machine: Machine
 
+    trained_tokens: int | None = None
+    """Tokens of the step's updates, counted in every epoch; None: those of all the step's rows, once."""
+
     _meeting: Pending | None = None
 
     def begin_loading(self, group: RoleGroup, *arguments: Any) -> Pending:
@@ -205,7 +212,7 @@ class RecipeTrainer(BaseTrainer):
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
         self.stopwatch = Stopwatch()
-        self._timed = TimedPort(link.port, self.stopwatch, PHASES)
+        self._timed = TimedPort(link.port, self.stopwatch, PHASES | _PHASES_BY_ROLE)
         return super().bind(replace(link, port=self._timed), attempt)
 
     def time_metrics(self) -> dict[str, float]:
@@ -217,11 +224,11 @@ class RecipeTrainer(BaseTrainer):
 
     def report(self, step: int, metrics: Mapping[str, float], samples: int, tokens: int, generated: int = 0) -> None:
         """Log a step of so many samples, and tokens, of which the rollouts ``generated`` some."""
-        times = self.time_metrics()
+        times, trained = self.time_metrics(), tokens if self.trained_tokens is None else self.trained_tokens
         metrics = {
             **metrics,
             **self.run_log.count(samples=samples, tokens=tokens),
-            **self.machine.metrics(tokens, len(self.RG_ACTOR), times),
+            **self.machine.metrics(tokens, trained, len(self.RG_ACTOR), times),
         }
         if generated and times.get("time/generation"):
             metrics["speed/rollout_tokens_per_s"] = generated / times["time/generation"]
