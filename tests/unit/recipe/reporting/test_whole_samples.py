@@ -94,6 +94,14 @@ def test_of_samples_without_any_reward_only_the_mean_is_told():
     assert "reward/std" not in metrics
 
 
+def test_what_failed_before_its_first_token_is_no_truncated_completion():
+    failed = ROWS.take([3, 4]).with_columns(action_tokens=np.array([0, 0]), finished=np.array([False, False]))
+    metrics, lengths = sample_metrics(Batch.concat([ROWS.take([0, 1]), failed])), "completions/length_"
+    assert metrics["completions/truncated"] == 0.0
+    assert [metrics[f"{lengths}{name}"] for name in ("mean", "min", "p50", "max")] == [7] * 4
+    assert not [name for name in sample_metrics(failed) if name.startswith("completions/")]
+
+
 @pytest.mark.feature(89)
 def test_rows_for_people_have_the_score_and_say_whose_they_are():
     told = list(format_rows(select_logged(ROWS, rows=5), ROWS.select("completion")))

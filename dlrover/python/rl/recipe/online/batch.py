@@ -127,9 +127,11 @@ class StepBatch:
 
 def sample_metrics(rows: Batch) -> dict[str, float]:
     """Of whole samples: their rewards (of the scored ones) with each function's part, an environment's score, and the
-    lengths of their completions."""
+    lengths of their completions, which samples that failed before the first token do not have."""
     samples = merge_rows(rows)
-    rewards, lengths = samples.dense("reward"), samples.dense("action_tokens").astype(np.float64)
+    rewards, tokens = samples.dense("reward"), samples.dense("action_tokens")
+    has_completion = (tokens > 0) | ~np.isnan(rewards)
+    lengths, finished = tokens[has_completion].astype(np.float64), samples.dense("finished")[has_completion]
     scored, parts = rewards[~np.isnan(rewards)], part_columns(samples)
     metrics = {"reward/mean": mean_reward(rewards)}
     if len(scored):
@@ -137,10 +139,11 @@ def sample_metrics(rows: Batch) -> dict[str, float]:
     metrics |= {name: mean_reward(samples.dense(name)) for name in parts}
     if "score" in samples:
         metrics["reward/score"] = mean_reward(samples.dense("score"))
-    shares = {"mean": lengths.mean(), "min": lengths.min(), "max": lengths.max()}
-    shares |= {f"p{share}": np.percentile(lengths, share) for share in (50, 95)}
-    metrics |= {f"completions/length_{name}": value for name, value in shares.items()}
-    metrics["completions/truncated"] = 1.0 - samples.dense("finished").mean()
+    if len(lengths):
+        shares = {"mean": lengths.mean(), "min": lengths.min(), "max": lengths.max()}
+        shares |= {f"p{share}": np.percentile(lengths, share) for share in (50, 95)}
+        metrics |= {f"completions/length_{name}": value for name, value in shares.items()}
+        metrics["completions/truncated"] = 1.0 - finished.mean()
     return {name: float(value) for name, value in metrics.items()}
 
 

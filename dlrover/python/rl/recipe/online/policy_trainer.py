@@ -282,7 +282,7 @@ class PolicyTrainer(RecipeTrainer):
         metrics |= {**failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
         metrics["groups/without_signal"] = uniform_share(batch.train_rows)
         metrics |= {"weights/sync_bytes": float(self.collector.synced_bytes), **self.sandbox}
-        self.warn_of_truncation(step, metrics["completions/truncated"])
+        self.warn_of_truncation(step, metrics.get("completions/truncated", 0.0))
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
             evaluation = step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))
