@@ -119,6 +119,8 @@ def test_pairs_are_evaluated_by_the_loss_they_are_trained_with(inputs, tmp_path,
     first, second = metrics_of(tmp_path)
     for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"):
         assert first[f"eval/{name}"] == pytest.approx(second[name], abs=1e-6), "after a step is before the next"
+    summary = json.loads((tmp_path / "summary.json").read_text())
+    assert (summary["examples"], summary["held-out rows"]) == (4, 4), "pairs, of two sequences each"
 
 
 def test_sums_over_ranks_of_which_one_has_no_rows():
