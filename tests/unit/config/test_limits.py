@@ -71,6 +71,11 @@ def test_resolvers_are_told_from_references(text, name):
     assert find_resolver(text) == name
 
 
+def test_a_resolver_below_an_empty_key_is_refused_too():
+    with pytest.raises(InvalidJob, match="calls a resolver"):
+        load_job_text('"": ${:0}', "job")
+
+
 def test_a_resolver_is_refused_unless_it_is_allowed(monkeypatch):
     monkeypatch.setenv("SECRET_OF_MINE", "s3cret")
     text = "config: {key: '${oc.env:SECRET_OF_MINE}'}"

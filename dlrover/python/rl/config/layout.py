@@ -103,7 +103,7 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
     and what could be read."""
     written = OmegaConf.to_container(data, resolve=False)
     if calls := validate_resolvers(written):
-        data = OmegaConf.create(without({call.where for call in calls}, written))
+        data = OmegaConf.create(without({call.where for call in calls}, written) or {})  # a key may be empty
     plain, unresolved = _layout_values(data)
     unresolved = [*calls, *unresolved]
     values, scripts = with_scripts(plain)
