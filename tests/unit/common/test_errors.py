@@ -21,6 +21,7 @@ from dlrover.python.rl.common.errors import (
     ConfigError,
     DataError,
     DLRoverRLError,
+    EngineDied,
     EngineError,
     EnvironmentFailed,
     InvalidJob,
@@ -75,6 +76,7 @@ EXAMPLES = {
     RowsDiffer: RowsDiffer("words"),
     EngineError: EngineError("words"),
     OtherLayout: OtherLayout("words"),
+    EngineDied: EngineDied("words"),
     OutOfDeviceMemory: OutOfDeviceMemory("words"),
     WeightSyncError: WeightSyncError("words"),
     WeightsLost: WeightsLost("version 3 from ACTOR[0] cannot be had"),
@@ -157,11 +159,12 @@ def test_the_tree_in_the_docstring_is_the_tree_of_classes():
 def test_what_helps_after_an_error():
     retried = {kind for kind in tree_of_classes() if kind.retryable}
     lost = {WorkloadDied, ResultLost, CallSkipped, ReplayDiverged}
-    of_engines = {NonFiniteUpdate, WeightSyncError, WeightsLost}
+    of_engines = {EngineDied, NonFiniteUpdate, WeightSyncError, WeightsLost}
     later = {InvocationTimeout, PlacementTimeout, ClusterUnavailable, ServiceBusy, ServiceUnavailable}
     assert retried == {*lost, *of_engines, *later, RowsDiffer, ScriptFailed}
     assert {kind: kind.restarts for kind in tree_of_classes() if kind.restarts is not Scope.NOTHING} == {
         InvocationTimeout: Scope.MEMBER,
+        EngineDied: Scope.MEMBER,
         ScriptFailed: Scope.MEMBER,
         WorkloadDied: Scope.MEMBER,
         ReplayDiverged: Scope.JOB,

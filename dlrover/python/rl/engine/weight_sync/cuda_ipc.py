@@ -244,8 +244,9 @@ def _open_memory(handle: Any, fault: str, ticket: Ticket, device: str) -> Any:
         try:
             if not fault:
                 rebuild, arguments = handle
-                number = torch.device(device).index
-                number = torch.cuda.current_device() if number is None else number
+                own = torch.device(device)
+                is_current = own.type == "cuda" and own.index is None
+                number = torch.cuda.current_device() if is_current else own.index
                 return rebuild(*arguments[:_DEVICE], number, *arguments[_DEVICE + 1 :])
         except RuntimeError as error:
             fault = str(error).splitlines()[0]
