@@ -68,11 +68,11 @@ def test_two_ranks_of_torchrun_start_again_together_when_one_is_killed(tmp_path)
 
 @pytest.mark.slow
 def test_the_end_of_a_member_ends_its_script_and_its_children(tmp_path):
-    (tmp_path / "tree.sh").write_text("setsid sleep 987654 & echo up; sleep 987654\n")
+    (tmp_path / "tree.sh").write_text("setsid sleep 987654 & echo both sleep; sleep 987654\n")
     with Command(tmp_path, "run", job_file(tmp_path, {"train": {"command": "sh tree.sh"}})) as command:
-        wait_for(lambda: command.said("up"), 120)
+        wait_for(lambda: command.said("both sleep"), 120)
+        wait_for(lambda: len(ranks_of(command, "sleep 987654")) == 2, 20)
         sleepers = ranks_of(command, "sleep 987654")
-        assert len(sleepers) == 2
         member = next(pid for pid in command.children() if commands_of([pid])[0].startswith("ray::Script"))
         os.kill(member, signal.SIGKILL)
         wait_for(lambda: not any(map(is_alive, sleepers)), 20)
@@ -132,5 +132,5 @@ with two_nodes(workers=2, cpus=2, head_cpus=0, connect=False) as nodes:
     done = subprocess.run([sys.executable, "drain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
     said = (tmp_path / "output.log").read_text()
     assert done.returncode == 0, f"{done.stderr[-3000:]}\n{said[-6000:]}"
-    assert "it is drained, and will go" in said
+    assert "it will go: it is drained" in said
     assert re.search(r"2 ranks from step \d+, restart 1", said), said
