@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The verbs that only a service has: ``enqueue`` and ``fetch``."""
 
-import io
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +96,7 @@ def fetch(name: str, path: str, out: Path, server: str) -> None:
                 click.echo(f"{file.bytes:>12} {file.path}")
             return
         wanted = [file.path for file in files if file.path == path or file.path.startswith(f"{path.rstrip('/')}/")]
-        if not wanted:
-            client.fetch(name, path, io.BytesIO())  # raises, with the nearest name
-        for relative in wanted:
+        for relative in wanted or [path]:
             _copy(lambda to, relative=relative: client.fetch(name, relative, to), _target(out, relative))
             click.echo(str(out / relative))
 
@@ -115,6 +113,7 @@ def _target(out: Path, relative: str) -> Path:
 
 
 def _copy(read: Callable[..., int], target: Path) -> None:
+    made = [folder for folder in target.parents if not folder.exists()]
     target.parent.mkdir(parents=True, exist_ok=True)
     part = target.with_name(f"{target.name}.part")
     try:
@@ -123,3 +122,6 @@ def _copy(read: Callable[..., int], target: Path) -> None:
         part.replace(target)
     finally:
         part.unlink(missing_ok=True)
+        with suppress(OSError):  # one that is not empty
+            for folder in made:
+                folder.rmdir()

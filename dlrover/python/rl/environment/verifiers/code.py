@@ -335,7 +335,7 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     if program is None:
         return 0.0
     limits = ProgramLimits()
-    limits = replace(limits, timeout_s=extra_info.get("timeout_s", limits.timeout_s))
+    limits = replace(limits, timeout_s=float(extra_info.get("timeout_s") or limits.timeout_s))
     if isinstance(tests, str):
         return float(passes_tests(program, hide_expected(tests), limits))
     deadline_s = time.monotonic() + limits.timeout_s

@@ -57,10 +57,12 @@ class RunClaim:
     def leave(self, outcome: str) -> None:
         """Also of a folder that fails: the master ends all the same."""
         try:
-            if self._log is not None:
-                self._log.copy()
-            copy_all_rests(self._job.job_dir)
-            if self._claim is not None:
-                self._claim.end(outcome)
+            try:
+                if self._log is not None:
+                    self._log.copy()
+                copy_all_rests(self._job.job_dir)
+            finally:
+                if self._claim is not None:
+                    self._claim.end(outcome)
         except OSError as error:
             _LOG.error("how %s has ended is not in its folder: %s", self._job.name, error)
