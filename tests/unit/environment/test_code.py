@@ -288,7 +288,8 @@ def test_all_cases_have_one_deadline_together():
     waits = fenced("import time\ntime.sleep(0.3)")
     tests = {"tests": [{"input": "", "output": ""}] * 4}
     assert python_tests(waits, None, {**tests, "timeout_s": 1.0}) == 0.0
-    assert python_tests(waits, None, {**tests, "timeout_s": 60.0}) == 1.0
+    for given in (60.0, None):  # null, as in a row that lacks it
+        assert python_tests(waits, None, {**tests, "timeout_s": given}) == 1.0
 
 
 def test_tests_that_hang_end_at_their_deadline():

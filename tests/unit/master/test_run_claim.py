@@ -3,6 +3,7 @@
 
 import errno
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
@@ -23,7 +24,10 @@ def test_a_folder_that_fails_does_not_keep_the_master_from_ending(monkeypatch, c
         raise OSError(errno.EIO, "simulated", str(folder))
 
     monkeypatch.setattr(run_claim, "copy_all_rests", fail)
-    RunClaim(load_job_text(JOB, "job"), claims=False).leave("failed")
+    held, ended = RunClaim(load_job_text(JOB, "job"), claims=False), []
+    held._claim = SimpleNamespace(end=ended.append)
+    held.leave("failed")
+    assert ended == ["failed"]
     assert "how job has ended is not in its folder" in caplog.text
 
 

@@ -35,8 +35,8 @@ def test_the_phases_of_a_step_add_up_to_it(tmp_path):
 
 def test_speed_by_hand():
     times = {"time/step": 4.0, "time/update": 2.0}
-    told = Machine(1000, 1e9).metrics(tokens=500, trained=800, members=2, times=times)
-    assert told == pytest.approx({"speed/tokens_per_s": 125.0, "speed/train_tflops": 2.4e-6, "speed/mfu": 2.4e6 / 2e9})
+    found = Machine(1000, 1e9).metrics(tokens=500, trained=800, members=2, times=times)
+    assert found == pytest.approx({"speed/tokens_per_s": 125.0, "speed/train_tflops": 2.4e-6, "speed/mfu": 2.4e6 / 2e9})
     assert Machine(1000).metrics(500, 500, 2, times).keys() == {"speed/tokens_per_s", "speed/train_tflops"}
     assert Machine(0).metrics(500, 500, 2, times).keys() == {"speed/tokens_per_s"}
     assert Machine(10).metrics(500, 500, 2, {"time/step": 1.0}).keys() == {"speed/tokens_per_s"}

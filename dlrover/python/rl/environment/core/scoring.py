@@ -103,7 +103,7 @@ class RewardFunction:
         return self.form == "sample" and not self._names_any(sample.extra_info)
 
     def _names_any(self, columns: Collection[str]) -> bool:
-        """True if a parameter after the first names one of the row's own ``columns``."""
+        """Whether a parameter after the first names one of ``columns``."""
         return any(name in columns for name in [*self._parameters][1:] if name not in _OWN)
 
     @cached_property
