@@ -132,27 +132,73 @@ def test_sync_calls_that_hang_take_no_others_place():
     assert (fine.failure, fine.done, fine.reward) == (None, True, 19.0)
 
 
-def test_a_process_with_many_calls_that_never_return_is_replaced_between_episodes():
-    async def hung():
-        environment = IsolatedEnvironment(SCRIPT)
-        guard = Guard(environment, timeout_s=0.5)
-        open_one = await guard.reset("prompt ", {})
-        old = environment._child
-        await asyncio.gather(*(play(guard, ["nap in C"]) for _ in range(9)))
+STIFF = """
+import os
+import time
+from pathlib import Path
+
+
+class World:
+    def __init__(self, folder):
+        self.folder = Path(folder)
+
+    def step(self, state, action, extra_info):
+        time.sleep(float(action))
+        return {"next_state": "more", "reward": 1.0, "extra_info": {"pid": os.getpid()}}
+
+    def shutdown(self):
+        (self.folder / f"shut down {os.getpid()}").touch()
+"""
+
+
+async def _open_and_abandon(environment, guard, nap_s):
+    """An open episode, of a process in which nine calls of others have been abandoned."""
+    open_one = await guard.reset("prompt ", {})
+    await asyncio.gather(*(play(guard, [nap_s]) for _ in range(9)))
+    async with asyncio.timeout(20):
+        while environment._abandoned < 9:
+            await asyncio.sleep(0.01)
+    guard._timeout_s = 20.0
+    return open_one
+
+
+def test_a_process_whose_calls_end_a_moment_after_their_deadline_stays(tmp_path):
+    (tmp_path / "stiff.py").write_text(STIFF)
+
+    async def late():
+        environment = IsolatedEnvironment(f"{tmp_path}/stiff.py:World", {"folder": str(tmp_path)}, grace_s=1.0)
+        guard, old = Guard(environment, timeout_s=0.5), environment._child
+        await guard.close(await _open_and_abandon(environment, guard, "1.4"))
         async with asyncio.timeout(20):
-            while environment._abandoned < 9:
+            while environment._abandoned:
                 await asyncio.sleep(0.01)
-        guard._timeout_s = 20.0
-        await guard.step(open_one, "more")
+        assert environment._child is old
+        await guard.shutdown()
+
+    run(late())
+
+
+def test_a_process_with_many_calls_that_never_return_is_replaced_between_episodes(tmp_path):
+    (tmp_path / "stiff.py").write_text(STIFF)
+
+    async def hung():
+        environment = IsolatedEnvironment(f"{tmp_path}/stiff.py:World", {"folder": str(tmp_path)}, grace_s=0.5)
+        guard = Guard(environment, timeout_s=0.5)
+        old = environment._child
+        open_one = await _open_and_abandon(environment, guard, "60")
+        await guard.step(open_one, "0")
         assert open_one.failure is None and environment._child is old
         await guard.close(open_one)
         await asyncio.to_thread(wait_until_gone, old.pid)
-        after = await play(guard, ["done"])
+        assert [path.name for path in tmp_path.glob("shut*")] == [f"shut down {old.pid}"]
+        after = await guard.reset("prompt ", {})
+        await guard.step(after, "0")
+        await guard.close(after)
         await guard.shutdown()
         return open_one.extra_info["pid"], after
 
     pid, after = run(hung())
-    assert after.done and after.extra_info["pid"] != pid
+    assert after.failure is None and after.extra_info["pid"] != pid
 
 
 STUBBORN = """

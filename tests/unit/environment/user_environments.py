@@ -6,8 +6,6 @@ import os
 import threading
 import time
 
-from dlrover.python.rl.environment.core.functions import call_async
-
 log = []
 
 
@@ -27,8 +25,6 @@ async def step(state, action, extra_info):
         await asyncio.sleep(60)
     if action == "deaf":
         await _deaf()
-    if action == "nap in C":
-        await call_async(time.sleep, 60)
     if action == "nap":
         await asyncio.sleep(0.2)
     done = action == "done"

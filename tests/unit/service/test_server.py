@@ -10,6 +10,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from concurrent import futures
 from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from ipaddress import ip_address
@@ -172,8 +173,8 @@ def test_streams_end_when_the_service_is_away_for_longer_than_the_patience(tmp_p
         service.kill()
 
 
-def test_a_watcher_has_its_whole_patience_after_a_long_time_without_events(tmp_path, monkeypatch):
-    service, past_s = Service(tmp_path, steps=1, step_s=3600.0), 0.0
+def test_a_watcher_has_its_whole_patience_in_each_outage_after_a_long_time_without_events(tmp_path, monkeypatch):
+    service, past_s, opened = Service(tmp_path, steps=1, step_s=3600.0), 0.0, queue.Queue()
     service.start()
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + past_s, sleep=time.sleep)
     monkeypatch.setattr(client_module, "time", clock)
@@ -181,12 +182,19 @@ def test_a_watcher_has_its_whole_patience_after_a_long_time_without_events(tmp_p
         client.submit(JOB, name="job")
         events = client.watch("job")
         next(event for event in events if event.kind == "running")
-        past_s = 2 * WITHIN_S
-        service.kill()
-        threading.Timer(0.3, service.start).start()
-        until(lambda: service.process.returncode is None)
+        watch = client._calls["Watch"]
+        client._calls["Watch"] = lambda *args, **metadata: opened.put(stream := watch(*args, **metadata)) or stream
+        reader = futures.ThreadPoolExecutor(1)
+        kinds = reader.submit(lambda: [event.kind for event in events])
+        for _ in range(2):
+            past_s += 2 * WITHIN_S
+            service.kill()
+            service.start()
+            while not dict(opened.get(timeout=WITHIN_S).initial_metadata()):
+                pass
         client.stop("job")
-        assert [event.kind for event in events][-1] == "stopped"
+        assert kinds.result(timeout=WITHIN_S)[-1] == "stopped"
+        reader.shutdown()
     service.stop()
 
 

@@ -22,7 +22,7 @@ from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.service.auth import TOKEN
 from dlrover.python.rl.service.jobs.records import JobPhase
-from dlrover.python.rl.service.messages import RESIZE_S, error_of, phase_of
+from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, error_of, phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.state import default_state
 
@@ -202,9 +202,10 @@ class ServiceClient:
         lost_s = inf
         while True:
             try:
-                for message in self._calls[method](request(), metadata=self._metadata):
+                stream = self._calls[method](request(), metadata=self._metadata)
+                if dict(stream.initial_metadata() or ()).get(STREAM_OPEN):  # waits: for the service, or the call's end
                     lost_s = inf
-                    yield message
+                yield from stream
                 return
             except grpc.RpcError as error:
                 lost_s = min(lost_s, time.monotonic())  # not the last message's time: a stream may be quiet for long

@@ -21,6 +21,9 @@ from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 RESIZE_S = 150.0
 """How long a resize may take: the job's classes are asked, and places are reserved."""
 
+STREAM_OPEN = "stream-open"
+"""Metadata that the service sends when it begins a stream, whose first message may come much later."""
+
 _MAX_DETAIL, _MAX_DETAILS = 16_000, 3_000
 _PHASES = {phase: wire.Phase.Value(f"PHASE_{phase.name}") for phase in JobPhase}
 _CODES: tuple[tuple[type[DLRoverRLError], grpc.StatusCode], ...] = (

@@ -32,7 +32,7 @@ from dlrover.python.rl.service.jobs.reading import SubmissionReader
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
 from dlrover.python.rl.service.jobs.submissions import check_name, check_path, check_process, shown
 from dlrover.python.rl.service.manager import JobManager
-from dlrover.python.rl.service.messages import RESIZE_S, code_of, details_of, event_message, job_message
+from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, code_of, details_of, event_message, job_message
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
 _LOG = get_logger(__name__)
@@ -183,6 +183,7 @@ class JobServer:
     ) -> Callable[..., Any]:
         async def handle(body: bytes, context: Any) -> AsyncIterator[Any]:
             async with self._answering(method, context) as caller:
+                await context.send_initial_metadata(((STREAM_OPEN, "1"),))
                 async for message in implementation(_decoded(kind, body), caller):
                     yield message
 

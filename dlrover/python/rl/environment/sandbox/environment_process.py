@@ -14,7 +14,9 @@ import asyncio
 import base64
 import secrets
 import threading
+import time
 from collections.abc import Coroutine, Mapping
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -107,19 +109,12 @@ class IsolatedEnvironment:
     async def shutdown(self) -> None:
         with self._lock:
             child, self._closed = self._child, True
-        if child is None or child.is_ended:
-            return
-        try:
-            async with asyncio.timeout(_EXIT_S):
-                await self._ask("shutdown")
-        except (TimeoutError, EnvironmentFailed) as error:
-            _LOG.warning("%s did not shut down: %s", self._where, error or "no answer in time")
-        finally:
-            await asyncio.to_thread(child.end, "it was shut down")
+        if child is not None and not child.is_ended:
+            await asyncio.to_thread(self._end, child, "it was shut down")
 
     async def _ask(self, call: str, *arguments: Any) -> Any:
         child = self._child if self._closed else await asyncio.to_thread(self._running)
-        if child is None or (self._closed and call not in ("close", "shutdown")):
+        if child is None or (self._closed and call != "close"):
             raise EnvironmentFailed("the environment has been shut down")
         number = secrets.token_hex(8)
         try:
@@ -163,12 +158,8 @@ class IsolatedEnvironment:
             raise _ended(error) from None
 
     def _cancel_call(self, child: ChildProcess, cancelled: str) -> None:
-        number = secrets.token_hex(8)
-        answer = child.begin(number)
-        request = pack_request(number, "cancel", (cancelled,))
-        threading.Thread(target=child.send, args=(request,), daemon=True).start()
         try:
-            self._abandoned = _decode(answer.result(timeout=self._grace_s))
+            self._count_abandoned(child, cancelled)
             self._replace_if_idle()
         except (TimeoutError, ChildEnded):
             if not child.is_ended:
@@ -177,12 +168,44 @@ class IsolatedEnvironment:
 
     def _replace_if_idle(self) -> None:
         """End a child with too many abandoned calls if no episode is open; the next episode starts another one."""
+        child = self._child
+        if child is None or not self._is_replaceable(child):
+            return
+        time.sleep(self._grace_s)  # most calls end at their next line
+        with suppress(TimeoutError, ChildEnded):
+            self._count_abandoned(child)
         with self._lock:
-            if self._child is None or self._closed or self._open or self._abandoned <= _MOST_ABANDONED:
+            if not self._is_replaceable(child):
                 return
-            child, self._child = self._child, None
+            self._child = None
         _LOG.warning("%s has calls that do not return: its process is replaced", self._where)
-        child.end("too many of its calls did not return")
+        self._end(child, "too many of its calls did not return")
+
+    def _is_replaceable(self, child: ChildProcess) -> bool:
+        return child is self._child and not (self._closed or self._open) and self._abandoned > _MOST_ABANDONED
+
+    def _count_abandoned(self, child: ChildProcess, cancelled: str = "") -> None:
+        count = _decode(_request(child, "cancel", (cancelled,), self._grace_s))
+        if child is self._child:
+            self._abandoned = count
+
+    def _end(self, child: ChildProcess, reason: str) -> None:
+        """End a child after the user's own ``shutdown``."""
+        try:
+            _decode(_request(child, "shutdown", (), _EXIT_S))
+        except (TimeoutError, ChildEnded, EnvironmentFailed) as error:
+            _LOG.warning("%s did not shut down: %s", self._where, str(error) or "no answer in time")
+        finally:
+            child.end(reason)
+
+
+def _request(child: ChildProcess, call: str, arguments: tuple[Any, ...], timeout_s: float) -> dict[str, Any]:
+    """The reply to a call. Raises TimeoutError and ChildEnded."""
+    number = secrets.token_hex(8)
+    answer = child.begin(number)
+    request = pack_request(number, call, arguments)
+    threading.Thread(target=child.send, args=(request,), daemon=True).start()
+    return answer.result(timeout=timeout_s)
 
 
 def _ended(error: ChildEnded) -> EnvironmentFailed:
