@@ -5,9 +5,12 @@ from dataclasses import replace
 
 import pytest
 
+from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.runtime import run_folder
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-from dlrover.python.rl.runtime.run_folder import DESCRIPTION, FAILED, FINISHED, IN_PROCESS, begin, claim, has_commits
+from dlrover.python.rl.runtime.owner import FAILED, FINISHED, IN_PROCESS, newest_owner
+from dlrover.python.rl.runtime.run_folder import DESCRIPTION, begin, claim, has_commits
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 
@@ -60,3 +63,22 @@ def test_what_a_run_was_begun_with_stays_if_another_one_fails_before_it_has_comm
     (root / f"step-0000000{int(commits)}.e1").mkdir(parents=True)
     claimed.end(outcome)
     assert (job.job_dir / DESCRIPTION).read_bytes() == (first if stays and is_begun else second)
+
+
+@pytest.mark.parametrize("earlier", [0, 1, 2])
+def test_a_claim_that_fails_half_way_gives_the_folder_back(tmp_path, monkeypatch, earlier):
+    def is_full(*_):
+        raise OSError(28, "No space left on device")
+
+    job = replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out", overwrite=True)
+    for _ in range(earlier):
+        claim(begin(job), IN_PROCESS, bound=True).end(FINISHED)
+    before = newest_owner(job.job_dir)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(run_folder, "_write_description", is_full)
+        claim(begin(job), IN_PROCESS, bound=True)
+    assert newest_owner(job.job_dir) == before
+    claim(begin(job), IN_PROCESS, bound=True)
+    with pytest.raises(JobConflict, match="in use"):
+        claim(begin(job), IN_PROCESS, bound=True)
+    assert len(list(job.job_dir.glob("owner.*"))) == 1

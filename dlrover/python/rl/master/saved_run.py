@@ -20,16 +20,8 @@ from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
-from dlrover.python.rl.runtime.run_folder import (
-    BEAT_S,
-    DESCRIPTION,
-    FINISHED,
-    LATEST,
-    MODEL,
-    Owner,
-    in_use,
-    newest_owner,
-)
+from dlrover.python.rl.runtime.owner import FINISHED, Owner, newest_owner
+from dlrover.python.rl.runtime.run_folder import BEAT_S, DESCRIPTION, LATEST, MODEL, in_use
 
 _LOG = get_logger(__name__)
 

@@ -11,20 +11,16 @@ A start claims its folder by creating the next record, in which only one of seve
 while it runs. There is no lock, since one that a lost node holds on a shared disk stays.
 """
 
-import json
 import os
 import re
 import shutil
 import signal
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any
 from uuid import uuid4
 
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob, JobConflict
@@ -36,14 +32,28 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
+from dlrover.python.rl.runtime.owner import (
+    FAILED,
+    FINISHED,
+    LAUNCHED,
+    RUNNING,
+    Owner,
+    create_record,
+    encode_owner,
+    is_alive,
+    newest_owner,
+    newest_record,
+    number_of,
+    owner_of,
+    read_owner,
+    records_in,
+)
 
 _LOG = get_logger(__name__)
 
 _COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
 
 LATEST, DESCRIPTION, MODEL, CLUSTER = "latest", "job.yaml", "model", "cluster"
-RUNNING, FINISHED, FAILED = "running", "finished", "failed"
-IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 BEAT_S = 5.0
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _RESULTS = ("metrics.jsonl", "summary.json", MODEL, "checkpoints/*/step-*", "commits/*/step-*")
@@ -52,53 +62,6 @@ _RESULTS = ("metrics.jsonl", "summary.json", MODEL, "checkpoints/*/step-*", "com
 def new_run() -> str:
     """An id that tells a run from all others of the same job name."""
     return os.urandom(4).hex()
-
-
-@dataclass(frozen=True)
-class Owner:
-    """A start of a run. ``pid`` 0: it is not bound to one process, and lives until its record was not touched for
-    ``lease_s`` seconds; the same holds for a process on another machine."""
-
-    job: str
-    run: str
-    runtime: str
-    host: str
-    machine: str
-    pid: int
-    began: str
-    since_s: float
-    lease_s: float
-    work_dir: str
-    search_path: tuple[str, ...]
-    state: str = RUNNING
-    given: str = ""
-
-    @property
-    def is_here(self) -> bool:
-        return self.machine == _machine()
-
-    def __str__(self) -> str:
-        process = f"process {self.pid} on" if self.pid else "on"
-        since = datetime.fromtimestamp(self.since_s).strftime("%Y-%m-%d %H:%M:%S")
-        return f"run {self.run} of '{self.job}' ({self.runtime}, {process} {self.host}, since {since})"
-
-
-def _owner(job: JobSpec, runtime: str, bound: bool) -> Owner:
-    pid = os.getpid() if bound else 0
-    return Owner(
-        job=job.name,
-        run=job.run,
-        runtime=runtime,
-        host=socket.gethostname(),
-        machine=_machine(),
-        pid=pid,
-        began=_began(pid) if pid else "",
-        since_s=time.time(),
-        lease_s=job.liveness.lease_s,
-        work_dir=job.work_dir,
-        search_path=job.search_path,
-        given=job.given,
-    )
 
 
 def begin(job: JobSpec) -> JobSpec:
@@ -110,11 +73,6 @@ def begin(job: JobSpec) -> JobSpec:
     return replace(job, run=run, job_dir=job.run_folders / name if job.run_folders else job.job_dir)
 
 
-def newest_owner(folder: Path) -> Owner | None:
-    record = _newest_record(folder)
-    return _read(record) if record is not None else None
-
-
 def has_commits(folder: Path) -> bool:
     """Whether a run has committed a step, in its folder or in this machine's memory."""
     owner = newest_owner(folder)
@@ -123,15 +81,15 @@ def has_commits(folder: Path) -> bool:
 
 
 def in_use(folder: Path) -> bool:
-    record = _newest_record(folder)
-    owner = _read(record) if record is not None else None
-    return record is not None and owner is not None and _is_alive(owner, record)
+    record = newest_record(folder)
+    owner = read_owner(record) if record is not None else None
+    return record is not None and owner is not None and is_alive(owner, record)
 
 
 def conflict(job: JobSpec) -> str:
     """Why a run of ``job`` must not begin in its folder; empty if it may."""
-    folder, record = job.job_dir, _newest_record(job.job_dir)
-    owner = _read(record) if record is not None else None
+    folder, record = job.job_dir, newest_record(job.job_dir)
+    owner = read_owner(record) if record is not None else None
     if job.run_folders is not None or (owner is not None and owner.run == job.run and not owner.pid):
         return ""
     if in_use(folder):
@@ -156,7 +114,7 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
         JobConflict: another run is there.
         InvalidJob: the folder cannot be made.
     """
-    folder, owner = job.job_dir, _owner(job, runtime, bound)
+    folder, owner = job.job_dir, owner_of(job, runtime, bound)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -164,28 +122,39 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
     earlier, goes_on = newest_owner(folder), job.checkpoint.resume == "latest"
     goes_on = goes_on and (has_commits(folder) or bool(job.archive and newest_commit(folder, job.archive)))
     while True:
-        newest = _newest_record(folder)
+        newest = newest_record(folder)
         if why := conflict(job):
             raise JobConflict(why)
-        record = folder / f"owner.{_number(newest) + 1}.json"
-        if _create(record, owner):
-            if _newest_record(folder) == record:
+        record = folder / f"owner.{number_of(newest) + 1}.json"
+        if create_record(record, owner):
+            if newest_record(folder) == record:
                 break
             record.unlink()  # others came and went meanwhile
-    if newest is not None:
-        newest.unlink(missing_ok=True)
-    starts_afresh = job.overwrite and job.checkpoint.resume != "latest"
-    if starts_afresh and (earlier is None or earlier.run != job.run):
-        memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
-        for path in (folder / "checkpoints", folder / "commits", *memory):
-            shutil.rmtree(path, ignore_errors=True)
-    path = folder / DESCRIPTION
-    replaced = path.read_bytes() if goes_on and path.is_file() else b""
-    _write_description(job, job_to_yaml(job, hide_secrets=True).encode())
+    try:
+        replaced = _describe(job, earlier, goes_on)
+    except BaseException:
+        record.unlink(missing_ok=True)  # the earlier owner's is still there
+        raise
+    for older in records_in(folder):
+        if number_of(older) < number_of(record):
+            older.unlink(missing_ok=True)
     if _is_own_folder(job):
         _link_latest(folder)
         _remove(superseded(job))
     return Claim(record, owner, job, replaced)
+
+
+def _describe(job: JobSpec, earlier: Owner | None, goes_on: bool) -> bytes:
+    """Write the job's description; returns that of the run which it goes on from, else removes that run's commits."""
+    starts_afresh = job.overwrite and job.checkpoint.resume != "latest"
+    if starts_afresh and (earlier is None or earlier.run != job.run):
+        memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
+        for path in (job.job_dir / "checkpoints", job.job_dir / "commits", *memory):
+            shutil.rmtree(path, ignore_errors=True)
+    path = job.job_dir / DESCRIPTION
+    replaced = path.read_bytes() if goes_on and path.is_file() else b""
+    _write_description(job, job_to_yaml(job, hide_secrets=True).encode())
+    return replaced
 
 
 def _write_description(job: JobSpec, description: bytes) -> None:
@@ -209,7 +178,7 @@ def superseded(job: JobSpec) -> list[Path]:
     if parent is None:
         return []
     folders = [folder for folder in parent.iterdir() if _OWN_FOLDER.fullmatch(folder.name)] if parent.is_dir() else []
-    records = [record for folder in folders if (record := _newest_record(folder)) is not None]
+    records = [record for folder in folders if (record := newest_record(folder)) is not None]
     ended = [record.parent for record in records if not in_use(record.parent) and record.parent != job.job_dir]
     return [
         path
@@ -244,14 +213,14 @@ class Claim:
     @property
     def number(self) -> int:
         """Of the starts in this folder, from 1 on."""
-        return _number(self.record)
+        return number_of(self.record)
 
     def beat(self) -> None:
         """Raises JobConflict if another start has taken the folder over."""
         with suppress(OSError):  # a disk that does not answer for a while
-            newest = _newest_record(self.record.parent)
+            newest = newest_record(self.record.parent)
             if newest is not None and newest != self.record:
-                raise JobConflict(f"{self.record.parent} was taken over by {_read(newest)}")
+                raise JobConflict(f"{self.record.parent} was taken over by {read_owner(newest)}")
             os.utime(self.record)
 
     def end(self, state: str) -> None:
@@ -261,7 +230,7 @@ class Claim:
             if state == FAILED and self.replaced and not self._has_committed():
                 _write_description(self.job, self.replaced)
         with suppress(OSError), new_file(self.record, durable=True) as file:
-            file.write(_encode(replace(self.owner, state=state)))
+            file.write(encode_owner(replace(self.owner, state=state)))
 
     def _has_committed(self) -> bool:
         job = self.job
@@ -296,89 +265,6 @@ def held(claimed: Claim) -> Iterator[Claim]:
     finally:
         over.set()
         thread.join(BEAT_S)
-
-
-# -- records ----------------------------------------------------------------------------------------------------------
-
-
-def _records(folder: Path) -> list[Path]:
-    return sorted(folder.glob("owner.*.json"), key=_number)
-
-
-def _newest_record(folder: Path) -> Path | None:
-    records = _records(folder)
-    return records[-1] if records else None
-
-
-def _number(record: Path | None) -> int:
-    digits = record.name.split(".")[1] if record is not None else "0"
-    return int(digits) if digits.isdigit() else 0
-
-
-def _encode(owner: Owner) -> bytes:
-    return json.dumps(asdict(owner), indent=1).encode()
-
-
-def _read(record: Path) -> Owner | None:
-    """The content of a record; None if it is gone or damaged."""
-    try:
-        fields: dict[str, Any] = json.loads(record.read_bytes())
-        return Owner(**{**fields, "search_path": tuple(fields["search_path"])})
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
-
-
-def _create(record: Path, owner: Owner) -> bool:
-    """Write a record that does not exist yet; False if it does."""
-    temporary = record.with_name(f".{record.name}.{uuid4().hex}.tmp")
-    temporary.write_bytes(_encode(owner))
-    temporary.chmod(0o600)
-    try:
-        os.link(temporary, record)
-    except FileExistsError:
-        return False
-    finally:
-        temporary.unlink()
-    return True
-
-
-def _is_alive(owner: Owner, record: Path) -> bool:
-    if owner.state != RUNNING:
-        return False
-    if owner.pid and owner.is_here:
-        return _began(owner.pid) == owner.began
-    try:
-        return _now_s(record.parent) - record.stat().st_mtime < owner.lease_s
-    except OSError:
-        return True  # a disk that does not answer is no reason to take over
-
-
-def _now_s(folder: Path) -> float:
-    """The time of the file system, which may be another machine's."""
-    probe = folder / f".now.{uuid4().hex}.tmp"
-    try:
-        probe.touch()
-        return probe.stat().st_mtime
-    finally:
-        probe.unlink(missing_ok=True)
-
-
-def _machine() -> str:
-    """This boot of this machine, and the container's own numbers of processes."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return socket.gethostname()
-
-
-def _began(pid: int) -> str:
-    """When the process of this number began, in ticks since the boot; empty if there is none."""
-    try:
-        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
-    except (OSError, ValueError):
-        return ""
-    return "" if state in "ZX" else fields[18]
 
 
 def _has_results(folder: Path, owner: Owner | None) -> bool:

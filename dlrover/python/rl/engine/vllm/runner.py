@@ -40,8 +40,10 @@ _JOIN_TIMEOUT_S = 10.0
 _FAILURES = (RuntimeError, ValueError, TypeError, OSError)
 """What vLLM raises, ``TimeoutError`` and CUDA's own errors among them."""
 
-_BREAKS = (RuntimeError, TimeoutError)
-"""Of a worker, a device or a collective, after which vLLM does not compute any more."""
+
+def _has_died(error: Exception) -> bool:
+    """Of a worker, a device or a collective, after which vLLM does not compute any more; not what it cannot do."""
+    return isinstance(error, RuntimeError | TimeoutError) and not isinstance(error, NotImplementedError)
 
 
 class Runner:
@@ -87,7 +89,7 @@ class Runner:
         try:
             outputs = self.llm.step()
         except _FAILURES as error:
-            broken = EngineDied if isinstance(error, _BREAKS) else EngineError
+            broken = EngineDied if _has_died(error) else EngineError
             raise broken(f"vLLM broke off: {error}") from error
         new_tokens = []
         for output in outputs:
@@ -110,7 +112,7 @@ class Runner:
                 self.llm.collective_rpc("take_weights", _LOAD_TIMEOUT_S, (shared,))
                 worker_faults = self.llm.collective_rpc("read_back", _LOAD_TIMEOUT_S, (shared, part))
         except _FAILURES as error:
-            broken = EngineDied if isinstance(error, _BREAKS) else WeightSyncError
+            broken = EngineDied if _has_died(error) else WeightSyncError
             raise broken(f"vLLM broke off taking the weights of version {weights.version}: {error}") from error
         self.llm.reset_prefix_cache()
         if faults := sorted({fault for faults in worker_faults for fault in faults}):

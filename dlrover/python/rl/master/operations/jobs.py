@@ -17,7 +17,8 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import check_job_name, hint
 from dlrover.python.rl.master.operations.history import JobHistory, RunHistory
 from dlrover.python.rl.master.process.status import JobStatus, RunningProcess
-from dlrover.python.rl.runtime.run_folder import CLUSTER, Owner, in_use, newest_owner
+from dlrover.python.rl.runtime.owner import Owner, newest_owner
+from dlrover.python.rl.runtime.run_folder import CLUSTER, in_use
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter
 
 _TAIL_BYTES = 64 * 1024

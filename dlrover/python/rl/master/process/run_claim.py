@@ -8,10 +8,11 @@ from contextlib import contextmanager, suppress
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.runtime.owner import FAILED, ON_RAY, newest_owner
 from dlrover.python.rl.runtime.process.heartbeat import leave
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests, copy_output
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address
-from dlrover.python.rl.runtime.run_folder import BEAT_S, CLUSTER, FAILED, ON_RAY, Claim, claim, newest_owner
+from dlrover.python.rl.runtime.run_folder import BEAT_S, CLUSTER, Claim, claim
 
 _LOG = get_logger(__name__)
 
