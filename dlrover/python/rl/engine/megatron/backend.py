@@ -61,9 +61,10 @@ class MegatronBackend(ShardedBackend):
             self.module.requires_grad_(config is not None)
             self._passes = self.module
             if config is not None:
-                sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
+                sums = DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True)
                 self._passes = DistributedDataParallel(self.module.config, sums, self.module)
-        self.shards = MegatronShards(self.module, shape, stage, trained=config is not None)
+        self.shards = MegatronShards(self.module, shape, stage, self._passes if config is not None else None)
+        self._is_gathered = True  # the module has all ranks' slices of the last step
         self.optimizer = None if config is None else MasterOptimizer(config, self.shards.trained)
         if stage.is_last:
             self.module.output_layer.register_forward_pre_hook(self._select_read_tokens)
@@ -85,8 +86,7 @@ class MegatronBackend(ShardedBackend):
             wanted[_EMBEDDING] = (_EMBEDDING, "lm_head.weight")
         read = spec.reader(wanted, shapes, "model")
         for shard in self.shards:
-            shard.master.copy_(self.shards.part(shard, [read(name) for name in shard.parameter.sources]))
-            shard.refresh()
+            shard.write(self.shards.part(shard, [read(name) for name in shard.parameter.sources]))
 
     def _pass(self, finish: Finish, micros: Iterator[MicroBatch], model: Any) -> tuple[Any, Any]:
         note_progress()
@@ -108,6 +108,7 @@ class MegatronBackend(ShardedBackend):
         return (gather_tokens(self.module, hidden)[self._reads], *others)
 
     def _run(self, micros: Sequence[MicroBatch], finish: Finish, forward_only: bool) -> list[Any]:
+        self._gather()
         with self._context:
             results: list[Any] = get_forward_backward_func()(
                 forward_step_func=partial(self._pass, finish),
@@ -186,11 +187,29 @@ class MegatronBackend(ShardedBackend):
         with self._context:
             self._passes.zero_grad_buffer()
 
-    def _local(self, shard: MegatronShard) -> Any:
-        return self.parked.locate(shard.master)
+    def update(self, version: int, norm: float) -> float:
+        self._is_gathered = False
+        return super().update(version, norm)
+
+    def _refresh(self) -> None:
+        self._is_gathered = False
+        super()._refresh()
+
+    def _gather(self) -> None:
+        """Exchange the slices that the data-parallel ranks have stepped. A collective of theirs, on the device."""
+        if not self._is_gathered:
+            with self._context:
+                self._passes.start_param_sync()
+            self._is_gathered = True
+
+    def _read_part(self, shard: MegatronShard, dtype: Any) -> Any:
+        if dtype == shard.tensor.dtype and self.parked.on_device:
+            self._gather()  # the next pass needs them, too
+            return shard.tensor.detach()
+        return self.shards.whole(shard, self.parked.locate(shard.master).to(self._settings.device).to(dtype))
 
     def named_weights(self, dtype: Any = None, merged: bool = True) -> Iterator[tuple[str, Any]]:
-        return self.shards.named_weights(self._local, self._settings.device, dtype)
+        return self.shards.named_weights(self._read_part, self._settings.device, dtype)
 
     def named_adapters(self) -> Iterator[tuple[str, Any]]:
         return iter(())  # none are trained here
@@ -202,10 +221,10 @@ class MegatronBackend(ShardedBackend):
     def write_weights(self, weights: WeightSnapshot) -> None:
         for shard in self.shards:
             tensors = [weights.tensor(name) for name in shard.parameter.sources]
-            self._local(shard).copy_(self.shards.part(shard, tensors))
+            shard.write(self.shards.part(shard, tensors), self.parked.locate)
 
     def local_state(self) -> dict[str, Any]:
-        model = {shard.name: self._local(shard) for shard in self.shards}
+        model = {shard.name: self.parked.locate(shard.master) for shard in self.shards}
         return {"layout": list(self._stage.layout.shape), "model": model, "optimizer": self._moments()}
 
     def write_checkpoint(self, path: Path, version: int) -> None:

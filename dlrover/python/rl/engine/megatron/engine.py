@@ -26,7 +26,8 @@ from dlrover.python.rl.engine.megatron.shards import Stage
 
 
 class MegatronTrainEngine(BackendTrainEngine):
-    """``parallel`` gives tensor and pipeline sizes; the remaining ranks hold copies of the model, with different rows.
+    """``parallel`` gives tensor and pipeline sizes; the remaining ranks hold copies of the model, with different rows,
+    and divide its optimizer (ZeRO-1).
 
     Megatron's process groups belong to the process: engines of one process have equal sizes.
 
@@ -50,6 +51,7 @@ class MegatronTrainEngine(BackendTrainEngine):
             self.layout.coordinates(ranks.rank),
             parallel_state.get_tensor_model_parallel_group(),
             parallel_state.get_pipeline_model_parallel_group(),
+            parallel_state.get_data_parallel_group(),
         )
         return ranks
 

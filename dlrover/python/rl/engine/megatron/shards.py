@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parameters of Megatron's GPT on this rank.
+"""The parameters of Megatron's GPT on this rank, and the slices of them that its optimizer steps.
+
+::
+
+    buffer of weights   |-- a parameter --|- another -| ...    the same on all data-parallel ranks
+    masters, moments    |-- of rank 0 ---|--- of rank 1 ---|   float32, divided (ZeRO-1, arXiv:1910.02054)
 
 A checkpoint has them under Hugging Face's names, each rank its part: any layout or engine with these can read it.
 """
@@ -8,7 +13,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -38,6 +43,7 @@ class Stage:
     place: Layout  # this rank's coordinates
     tensors: Any  # process group of the ranks that split each matrix
     pipeline: Any  # process group of the ranks that divide the layers
+    data: Any  # process group of the data-parallel ranks, which have the same weights
 
     @property
     def is_last(self) -> bool:
@@ -55,48 +61,87 @@ class Stage:
         return tensor
 
 
+Locate: TypeAlias = Callable[[Any], Any]
+"""Gives the memory of a tensor, which may be on the host now."""
+
+
 @dataclass(eq=False)
 class MegatronShard:
-    """This rank's part of one parameter."""
+    """This rank's part of one parameter. If it is trained, each data-parallel rank steps a slice of it."""
 
     name: str  # Megatron's, on this stage
     parameter: Parameter
     tensor: Any  # the module's
-    master: Any  # float32; shares the tensor's memory unless a trained one is computed with in lower precision
-    counts: bool  # in the gradient norm; False if another rank has the same
+    master: Any  # flat: this rank's slice, in float32; in the tensor's memory if that is float32 too, or frozen
+    counts: bool  # in the gradient norm; False if another rank that splits the matrices has the same
+    slices: tuple[slice, ...]  # of the flat tensor, by data-parallel rank; they may be empty
+    rank: int  # of these
 
     @property
     def decays(self) -> bool:
         return bool(self.tensor.ndim >= 2)
 
+    @property
+    def shares_memory(self) -> bool:
+        return bool(self.master.dtype == self.tensor.dtype)
+
+    def own(self, whole: Any) -> Any:
+        """This rank's slice, flat, of a tensor of the same size."""
+        return whole.reshape(-1)[self.slices[self.rank]]
+
     @torch.no_grad()
-    def refresh(self, locate: Callable[[Any], Any] = torch.Tensor.detach) -> None:
-        """Copy the master to the tensor; ``locate`` gives the memory of both."""
-        if self.master is not self.tensor:
-            locate(self.tensor).copy_(locate(self.master))
+    def refresh(self, locate: Locate = torch.Tensor.detach) -> None:
+        """Copy the master to its slice of the tensor."""
+        if not self.shares_memory:
+            self.own(locate(self.tensor)).copy_(locate(self.master))
+
+    @torch.no_grad()
+    def write(self, whole: Any, locate: Locate = torch.Tensor.detach) -> None:
+        """Copy new values to the tensor and the master."""
+        locate(self.tensor).copy_(whole)
+        if not self.shares_memory:
+            locate(self.master).copy_(self.own(whole))
+
+    def whole(self, own: Any, group: Any) -> Any:
+        """All ranks' slices as one tensor. A collective of the data-parallel ranks."""
+        if len(self.slices) == 1:
+            return own.view(self.tensor.shape)
+        whole = own.new_empty(self.tensor.numel())
+        for rank, at in enumerate(self.slices):
+            if at.start < at.stop:
+                if rank == self.rank:
+                    whole[at] = own
+                dist.broadcast(whole[at], group=group, group_src=rank)
+        return whole.view(self.tensor.shape)
 
 
 class MegatronShards:
     """All parameters of a module on this rank."""
 
-    def __init__(self, module: Any, shape: TransformerShape, stage: Stage, trained: bool) -> None:
+    def __init__(self, module: Any, shape: TransformerShape, stage: Stage, trained: Any = None) -> None:
+        """``trained``: Megatron's data parallelism of the module, unless it is frozen."""
         self._shape, self._stage = shape, stage
         self._table = list_parameters(shape)
-        named = dict(module.named_parameters())
+        named, slices = dict(module.named_parameters()), {} if trained is None else _divide(trained, stage)
         self._own: dict[int, MegatronShard] = {}
         for index, parameter in enumerate(self._table):
             if parameter.stage(shape, stage.layout.pipeline) == stage.place.pipeline:
                 name = parameter.local_name(shape, stage.layout.pipeline)
-                self._own[index] = self._make_shard(name, parameter, named.pop(name), trained, counts=True)
+                self._own[index] = self._make_shard(name, parameter, named.pop(name), slices, counts=True)
         # Of a tied embedding the last stage has a copy, under the head's name.
-        self._copies = [self._make_shard(name, self._table[0], named[name], trained, counts=False) for name in named]
+        self._copies = [self._make_shard(name, self._table[0], named[name], slices, counts=False) for name in named]
 
-    def _make_shard(self, name: str, parameter: Parameter, tensor: Any, trained: bool, counts: bool) -> MegatronShard:
-        master = tensor
-        if trained and tensor.dtype != torch.float32:
-            master = torch.nn.Parameter(torch.empty_like(tensor, dtype=torch.float32))
+    def _make_shard(
+        self, name: str, parameter: Parameter, tensor: Any, slices: Mapping[Any, tuple[slice, ...]], counts: bool
+    ) -> MegatronShard:
         is_first = parameter.form != "whole" or self._stage.place.tensor == 0
-        return MegatronShard(name, parameter, tensor, master, counts and is_first)
+        divided = slices.get(tensor, (slice(0, tensor.numel()),))
+        rank = dist.get_rank(self._stage.data) if slices else 0
+        shard = MegatronShard(name, parameter, tensor, None, counts and is_first, divided, rank)
+        master = shard.own(tensor.detach())
+        is_cast = bool(slices) and tensor.dtype != torch.float32
+        shard.master = torch.nn.Parameter(torch.empty_like(master, dtype=torch.float32) if is_cast else master)
+        return shard
 
     def __iter__(self) -> Iterator[MegatronShard]:
         yield from self._own.values()
@@ -115,14 +160,20 @@ class MegatronShards:
         """This rank's part of whole Hugging Face tensors."""
         return split(shard.parameter, tensors, self._shape, self._stage.place.tensor, self._stage.layout.tensor)
 
+    def whole(self, shard: MegatronShard, own: Any) -> Any:
+        return shard.whole(own, self._stage.data)
+
     @torch.no_grad()
-    def named_weights(self, local: Any, device: str, dtype: Any = None) -> Iterator[tuple[str, Any]]:
-        """Hugging Face's name and whole tensor of everything, of the parts that ``local`` gives. A collective."""
+    def named_weights(
+        self, read: Callable[[MegatronShard, Any], Any], device: str, dtype: Any = None
+    ) -> Iterator[tuple[str, Any]]:
+        """Hugging Face's name and whole tensor of everything. ``read(shard, dtype)`` gives this rank's part on the
+        device. A collective."""
         layout, dtype = self._stage.layout, dtype or next(iter(self)).master.dtype
         for index, item in enumerate(self._table):
             stage = item.stage(self._shape, layout.pipeline)
             if stage == self._stage.place.pipeline:
-                tensors = join(item, self._gather(item, local(self._own[index]).to(device).to(dtype)), self._shape)
+                tensors = join(item, self._gather(item, read(self._own[index], dtype)), self._shape)
             else:
                 tensors = [torch.empty(size, dtype=dtype, device=device) for size in item.shapes]
             for name, tensor in zip(item.sources, tensors, strict=True):
@@ -138,7 +189,7 @@ class MegatronShards:
     def take_gradients(self) -> list[Any]:
         """Hand each master its gradient, which Megatron has summed in float32."""
         for shard in self:
-            shard.master.grad = shard.tensor.main_grad
+            shard.master.grad = shard.own(shard.tensor.main_grad)
         return [shard.master.grad for shard in self]
 
     def drop_gradients(self) -> None:
@@ -148,13 +199,23 @@ class MegatronShards:
     def gradient_norm(self, ranks: Ranks) -> float:
         """Of the whole model's gradient, to the same bit on every rank: summed in the ranks' order."""
         norms = [torch.linalg.vector_norm(shard.master.grad).double() for shard in self if shard.counts]
-        squares = sum(float(norm * norm) for norm in norms)
-        first = self._stage.place.ddp == 0 and self._stage.place.shard == 0
-        return math.sqrt(sum(ranks.gather(squares if first else 0.0)))
+        return math.sqrt(sum(ranks.gather(sum(float(norm * norm) for norm in norms))))
 
     def first_bad_gradient(self, ranks: Ranks) -> str:
         gradients = {shard.parameter.sources[0]: shard.master.grad for shard in self}
         return find_first_nonfinite(ranks, gradients, [item.sources[0] for item in self._table])
+
+
+def _divide(passes: Any, stage: Stage) -> dict[Any, tuple[slice, ...]]:
+    """Of each parameter the slices that the data-parallel ranks have of its bucket, whose gradients they reduce."""
+    ranks, slices = dist.get_world_size(stage.data), dict[Any, tuple[slice, ...]]()
+    for buffer in passes.buffers:
+        for parameter, (start, stop, number) in buffer.param_index_map.items():
+            bucket, size = buffer.buckets[number], stop - start
+            share = bucket.grad_data.numel() // ranks
+            bounds = [min(max(bucket.offset + share * rank - start, 0), size) for rank in range(ranks + 1)]
+            slices[parameter] = tuple(map(slice, bounds, bounds[1:]))
+    return slices
 
 
 _DIVIDED: Mapping[Form, int] = {"vocab": 0, "columns": 1, "qkv": 0, "gate_up": 0}
@@ -179,8 +240,8 @@ class CheckpointTensors:
             for source in shard.parameter.sources:
                 self.tensors[optimizer_tensor(source, "step")] = state["step"].to("cpu", copy=True)
 
-    def _copy_parts(self, shard: MegatronShard, tensor: Any, rename: Any) -> None:
-        item = shard.parameter
+    def _copy_parts(self, shard: MegatronShard, own: Any, rename: Any) -> None:
+        item, tensor = shard.parameter, self._shards.whole(shard, own)
         for source, whole, part in zip(item.sources, item.shapes, join(item, [tensor], self._local), strict=True):
             self.tensors[rename(source)] = self._divided(part.to("cpu", copy=True).contiguous(), whole, item.form)
 
@@ -206,18 +267,18 @@ class CheckpointTensors:
     def put_back(self) -> None:
         """Copy the tensors into the masters and moments that they were copied from."""
         for shard in self._shards:
-            shard.master.copy_(self._join_parts(shard, model_tensor))
-            shard.refresh()
+            shard.write(self._join_parts(shard, model_tensor))
         for shard, state in self._optimizer.state() if self._optimizer is not None else ():
             for kind in ("exp_avg", "exp_avg_sq"):
-                state[kind].copy_(self._join_parts(shard, lambda name, kind=kind: optimizer_tensor(name, kind)))
+                whole = self._join_parts(shard, lambda name, kind=kind: optimizer_tensor(name, kind))
+                state[kind].copy_(shard.own(whole))
             state["step"].copy_(self.tensors[optimizer_tensor(shard.parameter.sources[0], "step")])
 
     def _join_parts(self, shard: MegatronShard, rename: Any) -> Any:
         tensors = [self.tensors[rename(source)] for source in shard.parameter.sources]
         parts = [part.to_local() if isinstance(part, DTensor) else part for part in tensors]
         joined = split(shard.parameter, parts, self._local, 0, 1)
-        missing = len(shard.master) - len(joined)  # rows that fill up the vocabulary
+        missing = len(shard.tensor) - len(joined)  # rows that fill up the vocabulary
         return torch.cat([joined, joined.new_zeros(missing, *joined.shape[1:])]) if missing else joined
 
 
