@@ -37,7 +37,7 @@ def test_a_run_that_may_run_ahead_ends_sooner_and_learns_as_well(tmp_path):
     assert ahead["held_out"] > in_turns["held_out"] - 0.1
 
 
-def test_a_grpo_step_crosses_at_most_70_modules():
+def test_a_grpo_step_crosses_at_most_100_modules():
     ran = subprocess.run(["make", "--silent", "trace-step", "ARGS=--count"], cwd=ROOT, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr[-4000:]
-    assert 30 < int(ran.stdout.split()[-1]) <= 70
+    assert 30 < int(ran.stdout.split()[-1]) <= 100

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cases import ENGINES, Case, sizes
-from exercise import make_engine, train, weights_of
+from exercise import make_engine, share, train, weights_of
 from plain import write_model
 from processes import run
 
@@ -61,6 +61,12 @@ def two_steps(rank, world_size, port, case, path, precision, checkpoint):
     engine.meta()
     engine.load_state_dict(state)
     steps, ends = steps + train(engine, rank, [2]), [*ends, weights_of(engine)]
+    frozen = make_engine(case, rank, port, path, frozen=True, precision=precision)
+    before = {name: tensor.clone() for name, tensor in frozen.named_weights()}
+    frozen.load_state_dict(saved(frozen.state_dict()))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in frozen.named_weights())
+    frozen.evaluate(share(frozen, rank, 0))
+    frozen.close()
     engine.close()
     return masters, footprint, counts, steps, ends
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from dlrover.python.rl.common.errors import JobConflict
+from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime import run_folder
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
@@ -66,19 +66,26 @@ def test_what_a_run_was_begun_with_stays_if_another_one_fails_before_it_has_comm
 
 
 @pytest.mark.parametrize("earlier", [0, 1, 2])
-def test_a_claim_that_fails_half_way_gives_the_folder_back(tmp_path, monkeypatch, earlier):
-    def is_full(*_):
-        raise OSError(28, "No space left on device")
+def test_a_claim_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path, monkeypatch, earlier):
+    class Refusing:
+        def put(self, name):
+            raise OSError(28, "No space left on device")
 
     job = replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out", overwrite=True)
     for _ in range(earlier):
-        claim(begin(job), IN_PROCESS, bound=True).end(FINISHED)
-    before = newest_owner(job.job_dir)
-    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(run_folder, "_write_description", is_full)
-        claim(begin(job), IN_PROCESS, bound=True)
-    assert newest_owner(job.job_dir) == before
-    claim(begin(job), IN_PROCESS, bound=True)
+        begun = begin(job)
+        claim(begun, IN_PROCESS, bound=True).end(FINISHED)
+        (job.job_dir / "commits" / begun.run / "step-00000010.e1").mkdir(parents=True)
+    before = newest_owner(job.job_dir), sorted(job.job_dir.rglob("*"))
+    described = (job.job_dir / DESCRIPTION).read_bytes() if earlier else b""
+    other = begin(replace(job, checkpoint=replace(job.checkpoint, every=7)))
+    with monkeypatch.context() as patch, pytest.raises(InvalidJob, match="No space left"):
+        patch.setattr(run_folder, "files_of", lambda job: Refusing())
+        claim(other, IN_PROCESS, bound=True)
+    assert (newest_owner(job.job_dir), sorted(job.job_dir.rglob("*"))) == before
+    assert not earlier or (job.job_dir / DESCRIPTION).read_bytes() == described
+    claim(other, IN_PROCESS, bound=True)
+    assert not [path for path in job.job_dir.rglob("step-*")]
     with pytest.raises(JobConflict, match="in use"):
         claim(begin(job), IN_PROCESS, bound=True)
     assert len(list(job.job_dir.glob("owner.*"))) == 1

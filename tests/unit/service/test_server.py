@@ -36,6 +36,7 @@ from dlrover.python.rl.service.auth import AccessRole, Caller
 from dlrover.python.rl.service.client import ClientTls, ServiceClient, has_ended, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase, JobRecord
 from dlrover.python.rl.service.jobs.submissions import check_process, check_submission
+from dlrover.python.rl.service.messages import STREAM_OPEN
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer
 from dlrover.python.rl.service.verbs import _target, fetch
@@ -173,6 +174,17 @@ def test_streams_end_when_the_service_is_away_for_longer_than_the_patience(tmp_p
         service.kill()
 
 
+class _Seen:
+    """A stream that puts its metadata into a queue when its messages are waited for."""
+
+    def __init__(self, stream, opened):
+        self._stream, self._opened, self.initial_metadata = stream, opened, stream.initial_metadata
+
+    def __iter__(self):
+        self._opened.put(self.initial_metadata())
+        return iter(self._stream)
+
+
 def test_a_watcher_has_its_whole_patience_in_each_outage_after_a_long_time_without_events(tmp_path, monkeypatch):
     service, past_s, opened = Service(tmp_path, steps=1, step_s=3600.0), 0.0, queue.Queue()
     service.start()
@@ -183,19 +195,40 @@ def test_a_watcher_has_its_whole_patience_in_each_outage_after_a_long_time_witho
         events = client.watch("job")
         next(event for event in events if event.kind == "running")
         watch = client._calls["Watch"]
-        client._calls["Watch"] = lambda *args, **metadata: opened.put(stream := watch(*args, **metadata)) or stream
+        client._calls["Watch"] = lambda *args, **metadata: _Seen(watch(*args, **metadata), opened)
         reader = futures.ThreadPoolExecutor(1)
         kinds = reader.submit(lambda: [event.kind for event in events])
         for _ in range(2):
             past_s += 2 * WITHIN_S
             service.kill()
             service.start()
-            while not dict(opened.get(timeout=WITHIN_S).initial_metadata()):
+            while STREAM_OPEN not in dict(opened.get(timeout=WITHIN_S)):
                 pass
         client.stop("job")
         assert kinds.result(timeout=WITHIN_S)[-1] == "stopped"
         reader.shutdown()
     service.stop()
+
+
+class _Failing:
+    """A stream of a service that cannot read its own state."""
+
+    def initial_metadata(self):
+        return ((STREAM_OPEN, "1"),)
+
+    def __iter__(self):
+        error = grpc.RpcError()
+        error.code, error.details = lambda: grpc.StatusCode.UNAVAILABLE, lambda: "the service cannot read its state"
+        raise error
+
+
+def test_a_watcher_gives_up_where_each_stream_opens_and_fails():
+    with ServiceClient("127.0.0.1:1", token="x" * 43, patience_s=0.5) as client:
+        client._calls["Watch"] = lambda *args, **metadata: _Failing()
+        began_s = time.monotonic()
+        with pytest.raises(ServiceUnavailable, match="cannot read its state"):
+            deque(client.watch("job"))
+        assert 0.5 <= time.monotonic() - began_s < WITHIN_S
 
 
 # -- who may ask ------------------------------------------------------------------------------------------------------

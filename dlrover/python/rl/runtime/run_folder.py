@@ -146,15 +146,23 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
 
 def _describe(job: JobSpec, earlier: Owner | None, goes_on: bool) -> bytes:
     """Write the job's description; returns that of the run which it goes on from, else removes that run's commits."""
+    path = job.job_dir / DESCRIPTION
+    before = path.read_bytes() if path.is_file() else b""
+    try:
+        _write_description(job, job_to_yaml(job, hide_secrets=True).encode())
+    except BaseException:
+        with suppress(OSError):
+            if before:
+                path.write_bytes(before)
+            else:
+                path.unlink(missing_ok=True)
+        raise
     starts_afresh = job.overwrite and job.checkpoint.resume != "latest"
     if starts_afresh and (earlier is None or earlier.run != job.run):
         memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
-        for path in (job.job_dir / "checkpoints", job.job_dir / "commits", *memory):
-            shutil.rmtree(path, ignore_errors=True)
-    path = job.job_dir / DESCRIPTION
-    replaced = path.read_bytes() if goes_on and path.is_file() else b""
-    _write_description(job, job_to_yaml(job, hide_secrets=True).encode())
-    return replaced
+        for folder in (job.job_dir / "checkpoints", job.job_dir / "commits", *memory):
+            shutil.rmtree(folder, ignore_errors=True)
+    return before if goes_on else b""
 
 
 def _write_description(job: JobSpec, description: bytes) -> None:

@@ -31,6 +31,8 @@ _CALL_S = 15.0
 _PATIENCE_S = 60.0
 _WAIT_S = 30.0
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.1, 2.0
+_STEADY_S = 2.0
+"""A stream that was open for so long has shown that the service is there; it may fail as soon as it begins."""
 _OPTIONS = (
     ("grpc.max_receive_message_length", 8 * 1024 * 1024),
     ("grpc.enable_http_proxy", 0),
@@ -201,14 +203,18 @@ class ServiceClient:
         """The messages of a stream, which begins again with a new request where it was cut off."""
         lost_s = inf
         while True:
+            opened_s = inf
             try:
                 stream = self._calls[method](request(), metadata=self._metadata)
                 if dict(stream.initial_metadata() or ()).get(STREAM_OPEN):  # waits: for the service, or the call's end
+                    opened_s = time.monotonic()
+                for message in stream:
                     lost_s = inf
-                yield from stream
+                    yield message
                 return
             except grpc.RpcError as error:
-                lost_s = min(lost_s, time.monotonic())  # not the last message's time: a stream may be quiet for long
+                now_s = time.monotonic()  # not the last message's time: a stream may be quiet for long
+                lost_s = now_s if now_s - opened_s >= _STEADY_S else min(lost_s, now_s)
                 self._raise_unless_passing(error, lost_s)
             time.sleep(_FIRST_PAUSE_S)
 

@@ -192,7 +192,7 @@ class MegatronBackend(ShardedBackend):
         return super().update(version, norm)
 
     def _refresh(self) -> None:
-        self._is_gathered = False
+        self._is_gathered = self.optimizer is None
         super()._refresh()
 
     def _gather(self) -> None:

@@ -72,9 +72,9 @@ class MegatronShard:
     name: str  # Megatron's, on this stage
     parameter: Parameter
     tensor: Any  # the module's
-    master: Any  # flat: this rank's slice, in float32; in the tensor's memory if that is float32 too, or frozen
+    master: Any  # this rank's slice, in float32; in the tensor's memory if that is float32 too, or frozen
     counts: bool  # in the gradient norm; False if another rank that splits the matrices has the same
-    slices: tuple[slice, ...]  # of the flat tensor, by data-parallel rank; they may be empty
+    slices: tuple[slice, ...]  # of the flat tensor, by data-parallel rank; they may be empty; () if one has all
     rank: int  # of these
 
     @property
@@ -86,8 +86,8 @@ class MegatronShard:
         return bool(self.master.dtype == self.tensor.dtype)
 
     def own(self, whole: Any) -> Any:
-        """This rank's slice, flat, of a tensor of the same size."""
-        return whole.reshape(-1)[self.slices[self.rank]]
+        """This rank's slice, flat, of a tensor of the same size; all of it, as it is, if it is not divided."""
+        return whole.reshape(-1)[self.slices[self.rank]] if self.slices else whole
 
     @torch.no_grad()
     def refresh(self, locate: Locate = torch.Tensor.detach) -> None:
@@ -104,8 +104,8 @@ class MegatronShard:
 
     def whole(self, own: Any, group: Any) -> Any:
         """All ranks' slices as one tensor. A collective of the data-parallel ranks."""
-        if len(self.slices) == 1:
-            return own.view(self.tensor.shape)
+        if not self.slices:
+            return own
         whole = own.new_empty(self.tensor.numel())
         for rank, at in enumerate(self.slices):
             if at.start < at.stop:
@@ -135,11 +135,10 @@ class MegatronShards:
         self, name: str, parameter: Parameter, tensor: Any, slices: Mapping[Any, tuple[slice, ...]], counts: bool
     ) -> MegatronShard:
         is_first = parameter.form != "whole" or self._stage.place.tensor == 0
-        divided = slices.get(tensor, (slice(0, tensor.numel()),))
-        rank = dist.get_rank(self._stage.data) if slices else 0
+        divided, rank = slices.get(tensor, ()), dist.get_rank(self._stage.data)
         shard = MegatronShard(name, parameter, tensor, None, counts and is_first, divided, rank)
         master = shard.own(tensor.detach())
-        is_cast = bool(slices) and tensor.dtype != torch.float32
+        is_cast = tensor in slices and tensor.dtype != torch.float32
         shard.master = torch.nn.Parameter(torch.empty_like(master, dtype=torch.float32) if is_cast else master)
         return shard
 
@@ -209,6 +208,8 @@ class MegatronShards:
 def _divide(passes: Any, stage: Stage) -> dict[Any, tuple[slice, ...]]:
     """Of each parameter the slices that the data-parallel ranks have of its bucket, whose gradients they reduce."""
     ranks, slices = dist.get_world_size(stage.data), dict[Any, tuple[slice, ...]]()
+    if ranks == 1:
+        return dict.fromkeys((parameter for buffer in passes.buffers for parameter in buffer.params), ())
     for buffer in passes.buffers:
         for parameter, (start, stop, number) in buffer.param_index_map.items():
             bucket, size = buffer.buckets[number], stop - start

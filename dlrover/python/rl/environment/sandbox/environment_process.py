@@ -18,6 +18,7 @@ import time
 from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from functools import partial
+from math import inf
 from typing import Any
 
 from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
@@ -81,7 +82,8 @@ class IsolatedEnvironment:
         self._child: ChildProcess | None = None
         self._closed = False
         self._open = 0  # episodes
-        self._abandoned = 0  # calls that had not returned when the last one was abandoned
+        self._abandoned = 0  # calls that had not returned when they were last counted
+        self._abandoned_s = -inf  # when the last one was
         self.traits = EnvironmentTraits()
         self._running()
 
@@ -158,6 +160,7 @@ class IsolatedEnvironment:
             raise _ended(error) from None
 
     def _cancel_call(self, child: ChildProcess, cancelled: str) -> None:
+        self._abandoned_s = time.monotonic()
         try:
             self._count_abandoned(child, cancelled)
             self._replace_if_idle()
@@ -171,7 +174,7 @@ class IsolatedEnvironment:
         child = self._child
         if child is None or not self._is_replaceable(child):
             return
-        time.sleep(self._grace_s)  # most calls end at their next line
+        time.sleep(max(self._abandoned_s + self._grace_s - time.monotonic(), 0.0))  # most end at their next line
         with suppress(TimeoutError, ChildEnded):
             self._count_abandoned(child)
         with self._lock:
