@@ -140,6 +140,8 @@ def test_excluded_nodes_are_kept_off_and_what_waits_says_so(prefix, monkeypatch,
         wait(groups, placement, 0.4)
     assert "waiting for resources since" in caplog.text
     assert not is_usable(CLUSTER, groups[0])
+    assert reserve(CLUSTER, placement, prefix, (here(),)) == groups
+    release_groups(CLUSTER, prefix)
     allowed = reserve(CLUSTER, placement, prefix)
     wait(allowed, placement)
     assert is_usable(CLUSTER, allowed[0])

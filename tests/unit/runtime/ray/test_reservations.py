@@ -53,6 +53,21 @@ def test_a_whole_job_is_placed_on_excluded_nodes_where_there_are_no_others():
     assert list(cluster.reserved().values()) == ["a"]
 
 
+@pytest.mark.parametrize("was_waiting", [True, False])
+def test_what_an_earlier_master_has_asked_for_is_not_asked_for_again(was_waiting):
+    cluster, reservations = reservations_on()
+    with pytest.raises(PlacementTimeout):
+        asyncio.run(reservations.reserve(1, ()))
+    before = dict(cluster.groups)
+    _, again = reservations_on(cluster=cluster)
+    if was_waiting:
+        with pytest.raises(PlacementTimeout):
+            asyncio.run(again.reserve(1, ()))
+    else:
+        asyncio.run(again.find(1, ()))
+    assert cluster.groups == before
+
+
 def after_a_restart_of_the_master(cluster, incarnation, excluded, job=JOB, short=()):
     _, again = reservations_on(job=job, cluster=cluster)
     asyncio.run(again.find(incarnation, excluded, short))

@@ -20,6 +20,7 @@ from dlrover.python.rl.control.placement import Bundle, Placement, Slot, sum_res
 from dlrover.python.rl.runtime.ray.cluster.api import (
     CREATED,
     MEGABYTE,
+    PENDING,
     RAY_NAMES,
     REMOVED,
     ActorPlacement,
@@ -53,16 +54,22 @@ class _NodeGroup:
     def incarnation(self) -> int:
         return int(self.prefix.rpartition("/")[2])
 
+    @property
+    def is_requested(self) -> bool:
+        """Ray looks for its resources. It stays, since Ray may lose what it has found for a group that is removed
+        meanwhile (ray-project/ray#64693)."""
+        return self.state == PENDING
+
     def is_reserved(self, excluded: Iterable[str]) -> bool:
         """Return True if it has its resources on nodes other than ``excluded``."""
         return self.state == CREATED and not self.on & set(excluded)
 
 
 def reserve(cluster: ClusterApi, placement: Placement, prefix: str, excluded: tuple[str, ...] = ()) -> list[str]:
-    """Request the resources of the whole plan, except those that an earlier call with this ``prefix`` has reserved;
-    returns the groups in the order of the plan's nodes."""
+    """Request the resources of the whole plan, except those that an earlier call with this ``prefix`` has reserved or
+    requested; returns the groups in the order of the plan's nodes."""
     newest = _newest_by_node(_list_groups(cluster), prefix)
-    held = {node: group for node, group in newest.items() if group.is_reserved(excluded)}
+    held = {node: group for node, group in newest.items() if group.is_requested or group.is_reserved(excluded)}
     return _reserve_rest(cluster, placement, prefix, excluded, newest, held)
 
 
@@ -72,8 +79,12 @@ def find_or_reserve(
     """As :func:`reserve`, where members run: of each of the plan's nodes the newest group that has its resources is
     kept, also on a node that is excluded, whose members would be killed with it."""
     groups = _list_groups(cluster)
-    held = _newest_by_node((group for group in groups if group.is_reserved(())), prefix)
-    return _reserve_rest(cluster, placement, prefix, excluded, _newest_by_node(groups, prefix), held)
+    newest, held = (
+        _newest_by_node(groups, prefix),
+        _newest_by_node((group for group in groups if group.is_reserved(())), prefix),
+    )
+    held = {node: group for node, group in newest.items() if group.is_requested} | held
+    return _reserve_rest(cluster, placement, prefix, excluded, newest, held)
 
 
 def _reserve_rest(  # noqa: PLR0913 - what both ways of reserving have in common

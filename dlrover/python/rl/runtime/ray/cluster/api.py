@@ -28,7 +28,7 @@ from dlrover.python.rl.runtime.ray.cluster.ends import ActorEnds
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, node_table
 
 MEGABYTE = 1024 * 1024
-CREATED, REMOVED = "CREATED", "REMOVED"
+PENDING, CREATED, REMOVED = "PENDING", "CREATED", "REMOVED"
 RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 
 REMOTE_S = 20.0
