@@ -178,6 +178,7 @@ def test_what_a_prompt_has_besides_is_handed_on(tmp_path, kind):
         ("a.csv", "prompt,response\na\n", ":2", "has fewer cells than the header"),
         ("a.csv", 'prompt,response\n"a\nb",c\nx,y,z\n', ":4", "has more cells than the header"),
         ("a.csv", 'prompt\n"a', "", "not CSV in UTF-8"),
+        ("a.csv", "prompt,answer,prompt\na,b,c\n", "", "its header has 'prompt' twice"),
         ("a.csv", "messages\n[\n", ":2", "'messages' is not JSON"),
         ("a.txt", "x", "", "a file of kind '.txt' cannot be read"),
         ("a.parquet", "PAR0", "", "cannot be read"),
@@ -192,6 +193,24 @@ def test_files_that_are_wrong_are_told_with_the_place(tmp_path, name, content, p
     _, (problem,) = scan_rows(path)
     assert problem.where == f"{path}{place}"
     assert what in problem.what
+
+
+def test_a_csv_may_have_an_index_and_spaces_in_its_header(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text(",prompt, answer\n0,hi,1\n1,ho,2\n")
+    rows = load_prompts(path)
+    assert [(row.prompt, row.answer, row.extra_info) for row in rows] == [("hi", "1", {}), ("ho", "2", {})]
+
+
+def test_nulls_that_a_table_puts_into_the_arguments_of_calls_are_left_out(tmp_path):
+    pytest.importorskip("pyarrow")
+    arguments = {"look": {"city": "P"}, "sum": {"terms": [1, 2]}}
+    calls = [{"function": {"name": name, "arguments": given}} for name, given in arguments.items()]
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "tool_calls": calls}]
+    rows, errors = scan_rows(write(tmp_path, "parquet", [{"messages": messages}]))
+    assert not errors
+    (row,) = rows
+    assert row["messages"][1]["tool_calls"] == calls
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet", "arrow"])

@@ -174,10 +174,29 @@ def test_gsm8k_rewards_each_right_answer_and_no_changed_number():
         ("#### 72 m2", "72"),
         ("from 5-$7", "7"),
         ("a box of 2x3", "3"),
+        ("\u20135", "-5"),
+        (r"\boxed{18 \text{ cm}^2}", "18"),
+        (r"\boxed{18\,\text{m}^2}", "18"),
+        (r"\boxed{18\ \mathrm{m^2}}", "18"),
+        (r"\boxed{\text{2}}", "2"),
+        (r"\boxed{1/2}", "0.5"),
+        (r"\boxed{\frac{36}{2}}", "18"),
+        ("#### Step 1\n9\n#### Step 2: Add both\nSo the total is 18.", "18"),
+        ("#### 1. Add\n9+9=18", "18"),
+        ("9+9\n#### **$1,800**", "1800"),
+        ("9+9\n#### 18 eggs\nas 9 is half of it, not 20", "18"),
     ],
 )
 def test_gsm8k_reads_signs_currencies_and_units(completion, answer):
     assert gsm8k(completion, answer, {}) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer"),
+    [(r"\boxed{\frac{1}{2}}", "2"), (r"\boxed{1/2}", "2"), ("#### Step 2: Add both\nSo the total is 18.", "2")],
+)
+def test_gsm8k_takes_no_part_of_something_else(completion, answer):
+    assert gsm8k(completion, answer, {}) == 0.0
 
 
 def test_gsm8k_needs_a_number_in_the_reference():

@@ -221,12 +221,12 @@ def double(x):
         ("def f(x): x.sort()", "x = [2, 1]\nassert f(x) is None\nassert x == [1, 2]"),
         ("def f(x): raise KeyError(x)", "try:\n    f(1)\n    assert 1 == 2\nexcept KeyError: pass"),
         ("def f(x): return x", "for x in range(3):\n    assert f(x) == x\n    if x > 1: assert f(x) == 2"),
-        ("def f(): return __name__, __file__[-10:]", "assert f() == ('__main__', 'program.py')"),
+        ("def f(): return __name__, __file__[-10:]", "assert f() == ('program', 'program.py')"),
         (
             "from dataclasses import dataclass\n@dataclass\nclass P:\n    x: 'int'",
             "assert P(1) == P(1)\nassert P(1).x == 1",
         ),
-        ("f = 1\nif __name__ == '__main__':\n    f = input() if False else 2", "assert f == 2"),
+        ("f = 1\nif __name__ == '__main__':\n    f = input()", "assert f == 1"),
         ("def f(x): return x", "def check(c): assert c(2) == 5\ncheck = lambda c: None\ncheck(f)"),
         ("def f(x): return not x", "assert f(0) is True\nassert not (f(0) is 1)"),
     ],
@@ -295,3 +295,36 @@ def test_all_cases_have_one_deadline_together():
 def test_tests_that_hang_end_at_their_deadline():
     tests = {"tests": "f()", "timeout_s": 0.5}
     assert python_tests(fenced("def f():\n    while True: pass"), None, tests) == 0.0
+
+
+DOUBLE, WRONG = (f"```python\ndef double(x):\n    return {factor} * x\n```" for factor in (2, 3))
+CASES = '[{"input": "1\\n", "output": "2\\n"}]'
+
+
+@pytest.mark.parametrize(
+    ("completion", "tests", "reward"),
+    [
+        ("```python\nprint('wrong')\n```", CASES, 0.0),
+        ("```python\nprint(2 * int(input()))\n```", CASES, 1.0),
+        (WRONG, "def test_double():\n    assert double(2) == 4", 0.0),
+        (DOUBLE, "def test_double():\n    assert double(2) == 4", 1.0),
+        (f"{DOUBLE}\nIt prints\n```\n4\n```", "assert double(2) == 4", 1.0),
+        ("1. Do\n   ```python\n   def double(x):\n       return 2 * x\n   ```", "assert double(2) == 4", 1.0),
+    ],
+)
+def test_tests_are_cases_as_text_or_functions_and_blocks_may_be_indented(completion, tests, reward):
+    assert python_tests(completion, None, {"tests": tests}) == reward
+
+
+@pytest.mark.parametrize(
+    ("tests", "message"),
+    [
+        ('{"inputs": ["1"], "outputs": ["2"]}', "must be Python text, or a list of"),
+        ("import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        assert False", "could fail"),
+        ("def check(candidate):\n    assert candidate(2) == 4", "could fail"),
+        ("X = [1]", "could fail"),
+    ],
+)
+def test_tests_that_cannot_fail_are_refused(tests, message):
+    with pytest.raises(ValueError, match=message):
+        python_tests(DOUBLE, None, {"tests": tests})

@@ -152,9 +152,9 @@ class World:
 
 
 async def _open_and_abandon(environment, guard, nap_s):
-    """An open episode, of a process in which nine calls of others have been abandoned."""
+    """An open episode, of a process in which at least nine calls of others have been abandoned."""
     open_one = await guard.reset("prompt ", {})
-    await asyncio.gather(*(play(guard, [nap_s]) for _ in range(9)))
+    await asyncio.gather(*(play(guard, [nap_s]) for _ in range(15)))  # some may be too late
     async with asyncio.timeout(20):
         while environment._abandoned < 9:
             await asyncio.sleep(0.01)

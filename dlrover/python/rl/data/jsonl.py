@@ -29,11 +29,20 @@ def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalize_message(message: Any) -> Any:
-    """Return a message without nulls, and with text beside its ``tool_calls``, if empty."""
+    """Return a message without nulls, also in its ``tool_calls``, beside which there is text, if empty."""
     if not isinstance(message, dict):
         return message
     plain = {key: value for key, value in message.items() if value is not None}
-    return {"content": "", **plain} if "tool_calls" in plain else plain
+    if "tool_calls" not in plain:
+        return plain
+    return {"content": "", **plain, "tool_calls": _without_nulls(plain["tool_calls"])}
+
+
+def _without_nulls(value: Any) -> Any:
+    """A table's column has the arguments of all calls, which are null in the others."""
+    if isinstance(value, dict):
+        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
+    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
 
 
 def find_message_faults(messages: Any, name: str = "messages") -> list[str]:

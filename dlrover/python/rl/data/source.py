@@ -279,9 +279,16 @@ def _scan_csv(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
     return rows, errors
 
 
+_BEYOND = "\0beyond the header"
+"""The key of cells that a row has beyond the header."""
+
+
 def _records(file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each record and its first line."""
-    reader = csv.DictReader(file, strict=True, restkey="")
+    reader = csv.DictReader(file, strict=True, restkey=_BEYOND)
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    if twice := sorted({name for name in reader.fieldnames if reader.fieldnames.count(name) > 1}):
+        raise csv.Error(f"its header has {twice[0]!r} twice")
     line = 1 + (reader.line_num if reader.fieldnames else 0)
     for cells in reader:
         yield line, cells
@@ -297,9 +304,9 @@ def _add_cells(rows: list[NumberedRow], line: int, cells: Mapping[str, Any], pat
 
 
 def _cells(cells: Mapping[str, Any]) -> dict[str, Any]:
-    if "" in cells or None in cells.values():
-        raise ValueError(f"has {'more' if '' in cells else 'fewer'} cells than the header")
-    return {name: _cell(name, text) for name, text in cells.items()}
+    if _BEYOND in cells or None in cells.values():
+        raise ValueError(f"has {'more' if _BEYOND in cells else 'fewer'} cells than the header")
+    return {name: _cell(name, text) for name, text in cells.items() if name}  # an index has no name
 
 
 def _cell(name: str, text: str) -> Any:

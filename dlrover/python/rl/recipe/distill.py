@@ -17,6 +17,7 @@ from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.model_facts import validate_model, validate_vocabulary
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
+from dlrover.python.rl.recipe.reporting.rewards import find_cut
 
 _TEACHER_COLUMNS = {"teacher_logprobs": "float32", "candidates": "int64"}
 
@@ -87,7 +88,7 @@ class DistillationTrainer(PolicyTrainer):
         if len(weights) > 1:
             rows = rows.with_columns(teacher_weights=np.tile(weights / weights.sum(), (len(rows), 1)))
         if self.cfg.rollout.mask_truncated:
-            rows = rows.with_columns(masked=~rows.dense("finished"))
+            rows = rows.with_columns(masked=find_cut(rows))
         return replace(batch, train_rows=rows)
 
     @classmethod

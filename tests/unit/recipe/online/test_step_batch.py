@@ -15,6 +15,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RolloutConfig
 from dlrover.python.rl.recipe.online.batch import StepBatch, uniform_share
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
+from dlrover.python.rl.recipe.reporting.rewards import find_cut
 from dlrover.python.rl.trainer.port import Pending
 
 
@@ -139,6 +140,18 @@ def test_trained_tokens_are_those_of_weighted_samples_once_for_each_epoch():
     rows = Batch({"weight": np.float32([1, 0, 1]), "token_count": np.array([5, 70, 7])})
     PolicyTrainer.plan_updates(trainer, rows)
     assert trainer.trained_tokens == 3 * (5 + 7)
+
+
+def test_a_sample_whose_last_turn_has_finished_is_not_cut():
+    rows = Batch(
+        {
+            "prompt_id": np.array([0, 0, 0, 0]),
+            "trajectory": np.array([7, 7, 8, 8]),
+            "finished": np.array([False, True, True, False]),
+            "action_tokens": np.ones(4, dtype=np.int64),
+        }
+    )
+    assert find_cut(rows).tolist() == [False, False, True, True]
 
 
 @pytest.mark.parametrize("mask_truncated", [False, True])

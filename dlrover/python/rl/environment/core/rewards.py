@@ -7,6 +7,7 @@ import re
 from array import array
 from collections import deque
 from decimal import Decimal, InvalidOperation
+from fractions import Fraction
 
 _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|\.[0-9]+"
@@ -46,6 +47,25 @@ def marked_answer(text: str) -> str | None:
     return rest.strip().partition("\n")[0] if marker else None
 
 
+_MARKED_NUMBER = re.compile(rf"[-\s*_`=+\\$\u20ac\u00a3]*(?:{_UNSIGNED})(?![.):]\s+\S)")
+_MINUS = re.compile("\u2212|\u2013(?=[$\u20ac\u00a3\\\\]?[\\d.])")
+
+
+def _given_answer(completion: str) -> str | None:
+    """As :func:`marked_answer`, of what a model wrote: ``####`` marks a line that begins with a number, and begins a
+    heading elsewhere."""
+    boxed = boxed_answer(completion)
+    if boxed is not None:
+        return boxed
+    end = len(completion)
+    while (at := completion.rfind("####", 0, end)) >= 0:
+        line = completion[at:end].lstrip("#").partition("\n")[0]
+        if _MARKED_NUMBER.match(line):
+            return line.strip()
+        end = at
+    return None
+
+
 def last_number(text: str) -> str | None:
     """The last decimal number in ``text`` as written (``-1,234.5``, ``6e23``), or None."""
     numbers = deque(_NUMBER_IN_TEXT.finditer(text), maxlen=1)
@@ -69,6 +89,17 @@ _POWER_OF_UNIT = re.compile(
 )
 
 
+_UNIT_IN_TEXT = re.compile(
+    r"\\(?:text|textrm|mathrm|mbox) ?\{[^{}\dA-Za-z]{0,4}[A-Za-z](?:[^{}\d]{0,40}[A-Za-z])?(?:\^?\{?[23]\}?)?"
+    r"[^{}\d]{0,4}\}(?: ?\^ ?\{?[23]\}?)?"
+)
+_DIGITS = 40
+_FRACTION = re.compile(
+    rf"(-?)\s*(?:\\[dt]?frac\{{([\d.,]{{1,{_DIGITS}}})\}}\{{([\d.,]{{1,{_DIGITS}}})\}}"
+    rf"|([\d.,]{{1,{_DIGITS}}})\s*/\s*([\d.,]{{1,{_DIGITS}}}))"
+)
+
+
 def same_answer(text: str, answer: str) -> bool:
     """True for equal texts, ignoring outer white space, or numbers of the same exact value."""
     if text.strip() == answer.strip():
@@ -86,11 +117,17 @@ def exact_answer(completion: str, answer: str) -> float:
     answer = marked_answer(answer) or answer
     if not answer.strip():
         raise ValueError("there is no reference answer")
+    completion, answer = (_MINUS.sub("-", text) for text in (completion, answer))
     boxed = boxed_answer(completion)
     if boxed is not None:
-        return float(same_answer(boxed, answer))
+        return float(same_answer(boxed, answer) or same_answer(_bare(boxed), _bare(answer)))
     number = last_number(completion)
     return float(same_answer(completion, answer) or (number is not None and same_answer(number, answer)))
+
+
+def _bare(boxed: str) -> str:
+    """Without what LaTeX puts around a number."""
+    return boxed.replace("{,}", ",").replace("\\,", "").replace("\\!", "").strip().lstrip("\\$ ").rstrip(". ")
 
 
 def same_final_number(completion: str, answer: str) -> float:
@@ -99,16 +136,29 @@ def same_final_number(completion: str, answer: str) -> float:
     What ``\boxed{}`` or ``####`` marks counts, or else the whole text, and of it the last number; currencies, units and
     thousands separators do not matter. Without a number in ``answer`` it is a ValueError.
     """
-    expected = last_number(_plain_number_text(answer))
+    expected = last_number(_plain_number_text(marked_answer(answer) or answer))
     if expected is None:
         raise ValueError("the reference answer has no number")
-    number = last_number(_plain_number_text(completion))
+    plain = _plain_number_text(_given_answer(completion) or completion)
+    if (fraction := _fraction_value(plain)) is not None:
+        value = decimal_value(expected)
+        return float(value is not None and value.adjusted() < _DIGITS and Fraction(value) == fraction)
+    number = last_number(plain)
     return float(number is not None and same_answer(number, expected))
 
 
+def _fraction_value(text: str) -> Fraction | None:
+    """Of a text that is a fraction of two numbers, and nothing else."""
+    match = _FRACTION.fullmatch(text.strip())
+    if match is None:
+        return None
+    above, below = (decimal_value(part) for part in (match[2] or match[4], match[3] or match[5]))
+    if above is None or not below:
+        return None
+    return (-1 if match[1] else 1) * Fraction(above) / Fraction(below)
+
+
 def _plain_number_text(text: str) -> str:
-    """What is marked, or all of it, without what LaTeX and units put around a number."""
-    plain = (
-        (marked_answer(text) or text).replace("{,}", ",").replace("\\,", "").replace("\\!", "").replace("\u2212", "-")
-    )
-    return _POWER_OF_UNIT.sub("", _CURRENCY_AFTER_SIGN.sub("", plain))
+    """Without what LaTeX and units put around a number."""
+    plain = _MINUS.sub("-", text.replace("{,}", ",").replace("\\,", "").replace("\\!", ""))
+    return _POWER_OF_UNIT.sub("", _UNIT_IN_TEXT.sub("", _CURRENCY_AFTER_SIGN.sub("", plain)))

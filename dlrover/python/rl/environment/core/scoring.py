@@ -21,7 +21,7 @@ from dlrover.python.rl.common.by_value import readable_name
 from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.environment.core.functions import load_function
+from dlrover.python.rl.environment.core.functions import load_function, run_in_thread
 
 _BATCH = "completions"
 _VERL = "solution_str"
@@ -189,7 +189,7 @@ class WeightedRewards:
     async def score(self, sample: Completed) -> Reward:
         """The same in a running loop: sync functions run in threads."""
         names, functions = list(self._functions), self._functions.values()
-        started = (asyncio.to_thread(self._start, function, [sample]) for function in functions)
+        started = (run_in_thread(self._start, function, [sample]) for function in functions)
         values = dict(zip(names, await asyncio.gather(*started), strict=True))
         (reward,) = self._sum(await _settle(values), 1)
         return reward

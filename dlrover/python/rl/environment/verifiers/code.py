@@ -12,6 +12,7 @@ Prefer ``assert f(2) == 4``, or cases of input and output.
 """
 
 import ast
+import json
 import os
 import re
 import secrets
@@ -21,6 +22,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -79,10 +81,30 @@ def hide_expected(tests: str) -> HiddenTests:
         tree = ast.parse(tests)
     except SyntaxError as error:
         raise ValueError(f"the tests are not Python: line {error.lineno}: {error.msg}") from error
+    if all(isinstance(item, _DEFINES) or _is_constant(item) for item in tree.body):
+        tree.body += ast.parse("\n".join(f"{name}()" for name in _test_functions(tree))).body
+        if not any(_called(item) for item in tree.body):
+            raise ValueError("the tests call nothing that could fail: call the functions that they define")
     values = _ExpectedValues()
     rewritten = ast.fix_missing_locations(values.visit(tree))
     due = {values.numbers[statement] for statement in _always_run(tree) if statement in values.numbers}
     return HiddenTests(ast.unparse(rewritten), tuple(values.expected), frozenset(due))
+
+
+_DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
+def _is_constant(statement: ast.stmt) -> bool:
+    value = statement.value if isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign) else statement
+    return value is None or (isinstance(value, ast.expr) and _literal(value) is not _NO_LITERAL)
+
+
+def _test_functions(tree: ast.Module) -> Iterator[str]:
+    for item in tree.body:
+        if isinstance(item, ast.FunctionDef) and item.name.startswith("test"):
+            given = item.args
+            if len(given.defaults) == len([*given.posonlyargs, *given.args]) and None not in given.kw_defaults:
+                yield item.name
 
 
 class _ExpectedValues(ast.NodeTransformer):
@@ -309,15 +331,18 @@ def become(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str,
 
 
 def code_block(text: str) -> str | None:
-    """The last fenced block of Python (or of no named language) in ``text``; None when there is none."""
-    blocks = [body for language, body in _BLOCK.findall(text) if language.lower() in ("", "python", "py", "python3")]
-    return blocks[-1] if blocks else None
+    """The last fenced block of Python, or else the last of no named language, in ``text``; None when there is none."""
+    blocks = _BLOCK.findall(text)
+    named = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
+    found = named or [body for language, body in blocks if not language]
+    return textwrap.dedent(found[-1]) if found else None
 
 
 def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     """1.0 when the program in the completion's last code block passes every test of ``extra_info["tests"]``, else 0.0.
 
-    Tests are either Python text, which runs after the program in the same module and fails by raising; or a list of
+    Tests are either Python text, which runs after the program in the same module and fails by raising, and whose
+    functions ``test_...`` are called if it only defines; or a list, which may be JSON, of
     ``{"input": ..., "output": ...}``, what the program reads from standard input and has to print (white space at the
     ends of lines and of the text aside). ``assert f(2) == 4`` compares plain data: only numbers, texts, containers and
     objects of classes derived from these can equal a literal.
@@ -328,7 +353,7 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     Raises:
         ValueError: there are no tests, or they are neither.
     """
-    tests = extra_info.get("tests")
+    tests = _as_cases(extra_info.get("tests"))
     if not tests or not (isinstance(tests, str) or all(_is_case(case) for case in tests)):
         raise ValueError("extra_info['tests'] must be Python text, or a list of {'input': ..., 'output': ...}")
     program = code_block(completion)
@@ -340,6 +365,14 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
         return float(passes_tests(program, hide_expected(tests), limits))
     deadline_s = time.monotonic() + limits.timeout_s
     return float(all(_prints(program, case, limits, deadline_s) for case in tests))
+
+
+def _as_cases(tests: Any) -> Any:
+    """The value of JSON, as tables have it; other text as it is."""
+    try:
+        return json.loads(tests) if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{") else tests
+    except ValueError:
+        return tests
 
 
 def _is_case(case: Any) -> bool:

@@ -36,10 +36,11 @@ def run_tested(file: str, channel: int) -> None:
     say = _speaker(channel)
     with open(file, encoding="utf-8") as opened:
         source = opened.read()
-    program = ModuleType("__main__")
+    program = ModuleType("program")  # what it does as a script is not tested
     program.__file__ = os.path.abspath(file)
     names = vars(program)
-    sys.modules["__main__"], sys.argv = program, [file]
+    sys.modules["__main__"] = sys.modules["program"] = program
+    sys.argv = [file]
     run(build(source, file, "exec", dont_inherit=True), names)
     say("ran")
     names["__compare__"] = lambda number, value: say(f"compared {number} {plain(value)!r}")

@@ -4,6 +4,7 @@ r"""Mathematical equivalence by math-verify: ``\frac{1}{2}`` is ``0.5``. Needs t
 
 import logging
 import os
+import re
 import signal
 from collections.abc import Callable
 from typing import Any
@@ -43,8 +44,12 @@ def math_equal(completion: str, answer: str | None, extra_info: dict[str, Any]) 
     return float(within(LIMIT_S, lambda: _equal(text, answer)) is True)
 
 
+_MATH_MODE = re.compile(r"(?<!\\)\$")  # an escaped one is a currency
+
+
 def _equal(text: str, answer: str) -> bool:
-    expected = answer if "$" in answer or r"\boxed" in answer else rf"\boxed{{{answer}}}"
+    is_marked = _MATH_MODE.search(answer) or r"\boxed" in answer
+    expected = answer if is_marked else rf"\boxed{{{answer}}}"
     return bool(math_verify.verify(_parse(expected), _parse(text), timeout_seconds=None))
 
 

@@ -41,7 +41,7 @@ from dlrover.python.rl.recipe.reporting.evaluation import (
     step_metrics,
 )
 from dlrover.python.rl.recipe.reporting.metrics import RecipeTrainer
-from dlrover.python.rl.recipe.reporting.rewards import merge_rows
+from dlrover.python.rl.recipe.reporting.rewards import find_cut, merge_rows
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -146,7 +146,7 @@ class PolicyTrainer(RecipeTrainer):
         self.reward_failures.update(step, batch.all_rows)
         rows = mask_rewards(batch.scored, self.cfg.reward)
         if self.cfg.rollout.mask_truncated:
-            rows = rows.with_columns(masked=~rows.dense("finished"))
+            rows = rows.with_columns(masked=find_cut(rows))
         batch = replace(batch, train_rows=rows)
         self.warn_without_signal(step, batch.train_rows)
         return batch

@@ -42,6 +42,12 @@ def merge_rows(scored: Batch) -> Batch:
     return Batch(columns)
 
 
+def find_cut(rows: Batch) -> npt.NDArray[np.bool_]:
+    """``[rows]``: True for those of samples whose last row has not finished."""
+    cut: npt.NDArray[np.bool_] = ~merge_rows(rows).dense("finished")[number_samples(rows)]
+    return cut
+
+
 def part_columns(scored: Batch) -> list[str]:
     """The columns of the values of several reward functions."""
     return [name for name in scored.columns if name.startswith("reward/")]
