@@ -162,20 +162,12 @@ async def _open_and_abandon(environment, guard, nap_s):
     return open_one
 
 
-def test_a_process_whose_calls_end_a_moment_after_their_deadline_stays(tmp_path):
-    (tmp_path / "stiff.py").write_text(STIFF)
-
-    async def late():
-        environment = IsolatedEnvironment(f"{tmp_path}/stiff.py:World", {"folder": str(tmp_path)}, grace_s=1.0)
-        guard, old = Guard(environment, timeout_s=0.5), environment._child
-        await guard.close(await _open_and_abandon(environment, guard, "1.4"))
-        async with asyncio.timeout(20):
-            while environment._abandoned:
-                await asyncio.sleep(0.01)
-        assert environment._child is old
-        await guard.shutdown()
-
-    run(late())
+def test_a_process_whose_late_calls_have_returned_stays():
+    environment = IsolatedEnvironment(SCRIPT)
+    child, environment._abandoned = environment._child, 9
+    environment._replace_if_idle()
+    assert (environment._child, environment._abandoned) == (child, 0)
+    run(environment.shutdown())
 
 
 def test_a_process_with_many_calls_that_never_return_is_replaced_between_episodes(tmp_path):
