@@ -197,7 +197,7 @@ def test_files_that_are_wrong_are_told_with_the_place(tmp_path, name, content, p
 
 def test_a_csv_may_have_an_index_and_spaces_in_its_header(tmp_path):
     path = tmp_path / "a.csv"
-    path.write_text(",prompt, answer\n0,hi,1\n1,ho,2\n")
+    path.write_text(",prompt, answer,\n0,hi,1,\n1,ho,2,\n")
     rows = load_prompts(path)
     assert [(row.prompt, row.answer, row.extra_info) for row in rows] == [("hi", "1", {}), ("ho", "2", {})]
 
@@ -211,6 +211,13 @@ def test_nulls_that_a_table_puts_into_the_arguments_of_calls_are_left_out(tmp_pa
     assert not errors
     (row,) = rows
     assert row["messages"][1]["tool_calls"] == calls
+
+
+def test_nulls_that_a_line_of_json_has_in_the_arguments_of_a_call_stay(tmp_path):
+    call = {"function": {"name": "look", "arguments": {"city": None}}}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    rows, _ = scan_rows(write(tmp_path, "jsonl", [{"messages": messages}]))
+    assert rows.numbered[0][1]["messages"][1]["tool_calls"] == [call]
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet", "arrow"])

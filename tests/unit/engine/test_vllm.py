@@ -291,6 +291,26 @@ def test_a_device_without_room_is_told_with_who_holds_what(sleeper, model_path, 
 
 
 @needs_vllm
+@pytest.mark.parametrize("error", [NotImplementedError("no such kernel"), RuntimeError("a worker has ended")])
+def test_what_vllm_cannot_do_is_not_its_death(engine, model_path, monkeypatch, error):
+    def fail(*_, **__):
+        raise error
+
+    engine.cuda()
+    engine.receive(snapshot(model_path, 0), rewind=True)
+    runner = engine._offloadable.runner
+    is_death = not isinstance(error, NotImplementedError)
+    with monkeypatch.context() as patch, pytest.raises(EngineError, match=str(error)) as caught:
+        patch.setattr(runner.llm, "step", fail)
+        engine.generate(prompts(), SamplingParams(), (0,))
+    assert isinstance(caught.value, EngineDied) is is_death
+    with monkeypatch.context() as patch, pytest.raises((EngineDied, WeightSyncError), match=str(error)) as caught:
+        patch.setattr(runner.llm, "collective_rpc", fail)
+        engine.receive(snapshot(model_path, 1))
+    assert isinstance(caught.value, EngineDied) is is_death
+
+
+@needs_vllm
 def test_samples_that_end_beside_one_that_is_broken_are_not_lost(engine, model_path, monkeypatch):
     engine.cuda()
     engine.receive(snapshot(model_path, 0), rewind=True)

@@ -86,6 +86,12 @@ def test_last_number(text, expected):
         (r"so \boxed{72}", r"it is \boxed{72}", 1.0),
         ("#### 72", "72", 1.0),
         ("#### 73", "24 clips in May.\n#### 72", 0.0),
+        ("The answer is \u22125.", "-5", 1.0),
+        ("The answer is \u22125.", "5", 0.0),
+        ("\\boxed{\u22125}", "-5", 1.0),
+        (r"\boxed{18.}", "18", 1.0),
+        (r"\boxed{1{,}000}", "1000", 1.0),
+        (r"\boxed{\$19}", "19", 1.0),
     ],
 )
 def test_exact_answer(completion, answer, reward):
@@ -103,6 +109,7 @@ def test_nothing_is_evaluated():
     started = time.perf_counter()
     assert exact_answer(r"\boxed{9**9**9}", "5") == 0.0
     assert exact_answer(r"\boxed{1e999999999}", "5") == 0.0
+    assert gsm8k(r"\boxed{1/2}", "1e-999999999", {}) == 0.0
     assert time.perf_counter() - started < 1
 
 

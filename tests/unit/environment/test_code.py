@@ -323,6 +323,7 @@ def test_tests_are_cases_as_text_or_functions_and_blocks_may_be_indented(complet
         ("import unittest\nclass T(unittest.TestCase):\n    def test_it(self):\n        assert False", "could fail"),
         ("def check(candidate):\n    assert candidate(2) == 4", "could fail"),
         ("X = [1]", "could fail"),
+        ("pass", "could fail"),
     ],
 )
 def test_tests_that_cannot_fail_are_refused(tests, message):

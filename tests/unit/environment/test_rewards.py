@@ -2,6 +2,7 @@
 """Several reward functions as one."""
 
 import asyncio
+import threading
 import time
 from functools import partial
 
@@ -10,6 +11,7 @@ import verifiers
 
 from dlrover.python.rl.common.by_value import name_for, readable_name
 from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.environment.core.functions import count_abandoned
 from dlrover.python.rl.environment.core.scoring import Completed, Reward, RewardFunction, WeightedRewards
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 
@@ -50,6 +52,26 @@ def test_functions_wait_side_by_side():
     (found,) = asyncio.run(many())
     assert found.total == 6.0
     assert time.monotonic() - began < 1.0
+
+
+def test_functions_that_are_given_up_take_no_others_place_and_are_counted():
+    stop, before = threading.Event(), count_abandoned()
+    hanging = WeightedRewards({"hangs": lambda *_: float(stop.wait(60))}, {"hangs": 1.0})
+    fine = WeightedRewards({"length": length}, {"length": 1.0})
+
+    async def many():
+        gone = await asyncio.gather(
+            *(asyncio.wait_for(hanging.score(Completed("x")), 0.2) for _ in range(50)), return_exceptions=True
+        )
+        async with asyncio.timeout(20):
+            return gone, count_abandoned() - before, await fine.score(Completed("four"))
+
+    try:
+        gone, abandoned, found = asyncio.run(many())
+    finally:
+        stop.set()
+    assert all(isinstance(error, TimeoutError) for error in gone)
+    assert (abandoned, found.total) == (50, 4.0)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])

@@ -29,20 +29,27 @@ def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def normalize_message(message: Any) -> Any:
-    """Return a message without nulls, also in its ``tool_calls``, beside which there is text, if empty."""
+    """Return a message without nulls, and with text beside its ``tool_calls``, if empty."""
     if not isinstance(message, dict):
         return message
     plain = {key: value for key, value in message.items() if value is not None}
-    if "tool_calls" not in plain:
-        return plain
-    return {"content": "", **plain, "tool_calls": _without_nulls(plain["tool_calls"])}
+    return {"content": "", **plain} if "tool_calls" in plain else plain
 
 
-def _without_nulls(value: Any) -> Any:
-    """A table's column has the arguments of all calls, which are null in the others."""
-    if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
+def drop_nulls_of_calls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a row of a table, whose columns have the arguments of all tool calls, null in those without them."""
+
+    def drop(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: drop(item) for key, item in value.items() if item is not None}
+        return [drop(item) for item in value] if isinstance(value, list) else value
+
+    def of_message(message: Any) -> Any:
+        has_calls = isinstance(message, dict) and "tool_calls" in message
+        return {**message, "tool_calls": drop(message["tool_calls"])} if has_calls else message
+
+    talks = {key: list(map(of_message, row[key])) for key in _CONVERSATIONS if isinstance(row.get(key), list)}
+    return {**row, **talks}
 
 
 def find_message_faults(messages: Any, name: str = "messages") -> list[str]:

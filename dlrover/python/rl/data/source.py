@@ -22,6 +22,7 @@ from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.jsonl import (
     NumberedRow,
     describe_unreadable,
+    drop_nulls_of_calls,
     normalize_row,
     raise_errors,
     scan_json,
@@ -145,7 +146,7 @@ def scan_rows(
     if keys:
         numbered, missing = _rename_columns(numbered, keys, str(where))
         errors += missing
-    rows = [(number, normalize_row(row)) for number, row in numbered]
+    rows = [(number, normalize_row(drop_nulls_of_calls(row) if is_table else row)) for number, row in numbered]
     if is_table and columns and rows:
         rows = _select_columns(rows, columns, str(where))
     if not rows and not errors:
@@ -287,7 +288,7 @@ def _records(file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield each record and its first line."""
     reader = csv.DictReader(file, strict=True, restkey=_BEYOND)
     reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-    if twice := sorted({name for name in reader.fieldnames if reader.fieldnames.count(name) > 1}):
+    if twice := [name for name in reader.fieldnames if name and reader.fieldnames.count(name) > 1]:
         raise csv.Error(f"its header has {twice[0]!r} twice")
     line = 1 + (reader.line_num if reader.fieldnames else 0)
     for cells in reader:

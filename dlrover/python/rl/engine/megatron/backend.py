@@ -196,7 +196,7 @@ class MegatronBackend(ShardedBackend):
         super()._refresh()
 
     def _gather(self) -> None:
-        """Exchange the slices that the data-parallel ranks have stepped. A collective of theirs, on the device."""
+        """Exchange the slices that the data-parallel ranks have stepped. All of these ranks call it, on the device."""
         if not self._is_gathered:
             with self._context:
                 self._passes.start_param_sync()

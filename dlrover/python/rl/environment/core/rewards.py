@@ -142,7 +142,7 @@ def same_final_number(completion: str, answer: str) -> float:
     plain = _plain_number_text(_given_answer(completion) or completion)
     if (fraction := _fraction_value(plain)) is not None:
         value = decimal_value(expected)
-        return float(value is not None and value.adjusted() < _DIGITS and Fraction(value) == fraction)
+        return float(value is not None and abs(value.adjusted()) < _DIGITS and Fraction(value) == fraction)
     number = last_number(plain)
     return float(number is not None and same_answer(number, expected))
 

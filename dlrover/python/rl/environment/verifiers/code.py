@@ -91,7 +91,7 @@ def hide_expected(tests: str) -> HiddenTests:
     return HiddenTests(ast.unparse(rewritten), tuple(values.expected), frozenset(due))
 
 
-_DEFINES = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DEFINES = (ast.Pass, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 
 
 def _is_constant(statement: ast.stmt) -> bool:

@@ -79,11 +79,9 @@ def find_or_reserve(
     """As :func:`reserve`, where members run: of each of the plan's nodes the newest group that has its resources is
     kept, also on a node that is excluded, whose members would be killed with it."""
     groups = _list_groups(cluster)
-    newest, held = (
-        _newest_by_node(groups, prefix),
-        _newest_by_node((group for group in groups if group.is_reserved(())), prefix),
-    )
-    held = {node: group for node, group in newest.items() if group.is_requested} | held
+    newest = _newest_by_node(groups, prefix)
+    held = {node: group for node, group in newest.items() if group.is_requested}
+    held |= _newest_by_node((group for group in groups if group.is_reserved(())), prefix)
     return _reserve_rest(cluster, placement, prefix, excluded, newest, held)
 
 
