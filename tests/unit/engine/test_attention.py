@@ -116,6 +116,25 @@ def test_models_with_layers_that_are_no_attention_are_not_packed():
     assert not can_pack(model)
 
 
+LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 8, "factor": 2.0, "rope_theta": 10000.0,
+            "short_factor": [1.0, 1.0], "long_factor": [4.0, 4.0]}  # fmt: skip
+
+
+def test_models_whose_positions_depend_on_the_longest_row_are_not_packed():
+    torch.manual_seed(0)
+    config = LlamaConfig(**SHAPE, max_position_embeddings=16, rope_parameters=LONGROPE, initializer_range=0.5)
+    model = LlamaForCausalLM(config)
+    short, long = np.arange(1, 6), np.arange(1, 14)
+    beside = logits(model, [short, short], packed=False)[: len(short)]
+    together = model(input_ids=torch.tensor(np.stack([np.resize(short, len(long)), long])), use_cache=False).logits[0]
+    assert not torch.allclose(together[: len(short)], beside, atol=1e-3), "the model does mix rows"
+    assert not can_pack(model)
+    layered = MODELS["qwen2"]()
+    layered.config.rope_parameters = {"full_attention": LONGROPE, "sliding_attention": {"rope_type": "default"}}
+    assert attention.find_fixed_positions(layered) == 8
+    assert attention.find_fixed_positions(MODELS["llama"]()) is None
+
+
 @pytest.mark.feature(143)
 def test_on_a_host_half_precision_is_left_to_pytorchs_own_attention(monkeypatch):
     monkeypatch.setattr(attention, "varlen_attn", None)

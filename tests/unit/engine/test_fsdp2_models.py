@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
     GPT2Config,
@@ -48,6 +49,49 @@ def token_loss(outputs, columns):
 
 def weights(engine):
     return {name: tensor.detach().clone() for name, tensor in engine.named_weights()}
+
+
+# -- dropout ----------------------------------------------------------------------------------------------------------
+
+_SMALL = {
+    "vocab_size": 259,
+    "hidden_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 64,
+    "bos_token_id": None,
+    "eos_token_id": 258,
+    "pad_token_id": 256,
+}
+DROPOUTS = {
+    "opt": {"ffn_dim": 16, "word_embed_proj_dim": 16, "dropout": 0.3, "layerdrop": 0.3},
+    "starcoder2": {
+        "intermediate_size": 16,
+        "num_key_value_heads": 1,
+        "residual_dropout": 0.3,
+        "attention_dropout": 0.3,
+    },
+    "falcon": {"num_ln_in_parallel_attn": None, "hidden_dropout": 0.3, "attention_dropout": 0.3},
+}
+
+
+@pytest.mark.parametrize("family", DROPOUTS)
+def test_nothing_is_dropped_in_training_and_the_models_files_keep_its_rates(tmp_path, family):
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(family, **_SMALL, **DROPOUTS[family])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    write_atomically(tmp_path / "T", model, make_byte_tokenizer())
+    engine = Fsdp2TrainEngine(tmp_path / "T", CONFIG, TrainSettings(gradient_checkpointing=True))
+    batch = make_batch()
+    found = engine.evaluate(batch).ragged("logprobs")
+    with torch.no_grad():
+        for tokens, mask, logprobs in zip(batch.ragged("tokens"), batch.ragged("action_mask"), found, strict=True):
+            expected = model(input_ids=torch.tensor(tokens)[None]).logits[0].log_softmax(-1)[:-1]
+            expected = expected.gather(1, torch.tensor(tokens)[1:, None])[:, 0].numpy()
+            assert np.abs(expected - logprobs[1:])[mask[1:]].max() < 1e-4
+    engine.save(tmp_path / "saved")
+    saved = AutoConfig.from_pretrained(tmp_path / "saved")
+    assert {name: getattr(saved, name) for name in DROPOUTS[family]} == DROPOUTS[family]
 
 
 # -- precision --------------------------------------------------------------------------------------------------------

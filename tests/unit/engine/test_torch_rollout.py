@@ -101,6 +101,12 @@ def test_a_model_without_keys_and_values_is_refused():
         made(as_causal_lm(MambaForCausalLM(config), make_byte_tokenizer()))
 
 
+def test_rows_that_would_change_the_positions_of_others_are_refused():
+    engine = made(loaded(family_model("llama, longrope")))
+    with pytest.raises(EngineError, match="a sequence of 65 tokens does not fit the model's 64 positions"):
+        engine.generate(prompts(["a" * 64]), sampling(), (0,))
+
+
 def test_a_model_without_an_end_is_refused():
     lm = dataclasses.replace(loaded(family_model("qwen2")), eos_ids=())
     with pytest.raises(EngineError, match="no end-of-sequence"):

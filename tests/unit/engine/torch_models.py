@@ -27,6 +27,9 @@ _ROPE = {"rope_theta": 10000.0}
 _LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **_ROPE,
            "original_max_position_embeddings": 32}  # fmt: skip
 
+_LONGROPE = {"rope_type": "longrope", "original_max_position_embeddings": 64, "factor": 2.0, **_ROPE,
+             "short_factor": [1.5] * 4, "long_factor": [4.0] * 4}  # fmt: skip
+
 FUSED = {
     "llama": {},
     "llama, tied, with biases": {"tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
@@ -49,6 +52,7 @@ GENERIC = {
     "mistral, sliding": {"sliding_window": 8},
     "qwen2, sliding": {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1},
     "llama, dynamic rope": {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, **_ROPE}},
+    "llama, longrope": {"rope_parameters": _LONGROPE},
     "llama, gelu": {"hidden_act": "gelu"},
     "gemma2": {"sliding_window": 8, "head_dim": 8},
     "gpt2": {},

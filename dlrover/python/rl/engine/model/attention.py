@@ -47,19 +47,38 @@ class Documents:
 
 
 def can_pack(model: Any) -> bool:
-    """Return True if every layer is attention of a supported kind that ``attn_implementation`` chooses."""
+    """Return True if every layer is attention of a supported kind that ``attn_implementation`` chooses, and rotary
+    embeddings are those of any row."""
     config = model.config.get_text_config()
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
         return False
+    if find_fixed_positions(model) is not None:
+        return False
     return kinds <= LAYER_TYPES and getattr(config, "attn_logit_softcapping", None) is None
+
+
+def find_fixed_positions(model: Any) -> int | None:
+    """Tokens up to which a row's rotary embedding does not depend on the longest row computed with it; None if it never
+    does."""
+    config = model.config.get_text_config()
+    ropes = getattr(config, "rope_parameters", None) or {}
+    limits = [
+        rope["original_max_position_embeddings"]
+        for rope in ([ropes] if "rope_type" in ropes else ropes.values())
+        if rope and rope["rope_type"] == "longrope"
+    ]
+    return min(limits, default=None)
 
 
 def check_context_parallel(model: Any, context: int, tensor: int = 1) -> None:
     """Raise an ``EngineError`` if ``context`` ranks cannot share the model's sequences."""
     if not can_pack(model):
         name = type(model).__name__
-        raise EngineError(f"{name} mixes tokens by other means than attention: context_parallel_size must be 1")
+        raise EngineError(
+            f"{name} mixes tokens by other means than attention, or has a rope of type longrope:"
+            " context_parallel_size must be 1"
+        )
     heads = model.config.get_text_config().num_attention_heads
     if (heads // tensor) % context:
         raise EngineError(

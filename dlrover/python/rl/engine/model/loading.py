@@ -246,13 +246,20 @@ def _as_ids(value: int | list[int] | None) -> list[int]:
     return list(value) if isinstance(value, list | tuple) else [value]
 
 
+_RANDOM = re.compile("drop|jitter")
+
+
 def disable_dropout(model: Any) -> None:
-    """Log-probs in training must equal those of sampling."""
+    """Set what makes passes in training mode random to 0, in modules and in the configurations that they read.
+
+    Log-probs in training must equal those of sampling.
+    """
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
-        if hasattr(module, "attention_dropout") and isinstance(module.attention_dropout, float):
-            module.attention_dropout = 0.0
+        for holder in filter(None, (module, getattr(module, "config", None))):
+            rates = {name for name, value in vars(holder).items() if isinstance(value, float) and _RANDOM.search(name)}
+            vars(holder).update(dict.fromkeys(rates, 0.0))
 
 
 def prepare_training(module: Any, trained: bool, recompute: bool, reentrant: bool = False) -> None:

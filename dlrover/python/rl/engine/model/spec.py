@@ -73,13 +73,7 @@ class ModelSpec:
 
     def empty(self) -> Any:
         """A module: float32 parameters on the meta device, real buffers, no dropout, packed attention if possible."""
-        try:
-            with empty_weights():
-                module = _CLASSES[self.head].from_config(self.config, dtype=torch.float32)
-        except ValueError as error:
-            raise EngineError(f"'{self.name}' is not a model with a head of kind '{self.head}': {error}") from error
-        if not self.head_bias and self.head == "token":
-            module.score.bias = None
+        module = self._build()
         if attention.can_pack(module):
             module.set_attn_implementation(attention.NAME)
         disable_dropout(module)
@@ -166,11 +160,21 @@ class ModelSpec:
         """Write the model with these weights in ``dtype``, by default that of the model's files, and the tokenizer, in
         Hugging Face format, atomically."""
         dtype = dtype or self.dtype
-        module = self._classifier() if self.head == "token" and not self.head_bias else self.empty()
+        module = self._classifier() if self.head == "token" and not self.head_bias else self._build()
         if self.folder is not None and (self.folder / "generation_config.json").is_file() and module.can_generate():
             module.generation_config = GenerationConfig.from_pretrained(self.folder)
         cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
         write_atomically(path, module.to(dtype), self.tokenizer, cast)
+
+    def _build(self) -> Any:
+        try:
+            with empty_weights():
+                module = _CLASSES[self.head].from_config(copy.deepcopy(self.config), dtype=torch.float32)
+        except ValueError as error:
+            raise EngineError(f"'{self.name}' is not a model with a head of kind '{self.head}': {error}") from error
+        if not self.head_bias and self.head == "token":
+            module.score.bias = None
+        return module
 
     def _classifier(self) -> Any:
         config = copy.deepcopy(self.config)

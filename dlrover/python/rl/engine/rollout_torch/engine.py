@@ -14,6 +14,7 @@ from dlrover.python.rl.engine.api.registry import find_rollout_errors, raise_eng
 from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot, verify_snapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, RELEASED, raise_unless_ready
+from dlrover.python.rl.engine.model.attention import find_fixed_positions
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
@@ -51,6 +52,9 @@ class TorchRolloutEngine(RolloutEngineBase):
         lm = model if isinstance(model, CausalLM) else load_causal_lm(model)
         if not lm.eos_ids:
             raise EngineError(f"'{model}' names no end-of-sequence token: its completions would never finish")
+        fixed = find_fixed_positions(lm.model)
+        if fixed is not None:
+            lm = dataclasses.replace(lm, max_positions=min(fixed, lm.max_positions or fixed))
         self._name = self._memory.owner("rollout engine")
         self._decoder = _make_decoder(lm, settings, options, self._memory, self._name)
         self._requests = RunningRequests(dataclasses.replace(lm, model=None))
