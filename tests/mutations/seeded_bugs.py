@@ -76,6 +76,7 @@ TESTS = {
         "runtime/test_commits_of_calls.py",
         "runtime/test_commits.py",
     ),
+    "runtime/checkpoint/storage/generations.py": ("runtime/test_commits.py",),
     "runtime/checkpoint/storage/manifest.py": ("runtime/test_store.py", "runtime/test_commits_of_calls.py"),
     "runtime/checkpoint/storage/state_file.py": (
         "runtime/test_state_file.py",
@@ -124,6 +125,7 @@ _FILE, _CALLS, _COPIES = (
     "runtime/checkpoint/calls.py",
     "runtime/checkpoint/storage/copies.py",
 )
+_GENERATIONS = "runtime/checkpoint/storage/generations.py"
 _CADENCE, _MEMORY = "runtime/checkpoint/cadence.py", "runtime/checkpoint/node_memory.py"
 _EXECUTOR, _TABLE = "runtime/ray/executor.py", "runtime/ray/processes/process_table.py"
 _PARTS, _FENCED, _MASTER = (
@@ -395,9 +397,7 @@ BUGS = {
         _COMMITS, "return self._at.since if self._at is not None else step - 1", "return step - 1"
     ),
     "a copy has precedence over its commit": Bug(
-        _COMMITS,
-        "self._newest_in(self._commits, self._durable, usable",
-        "self._newest_in(self._durable, self._commits, usable",
+        _GENERATIONS, "if beyond is not None and manifest.step <= beyond.manifest.step:", "if False:"
     ),
     "commits of an ended run go though they are ahead": Bug(
         _RUNS, "if _newest_step(commits) <= _newest_step(copies):", "if True:"
@@ -574,9 +574,7 @@ BUGS = {
     "the states before calls are not copied at the end": Bug(
         _COPYING, "for manifest in (*first, newest):", "for manifest in (newest,):"
     ),
-    "a run that cannot be continued begins anew": Bug(
-        _COMMITS, "not all(map(self._can_repeat, self.before.manifests())):", "False:"
-    ),
+    "a run that cannot be continued begins anew": Bug(_COMMITS, "not all(map(self._can_repeat, earlier)):", "False:"),
     "a copy lacks what its calls go on from": Bug(
         _COPIES, "for name, own in files.items() if len(own) > 1}", "for name, own in files.items() if False}"
     ),

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Commits on several nodes: what a lost node takes with it, and what it cannot."""
 
+import builtins
 import enum
 import errno
 import logging
@@ -266,6 +267,46 @@ def test_what_a_member_can_read_in_no_place_is_not_offered_again(tmp_path):
     store.checkpoints.restore_request(2)
     store.checkpoints.discard(2, "a test")
     assert store.checkpoints.newest() == 1
+
+
+def test_a_store_out_of_reach_does_not_matter_while_the_commits_are_there(tmp_path, monkeypatch, caplog):
+    store = Store(tmp_path, disk_wait=DiskWait(0.02, 0.001, 0.02))
+    for step in (1, 2):
+        store.commit(step)
+    store.copied()
+    store.commit(3)
+
+    def out_of_reach():
+        raise OSError(errno.ETIMEDOUT, "no answer")
+
+    monkeypatch.setattr(store.checkpoints._durable, "manifests", out_of_reach)
+    with caplog.at_level(logging.WARNING, "dlrover"):
+        assert store.checkpoints.newest() == 3
+        assert store.checkpoints.load(3) == {"step": 3}
+        store.restore(3)
+    assert "going back to step 3; later copies were not sought" in caplog.text
+    store.damage("step-*/trainer*")
+    with pytest.raises(OSError, match="no answer"):
+        store.checkpoints.newest()
+
+
+def test_a_file_that_the_disk_has_lost_costs_its_commit_and_no_other(tmp_path, monkeypatch):
+    store = Store(tmp_path, disk_wait=DiskWait(0.02, 0.001, 0.02))
+    store.checkpoints.every = 100
+    for step in (1, 2):
+        store.commit(step)
+    (lost,) = store.roots.commits.glob("step-*2.e1/ACTOR*")
+    opened = builtins.open
+
+    def lose(path, *arguments, **options):
+        if path == lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+        return opened(path, *arguments, **options)
+
+    monkeypatch.setattr(builtins, "open", lose)
+    assert store.checkpoints.newest() == 1
+    assert store.checkpoints.load(1) == {"step": 1}
+    assert list(store.roots.commits.glob("step-*2.e1.bad.1"))
 
 
 def test_only_what_was_offered_is_set_aside(tmp_path):

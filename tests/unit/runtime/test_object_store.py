@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
+from dlrover.python.rl.common.disk_space import is_transient
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
-from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, read_from
+from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, read_from, store_errors
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
 
 URL = "memory://bucket/run"
@@ -203,6 +204,27 @@ def test_a_damaged_file_and_a_damaged_manifest_are_never_used_again(bucket, tmp_
     store.quarantine(first, "one bit")
     assert [manifest.step for manifest in store.manifests()] == [10]
     assert sorted(store.damaged()) == ["step-00000020.e1", "step-00000030.e1"]
+
+
+def test_a_step_that_was_set_aside_and_is_written_again_counts(bucket, tmp_path):
+    store = ObjectStore(URL, "r", fs=bucket)
+    store.claim(1)
+    for step in (10, 20):
+        write(store, tmp_path, step, 1)
+    store.quarantine(store.manifests()[0], "a test")
+    assert newest(bucket) == 10
+    write(store, tmp_path, 20, 1)
+    assert newest(bucket) == 20 and store.damaged() == []
+
+
+def test_errors_of_a_store_may_be_over_soon():
+    for error in (TimeoutError("slow"), RuntimeError("503"), OSError("no number"), OSError(-3, "name service")):
+        with pytest.raises(OSError) as caught, store_errors():
+            raise error
+        assert is_transient(caught.value)
+    with pytest.raises(PermissionError) as caught, store_errors():
+        raise PermissionError(13, "denied")
+    assert not is_transient(caught.value)
 
 
 def test_a_file_of_another_owner_and_one_that_is_not_there_are_told(bucket, tmp_path):

@@ -22,7 +22,14 @@ from disks import system_calls
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.runtime.checkpoint.storage import manifest as manifest_module
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import MANIFEST, Manifest, decode, encode, read_manifest
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
+    MANIFEST,
+    Manifest,
+    Piece,
+    decode,
+    encode,
+    read_manifest,
+)
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
     StateFile,
     check_file,
@@ -317,6 +324,21 @@ def test_a_damaged_generation_does_not_cost_the_one_before_it(store):
     commit(store, 3)
     store.quarantine(store.manifests()[0], "a test")
     assert newest_valid(store).step == 1
+
+
+def test_a_damaged_manifest_does_not_cost_the_commits_that_need_the_files_beside_it(store):
+    first = commit(store, 1)
+    earlier = {"ACTOR-0": (Piece(first.folder, first.files["ACTOR-0"]),)}
+    files = {name: store.write(2, 1, f"{name}.2.1.state", {"step": 2}, state_of(name, 2)) for name in MEMBERS}
+    store.commit(2, 1, files, earlier)
+    (store.root / first.folder / MANIFEST).write_bytes(b"{}")
+    again = CheckpointStore(store.root, "run1", store.durable)
+    assert [found.step for found in again.manifests()] == [2]
+    assert newest_valid(again).step == 2
+    assert [path.name for path in (store.root / first.folder).glob("manifest*")] == ["manifest.json.bad.1"]
+    for step in (3, 4):
+        commit(store, step)
+    assert generations(store) == ["step-00000003.e1", "step-00000004.e1"]
 
 
 def test_damaged_ones_are_kept_to_be_looked_at_but_not_for_ever(store, caplog):

@@ -25,7 +25,8 @@ _FULL = (errno.ENOSPC, errno.EDQUOT)
 _TRANSIENT = frozenset(
     {
         *(errno.EIO, errno.EREMOTEIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.ECONNRESET),
-        *(errno.ECONNABORTED, errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
+        *(errno.ECONNREFUSED, errno.EPIPE, errno.ECONNABORTED),
+        *(errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH),
     }
 )
 _FULL_TEXT = re.compile(rf"os error ({'|'.join(map(str, _FULL))})\b")
@@ -63,7 +64,7 @@ def disk_full_error(number: int, folder: Path, nbytes: int) -> OSError:
 
 def retry_io(
     act: Callable[[], T],
-    path: Path,
+    path: Path | str,
     wait: DiskWait = DEFAULT_DISK_WAIT,
     free_space: Callable[[bool], bool] = lambda in_use: False,
 ) -> T:
@@ -85,7 +86,7 @@ def retry_io(
             if free_space(False) or full.pause(error):
                 continue
             if not free_space(True):
-                raise _as_os_error(error, path) from None
+                raise _as_os_error(error, Path(path)) from None
 
 
 @dataclass

@@ -50,15 +50,16 @@ from dlrover.python.rl.runtime.checkpoint.runs import (
     newest_commit,
 )
 from dlrover.python.rl.runtime.checkpoint.snapshots import Snapshots
+from dlrover.python.rl.runtime.checkpoint.storage.generations import Generation, Store, find_newest
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import NODES, Manifest, Piece, folder_name
-from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.trainer.port import LastCommit, Transfer
 
 _LOG = get_logger(__name__)
 
 T = TypeVar("T")
+
+_NO_WAIT = DiskWait(0, 0, 0)
 
 
 def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "StoreCheckpoints":
@@ -82,12 +83,6 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
     )
 
 
-@dataclass(frozen=True)
-class _Generation:
-    store: CheckpointStore | ObjectStore
-    manifest: Manifest
-
-
 @dataclass
 class StoreCheckpoints:
     """The commits of one run; implements :class:`~dlrover.python.rl.trainer.port.Checkpoints`. ``before`` is the store
@@ -96,7 +91,7 @@ class StoreCheckpoints:
     roots: Roots
     every: int = 10
     keep: int = 2
-    before: CheckpointStore | ObjectStore | None = None
+    before: Store | None = None
     disk_wait: DiskWait = DEFAULT_DISK_WAIT
     files: RunFiles | None = None
     """Uploaded before each copy is published, which then has the files of its step."""
@@ -118,8 +113,8 @@ class StoreCheckpoints:
     _last: LastCommit | None = None
     _transferring_since_s: float = 0.0
     _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
-    _newest: _Generation | None = field(default=None, repr=False)
-    _offered: list[_Generation] = field(default_factory=list, repr=False)
+    _newest: Generation | None = field(default=None, repr=False)
+    _offered: list[Generation] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
         self._commits = self.roots.commit_store(self.roots.node)
@@ -135,14 +130,11 @@ class StoreCheckpoints:
     def newest(self) -> int | None:
         self.copying.publish_complete()
         self.snapshots.at = None
-        self._newest = newest = self._patiently(self._find_newest)
+        self._newest = newest = self._find_newest()
         self._offered = [newest] if newest is not None else []
         self._at = newest.manifest if newest is not None and newest.store is self._commits else None
         if self._at is not None:
             self.cadence.go_on(_calls_since_states(self._at))
-        if newest is None and self.before is not None and not all(map(self._can_repeat, self.before.manifests())):
-            what = "it has calls without the states before them, which other settings cannot repeat"
-            raise CheckpointMissing(f"run {self.before.run} cannot be continued: {what}")
         if newest is not None:
             step = newest.manifest.step
             if newest.store is self._durable:
@@ -155,13 +147,30 @@ class StoreCheckpoints:
             raise CheckpointMissing(f"no commit of run {self.roots.run} is left: {names}")
         return None
 
-    def _find_newest(self) -> _Generation | None:
-        self._kept = self._commits.manifests()[: self._commits.keep]
-        for store in (self._commits, self._durable):
-            for manifest in store.manifests():
-                self._remember_writers(manifest, self._last.step if self._last is not None else 0)
-        newest = self._newest_in(self._commits, self._durable, usable=self._is_there)
-        return newest or self._newest_in(self.before, usable=self._can_repeat)
+    def _find_newest(self) -> Generation | None:
+        kept = self._manifests(self._commits)
+        self._kept = kept[: self._commits.keep]
+        newest = find_newest(self._commits, kept, self.disk_wait, self._is_there)
+        wait = self.disk_wait if newest is None else _NO_WAIT
+        try:
+            newest = find_newest(self._durable, self._manifests(self._durable, wait), wait, self._is_there, newest)
+        except OSError as error:
+            if newest is None:
+                raise
+            _LOG.warning("going back to step %d; later copies were not sought: %s", newest.manifest.step, error)
+        if newest is None and self.before is not None:
+            earlier = self._manifests(self.before, remember=False)
+            newest = find_newest(self.before, earlier, self.disk_wait, self._can_repeat)
+            if newest is None and not all(map(self._can_repeat, earlier)):
+                what = "it has calls without the states before them, which other settings cannot repeat"
+                raise CheckpointMissing(f"run {self.before.run} cannot be continued: {what}")
+        return newest
+
+    def _manifests(self, store: Store, wait: DiskWait | None = None, remember: bool = True) -> list[Manifest]:
+        manifests = retry_io(store.manifests, store.root, wait or self.disk_wait)
+        for manifest in manifests if remember else ():
+            self._remember_writers(manifest, self._last.step if self._last is not None else 0)
+        return manifests
 
     def _can_repeat(self, manifest: Manifest) -> bool:
         return can_repeat(manifest, self.settings)
@@ -179,25 +188,10 @@ class StoreCheckpoints:
                 writers[member] = max(incarnation_of(file), writers.get(member, 0))
         self._last = LastCommit(max(manifest.step, step), writers)
 
-    def _newest_in(
-        self, *stores: CheckpointStore | ObjectStore | None, usable: Callable[[Manifest], bool] = lambda manifest: True
-    ) -> _Generation | None:
-        """The ``usable`` generation of the latest step; the first, faster store has precedence."""
-        best: _Generation | None = None
-        for store in stores:
-            for manifest in store.manifests() if store is not None else ():
-                if best is not None and manifest.step <= best.manifest.step:
-                    break
-                if store is not None and usable(manifest) and store.valid(manifest):
-                    best = _Generation(store, manifest)
-                    break
-        return best
-
     def load(self, step: int) -> Mapping[str, Any]:
         if self._newest is None or self._newest.manifest.step != step:
             raise CheckpointMissing(f"step {step} is not the newest commit")
-        read = partial(self._newest.store.read, self._newest.manifest, TRAINER)
-        state: Mapping[str, Any] = self._patiently(read)
+        state: Mapping[str, Any] = self._newest.read(TRAINER, self.disk_wait)
         return state
 
     def discard(self, step: int, why: str) -> None:
@@ -210,28 +204,29 @@ class StoreCheckpoints:
             self.copying.end()
 
     def restore_request(self, step: int) -> RestoreRequest:
-        self._offered = self._patiently(partial(self._find, step))
-        sources = tuple(map(self._pieces_of, self._offered))
+        self._offered = self._find(step)
+        sources = tuple(generation.pieces(self._commits) for generation in self._offered)
         return RestoreRequest(step, sources, self.roots, records=self.cadence.every != 1)
 
-    def _find(self, step: int) -> list[_Generation]:
-        return [
-            _Generation(store, manifest)
-            for store in (self._commits, self._durable, self.before)
-            if store is not None
-            for manifest in store.manifests()
-            if manifest.step == step and (store is not self.before or self._can_repeat(manifest))
-        ]
-
-    def _pieces_of(self, generation: _Generation) -> dict[str, tuple[Piece, ...]]:
-        """The files of each process; those in the members' own roots have relative folders."""
-        store, manifest = generation.store, generation.manifest
-        if store is self._commits:
-            return {name: manifest.pieces_of(name) for name in manifest.files}
-        return {
-            name: tuple(Piece(f"{store.root}/{folder}", file) for folder, file in manifest.pieces_of(name))
-            for name in manifest.files
-        }
+    def _find(self, step: int) -> list[Generation]:
+        """In all places that can be read; raises OSError if it may be in one that cannot, and is in no other."""
+        found: list[Generation] = []
+        for store in (self._commits, self._durable, self.before):
+            if store is None:
+                continue
+            try:
+                manifests = self._manifests(store, _NO_WAIT if found else None, remember=False)
+            except OSError as error:
+                if not found:
+                    raise
+                _LOG.warning("the copies in %s are left out: %s", store.root, error)
+                continue
+            found += [
+                Generation(store, manifest)
+                for manifest in manifests
+                if manifest.step == step and (store is not self.before or self._can_repeat(manifest))
+            ]
+        return found
 
     def commit_request(self, step: int, last: bool) -> CommitRequest:
         self.copying.publish_complete()
@@ -349,7 +344,7 @@ class StoreCheckpoints:
         return self._patiently(partial(copy_for_neighbour, self.roots, self._commits, self._at, nodes))
 
     def transfers_to(self, step: int, members: Collection[ProcessId], nodes: Nodes) -> list[Transfer]:
-        generations = self._patiently(partial(self._find, step)) if self.spread else []
+        generations = self._find(step) if self.spread else []
         manifest = next((each.manifest for each in generations if each.store is self._commits), None)
         return transfers_to(self.roots, manifest, members, nodes) if manifest is not None else []
 
@@ -372,12 +367,14 @@ class StoreCheckpoints:
         return {SETTINGS: self.settings}
 
     def persist_request(self) -> PersistRequest | None:
-        newest = self._newest_in(self._commits)
-        manifest = self.copying.next_at_the_end(newest.manifest) if newest is not None else None
-        if newest is None or manifest is None:
+        newest = find_newest(self._commits, self._manifests(self._commits, remember=False), self.disk_wait)
+        if newest is None:
+            return None
+        manifest = self._patiently(partial(self.copying.next_at_the_end, newest.manifest))
+        if manifest is None:
             return None
         self._latest = manifest
-        pieces = self._pieces_of(replace(newest, manifest=manifest))
+        pieces = Generation(self._commits, manifest).pieces(self._commits)
         return PersistRequest(manifest.step, pieces, self.roots, finish=not self.copying.failed)
 
     def persisted(self, answers: Mapping[ProcessId, tuple[StateFile, ...]]) -> None:

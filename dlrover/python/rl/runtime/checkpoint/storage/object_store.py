@@ -16,6 +16,7 @@ An object store has neither renames nor locks. An object appears as a whole, and
 trainer writes into folders of its own epoch.
 """
 
+import errno
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -99,7 +100,11 @@ class ObjectStore:
                 return old
         serial = 1 + max((old.serial for old in existing), default=0)
         manifest = replace(manifest, serial=serial, committed_at=time.time())
+        marked = _BAD in self.names(manifest.folder)  # another attempt at the same step
         with store_errors():
+            for name in (MANIFEST, _BAD) if marked else ():
+                with suppress(FileNotFoundError):
+                    self._fs.rm_file(f"{self._path}/{manifest.folder}/{name}")
             self._fs.pipe_file(f"{self._path}/{manifest.folder}/{MANIFEST}", encode(manifest))
         self._prune(manifest, existing)
         return manifest
@@ -250,7 +255,9 @@ def store_errors() -> Iterator[None]:
         yield
     except FileNotFoundError as error:
         raise CheckpointMissing(f"{error} is not there") from error
-    except (OSError, CheckpointCorrupt, CheckpointMissing, StaleEpoch):
+    except (CheckpointCorrupt, CheckpointMissing, StaleEpoch):
         raise
     except Exception as error:
-        raise OSError(f"{type(error).__name__}: {error}") from error
+        if isinstance(error, OSError) and (error.errno or 0) > 0:  # of name servers they are below
+            raise
+        raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error

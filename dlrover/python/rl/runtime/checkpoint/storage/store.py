@@ -238,9 +238,9 @@ class CheckpointStore:
         """Compare the length of a file; raises as ``check_size``."""
         check_size(self.root / folder, file)
 
-    def quarantine(self, manifest: Manifest, why: str) -> None:
-        """Set a generation aside: it is never loaded again, but kept for inspection."""
-        self._set_aside(self.root / manifest.folder, why)
+    def quarantine(self, manifest: Manifest, why: str) -> bool:
+        """Set a generation aside: it is never loaded again, but kept for inspection. False if the disk refuses."""
+        return self._set_aside(self.root / manifest.folder, why)
 
     def damaged(self) -> list[str]:
         """The generations that were set aside."""
@@ -288,17 +288,29 @@ class CheckpointStore:
             _LOG.warning("removing %s: keeping the %d newer damaged ones", folder, _KEPT_BAD)
             shutil.rmtree(folder, ignore_errors=True)
 
-    def _set_aside(self, folder: Path, why: str) -> None:
-        names = (f"{folder.name}{_BAD}.{number}" for number in count(1))
-        target = next(path for path in map(self.root.joinpath, names) if not path.exists())
+    def _set_aside(self, folder: Path, why: str) -> bool:
+        """Rename the folder, or only its manifest if other generations need the files beside it."""
+        what = folder / MANIFEST if self._is_needed(folder.name) else folder
+        names = (f"{what.name}{_BAD}.{number}" for number in count(1))
+        target = next(path for path in map(what.parent.joinpath, names) if not path.exists())
         try:
-            folder.rename(target)
+            what.rename(target)
         except FileNotFoundError:
-            return  # removed, or set aside by another process
+            return True  # removed, or set aside by another process
         except OSError as error:
             _LOG.warning("%s is not used (%s), and cannot be set aside: %s", folder, why, error)
-            return
-        _LOG.warning("%s is not used: %s; it is now %s", folder, why, target.name)
+            return False
+        _LOG.warning("%s is not used: %s; it is now %s", what, why, target.name)
+        return True
+
+    def _is_needed(self, name: str) -> bool:
+        """Whether the generation of another folder has files in this one."""
+        for ids in self._folders():
+            folder = self.root / folder_name(*ids)
+            with suppress(CheckpointMissing, CheckpointCorrupt):
+                if folder.name != name and name in self._manifest_in(folder).folders:
+                    return True
+        return False
 
     def _retire(self, folder: Path) -> None:
         """Remove a generation; in memory, its files stay until they are overwritten or the next one is removed."""
