@@ -23,6 +23,7 @@ from transformers import (
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.api.weights import UP
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.loading import write_atomically
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
@@ -138,6 +139,18 @@ def test_four_micro_batches_are_one_big_step(model_path):
 
 
 # -- heads ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("targets", [["q_proj"], ["q_proj", "score"]])
+def test_a_new_head_leaves_with_the_weights_and_its_adapter_changes_nothing_at_first(model_path, targets):
+    settings = TrainSettings(head="token", lora=LoraSettings(rank=2, targets=targets))
+    critic = Fsdp2TrainEngine(model_path, CONFIG, settings)
+    before, adapters = weights(critic), dict(critic.named_adapters())
+    assert len(adapters) == 2 * 2 + 2 * ("score" in targets)
+    assert all((tensor == 0).all() == name.endswith(UP) for name, tensor in adapters.items())
+    critic.step(make_batch(), token_loss)
+    assert not torch.equal(weights(critic)["score.weight"], before["score.weight"])
+    assert critic.adapter_scale is None, "alone, adapters would leave the trained head behind"
 
 
 def test_a_critic_scores_the_action_tokens_and_learns(model_path, tmp_path):

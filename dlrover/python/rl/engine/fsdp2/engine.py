@@ -216,8 +216,7 @@ def _source(spec: ModelSpec, module: Any) -> WeightReader:
 
 def _make_options(spec: ModelSpec, module: Any, settings: TrainSettings, options: Fsdp2Options) -> MaterializeOptions:
     def absent(name: str, shape: tuple[int, ...]) -> Any:
-        head = spec.absent(name, shape)
-        return fresh_adapter(name, shape) if head is None else head
+        return fresh_adapter(name, shape) if is_adapter(name) else spec.absent(name, shape)
 
     return MaterializeOptions(
         settings.device,

@@ -194,9 +194,10 @@ class BackendTrainEngine(ABC):
 
     @property
     def adapter_scale(self) -> float | None:
-        """See ``AdaptedSource``, as the next three. None for a subclass with weights of its own: they leave merged."""
+        """See ``AdaptedSource``, as the next three. None for a subclass with weights of its own, and for a head that is
+        trained whole: they leave merged."""
         lora, is_plain = self._settings.lora, type(self).named_weights is BackendTrainEngine.named_weights
-        return lora.scale if lora is not None and is_plain else None
+        return lora.scale if lora is not None and is_plain and self._settings.head == "causal" else None
 
     def named_base_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         return self._require_weights("named_base_weights").named_weights(dtype, merged=False)
