@@ -224,7 +224,9 @@ def test_attach_shows_nothing_of_earlier_runs_of_the_name(desk):
 )
 def test_what_is_wrong_is_one_line_with_the_right_name(desk, arguments, said):
     desk.folder.joinpath("laptop/toy.yaml").write_text(JOB)
-    desk.begin(results=str(desk.folder / "root"), step=1)
+    results = desk.folder / "root"
+    (results / "job.yaml").write_text(JOB)
+    desk.begin(results=str(results), step=1)
     assert said in desk(*arguments, code=1)
     assert [record.name for record in desk.manager.list_jobs()] == ["job"]
 

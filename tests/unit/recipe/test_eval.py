@@ -2,6 +2,7 @@
 """``dlrover-rl eval``: the model of a run is evaluated by another run, which trains nothing."""
 
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -9,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_jobs import EXAMPLES, write_rows
+from example_jobs import EXAMPLES, PAIRS, write_rows
 from policy_jobs import policy_job, write_inputs
 
 from dlrover.python.rl.config.layout import job_to_yaml
@@ -72,6 +73,25 @@ config: {{model: {tmp_path / "model"}, data: {data}, steps: 3, batch_size: 2, ev
     last = json.loads((tmp_path / "runs/sft/latest/metrics.jsonl").read_text().splitlines()[-1])
     cli(tmp_path, "eval", "sft", "config.eval_every=0")
     assert summary(tmp_path, "sft-eval")["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
+
+
+@pytest.mark.slow
+def test_a_policy_is_compared_with_the_model_that_its_training_began_with(tmp_path):
+    write_inputs(tmp_path)
+    rows = write_rows(tmp_path / "rows.jsonl", PAIRS)
+    (tmp_path / "job.yaml").write_text(f"""
+name: dpo
+trainer: {{module: dlrover.python.rl.recipe.dpo, class: DPOTrainer, device_type: CPU, device_per_node: 4}}
+workload:
+  actor: {{module: dlrover.python.rl.recipe.workloads, class: ActorWorkload}}
+  reference: {{module: dlrover.python.rl.recipe.workloads, class: ReferenceWorkload}}
+config: {{model: {tmp_path / "model"}, data: {{train: {rows}, eval: {rows}}}, steps: 3, batch_size: 2, eval_every: 3}}
+""")
+    cli(tmp_path, "run", "job.yaml", "--local")
+    last = json.loads((tmp_path / "runs/dpo/latest/metrics.jsonl").read_text().splitlines()[-1])
+    cli(tmp_path, "eval", "dpo")
+    assert summary(tmp_path, "dpo-eval")["eval/loss"] == pytest.approx(last["eval/loss"], rel=1e-6)
+    assert last["eval/loss"] != pytest.approx(math.log(2), abs=1e-9)
 
 
 @pytest.mark.slow

@@ -88,8 +88,8 @@ def _of_run(client: Any, name_or_dir: str, overrides: tuple[str, ...]) -> dict[s
     """An evaluation of the newest run of a name, whose files are on the service's machine."""
     run = client.get(name_or_dir)
     has_model = any(file.path.startswith(f"{MODEL}/") for file in client.artifacts(run.name))
-    changes = [*evaluation_overrides(Path(run.folder), has_model, overrides), "job_dir=''"]
     text = _read(client, run.name, DESCRIPTION)
+    changes = [*evaluation_overrides(text, Path(run.folder), has_model, overrides), "job_dir=''"]
     return {"text": text, "name": evaluation_name(run.name), "overrides": changes}
 
 

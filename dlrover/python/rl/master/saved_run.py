@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import fsspec
+import yaml
 
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
@@ -58,7 +59,8 @@ def evaluation_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """A job that evaluates the model which a run has saved, or another one by an override, in run folders of its own.
     Raises InvalidJob."""
     _refuse_names(overrides, f"cannot be changed: an evaluation is in a folder under {RUNS}, named after the run's job")
-    changes = evaluation_overrides(run.folder, (run.folder / MODEL).is_dir(), overrides)
+    text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
+    changes = evaluation_overrides(text, run.folder, (run.folder / MODEL).is_dir(), overrides)
     return _read(run, changes, lambda job: replace(job, name=evaluation_name(job.name), job_dir=RUNS, archive=""))
 
 
@@ -79,11 +81,15 @@ def _refuse_names(overrides: Sequence[str], why: str) -> None:
         raise InvalidJob([ConfigError(name, why) for name in names])
 
 
-def evaluation_overrides(folder: Path, has_model: bool, overrides: Sequence[str]) -> list[str]:
-    """What makes an evaluation of the job of a run in ``folder``. Raises InvalidJob if nothing names a model."""
+def evaluation_overrides(text: str, folder: Path, has_model: bool, overrides: Sequence[str]) -> list[str]:
+    """What makes an evaluation of the run in ``folder``, whose job is described by ``text``; a reference stays the
+    model that the run began with. Raises InvalidJob if nothing names a model."""
     if not has_model and not any(re.match(r"\+?(config\.)?model=", override) for override in overrides):
         raise InvalidJob([ConfigError(str(folder), "has no model yet: config.model=FOLDER names another one")])
-    return ["checkpoint.resume=never", "config.eval_only=true", f"config.model={folder / MODEL}", *overrides]
+    config = yaml.safe_load(text).get("config") or {}
+    reference = [f"config.reference_model={config['model']}"] if config.get("reference_model", "") is None else []
+    changes = ["checkpoint.resume=never", "config.eval_only=true", f"config.model={folder / MODEL}"]
+    return [*changes, *reference, *overrides]
 
 
 def evaluation_name(name: str) -> str:

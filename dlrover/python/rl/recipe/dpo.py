@@ -22,6 +22,9 @@ class DPOConfig(ExampleConfig):
     algorithm: Mapping[str, Any] = field(default_factory=dict)
     """``name`` (``dpo``, ``ipo`` or ``conservative_dpo``) and its options: ``beta``, ``label_smoothing``."""
 
+    reference_model: str | None = None
+    """Folder or hub name of the model of the role REFERENCE. None: ``model``."""
+
 
 class DPOTrainer(ExampleTrainer):
     """Direct preference optimisation, with the role REFERENCE; see ``ExampleTrainer``."""
@@ -29,6 +32,10 @@ class DPOTrainer(ExampleTrainer):
     config_class = DPOConfig
     algorithm_name = "dpo"
     metric_names = METRICS
+
+    @classmethod
+    def reference_of(cls, cfg: DPOConfig) -> str:
+        return cfg.reference_model or cfg.model
 
     @classmethod
     def algorithm_of(cls, cfg: Any) -> Algorithm:

@@ -11,12 +11,14 @@ from transformers import AutoTokenizer
 
 from dlrover.python.rl.common.errors import InvalidJob, NonFiniteUpdate
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import KeepConfig
+from dlrover.python.rl.recipe.dpo import DPOConfig, DPOTrainer
 from dlrover.python.rl.recipe.offline.examples import Measured, PairData, load_examples
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, validate_keep
-from dlrover.python.rl.recipe.sft import SFTTrainer
+from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
@@ -121,6 +123,27 @@ def test_pairs_are_evaluated_by_the_loss_they_are_trained_with(inputs, tmp_path,
         assert first[f"eval/{name}"] == pytest.approx(second[name], abs=1e-6), "after a step is before the next"
     summary = json.loads((tmp_path / "summary.json").read_text())
     assert (summary["examples"], summary["held-out rows"]) == (4, 4), "pairs, of two sequences each"
+
+
+def test_an_evaluated_policy_is_compared_with_the_reference_it_was_trained_against(inputs, tmp_path):
+    data = {name: str(inputs / "pairs.jsonl") for name in ("train", "eval")}
+    config = config_of(inputs, "dpo", data=data, batch_size=4, eval_every=1)
+    stage("dpo", tmp_path / "trained", config).run()
+    last = metrics_of(tmp_path / "trained")[-1]
+    trained = {"model": str(tmp_path / "trained/model"), "eval_only": True}
+    stage("dpo", tmp_path / "alone", config | trained | {"reference_model": str(inputs / "model")}).run()
+    found = json.loads((tmp_path / "alone/summary.json").read_text())
+    assert found["eval/rewards/margins"] == pytest.approx(last["eval/rewards/margins"], rel=1e-5) != 0.0
+    lora = {"engine": {"threads": 1, "lora": {}}, "reference_model": "another"}
+    errors = DPOTrainer.find_errors(require(DPOConfig, config | trained | lora, "config"), {RLRoleType.ACTOR: 1})
+    assert [str(error).partition(":")[0] for error in errors if "the role" in str(error)] == ["config.reference_model"]
+
+
+def test_what_was_trained_on_is_not_called_held_out(inputs):
+    config = config_of(inputs, data={"train": str(inputs / "examples.jsonl")}, eval_only=True)
+    for every, faults in ((0, ["config.data.eval"]), (1, [])):
+        cfg = require(SFTConfig, {**config, "eval_every": every}, "config")
+        assert [error.where for error in SFTTrainer.find_errors(cfg, {RLRoleType.ACTOR: 1})] == faults
 
 
 def test_sums_over_ranks_of_which_one_has_no_rows():

@@ -128,7 +128,7 @@ class ExampleTrainer(RecipeTrainer):
         cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
         loading = [self.begin_loading(self.RG_ACTOR, cfg.model, cfg.engine, optimizer, self.algorithm, cfg.seed)]
         if _uses_reference(self.algorithm) and RLRoleType.REFERENCE in self.actor_handles:
-            loading.append(self.begin_loading(self.RG_REFERENCE, cfg.model, cfg.engine))
+            loading.append(self.begin_loading(self.RG_REFERENCE, self.reference_of(cfg), cfg.engine))
         return loading
 
     def fit(self) -> None:
@@ -235,6 +235,9 @@ class ExampleTrainer(RecipeTrainer):
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
+        if cfg.eval_only and cfg.data.eval is None and not cfg.eval_every:
+            what = "is needed: with eval_every: 0 nothing is held out, and every row of data.train is trained on"
+            errors.append(ConfigError("config.data.eval", what))
         return [*errors, *cls._validate_algorithm(cfg, roles)]
 
     @classmethod
@@ -251,8 +254,13 @@ class ExampleTrainer(RecipeTrainer):
             if error.salvaged is None:
                 return errors
             algorithm = error.salvaged
-        if _uses_reference(algorithm) and RLRoleType.REFERENCE not in roles and cfg.engine.lora is None:
+        if not _uses_reference(algorithm) or RLRoleType.REFERENCE in roles:
+            return errors
+        if cfg.engine.lora is None:
             errors.append(ConfigError("workload", "the role 'reference' is required: the loss compares with it"))
+        elif cls.reference_of(cfg) != cfg.model:
+            what = "needs the role 'reference': without one it is the model without its adapters"
+            errors.append(ConfigError("config.reference_model", what))
         return errors
 
 

@@ -323,10 +323,16 @@ class RecipeTrainer(BaseTrainer):
                 head=cls.trained_head(),
             ),
             RLRoleType.ROLLOUT: ModelUse("rollout", cfg.model),
-            RLRoleType.REFERENCE: ModelUse("frozen", cfg.model, sharded_class="ShardedReferenceWorkload"),
+            RLRoleType.REFERENCE: ModelUse("frozen", cls.reference_of(cfg), sharded_class="ShardedReferenceWorkload"),
         }
         rows: dict[str, Any] = {"longest": cls.longest_row(cfg), "bounded": cls.bounds_rows(cfg)}
         return {role: replace(use, members=roles[role], **rows) for role, use in made.items() if role in roles}
+
+    @classmethod
+    def reference_of(cls, cfg: Any) -> str:
+        """The model of the role REFERENCE."""
+        model: str = cfg.model
+        return model
 
     @classmethod
     def bounds_rows(cls, cfg: Any) -> bool:
