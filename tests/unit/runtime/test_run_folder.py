@@ -9,6 +9,7 @@ from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime import run_folder
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+from dlrover.python.rl.runtime.earlier_run import continued
 from dlrover.python.rl.runtime.owner import FAILED, FINISHED, IN_PROCESS, newest_owner
 from dlrover.python.rl.runtime.run_folder import DESCRIPTION, begin, claim, has_commits
 
@@ -30,6 +31,30 @@ def test_a_run_has_something_to_go_on_with_once_a_step_is_committed(tmp_path, mo
         step.mkdir()
         assert has_commits(job.job_dir)
         step.rmdir()
+
+
+@pytest.mark.parametrize(
+    ("outcome", "given", "has_commit", "goes_on"),
+    [
+        (FINISHED, "more steps", True, True),
+        (FINISHED, "more steps", False, False),
+        (FINISHED, "steps", True, False),
+        (FINISHED, "", True, False),
+        (FAILED, "steps", False, True),
+    ],
+)
+def test_after_the_end_of_a_run_another_command_goes_on_with_it_and_the_same_one_does_not(
+    tmp_path, monkeypatch, outcome, given, has_commit, goes_on
+):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    job = replace(load_job_text(JOB, "job", ["checkpoint.resume=latest"]), given="steps")
+    monkeypatch.chdir(tmp_path)
+    ended = begin(job)
+    claim(ended, IN_PROCESS, bound=True).end(outcome)
+    if has_commit:
+        (ended.job_dir / "checkpoints" / ended.run / "step-00000010.e1").mkdir(parents=True)
+    found = continued(replace(job, given=given))
+    assert found.job_dir == (ended.job_dir.resolve() if goes_on else job.job_dir)
 
 
 @pytest.mark.parametrize(

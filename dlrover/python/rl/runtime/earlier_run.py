@@ -21,13 +21,15 @@ def repeated(job: JobSpec) -> JobSpec:
 
 
 def continued(job: JobSpec) -> JobSpec:
-    """With ``checkpoint.resume: latest`` a job without ``job_dir`` goes on in the folder of the last run of this name,
-    unless that one has finished."""
+    """With ``checkpoint.resume: latest`` a job without ``job_dir`` goes on in the folder of the last run of this name.
+    One that has finished is gone on with only by a command (``given``) with other arguments."""
     if job.run_folders is None or job.checkpoint.resume != "latest":
         return job
     last = (job.run_folders / LATEST).resolve()
     owner = newest_owner(last)
-    return job if owner is None or owner.state == FINISHED else replace(job, job_dir=last)
+    if owner is None or (owner.state == FINISHED and (job.given in ("", owner.given) or not has_commits(last))):
+        return job
+    return replace(job, job_dir=last)
 
 
 def earlier_description(job: JobSpec) -> str:
