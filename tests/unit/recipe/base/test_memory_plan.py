@@ -353,11 +353,43 @@ def test_what_is_not_known_is_said_and_not_refused(monkeypatch, small):
     made = MemoryPlan.of(uses, replace(ON_CUDA, device_memory_gb=1), "some/hub-name", None)
     assert made.lines()[1:] == ["  ACTOR x1: not known without the config.json of some/hub-name (config.model_config)"]
     assert made.find_errors() == MemoryPlan({}, ON_CUDA).lines() == []
-    deep = MemoryPlan(uses, replace(ON_CUDA, train="deepspeed"))
-    assert deep.lines()[1:] == ["  ACTOR x1: not computed for deepspeed"]
+    other = MemoryPlan(uses, replace(ON_CUDA, train="own:Engine"))
+    assert other.lines()[1:] == ["  ACTOR x1: not computed for own:Engine"]
     if not torch.cuda.is_available():
         assert plan(monkeypatch, small, uses, ON_CUDA, None).find_errors() == []
     assert math.isfinite(bytes_of(small, uses[ACTOR], ON_CUDA).peak)
+
+
+def test_of_deepspeed_and_megatron_the_state_is_planned_and_refused_where_it_cannot_fit(monkeypatch, small, large):
+    def told(shape, gigabytes, members=8, **changes):
+        use = ModelUse("trained", "", members)
+        made = plan(monkeypatch, shape, {ACTOR: use}, replace(ON_CUDA, **changes), gigabytes)
+        return made.lines()[-1].strip(), [error.what for error in made.find_errors()]
+
+    line, faults = told(small, 80, train="deepspeed", train_options={"zero_stage": 1})
+    assert (line, faults) == (
+        "ACTOR x8: at least 2.0 (weights 1.2, gradients 0.2, optimizer 0.5); passes are not computed for deepspeed",
+        [],
+    )
+    line, _ = told(small, 80, train="deepspeed", train_options={"optimizer_on_host": True})
+    assert line.startswith("ACTOR x8: at least 0.7 (weights 0.1, gradients 0.5), and 1.0 of its host; passes")
+    _, faults = told(large, 80, train="deepspeed", train_options={"zero_stage": 2})
+    assert faults == [
+        "ACTOR needs 290.8 GB for its weights, gradients and optimizer, and has 73.6 GB of a device's 80.0; with"
+        " engine.train_options.zero_stage=3 engine.train_options.optimizer_on_host=true it is 18.7 GB"
+    ]
+    split = ParallelSizes(tensor_parallel_size=8)
+    _, faults = told(large, 80, train="megatron", parallel=split)
+    assert faults == [
+        "ACTOR needs 163.6 GB for its weights, gradients and optimizer, and has 73.6 GB of a device's 80.0; with"
+        " workload.actor.num=64 it is 68.2 GB"
+    ]
+    line, faults = told(large, 80, 64, train="megatron", parallel=split)
+    assert line.startswith("ACTOR x64: at least 68.2 (weights 22.7, gradients 36.4, optimizer 9.1)") and not faults
+    line, _ = told(large, 80, 64, train="megatron", parallel=replace(split, pipeline_parallel_size=4))
+    assert line.startswith("ACTOR x64: at least 28.2 (weights")
+    frozen = plan(monkeypatch, small, {REFERENCE: ModelUse("frozen", "")}, replace(ON_CUDA, train="megatron"), 80)
+    assert "REFERENCE x1: at least 1.0 (weights 1.0); passes" in frozen.lines()[-1]
 
 
 AUTO_SIZED = replace(ON_CUDA, max_tokens_per_microbatch="auto", gradient_checkpointing="auto")

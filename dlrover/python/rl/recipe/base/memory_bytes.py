@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a job's models take on each device with FSDP2, by arithmetic, before anything starts.
+"""The memory that a job's models take on each device, by arithmetic, before anything starts.
 
-Of ``P`` parameters on ``s`` ranks that divide them, with ``w`` bytes a number (2 in bf16, 4 in fp32) and ``t`` tokens
-in a pass::
+With FSDP2, of ``P`` parameters on ``s`` ranks that divide them, with ``w`` bytes a number (2 in bf16, 4 in fp32) and
+``t`` tokens in a pass::
 
     weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s, with s 1 but for shard_frozen
                  with adapters w P and those of the adapters, and of a head of one score, which is trained too; of
@@ -23,9 +23,23 @@ in a pass::
     exchange     after the passes: where s > 1 gradients outside of the layers, 2 w + 4 bytes each; or the largest
                  tensor
 
+With the engines of :data:`STATE_ONLY`, whose passes come on top and are not computed, on ``n`` members::
+
+    deepspeed   weights    w P, of ZeRO 3 w P / n, and 4 P / n; with adapters the second are those that are trained
+                gradients  4 P / n, and of ZeRO 3 a bucket of as many as there are, 2^27 at most, 4 bytes each
+                optimizer  8 P / n
+                with optimizer_on_host w P, or w P / n, of the weights alone, and the bucket
+    megatron    a stage of p has its share of the layers, and an embedding or an output layer; t ranks divide it, and
+                n / (p t) have copies; of its Q parameters
+                weights    2 Q and 4 Q p t / n in bf16, 4 Q in fp32
+                gradients  4 Q
+                optimizer  8 Q p t / n
+    frozen      w P
+
 Roles that share a device have it one at a time, so each has to fit by itself.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -47,8 +61,16 @@ FEW_TOKENS, FEWEST_TOKENS = 4096, 1024
 
 GB = 1e9
 
+STATE_ONLY = ("deepspeed", "megatron")
+"""Train engines of which weights, gradients and optimizer are computed."""
+
 _QUANTIZED = 0.5 + 4 / 64
 """Bytes of a number in 4 bits, in blocks of 64 with a float32 scale."""
+
+_ON_HOST = ("fsdp2", "deepspeed")
+
+_BUCKET = 1 << 27
+"""Gradients of a bucket of DeepSpeed's."""
 
 _SIZED = 0.8
 """Of a device's memory, for what the system chooses by the arithmetic, which is not exact."""
@@ -166,7 +188,7 @@ def _changed(shape: ModelShape, use: ModelUse) -> float:
 
 def is_on_host(engine: EngineConfig) -> bool:
     """Whether the float32 weights and the moments of trained models are in the host's memory."""
-    return engine.train == "fsdp2" and engine.train_options.get("optimizer_on_host") is True
+    return engine.train in _ON_HOST and engine.train_options.get("optimizer_on_host") is True
 
 
 def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
@@ -186,6 +208,36 @@ def _frozen(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, 
         activations=tokens * _of_layer(shape, width, 1),
         logits=_logits(shape, width, tokens, 1, trains=False),
     )
+
+
+def state_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
+    """``engine`` is resolved, trains with one of :data:`STATE_ONLY`, and its sizes divide the members."""
+    width = 2 if engine.dtype == "bf16" else 4
+    shape = shape.with_score_head() if use.head == "token" else shape
+    if use.kind == "frozen":
+        return PlannedBytes(width * shape.parameters)
+    return (_of_deepspeed if engine.train == "deepspeed" else _of_megatron)(shape, use, engine, width)
+
+
+def _of_deepspeed(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int) -> PlannedBytes:
+    members, stage = use.members, engine.train_options.get("zero_stage", 3)
+    trained = _changed(shape, use)
+    whole = width * trained + (0.0 if use.lora is None else _base(shape, use.lora, width))
+    weights, bucket = (whole / members, 4 * min(trained, _BUCKET)) if stage == 3 else (whole, 0)
+    if is_on_host(engine):
+        return PlannedBytes(weights, bucket)
+    moments = moment_bytes(use.optimizer, use.lora) * trained / members
+    return PlannedBytes(weights + 4 * trained / members, 4 * trained / members + bucket, moments)
+
+
+def _of_megatron(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int) -> PlannedBytes:
+    sizes = engine.parallel or ParallelSizes()
+    stages = sizes.pipeline_parallel_size
+    outside = shape.outside if stages == 1 else max(shape.vocabulary * shape.hidden, shape.outside / 2)
+    own = (math.ceil(shape.layers / stages) * shape.layer + outside) / sizes.tensor_parallel_size
+    copies = use.members / (stages * sizes.tensor_parallel_size)
+    masters = 4 * own / copies if width == 2 else 0.0
+    return PlannedBytes(width * own + masters, 4 * own, moment_bytes(use.optimizer, None) * own / copies)
 
 
 def _of_layer(shape: ModelShape, width: int, tensor: int) -> float:

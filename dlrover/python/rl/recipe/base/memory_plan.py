@@ -21,6 +21,7 @@ from dlrover.python.rl.recipe.base.memory_bytes import (
     FEW_TOKENS,
     FEWEST_TOKENS,
     GB,
+    STATE_ONLY,
     ModelUse,
     PlannedBytes,
     bytes_of,
@@ -31,6 +32,7 @@ from dlrover.python.rl.recipe.base.memory_bytes import (
     is_quantized,
     size_passes,
     sizes_of,
+    state_of,
 )
 from dlrover.python.rl.recipe.base.model_facts import parameters_of
 
@@ -38,7 +40,11 @@ _USABLE = 0.92
 """Of a device's memory: the rest is CUDA's own, and lost between blocks."""
 
 _MOST_MEMBERS = 1024
+_MOST_TENSOR = 8  # ranks of a node
 
+_NO_CHANGE = "no setting here makes it fit"
+
+_STATE = ("weights", "gradients", "optimizer")
 _COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "kv_cache", "exchange")
 
 
@@ -68,6 +74,13 @@ class MemoryPlan:
                 continue  # reported already
             shape = self._shape_of(use)
             if shape is not None:
+                yield role, use, shape
+
+    def states(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
+        """Those of which only the state is computed."""
+        for role, use in self.uses.items() if self.engine.train in STATE_ONLY else ():
+            shape = self._shape_of(use)
+            if use.kind != "rollout" and shape is not None and _divides(self.engine, use):
                 yield role, use, shape
 
     def _shape_of(self, use: ModelUse) -> ModelShape | None:
@@ -106,6 +119,12 @@ class MemoryPlan:
             rows.append([f"{role} x{use.members}", *map(_gb, values)])
         if not self.uses:
             return []
+        for role, use, shape in self.states():
+            known.add(role)
+            state, on_host = state_of(shape, use, self.engine), host_bytes(shape, use, self.engine)
+            parts = ", ".join(f"{name} {_gb(getattr(state, name))}" for name in _STATE if getattr(state, name))
+            what = f"at least {_gb(state.peak)} ({parts})" + (f", and {_gb(on_host)} of its host" if on_host else "")
+            notes.append(f"  {role} x{use.members}: {what}; passes are not computed for {self.engine.train}")
         if self.engine.weight_sync == "cuda_ipc" and self.kept_bytes:
             notes.append(
                 f"  and {_gb(self.kept_bytes)} GB of weights that the actor keeps on the device for the rollout"
@@ -125,7 +144,7 @@ class MemoryPlan:
         return [f"memory of each device, GB{of}:", *(table if rows else ()), *notes, *unknown, *warnings]
 
     def _why_unknown(self, use: ModelUse) -> str:
-        if use.kind != "rollout" and self.engine.train != "fsdp2":
+        if use.kind != "rollout" and self.engine.train not in ("fsdp2", *STATE_ONLY):
             return f"not computed for {self.engine.train}"
         named = " (config.model_config)" if use.model == self.model else ""
         return f"not known without the config.json of {use.model}{named}"
@@ -162,8 +181,23 @@ class MemoryPlan:
                 parts = f"weights {_gb(planned.weights)}, and the cache of one sequence"
             has = f"{_gb(self._limit(use))} GB of a device's {_gb(self.device_bytes or 0.0)}"
             what = f"{role} needs {_gb(self._needed(use, planned))} GB, and has {has} ({parts})"
-            found.append(f"{what}; {next(self._changes(role, use, shape), 'no setting here makes it fit')}")
+            found.append(f"{what}; {next(self._changes(role, use, shape), _NO_CHANGE)}")
+        for role, use, shape in self.states() if self.device_bytes is not None else ():
+            state = state_of(shape, use, self.engine)
+            if state.peak > self._limit(use):
+                has = f"{_gb(self._limit(use))} GB of a device's {_gb(self.device_bytes or 0.0)}"
+                what = f"{role} needs {_gb(state.peak)} GB for its weights, gradients and optimizer, and has {has}"
+                found.append(f"{what}; {next(self._smaller_states(role, use, shape), _NO_CHANGE)}")
         return found
+
+    def _smaller_states(self, role: RLRoleType, use: ModelUse, shape: ModelShape) -> Iterator[str]:
+        others = _states(self.engine, use, f"workload.{role.lower()}") if use.kind == "trained" else ()
+        for changes, engine, members in others:
+            changed = replace(use, members=members)
+            if not _divides(engine, changed):
+                continue
+            if (needed := state_of(shape, changed, engine).peak) <= self._limit(use):
+                yield f"with {' '.join(changes)} it is {_gb(needed)} GB"
 
     def _needed(self, use: ModelUse, planned: PlannedBytes) -> float:
         one_sequence = planned.weights + planned.kv_cache / self.engine.max_batch
@@ -209,6 +243,29 @@ def _alternatives(engine: EngineConfig, use: ModelUse, role: RLRoleType) -> Iter
     elif use.sharded_class:
         change = [] if engine.shard_frozen else ["engine.shard_frozen=true", f"{name}.class={use.sharded_class}"]
         yield from _more_members(replace(engine, shard_frozen=True), use, name, change, max(use.members, 2))
+
+
+def _states(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[_Alternative]:
+    """With which a model that another engine than fsdp2 trains takes less."""
+    divided: list[tuple[list[str], EngineConfig]] = [([], engine)]
+    if engine.train == "deepspeed" and engine.train_options.get("zero_stage", 3) != 3:
+        options = {**engine.train_options, "zero_stage": 3}
+        divided.append((["engine.train_options.zero_stage=3"], replace(engine, train_options=options)))
+    if engine.train == "deepspeed" and not is_on_host(engine):
+        change, changed = divided[-1]
+        options = {**changed.train_options, "optimizer_on_host": True}
+        on_host = [*change, "engine.train_options.optimizer_on_host=true"]
+        divided.append((on_host, replace(changed, train_options=options)))
+    sizes = engine.parallel or ParallelSizes()
+    while engine.train == "megatron" and sizes.tensor_parallel_size < _MOST_TENSOR:
+        sizes = replace(sizes, tensor_parallel_size=2 * sizes.tensor_parallel_size)
+        change = [f"engine.parallel.tensor_parallel_size={sizes.tensor_parallel_size}"]
+        divided.append((change, replace(engine, parallel=sizes)))
+    members = use.members
+    while members <= _MOST_MEMBERS:
+        more = [f"{name}.num={members}"] if members > use.members else []
+        yield from (([*change, *more], changed, members) for change, changed in divided)
+        members *= 2
 
 
 def _split(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[_Alternative]:
