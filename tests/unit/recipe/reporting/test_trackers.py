@@ -4,6 +4,7 @@
 import json
 import logging
 import math
+import re
 import sys
 import types
 
@@ -67,6 +68,8 @@ class FakeMlflow(types.ModuleType):
         self.runs[self.now]["config"] = config
 
     def log_metrics(self, metrics, step):
+        if refused := [name for name in metrics if not re.fullmatch(r"[/\w.\- :]*", name)]:
+            raise ValueError(f"Invalid value {refused} for parameter 'metrics[0].name' supplied")
         self.runs[self.now]["steps"].append((step, metrics))
 
     def log_table(self, columns, file):
@@ -184,6 +187,16 @@ def test_a_tracker_that_fails_is_left_and_the_run_goes_on(modules, tmp_path, cap
     ]
     (run,) = modules["mlflow"].runs.values()
     assert [step for step, _ in run["steps"]] == [1, 2, 3]
+
+
+def test_names_that_mlflow_refuses_are_replaced_there(modules, tmp_path):
+    log = log_of(tmp_path, **BOTH)
+    log.begin_step(1)
+    log.write_step(1, {"eval/avg@4": 0.5, "eval/1+1 (easy)/pass@2": 1.0})
+    (run,) = modules["mlflow"].runs.values()
+    assert run["steps"] == [(1, {"eval/avg_at_4": 0.5, "eval/1_1 _easy_/pass_at_2": 1.0})]
+    (run,) = modules["wandb"].runs.values()
+    assert run.steps == [(1, {"eval/avg@4": 0.5, "eval/1+1 (easy)/pass@2": 1.0})]
 
 
 def test_samples_are_a_table_after_the_figures_of_their_step_and_come_once(modules, tmp_path):

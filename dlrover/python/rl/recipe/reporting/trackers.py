@@ -9,6 +9,7 @@ import importlib
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from dlrover.python.rl.recipe.base.config import LogConfig
 _LOG = get_logger(__name__)
 
 _STATE_FILE = "trackers.json"
+_REFUSED_BY_MLFLOW = re.compile(r"[^\w/.\-: ]")
 
 TRACKERS = ExtensionPoint(
     "tracker", "dlrover_rl.trackers", {"wandb": f"{__name__}:WandbTracker", "mlflow": f"{__name__}:MlflowTracker"}
@@ -178,7 +180,8 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """The options are the fields of :class:`MlflowConfig`."""
+    """The options are the fields of :class:`MlflowConfig`. Characters that MLflow refuses in names of metrics are
+    replaced: ``pass@4`` is ``pass_at_4``, others are ``_``."""
 
     def __init__(self, experiment: str, name: str | None = None, uri: str | None = None) -> None:
         self._experiment, self._name, self._uri = experiment, name, uri
@@ -197,7 +200,8 @@ class MlflowTracker:
         mlflow.log_dict(dict(config), "config.json")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
+        named = {_REFUSED_BY_MLFLOW.sub("_", name.replace("@", "_at_")): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(named, step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
