@@ -36,7 +36,7 @@ from dlrover.python.rl.trainer.port import COMMIT, Call, Outcome, Pending, Port,
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.steps import Attempt, Steps
-from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+from dlrover.python.rl.trainer.trainer import BaseTrainer, RunEnd, TrainerLink
 
 _REST = "trainer"
 
@@ -268,6 +268,10 @@ class RecipeTrainer(BaseTrainer):
         self.RG_ACTOR.save(model)
         self.run_log.write_curve(self.curve)
         self.run_log.write_summary({**summary, **self.model_saver.summary(), "model": str(model)})
+
+    def on_end(self, outcome: RunEnd) -> None:
+        if "log" in self.state:
+            self.run_log.close(outcome)
 
     # -- before the start ---------------------------------------------------------------------------------------------
 

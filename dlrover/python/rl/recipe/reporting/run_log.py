@@ -37,6 +37,7 @@ from dlrover.python.rl.recipe.reporting.sample_file import (
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
 from dlrover.python.rl.runtime.checkpoint.run_files import remove_folder
 from dlrover.python.rl.runtime.process.curve import CURVES, METRICS, Points, curve_png, finite_points
+from dlrover.python.rl.trainer.trainer import RunEnd
 
 _LOG = get_logger(__name__)
 
@@ -187,7 +188,11 @@ class RunLog:
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing metrics, which the command line prints as a table, and end the run in the trackers."""
         self._replace("summary.json", json.dumps(replace_non_finite(values), indent=2).encode())
-        self._trackers.close()
+        self.close("finished")
+
+    def close(self, outcome: RunEnd) -> None:
+        """End the run in the trackers, if it has not ended there."""
+        self._trackers.close(self._run, outcome)
 
     def count(self, **amounts: int) -> dict[str, float]:
         """Add a step's ``samples`` and ``tokens``; returns those of the run so far."""

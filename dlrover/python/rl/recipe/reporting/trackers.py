@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -21,6 +22,7 @@ from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.secrets import without_secrets
 from dlrover.python.rl.recipe.base.config import LogConfig
+from dlrover.python.rl.trainer.trainer import RunEnd
 
 _LOG = get_logger(__name__)
 
@@ -58,8 +60,9 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the finite metrics of a step, from 1. A step comes once, also when it is repeated."""
 
-    def close(self) -> None:
-        """End the run."""
+    def close(self, outcome: RunEnd) -> None:
+        """End the run, which :meth:`start` opens again if it goes on. Of a failed or stopped run it may come from
+        another thread, and it does not come at all where the process is killed."""
 
 
 @runtime_checkable
@@ -100,26 +103,29 @@ class Trackers:
         in this ``run``."""
         if self._open is None:
             self._open = self._start_all(run)
+            self._save_state()
         if not self._open or step <= self._state["step"]:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in list(self._open):
-            self._try(name, lambda tracker: tracker.log(finite, step))
+            self._send(name, lambda tracker: tracker.log(finite, step))
         for name in list(self._open) if samples else ():
-            self._try(name, lambda tracker: _log_samples(tracker, samples, step))
+            self._send(name, lambda tracker: _log_samples(tracker, samples, step))
         self._state["step"] = step
         self._save_state()
 
-    def close(self) -> None:
-        for name in list(self._open or ()):
-            self._try(name, lambda tracker: tracker.close())
-        self._open = None
+    def close(self, run: str, outcome: RunEnd) -> None:
+        """End the run, also one that an earlier process or trainer has left open. Nothing is sent afterwards."""
+        if self._open is None and self._saved_state().get("run") == run:
+            self._open = self._start_all(run)
+        trackers, self._open = self._open or {}, {}
+        for name, tracker in trackers.items():
+            _try(name, partial(tracker.close, outcome))
 
     def _start_all(self, run: str) -> dict[str, Tracker]:
         if not self._options:
             return {}
-        file = self._folder / _STATE_FILE
-        state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        state = self._saved_state()
         self._state = state if state.get("run") == run else {"run": run, "step": 0, "notes": {}}
         trackers = {}
         for name, options in self._options.items():
@@ -135,19 +141,29 @@ class Trackers:
                 _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
             else:
                 trackers[name] = tracker
-        self._save_state()
         return trackers
 
-    def _try(self, name: str, action: Callable[[Tracker], None]) -> None:
-        assert self._open is not None, "it is in there"
-        try:
-            action(self._open[name])
-        except Exception as error:  # noqa: BLE001 -- as above
-            _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
-            del self._open[name]
+    def _send(self, name: str, action: Callable[[Tracker], None]) -> None:
+        trackers = self._open or {}
+        if name in trackers and not _try(name, partial(action, trackers[name])):
+            del trackers[name]
+
+    def _saved_state(self) -> dict[str, Any]:
+        file = self._folder / _STATE_FILE
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def _save_state(self) -> None:
-        replace(self._folder / _STATE_FILE, json.dumps(self._state).encode(), self._disk_wait)
+        if self._options:
+            replace(self._folder / _STATE_FILE, json.dumps(self._state).encode(), self._disk_wait)
+
+
+def _try(name: str, action: Callable[[], None]) -> bool:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 -- a tracker's failure must not end the training
+        _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
+        return False
+    return True
 
 
 def _log_samples(tracker: Tracker, rows: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -175,8 +191,8 @@ class WandbTracker:
         table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"samples": table}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, outcome: RunEnd) -> None:
+        self._run.finish(exit_code=int(outcome != "finished"))
 
 
 class MlflowTracker:
@@ -191,9 +207,9 @@ class MlflowTracker:
         if self._uri is not None:
             mlflow.set_tracking_uri(self._uri)
         mlflow.set_experiment(self._experiment)
+        self._notes = run.notes
         if "run_id" in run.notes:
-            active = mlflow.active_run()  # by an attempt at this step in the same process
-            if active is None or active.info.run_id != run.notes["run_id"]:
+            if not self._is_active():  # by an attempt at this step in the same process
                 mlflow.start_run(run_id=run.notes["run_id"])
             return
         run.notes["run_id"] = mlflow.start_run(run_name=self._name or run.name).info.run_id  # the server chooses it
@@ -207,5 +223,14 @@ class MlflowTracker:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         self._mlflow.log_table(columns, f"samples/step-{step:06d}.json")
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    def close(self, outcome: RunEnd) -> None:
+        status = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}[outcome]
+        if self._is_active():
+            self._mlflow.end_run(status)
+        else:  # in this thread
+            self._mlflow.MlflowClient().set_terminated(self._notes["run_id"], status)
+
+    def _is_active(self) -> bool:
+        """Whether the run is open in this thread."""
+        active = self._mlflow.active_run()
+        return active is not None and active.info.run_id == self._notes["run_id"]
