@@ -315,6 +315,12 @@ def test_a_step_that_is_repeated_ends_nothing_and_an_error_ends_the_run_as_faile
     assert run.exit_codes == [exit_code]
 
 
+def test_a_run_has_the_name_of_its_job_not_of_its_folder(modules, tmp_path):
+    stage("sft", tmp_path / "20261123-071500-1a2b3c4d", job_config(tmp_path)).run()
+    (begun,) = modules["wandb"].begun
+    assert begun["name"] == "job"
+
+
 @pytest.mark.feature(136)
 def test_a_trainer_that_dies_goes_on_with_its_run(modules, tmp_path):
     config = job_config(tmp_path)

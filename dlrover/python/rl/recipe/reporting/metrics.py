@@ -206,7 +206,9 @@ class RecipeTrainer(BaseTrainer):
         cfg = replace(cfg, engine=cfg.engine.resolve(torch.cuda.is_available()))
         self.cfg = cfg = replace(cfg, engine=choose_passes(self, cfg))
         self.algorithm = self.algorithm_of(cfg)
-        self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
+        self.run_log = self.state["log"] = RunLog(
+            self.job_dir, config=cfg.log, settings=asdict(cfg), name=self._bound().job
+        )
         self.state["frozen_models"] = FrozenModels(self, cfg)
         self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.results_dir, self.RG_ACTOR.save)
 

@@ -107,7 +107,8 @@ class RunLog:
     A step is in the files once, however often it is repeated: its rows of an earlier attempt are removed when it begins
     again; nothing is changed before :meth:`begin_step`. On a full disk each method waits for ``disk_wait``; then the
     error is raised, and no partial line is left. As part of a trainer's ``state`` it keeps the totals and the id of the
-    run, by which trackers recognize it when it goes on; they show ``settings``."""
+    run, by which trackers recognize it when it goes on; they show ``settings``, and
+    the ``name`` of the job, by default the folder's."""
 
     def __init__(
         self,
@@ -115,12 +116,13 @@ class RunLog:
         disk_wait: DiskWait = DEFAULT_DISK_WAIT,
         config: LogConfig | None = None,
         settings: Mapping[str, Any] | None = None,
+        name: str = "",
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.owns_samples = True
         """False: another process writes ``samples.jsonl``."""
         self._folder, self._disk_wait, self._config = folder, disk_wait, config or LogConfig()
-        self._trackers = Trackers(self._config, folder, settings or {}, disk_wait)
+        self._trackers = Trackers(self._config, folder, settings or {}, disk_wait, name)
         self._run = uuid4().hex[:12]
         self._current_step: int | None = None
         self._history: list[tuple[int, dict[str, float]]] = []  # what curves show of the steps

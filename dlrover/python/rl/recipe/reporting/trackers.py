@@ -36,8 +36,8 @@ TRACKERS = ExtensionPoint(
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run whose metrics a tracker receives; ``id`` is the same after a restart, ``name`` that of its directory,
-    ``folder``.
+    """The run whose metrics a tracker receives; ``id`` is the same after a restart, ``name`` the job's,
+    and ``folder`` its directory.
 
     ``notes`` are the tracker's own, plain data: what ``start`` puts there it finds there after a restart."""
 
@@ -88,13 +88,18 @@ def validate_log(config: LogConfig) -> list[ConfigError]:
 
 class Trackers:
     """Sends each step to all trackers once: ``trackers.json`` in the job's directory has the last step that was sent.
-    ``settings`` are those of the run, for the trackers to show."""
+    ``settings`` are those of the run, for the trackers to show, and ``name`` is the job's."""
 
     def __init__(
-        self, config: LogConfig, folder: Path, settings: Mapping[str, Any], disk_wait: DiskWait = DEFAULT_DISK_WAIT
+        self,
+        config: LogConfig,
+        folder: Path,
+        settings: Mapping[str, Any],
+        disk_wait: DiskWait = DEFAULT_DISK_WAIT,
+        name: str = "",
     ) -> None:
         self._options, self._settings = config.tracker_options, without_secrets(settings)
-        self._folder, self._disk_wait = folder, disk_wait
+        self._folder, self._disk_wait, self._name = folder, disk_wait, name or folder.name
         self._open: dict[str, Tracker] | None = None
         self._state: dict[str, Any] = {}
 
@@ -132,7 +137,7 @@ class Trackers:
             notes = self._state["notes"].setdefault(name, {})
             try:
                 tracker: Tracker = TRACKERS.load(name)(**options)
-                tracker.start(self._settings, TrackedRun(run, self._folder.name, self._folder, notes))
+                tracker.start(self._settings, TrackedRun(run, self._name, self._folder, notes))
             except ImportError as error:
                 package = error.name or name
                 rest = "it" if package == name else name
