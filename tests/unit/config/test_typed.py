@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.typed import parse, rename_keys, require, salvage
-from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
+from dlrover.python.rl.recipe.base.config import EngineConfig, LogConfig, PolicyConfig
 
 
 @dataclass(frozen=True)
@@ -104,6 +104,14 @@ def test_a_value_that_no_branch_of_a_union_takes_is_one_problem(given, what):
     value, errors = parse(EngineConfig, given, "config.engine")
     assert value is None
     assert errors == [ConfigError(f"config.engine.{next(iter(given))}", what)]
+
+
+@pytest.mark.parametrize("single", ["wandb", {"my:Tracker": {"file": "x"}}])
+def test_a_single_item_in_place_of_a_list_is_told_how_a_list_is_written(single):
+    _, errors = parse(LogConfig, {"trackers": single}, "config.log")
+    assert errors == [ConfigError("config.log.trackers", f"input should be a list, [...], got {single!r}")]
+    _, errors = parse(Config, {"model": "m", "parts": {"lr": 1}}, "config")
+    assert errors == [ConfigError("config.parts", "input should be a list, [...], got {'lr': 1}")]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _REQUIRED = ("missing", "missing_argument")
 
 _NO_MAPPING = ("dataclass_type",)
+_NO_LIST = ("tuple_type", "list_type")
 _MENDED = 6
 """Rounds in which what stands for a wrong value may be wrong itself."""
 
@@ -187,7 +188,8 @@ def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigErr
     if item["type"] in _REQUIRED:
         return ConfigError(place, "is required")
     given = without_secrets(item["input"], place)
-    what = _no_mapping(schema, path) if item["type"] == "dataclass_type" else _lower(item["msg"])
+    what = _no_mapping(schema, path) if item["type"] in _NO_MAPPING else _lower(item["msg"])
+    what = "input should be a list, [...]" if item["type"] in _NO_LIST else what
     return ConfigError(place, what + (f", got {given!r}" if given != HIDDEN else ""))
 
 
