@@ -251,8 +251,9 @@ def _parse_metrics(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
     return row.pop("step"), {name: math.nan if value is None else value for name, value in row.items()}
 
 
-def validate_keep(config: KeepConfig, eval_every: int, metric_names: Collection[str]) -> list[ConfigError]:
-    """Check ``config`` against how often the run evaluates (0: never) and the metrics of its evaluations."""
+def validate_keep(config: KeepConfig, eval_every: int | None, metric_names: Collection[str]) -> list[ConfigError]:
+    """Check ``config`` against how often the run evaluates on its way (0 or None: never) and the metrics of its
+    evaluations."""
     errors = []
     if config.best is not None and not eval_every:
         errors.append(ConfigError("config.keep.best", "needs evaluations: set config.eval_every"))
