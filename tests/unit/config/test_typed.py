@@ -13,6 +13,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.typed import parse, rename_keys, require, salvage
 from dlrover.python.rl.recipe.base.config import EngineConfig, LogConfig, PolicyConfig
+from dlrover.python.rl.recipe.sft import SFTConfig
 
 
 @dataclass(frozen=True)
@@ -85,6 +86,25 @@ def test_all_problems_are_said_with_their_places():
         "config.extra.a": "input should be a valid number, got 'x'",
         "config.maybe.lrr": "unknown key 'lrr'; did you mean 'lr'?",
     }
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"threads": 2}, "engine.threads"),
+        ({"thraeds": 2}, "engine.threads"),
+        ({"parallel": {"ddp_size": 2}}, "engine.parallel"),
+        ({"engine": {"ddp_size": 2}}, "engine.parallel.ddp_size"),
+        ({"data": {"lr": 1.0}}, "optimizer.lr"),
+        ({"stps": 2}, "steps"),
+    ],
+)
+def test_an_unknown_key_that_another_place_has_is_answered_with_that(given, named):
+    data = {"train": "x", **given.pop("data", {})}
+    (error,) = parse(SFTConfig, {"model": "m", "data": data, **given}, "config")[1]
+    assert error.what.endswith(f"; did you mean '{named}'?")
+    (error,) = parse(EngineConfig, {"ddp_size": 2}, "config.engine")[1]
+    assert error.what.endswith("; did you mean 'engine.parallel.ddp_size'?")
 
 
 @pytest.mark.parametrize("data", [None, 3, "text", [1]])

@@ -44,6 +44,12 @@ def test_a_misspelt_key_is_named_with_the_nearest_one(desk, monkeypatch):
     assert found["config.data.train"] == "is required"
 
 
+def test_an_option_of_the_algorithm_is_named_with_its_place(desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    found = problems_of("model=model", "data.train=pairs.jsonl", "beta=0.1", recipe="dpo")
+    assert found["config.beta"] == "unknown key 'beta'; did you mean 'algorithm.beta'?"
+
+
 def test_a_job_file_and_overrides_go_together(desk, monkeypatch):
     monkeypatch.chdir(desk)
     launch = LaunchEnv(0, 4, 0, 2, nodes=2)

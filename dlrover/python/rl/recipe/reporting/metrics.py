@@ -22,7 +22,12 @@ from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
-from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_options, validate_train_engine
+from dlrover.python.rl.recipe.base.checks import (
+    point_to_options,
+    validate_optimizer,
+    validate_options,
+    validate_train_engine,
+)
 from dlrover.python.rl.recipe.base.machine import Machine
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, describe_engines
@@ -353,6 +358,7 @@ class RecipeTrainer(BaseTrainer):
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
         """Every error of the configuration, the data and the roles, before anything starts."""
         cfg, invalid = salvage(cls.config_class, config, "config")
+        invalid = point_to_options(invalid, cls.algorithm_name)
         if cfg is None:
             return invalid
         cfg = replace(cfg, engine=cfg.engine.resolve(on_cuda=False))
