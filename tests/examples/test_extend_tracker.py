@@ -33,7 +33,7 @@ def test_a_run_sends_its_metrics_to_the_tracker_of_a_file(folder):
     rows = [{"prompt": f"{number}+1=", "response": str(number + 1)} for number in range(4)]
     (folder / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     job = ["model=tiny", "data.train=sums.jsonl", "batch_size=2", "job_dir=out", "engine.threads=1"]
-    tracker = "log.trackers=[{'my_tracker:CsvTracker':{file: losses.csv}}]"
+    tracker = "log.trackers=[{my_tracker:CsvTracker: {file: losses.csv}}]"
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "dlrover.python.rl.recipe.sft", *job, tracker]
     run = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)

@@ -12,7 +12,8 @@ from omegaconf import OmegaConf
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.typed import parse, rename_keys, require, salvage
-from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
+from dlrover.python.rl.recipe.base.config import EngineConfig, LogConfig, PolicyConfig
+from dlrover.python.rl.recipe.sft import SFTConfig
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,25 @@ def test_all_problems_are_said_with_their_places():
     }
 
 
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"threads": 2}, "engine.threads"),
+        ({"thraeds": 2}, "engine.threads"),
+        ({"parallel": {"ddp_size": 2}}, "engine.parallel"),
+        ({"engine": {"ddp_size": 2}}, "engine.parallel.ddp_size"),
+        ({"data": {"lr": 1.0}}, "optimizer.lr"),
+        ({"stps": 2}, "steps"),
+    ],
+)
+def test_an_unknown_key_that_another_place_has_is_answered_with_that(given, named):
+    data = {"train": "x", **given.pop("data", {})}
+    (error,) = parse(SFTConfig, {"model": "m", "data": data, **given}, "config")[1]
+    assert error.what.endswith(f"; did you mean '{named}'?")
+    (error,) = parse(EngineConfig, {"ddp_size": 2}, "config.engine")[1]
+    assert error.what.endswith("; did you mean 'engine.parallel.ddp_size'?")
+
+
 @pytest.mark.parametrize("data", [None, 3, "text", [1]])
 def test_what_is_no_mapping_is_a_problem(data):
     assert list(found(data)) == ["config"]
@@ -104,6 +124,14 @@ def test_a_value_that_no_branch_of_a_union_takes_is_one_problem(given, what):
     value, errors = parse(EngineConfig, given, "config.engine")
     assert value is None
     assert errors == [ConfigError(f"config.engine.{next(iter(given))}", what)]
+
+
+@pytest.mark.parametrize("single", ["wandb", {"my:Tracker": {"file": "x"}}])
+def test_a_single_item_in_place_of_a_list_is_told_how_a_list_is_written(single):
+    _, errors = parse(LogConfig, {"trackers": single}, "config.log")
+    assert errors == [ConfigError("config.log.trackers", f"input should be a list, [...], got {single!r}")]
+    _, errors = parse(Config, {"model": "m", "parts": {"lr": 1}}, "config")
+    assert errors == [ConfigError("config.parts", "input should be a list, [...], got {'lr': 1}")]
 
 
 @pytest.mark.parametrize(

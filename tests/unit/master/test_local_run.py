@@ -128,6 +128,22 @@ def test_ctrl_c_stops_in_good_order(run):
     assert run.closed() == NAMES
 
 
+@pytest.mark.parametrize(
+    ("trainer", "outcomes"),
+    [("InterruptedFit", ["stopped"]), ("DataFault", ["failed"]), ("ExitingFit", ["failed"]), ("Loop", [])],
+)
+def test_a_trainer_is_told_that_it_has_failed_or_was_stopped(run, monkeypatch, trainer, outcomes):
+    told = []
+    monkeypatch.setattr(toy_jobs.Loop, "on_end", lambda self, outcome: told.append(outcome))
+    run(trainer)
+    assert told == outcomes
+
+
+def test_what_a_trainer_raises_when_it_is_told_of_its_end_does_not_hide_its_error(run, monkeypatch):
+    monkeypatch.setattr(toy_jobs.Loop, "on_end", lambda self, outcome: self.nothing)
+    assert run("DataFault").cause.message == "DataError: data: row 3 is empty"
+
+
 def test_a_workload_that_cannot_close_does_not_keep_the_others_from_it(run):
     status = run(actor="FailingClose")
     assert status.phase is Phase.FINISHED

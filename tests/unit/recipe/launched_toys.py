@@ -68,6 +68,25 @@ class Adder(BaseWorkload):
             dist.destroy_process_group()
 
 
+class Raiser(BaseWorkload):
+    """Raises in its second step."""
+
+    def act(self, step):
+        if step == 2:
+            raise {"interrupt": KeyboardInterrupt, "fail": ArithmeticError}[self.config.fault]("told to")
+
+
+class ActingTrainer(BaseTrainer):
+    """Makes no steps where it ``commits`` nothing."""
+
+    def init(self):
+        pass
+
+    def fit(self):
+        for step in self.steps(2) if self.config.commits else (1, 2):
+            self.RG_ACTOR.act(step)
+
+
 class Listener(BaseWorkload):
     """Takes what the others have, from process to process."""
 

@@ -16,7 +16,7 @@ from launching import ADD, DEADLINE_S, ROOT, SFT, TWO, launched_rank, run, start
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.common.sockets import machine_addresses
 from dlrover.python.rl.config.load import load_job
-from dlrover.python.rl.recipe.launch import _command, _store, _validate_sharing, describe_job
+from dlrover.python.rl.recipe.launch import _command, _store, _validate_sharing, describe_job, launch
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from tests.processes import run as run_ranks
 
@@ -42,6 +42,12 @@ def test_a_misspelt_key_is_named_with_the_nearest_one(desk, monkeypatch):
     assert "did you mean 'batch_size'" in found["config.batch_siz"]
     assert "did you mean 'every'" in found["checkpoint.evry"]
     assert found["config.data.train"] == "is required"
+
+
+def test_an_option_of_the_algorithm_is_named_with_its_place(desk, monkeypatch):
+    monkeypatch.chdir(desk)
+    found = problems_of("model=model", "data.train=pairs.jsonl", "beta=0.1", recipe="dpo")
+    assert found["config.beta"] == "unknown key 'beta'; did you mean 'algorithm.beta'?"
 
 
 def test_a_job_file_and_overrides_go_together(desk, monkeypatch):
@@ -104,6 +110,38 @@ def test_a_key_of_another_library_is_answered_where_it_is_written(desk, monkeypa
     reward = "reward.function=dlrover.python.rl.environment.verifiers:exact"
     found = problems_of("model=model", "data.train=problems.jsonl", "data.eval_rows=8", reward, override, recipe="grpo")
     assert said in found[f"config.{override.split('=')[0]}"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "goes_on"),
+    [
+        ([], True),
+        (["checkpoint.resume=never"], False),
+        (["checkpoint.resume=latest"], True),
+        (["commits=false"], False),
+    ],
+)
+@pytest.mark.parametrize(
+    ("fault", "code", "said"),
+    [
+        ("interrupt", 130, "interrupted: the same command goes on from the last commit"),
+        ("fail", 1, "to go on after the last committed step, run the same command again"),
+    ],
+)
+def test_the_same_command_is_said_to_go_on_only_where_it_does(
+    tmp_path, monkeypatch, capsys, overrides, goes_on, fault, code, said
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(Path(__file__).parent))
+    monkeypatch.setattr("dlrover.python.rl.recipe.launch.configure_logging", lambda name: None)
+    Path("acting.yaml").write_text(
+        "{trainer: {module: launched_toys, class: ActingTrainer}, config: {commits: true, fault: interrupt},"
+        " workload: {actor: {module: launched_toys, class: Raiser}}}"
+    )
+    assert launch("", "acting.yaml", [f"fault={fault}", *overrides]) == code
+    lines = capsys.readouterr().err.splitlines()
+    assert (said in lines) == goes_on
+    assert ("interrupted" in lines) == (fault == "interrupt" and not goes_on)
 
 
 @pytest.mark.parametrize(

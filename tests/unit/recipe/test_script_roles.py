@@ -42,6 +42,16 @@ def test_a_list_is_a_command_without_a_shell():
     assert log(status) == "['$HOME; *']\n"
 
 
+def test_python_is_that_of_the_job_where_its_environment_is_not_activated(monkeypatch):
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    assert log(ended({"command": "command -v python"})) == f"{Path(sys.executable).with_name('python')}\n"
+
+
+def test_folders_of_programs_stay_in_their_order_where_the_environments_is_among_them():
+    given = f"/mine:{Path(sys.executable).parent}:/usr/bin"
+    assert torchrun_environment({"PATH": given}, MEMBER, ())["PATH"] == given
+
+
 def test_a_function_gets_the_config():
     Path("mine.py").write_text("def main(config):\n    print(config.lr * 2, sorted(config))\n")
     assert log(ended({"function": "mine:main"}, {"lr": 2.0})) == "4.0 ['lr']\n"

@@ -29,9 +29,9 @@ def package_version() -> str:
         return "0+unknown"
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str], similarity: float = 0.6) -> str | None:
     by_lower = {candidate.lower(): candidate for candidate in known}
-    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=0.6)
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=similarity)
     return by_lower[matches[0]] if matches else None
 
 

@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 from pydantic import ValidationError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import hint, nearest_path
+from dlrover.python.rl.common.names import hint, nearest, nearest_path
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.secrets import without_secrets
@@ -21,6 +21,10 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _REQUIRED = ("missing", "missing_argument")
 
 _NO_MAPPING = ("dataclass_type",)
+_NO_LIST = ("tuple_type", "list_type")
+_ALMOST = 0.8
+"""Similarity from which an unknown key is taken to mean one of another place."""
+
 _MENDED = 6
 """Rounds in which what stands for a wrong value may be wrong itself."""
 
@@ -182,13 +186,29 @@ def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigErr
     path = item["loc"]
     place = ".".join([where, *map(str, path)]) if where else ".".join(map(str, path))
     if item["type"] in _UNKNOWN:
-        fields = _fields_at(schema, path[:-1])
-        return ConfigError(place, f"unknown key '{path[-1]}'{hint(str(path[-1]), fields)}")
+        return ConfigError(place, f"unknown key '{path[-1]}'{_hint_of_key(schema, [*map(str, path)], where)}")
     if item["type"] in _REQUIRED:
         return ConfigError(place, "is required")
     given = without_secrets(item["input"], place)
-    what = _no_mapping(schema, path) if item["type"] == "dataclass_type" else _lower(item["msg"])
+    what = _no_mapping(schema, path) if item["type"] in _NO_MAPPING else _lower(item["msg"])
+    what = "input should be a list, [...]" if item["type"] in _NO_LIST else what
     return ConfigError(place, what + (f", got {given!r}" if given != HIDDEN else ""))
+
+
+def _hint_of_key(schema: Any, path: Sequence[str], where: str) -> str:
+    """The nearest key beside an unknown one, or that of its name, or almost so, in another place, as jobs write it."""
+    *parents, name = path
+    fields, places = _fields_at(schema, parents), dict[str, list[str]]()
+    for key, _ in list_keys(schema):
+        parts = key.split(".")
+        for end in range(1, len(parts) + 1):
+            places.setdefault(parts[end - 1], []).append(".".join(parts[:end]))
+    near = name if name in places else None if nearest(name, fields) else nearest(name, places, _ALMOST)
+    if near is None:
+        return hint(name, fields)
+    around = "".join(f"{part}." for part in parents)
+    found = min(places[near], key=lambda key: (not key.startswith(around), key.count(".")))
+    return f"; did you mean '{f'{where}.{found}'.removeprefix('config.').removeprefix('.')}'?"
 
 
 def _no_mapping(schema: Any, path: Sequence[Any]) -> str:

@@ -65,11 +65,14 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
 
 
 def _warn_of_device(job: JobSpec, config: Mapping[str, Any] | None) -> list[str]:
-    engine = (config or {}).get("engine")
-    device = engine.get("device") if isinstance(engine, Mapping) else None
-    if job.trainer.device_type != "GPU" or device != "cpu":
+    if job.trainer.device_type != "GPU" or _device_of(config) != "cpu" or _device_of(job.config) == "cpu":
         return []
     return ["trainer.device_type is GPU, and this process has none: it computes on the CPU"]
+
+
+def _device_of(config: Mapping[str, Any] | None) -> Any:
+    engine = (config or {}).get("engine")
+    return engine.get("device") if isinstance(engine, Mapping) else None
 
 
 def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:

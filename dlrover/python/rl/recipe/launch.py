@@ -82,7 +82,7 @@ def _command(recipe: str, job_file: str | None, overrides: tuple[str, ...]) -> N
         click.echo(str(error), err=True)
         code = _code_of(error)
     except KeyboardInterrupt:
-        click.echo("interrupted: the same command goes on from the last commit", err=True)
+        click.echo("interrupted", err=True)
         code = EXIT_INTERRUPTED
     if code:
         sys.stdout.flush()
@@ -102,13 +102,21 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "")
     jobs: list[JobSpec] = []
 
+    def resumes(job: JobSpec) -> bool:
+        return (job.checkpoint.resume == "latest" or not _says_resume(overrides)) and has_commits(job.job_dir)
+
     def describe() -> JobSpec:
         jobs.append(describe_job(recipe, job_file, overrides, launch))
         return jobs[0]
 
-    with ProgressView(recipe or "job", live=not launch.rank) as view:
-        error = run_together(describe, launch, view, view.announce)
-    if error is not None and jobs and has_commits(jobs[0].job_dir):
+    try:
+        with ProgressView(recipe or "job", live=not launch.rank) as view:
+            error = run_together(describe, launch, view, view.announce)
+    except KeyboardInterrupt:
+        goes_on = ": the same command goes on from the last commit" if any(map(resumes, jobs)) else ""
+        click.echo(f"interrupted{goes_on}", err=True)
+        return EXIT_INTERRUPTED
+    if error is not None and any(map(resumes, jobs)):
         click.echo("to go on after the last committed step, run the same command again", err=True)
     if error is not None:
         return _code_of(error)
@@ -167,9 +175,12 @@ def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], la
     file = job_file or Path(__file__).with_name(f"{recipe}.yaml")
     adds = [not job_file and item.split(".")[0] in JOB_KEYS for item in overrides]  # the recipe's keys need no +
     items = [f"+{item}" if may_add else item for item, may_add in zip(overrides, adds, strict=True)]
-    says = any(item.lstrip("+").startswith("checkpoint.resume=") for item in items)
     read = partial(load_job, file, ["checkpoint.resume=latest", *items])
-    return check_job(read, launch, partial(click.echo, err=True), may_repeat=not says)
+    return check_job(read, launch, partial(click.echo, err=True), may_repeat=not _says_resume(items))
+
+
+def _says_resume(overrides: Sequence[str]) -> bool:
+    return any(item.lstrip("+").startswith("checkpoint.resume=") for item in overrides)
 
 
 def _hide(line: str) -> None:

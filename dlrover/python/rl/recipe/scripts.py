@@ -138,9 +138,12 @@ def run_function(arguments: list[str]) -> None:
 def torchrun_environment(
     outer: Mapping[str, str], member: Mapping[str, str], devices: Sequence[int]
 ) -> Mapping[str, str]:
-    """What ``torchrun`` sets for a process. With one device for each rank, ``LOCAL_RANK`` is the number of the member's
+    """What ``torchrun`` sets for a process; programs of this Python's environment, ``python`` above all, are found also
+    where it is not activated. With one device for each rank, ``LOCAL_RANK`` is the number of the member's
     own among the visible ones, as programs for ``torchrun`` expect."""
     environment = {**member, "TORCHELASTIC_RESTART_COUNT": member["RESTART_COUNT"], "PYTHONUNBUFFERED": "1"}
+    folders, own_folder = outer.get("PATH", os.defpath).split(os.pathsep), str(Path(sys.executable).parent)
+    environment["PATH"] = os.pathsep.join(folders if own_folder in folders else [own_folder, *folders])
     if devices:
         visible = [name for name in outer.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         own = [visible[number] if number < len(visible) else str(number) for number in devices]

@@ -75,7 +75,7 @@ class SFTTrainer(ExampleTrainer):
 
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        answers = validate_answers(cfg.answers, cfg.engine, cfg.eval_every > 0, roles)
+        answers = validate_answers(cfg.answers, cfg.engine, cfg.evaluates, roles)
         return [*super().find_errors(cfg, roles), *answers]
 
 

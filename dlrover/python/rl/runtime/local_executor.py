@@ -50,7 +50,15 @@ from dlrover.python.rl.runtime.local_port import (
 from dlrover.python.rl.runtime.process.executor import Device, Emit, cause_of, class_at, load_class, starting
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import RestartInfo
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter, TrainerLink, announce_nothing, run_trainer
+from dlrover.python.rl.trainer.trainer import (
+    Announcer,
+    BaseTrainer,
+    Reporter,
+    TrainerLink,
+    announce_nothing,
+    run_trainer,
+    tell_end,
+)
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
@@ -69,6 +77,7 @@ class LocalExecutor:
     announce: Announcer = announce_nothing
     _members: dict[RLRoleType, list[LocalMember]] = field(default_factory=dict)
     _ports: dict[RLRoleType, HeldPort] = field(default_factory=dict)
+    _trainer: BaseTrainer | None = None  # one that runs, or was interrupted
 
     def execute(self, command: Command, emit: Emit) -> None:
         if isinstance(command, Place):
@@ -136,9 +145,16 @@ class LocalExecutor:
             with _no_ray():
                 link, make = self._link(command, emit), trainer_maker(self.job)
                 emit(TrainerStarted(command.epoch, _here()))
+
+                def make_trainer() -> BaseTrainer:
+                    self._trainer = make(link)
+                    return self._trainer
+
                 with process_environment(self.job.env):
-                    run_trainer(lambda: make(link), link)
+                    run_trainer(make_trainer, link)
+            self._trainer = None
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
+            self._trainer = None
             cause = cause_of(error, "trainer", user_traceback(error), alone=True)
             emit(TrainerLost(command.epoch, cause))
             return
@@ -170,6 +186,9 @@ class LocalExecutor:
         )
 
     def _release(self, final: bool) -> None:
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            tell_end(trainer, "stopped")
         members, self._members = self._members, {}
         for port in self._ports.values():
             port.give_back()

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from dlrover.python.rl.common.errors import (
     CallError,
@@ -51,6 +51,9 @@ Reporter: TypeAlias = Callable[[StepReport], None]
 
 Announcer: TypeAlias = Callable[[str], None]
 """Receives what a run does until its next step report, for people; must return at once."""
+
+
+RunEnd: TypeAlias = Literal["finished", "failed", "stopped"]
 
 
 def announce_nothing(activity: str) -> None:
@@ -119,6 +122,10 @@ class BaseTrainer(ABC):
     @abstractmethod
     def fit(self) -> None:
         """Train."""
+
+    def on_end(self, outcome: RunEnd) -> None:
+        """Called when the run has failed or was stopped: not before its step is repeated, nor in a process that is
+        killed. Another thread may be in :meth:`fit`. A runtime may start the trainer again all the same."""
 
     @classmethod
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
@@ -292,18 +299,36 @@ class BaseTrainer(ABC):
 
 
 def run_trainer(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) -> None:
-    """Run ``init`` and ``fit``; raises their errors.
+    """Run ``init`` and ``fit``; raises their errors, of which the trainer is told by ``on_end``.
 
     A step that cannot continue (a commit that cannot be restored, a replay that diverges, an error marked
     ``retryable``) is repeated from the newest commit by a new trainer object, at most three times without a commit in
     between."""
     if link.files is not None:
         link.files.fetch()
+    last: list[BaseTrainer] = []
+
+    def make() -> BaseTrainer:
+        last[:] = [make_trainer()]
+        return last[0]
+
     try:
-        _run_attempts(make_trainer, link)
+        _run_attempts(make, link)
+    except (Exception, SystemExit):
+        for trainer in last:
+            tell_end(trainer, "failed")
+        raise
     finally:
         if link.files is not None:
             link.files.upload()
+
+
+def tell_end(trainer: BaseTrainer, outcome: RunEnd) -> None:
+    """Call ``on_end``; its errors are logged."""
+    try:
+        trainer.on_end(outcome)
+    except Exception:  # noqa: BLE001 -- the user's code: whatever it raises must not hide why the run has ended
+        _LOG.exception("%s.on_end failed", type(trainer).__name__)
 
 
 def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) -> None:

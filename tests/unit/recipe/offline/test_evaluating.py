@@ -63,6 +63,16 @@ def test_evaluation_comes_in_its_steps_and_leaves_weights_and_random_states_alon
         assert without["loss"] == with_["loss"]
 
 
+@pytest.mark.parametrize(
+    ("given", "steps"),
+    [({"eval": "held_out.jsonl"}, [5]), ({"eval_share": 0.3}, [4]), ({}, [])],
+)
+def test_rows_to_evaluate_on_are_used_after_the_last_step_where_nothing_says_when(inputs, tmp_path, given, steps):
+    files = {name: str(inputs / value) if name == "eval" else value for name, value in given.items()}
+    stage("sft", tmp_path, config_of(inputs, data={"train": str(inputs / "examples.jsonl"), **files})).run()
+    assert [row["step"] for row in metrics_of(tmp_path) if "eval/loss" in row] == steps
+
+
 @pytest.mark.feature(129)
 @pytest.mark.parametrize("averaging", ["token", "sequence"])
 @pytest.mark.parametrize("budget", [8, 1024])
@@ -179,7 +189,8 @@ def test_roles_that_do_not_go_together_are_refused(inputs):
     config = config_of(inputs, eval_every=1)
     assert problems_of(config, ACTOR=1, ROLLOUT=1, REWARD=1) == {}
     assert "both" in problems_of(config, ACTOR=1, ROLLOUT=1)["workload"]
-    assert "nothing to do" in problems_of(config_of(inputs), ACTOR=1, ROLLOUT=1, REWARD=1)["config.eval_every"]
+    never = config_of(inputs, eval_every=0)
+    assert "nothing to do" in problems_of(never, ACTOR=1, ROLLOUT=1, REWARD=1)["config.eval_every"]
     answers = {"reward": {"function": "no.such:function"}}
     found = problems_of(config | {"answers": {"reward": {"model": "scorer"}}}, ACTOR=1, ROLLOUT=1, REWARD=1)
     assert "reward.function scores" in found["config.answers.reward.model"]

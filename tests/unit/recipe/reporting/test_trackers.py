@@ -4,8 +4,11 @@
 import json
 import logging
 import math
+import re
 import sys
+import threading
 import types
+from contextlib import nullcontext
 
 import pytest
 from example_jobs import EXAMPLES, stage, write_rows
@@ -16,6 +19,7 @@ from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
+from dlrover.python.rl.recipe.sft import SFTTrainer
 
 
 class FakeWandb(types.ModuleType):
@@ -28,10 +32,10 @@ class FakeWandb(types.ModuleType):
 
     def init(self, **told):
         self.begun.append(told)
-        run = self.runs.setdefault(told["id"], types.SimpleNamespace(steps=[], finished=0))
+        run = self.runs.setdefault(told["id"], types.SimpleNamespace(steps=[], exit_codes=[]))
         return types.SimpleNamespace(
             log=lambda metrics, step: self._log(run, step, metrics),
-            finish=lambda: setattr(run, "finished", run.finished + 1),
+            finish=lambda exit_code: run.exit_codes.append(exit_code),
         )
 
     def _log(self, run, step, metrics):
@@ -41,11 +45,23 @@ class FakeWandb(types.ModuleType):
 
 
 class FakeMlflow(types.ModuleType):
-    """Runs by the ids that it gives them."""
+    """Runs by the ids that it gives them; each thread has an active one."""
 
     def __init__(self):
         super().__init__("mlflow")
-        self.runs, self.said, self.now = {}, [], None
+        self.runs, self.said, self._active = {}, [], {}
+        self.MlflowClient = lambda: types.SimpleNamespace(set_terminated=self._terminate)
+
+    @property
+    def now(self):
+        return self._active.get(threading.get_ident())
+
+    @now.setter
+    def now(self, run_id):
+        self._active[threading.get_ident()] = run_id
+
+    def _terminate(self, run_id, status):
+        self.runs[run_id]["ended"].append(status)
 
     def set_tracking_uri(self, uri):
         self.said.append(uri)
@@ -60,20 +76,22 @@ class FakeMlflow(types.ModuleType):
         if self.now is not None:
             raise RuntimeError(f"Run {self.now} is already active")
         self.now = run_id or f"run-{len(self.runs)}"
-        self.runs.setdefault(self.now, {"name": run_name, "steps": [], "config": None, "ended": 0})
+        self.runs.setdefault(self.now, {"name": run_name, "steps": [], "config": None, "ended": []})
         return types.SimpleNamespace(info=types.SimpleNamespace(run_id=self.now))
 
     def log_dict(self, config, file):
         self.runs[self.now]["config"] = config
 
     def log_metrics(self, metrics, step):
+        if refused := [name for name in metrics if not re.fullmatch(r"[/\w.\- :]*", name)]:
+            raise ValueError(f"Invalid value {refused} for parameter 'metrics[0].name' supplied")
         self.runs[self.now]["steps"].append((step, metrics))
 
     def log_table(self, columns, file):
         self.runs[self.now].setdefault("tables", {})[file] = columns
 
-    def end_run(self):
-        self.runs[self.now]["ended"] += 1
+    def end_run(self, status):
+        self._terminate(self.now, status)
         self.now = None
 
 
@@ -113,9 +131,9 @@ def test_names_settings_and_steps_from_one(modules, tmp_path):
     assert (begun["project"], begun["name"], begun["config"]) == ("sums", "first", {"seed": 3})
     (run,) = modules["wandb"].runs.values()
     assert run.steps == [(1, {"loss": 0.5}), (2, {"loss": 1.0})]
-    assert run.finished == 1
+    assert run.exit_codes == [0]
     (run,) = modules["mlflow"].runs.values()
-    assert (run["name"], run["config"], run["ended"]) == ("job", {"seed": 3}, 1)
+    assert (run["name"], run["config"], run["ended"]) == ("job", {"seed": 3}, ["FINISHED"])
     assert run["steps"] == [(1, {"loss": 0.5}), (2, {"loss": 1.0})]
     assert modules["mlflow"].said == ["http://tracking", "sums"]
 
@@ -186,6 +204,16 @@ def test_a_tracker_that_fails_is_left_and_the_run_goes_on(modules, tmp_path, cap
     assert [step for step, _ in run["steps"]] == [1, 2, 3]
 
 
+def test_names_that_mlflow_refuses_are_replaced_there(modules, tmp_path):
+    log = log_of(tmp_path, **BOTH)
+    log.begin_step(1)
+    log.write_step(1, {"eval/avg@4": 0.5, "eval/1+1 (easy)/pass@2": 1.0})
+    (run,) = modules["mlflow"].runs.values()
+    assert run["steps"] == [(1, {"eval/avg_at_4": 0.5, "eval/1_1 _easy_/pass_at_2": 1.0})]
+    (run,) = modules["wandb"].runs.values()
+    assert run.steps == [(1, {"eval/avg@4": 0.5, "eval/1+1 (easy)/pass@2": 1.0})]
+
+
 def test_samples_are_a_table_after_the_figures_of_their_step_and_come_once(modules, tmp_path):
     first = log_of(tmp_path, samples_every=2, samples_rows=2, trackers=["test_trackers:Silent"], **BOTH)
     second = log_of(tmp_path, samples_every=2, samples_rows=2, **BOTH)
@@ -215,20 +243,87 @@ class Silent:
     def log(self, metrics, step):
         pass
 
-    def close(self):
+    def close(self, outcome):
         pass
 
 
-@pytest.mark.feature(136)
-def test_a_trainer_that_dies_goes_on_with_its_run(modules, tmp_path):
+@pytest.mark.parametrize(("outcome", "exit_code", "status"), [("failed", 1, "FAILED"), ("stopped", 1, "KILLED")])
+@pytest.mark.parametrize("in_thread", [False, True])
+def test_a_run_that_does_not_finish_ends_as_what_it_is_and_only_once(
+    modules, tmp_path, outcome, exit_code, status, in_thread
+):
+    log = log_of(tmp_path, **BOTH)
+    written(log, [1])
+    end = threading.Thread(target=log.close, args=(outcome,))
+    end.run() if not in_thread else (end.start(), end.join())
+    log.close("failed")
+    written(log, [2])
+    (run,) = modules["wandb"].runs.values()
+    assert (len(run.steps), run.exit_codes) == (1, [exit_code])
+    (run,) = modules["mlflow"].runs.values()
+    assert (len(run["steps"]), run["ended"]) == (1, [status])
+
+
+def test_a_log_that_nothing_was_written_to_ends_the_run_that_it_goes_on_with_and_no_other(modules, tmp_path):
+    first = log_of(tmp_path, **BOTH)
+    written(first, [1])
+    log_of(tmp_path, **BOTH).close("failed")
+    (run,) = modules["wandb"].runs.values()
+    assert run.exit_codes == []
+    second = log_of(tmp_path, **BOTH)
+    second.load_state_dict(first.state_dict())
+    second.close("failed")
+    assert run.exit_codes == [1]
+    (run,) = modules["mlflow"].runs.values()
+    assert run["ended"] == ["FAILED"]
+
+
+def job_config(tmp_path):
     write_tiny_model(tmp_path / "model", hidden=32, layers=1, max_positions=32)
-    config = {
+    return {
         "model": str(tmp_path / "model"),
         "data": {"train": write_rows(tmp_path / "rows.jsonl", EXAMPLES)},
         "batch_size": 1,
         "engine": {"threads": 1},
         "log": {"wandb": {"project": "sums"}},
     }
+
+
+class Flaky(Exception):
+    retryable = True
+
+
+@pytest.mark.parametrize(
+    ("error", "times", "exit_code"),
+    [(Flaky, 1, 0), (Flaky, 100, 1), (ArithmeticError, 100, 1), (SystemExit, 100, 1)],
+)
+def test_a_step_that_is_repeated_ends_nothing_and_an_error_ends_the_run_as_failed(
+    modules, tmp_path, monkeypatch, error, times, exit_code
+):
+    left, update = [error("in the third step")] * times, SFTTrainer.update
+
+    def failing(trainer, step, batch):
+        if step == 3 and left:
+            raise left.pop()
+        return update(trainer, step, batch)
+
+    monkeypatch.setattr(SFTTrainer, "update", failing)
+    with pytest.raises(error) if exit_code else nullcontext():
+        stage("sft", tmp_path / "out", job_config(tmp_path)).run()
+    (run,) = modules["wandb"].runs.values()
+    assert [step for step, _ in run.steps] == ([1, 2] if exit_code else [1, 2, 3, 4])
+    assert run.exit_codes == [exit_code]
+
+
+def test_a_run_has_the_name_of_its_job_not_of_its_folder(modules, tmp_path):
+    stage("sft", tmp_path / "20261123-071500-1a2b3c4d", job_config(tmp_path)).run()
+    (begun,) = modules["wandb"].begun
+    assert begun["name"] == "job"
+
+
+@pytest.mark.feature(136)
+def test_a_trainer_that_dies_goes_on_with_its_run(modules, tmp_path):
+    config = job_config(tmp_path)
     whole = stage("sft", tmp_path / "whole", config)
     whole.run()
     at = [number for number, call in enumerate(whole.port.calls) if call[2] == "train"]
@@ -236,7 +331,7 @@ def test_a_trainer_that_dies_goes_on_with_its_run(modules, tmp_path):
     stage("sft", tmp_path / "out", config).run({(at[2], "after"): kill_trainer})
     (run,) = modules["wandb"].runs.values()
     assert [step for step, _ in run.steps] == [1, 2, 3, 4]
-    assert run.finished == 1
+    assert run.exit_codes == [0]
     told = [json.loads(line)["loss"] for line in (tmp_path / "out/metrics.jsonl").read_text().splitlines()]
     assert [metrics["loss"] for _, metrics in run.steps] == told
 

@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the parts of a job against each other: roles, data, algorithm, reward function, engines, model."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.dapo import DAPO
 from dlrover.python.rl.algorithm.dpo import DPO
+from dlrover.python.rl.algorithm.registry import option_names
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import (
@@ -43,6 +44,17 @@ _ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
 
 _RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}
 """The recipe whose trainer has a column."""
+
+
+def point_to_options(errors: Iterable[ConfigError], algorithm: str) -> list[ConfigError]:
+    """``errors``; those of unknown keys that are options of ``algorithm`` say where it has them."""
+    options, answered = option_names(algorithm), list[ConfigError]()
+    for error in errors:
+        key = error.where.rpartition(".")[2]
+        if error.what.startswith("unknown key") and key in options:
+            error = ConfigError(error.where, f"unknown key '{key}'; did you mean 'algorithm.{key}'?")
+        answered.append(error)
+    return answered
 
 
 def validate_reward(function: str | Mapping[str, float], where: str = "config.reward") -> list[ConfigError]:

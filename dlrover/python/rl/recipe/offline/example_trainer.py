@@ -54,8 +54,9 @@ class ExampleConfig:
     seed: NonNegative = 0
     """Seed of the data order and of the choice of held-out rows."""
 
-    eval_every: NonNegative = 0
-    """Evaluate every this many steps, and after the last one; 0: never."""
+    eval_every: NonNegative | None = None
+    """Evaluate every this many steps, and after the last one. None: after the last one, if ``data.eval`` or
+    ``data.eval_share`` is given; 0: never."""
 
     eval_only: bool = False
     """Evaluate ``model`` and end: nothing is trained, and no model is saved."""
@@ -71,7 +72,8 @@ class ExampleConfig:
 
     @property
     def evaluates(self) -> bool:
-        return self.eval_only or self.eval_every > 0
+        has_rows = self.data.eval is not None or self.data.eval_share is not None
+        return self.eval_only or (has_rows if self.eval_every is None else self.eval_every > 0)
 
 
 class ExampleTrainer(RecipeTrainer):
@@ -197,7 +199,8 @@ class ExampleTrainer(RecipeTrainer):
         return partition(batch.ragged("tokens").lengths.tolist(), replicas, self.cfg.data.segment_rows)
 
     def should_evaluate(self, step: int) -> bool:
-        return self.cfg.eval_every > 0 and (step % self.cfg.eval_every == 0 or step == self.total_steps)
+        every = self.cfg.eval_every or self.total_steps
+        return self.cfg.evaluates and (step % every == 0 or step == self.total_steps)
 
     def evaluate(self, step: int) -> dict[str, float]:
         """The metrics of the held-out examples; saves the model if it is the best so far."""

@@ -34,8 +34,8 @@ class ExampleData:
     """Examples for evaluation, given in the same way. None: a run that evaluates holds ``eval_share`` out of
     ``train``."""
 
-    eval_share: Annotated[float, Gt(0.0), Lt(1.0)] = HELD_OUT_SHARE
-    """Fraction of rows to hold out; at least one row."""
+    eval_share: Annotated[float, Gt(0.0), Lt(1.0)] | None = None
+    """Fraction of rows to hold out; at least one row. None: 0.03."""
 
     max_length: Positive = 512
     """Maximum tokens of a sequence."""
@@ -127,7 +127,8 @@ def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int)
 def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, SourceRows]:
     if data.eval is not None:
         return rows, data.reader.read(data.eval, data.keys)
-    train, held_out = hold_out([data.reader.prompt_of(row) for row in rows], data.eval_share, seed)
+    share = HELD_OUT_SHARE if data.eval_share is None else data.eval_share
+    train, held_out = hold_out([data.reader.prompt_of(row) for row in rows], share, seed)
     return rows.take(train), rows.take(held_out)
 
 

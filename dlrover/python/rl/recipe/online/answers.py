@@ -57,7 +57,7 @@ def validate_answers(
     if len(answering) == 1:
         errors.append(ConfigError("workload", "answers need both of the roles 'rollout' and 'reward'"))
     if not evaluates:
-        what = "is 0: the roles 'rollout' and 'reward' would have nothing to do"
+        what = "without evaluations the roles 'rollout' and 'reward' would have nothing to do"
         errors.append(ConfigError("config.eval_every", what))
     return errors
 

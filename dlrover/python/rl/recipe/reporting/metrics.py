@@ -22,7 +22,12 @@ from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
-from dlrover.python.rl.recipe.base.checks import validate_optimizer, validate_options, validate_train_engine
+from dlrover.python.rl.recipe.base.checks import (
+    point_to_options,
+    validate_optimizer,
+    validate_options,
+    validate_train_engine,
+)
 from dlrover.python.rl.recipe.base.machine import Machine
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, describe_engines
@@ -36,7 +41,7 @@ from dlrover.python.rl.trainer.port import COMMIT, Call, Outcome, Pending, Port,
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.steps import Attempt, Steps
-from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
+from dlrover.python.rl.trainer.trainer import BaseTrainer, RunEnd, TrainerLink
 
 _REST = "trainer"
 
@@ -206,7 +211,9 @@ class RecipeTrainer(BaseTrainer):
         cfg = replace(cfg, engine=cfg.engine.resolve(torch.cuda.is_available()))
         self.cfg = cfg = replace(cfg, engine=choose_passes(self, cfg))
         self.algorithm = self.algorithm_of(cfg)
-        self.run_log = self.state["log"] = RunLog(self.job_dir, config=cfg.log, settings=asdict(cfg))
+        self.run_log = self.state["log"] = RunLog(
+            self.job_dir, config=cfg.log, settings=asdict(cfg), name=self._bound().job
+        )
         self.state["frozen_models"] = FrozenModels(self, cfg)
         self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.results_dir, self.RG_ACTOR.save)
 
@@ -268,6 +275,10 @@ class RecipeTrainer(BaseTrainer):
         self.RG_ACTOR.save(model)
         self.run_log.write_curve(self.curve)
         self.run_log.write_summary({**summary, **self.model_saver.summary(), "model": str(model)})
+
+    def on_end(self, outcome: RunEnd) -> None:
+        if "log" in self.state:
+            self.run_log.close(outcome)
 
     # -- before the start ---------------------------------------------------------------------------------------------
 
@@ -353,6 +364,7 @@ class RecipeTrainer(BaseTrainer):
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
         """Every error of the configuration, the data and the roles, before anything starts."""
         cfg, invalid = salvage(cls.config_class, config, "config")
+        invalid = point_to_options(invalid, cls.algorithm_name)
         if cfg is None:
             return invalid
         cfg = replace(cfg, engine=cfg.engine.resolve(on_cuda=False))

@@ -37,6 +37,7 @@ from dlrover.python.rl.recipe.reporting.sample_file import (
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
 from dlrover.python.rl.runtime.checkpoint.run_files import remove_folder
 from dlrover.python.rl.runtime.process.curve import CURVES, METRICS, Points, curve_png, finite_points
+from dlrover.python.rl.trainer.trainer import RunEnd
 
 _LOG = get_logger(__name__)
 
@@ -106,7 +107,8 @@ class RunLog:
     A step is in the files once, however often it is repeated: its rows of an earlier attempt are removed when it begins
     again; nothing is changed before :meth:`begin_step`. On a full disk each method waits for ``disk_wait``; then the
     error is raised, and no partial line is left. As part of a trainer's ``state`` it keeps the totals and the id of the
-    run, by which trackers recognize it when it goes on; they show ``settings``."""
+    run, by which trackers recognize it when it goes on; they show ``settings``, and
+    the ``name`` of the job, by default the folder's."""
 
     def __init__(
         self,
@@ -114,12 +116,13 @@ class RunLog:
         disk_wait: DiskWait = DEFAULT_DISK_WAIT,
         config: LogConfig | None = None,
         settings: Mapping[str, Any] | None = None,
+        name: str = "",
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
         self.owns_samples = True
         """False: another process writes ``samples.jsonl``."""
         self._folder, self._disk_wait, self._config = folder, disk_wait, config or LogConfig()
-        self._trackers = Trackers(self._config, folder, settings or {}, disk_wait)
+        self._trackers = Trackers(self._config, folder, settings or {}, disk_wait, name)
         self._run = uuid4().hex[:12]
         self._current_step: int | None = None
         self._history: list[tuple[int, dict[str, float]]] = []  # what curves show of the steps
@@ -187,7 +190,11 @@ class RunLog:
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing metrics, which the command line prints as a table, and end the run in the trackers."""
         self._replace("summary.json", json.dumps(replace_non_finite(values), indent=2).encode())
-        self._trackers.close()
+        self.close("finished")
+
+    def close(self, outcome: RunEnd) -> None:
+        """End the run in the trackers, if it has not ended there."""
+        self._trackers.close(self._run, outcome)
 
     def count(self, **amounts: int) -> dict[str, float]:
         """Add a step's ``samples`` and ``tokens``; returns those of the run so far."""
@@ -244,8 +251,9 @@ def _parse_metrics(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
     return row.pop("step"), {name: math.nan if value is None else value for name, value in row.items()}
 
 
-def validate_keep(config: KeepConfig, eval_every: int, metric_names: Collection[str]) -> list[ConfigError]:
-    """Check ``config`` against how often the run evaluates (0: never) and the metrics of its evaluations."""
+def validate_keep(config: KeepConfig, eval_every: int | None, metric_names: Collection[str]) -> list[ConfigError]:
+    """Check ``config`` against how often the run evaluates on its way (0 or None: never) and the metrics of its
+    evaluations."""
     errors = []
     if config.best is not None and not eval_every:
         errors.append(ConfigError("config.keep.best", "needs evaluations: set config.eval_every"))

@@ -9,8 +9,10 @@ import importlib
 import inspect
 import json
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -20,10 +22,12 @@ from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.secrets import without_secrets
 from dlrover.python.rl.recipe.base.config import LogConfig
+from dlrover.python.rl.trainer.trainer import RunEnd
 
 _LOG = get_logger(__name__)
 
 _STATE_FILE = "trackers.json"
+_REFUSED_BY_MLFLOW = re.compile(r"[^\w/.\-: ]")
 
 TRACKERS = ExtensionPoint(
     "tracker", "dlrover_rl.trackers", {"wandb": f"{__name__}:WandbTracker", "mlflow": f"{__name__}:MlflowTracker"}
@@ -32,8 +36,8 @@ TRACKERS = ExtensionPoint(
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run whose metrics a tracker receives; ``id`` is the same after a restart, ``name`` that of its directory,
-    ``folder``.
+    """The run whose metrics a tracker receives; ``id`` is the same after a restart, ``name`` the job's,
+    and ``folder`` its directory.
 
     ``notes`` are the tracker's own, plain data: what ``start`` puts there it finds there after a restart."""
 
@@ -56,8 +60,9 @@ class Tracker(Protocol):
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Record the finite metrics of a step, from 1. A step comes once, also when it is repeated."""
 
-    def close(self) -> None:
-        """End the run."""
+    def close(self, outcome: RunEnd) -> None:
+        """End the run, which :meth:`start` opens again if it goes on. Of a failed or stopped run it may come from
+        another thread, and it does not come at all where the process is killed."""
 
 
 @runtime_checkable
@@ -83,13 +88,18 @@ def validate_log(config: LogConfig) -> list[ConfigError]:
 
 class Trackers:
     """Sends each step to all trackers once: ``trackers.json`` in the job's directory has the last step that was sent.
-    ``settings`` are those of the run, for the trackers to show."""
+    ``settings`` are those of the run, for the trackers to show, and ``name`` is the job's."""
 
     def __init__(
-        self, config: LogConfig, folder: Path, settings: Mapping[str, Any], disk_wait: DiskWait = DEFAULT_DISK_WAIT
+        self,
+        config: LogConfig,
+        folder: Path,
+        settings: Mapping[str, Any],
+        disk_wait: DiskWait = DEFAULT_DISK_WAIT,
+        name: str = "",
     ) -> None:
         self._options, self._settings = config.tracker_options, without_secrets(settings)
-        self._folder, self._disk_wait = folder, disk_wait
+        self._folder, self._disk_wait, self._name = folder, disk_wait, name or folder.name
         self._open: dict[str, Tracker] | None = None
         self._state: dict[str, Any] = {}
 
@@ -98,33 +108,36 @@ class Trackers:
         in this ``run``."""
         if self._open is None:
             self._open = self._start_all(run)
+            self._save_state()
         if not self._open or step <= self._state["step"]:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in list(self._open):
-            self._try(name, lambda tracker: tracker.log(finite, step))
+            self._send(name, lambda tracker: tracker.log(finite, step))
         for name in list(self._open) if samples else ():
-            self._try(name, lambda tracker: _log_samples(tracker, samples, step))
+            self._send(name, lambda tracker: _log_samples(tracker, samples, step))
         self._state["step"] = step
         self._save_state()
 
-    def close(self) -> None:
-        for name in list(self._open or ()):
-            self._try(name, lambda tracker: tracker.close())
-        self._open = None
+    def close(self, run: str, outcome: RunEnd) -> None:
+        """End the run, also one that an earlier process or trainer has left open. Nothing is sent afterwards."""
+        if self._open is None and self._saved_state().get("run") == run:
+            self._open = self._start_all(run)
+        trackers, self._open = self._open or {}, {}
+        for name, tracker in trackers.items():
+            _try(name, partial(tracker.close, outcome))
 
     def _start_all(self, run: str) -> dict[str, Tracker]:
         if not self._options:
             return {}
-        file = self._folder / _STATE_FILE
-        state = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+        state = self._saved_state()
         self._state = state if state.get("run") == run else {"run": run, "step": 0, "notes": {}}
         trackers = {}
         for name, options in self._options.items():
             notes = self._state["notes"].setdefault(name, {})
             try:
                 tracker: Tracker = TRACKERS.load(name)(**options)
-                tracker.start(self._settings, TrackedRun(run, self._folder.name, self._folder, notes))
+                tracker.start(self._settings, TrackedRun(run, self._name, self._folder, notes))
             except ImportError as error:
                 package = error.name or name
                 rest = "it" if package == name else name
@@ -133,19 +146,29 @@ class Trackers:
                 _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
             else:
                 trackers[name] = tracker
-        self._save_state()
         return trackers
 
-    def _try(self, name: str, action: Callable[[Tracker], None]) -> None:
-        assert self._open is not None, "it is in there"
-        try:
-            action(self._open[name])
-        except Exception as error:  # noqa: BLE001 -- as above
-            _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
-            del self._open[name]
+    def _send(self, name: str, action: Callable[[Tracker], None]) -> None:
+        trackers = self._open or {}
+        if name in trackers and not _try(name, partial(action, trackers[name])):
+            del trackers[name]
+
+    def _saved_state(self) -> dict[str, Any]:
+        file = self._folder / _STATE_FILE
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
     def _save_state(self) -> None:
-        replace(self._folder / _STATE_FILE, json.dumps(self._state).encode(), self._disk_wait)
+        if self._options:
+            replace(self._folder / _STATE_FILE, json.dumps(self._state).encode(), self._disk_wait)
+
+
+def _try(name: str, action: Callable[[], None]) -> bool:
+    try:
+        action()
+    except Exception as error:  # noqa: BLE001 -- a tracker's failure must not end the training
+        _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
+        return False
+    return True
 
 
 def _log_samples(tracker: Tracker, rows: Sequence[Mapping[str, Any]], step: int) -> None:
@@ -173,12 +196,13 @@ class WandbTracker:
         table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
         self._run.log({"samples": table}, step=step)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, outcome: RunEnd) -> None:
+        self._run.finish(exit_code=int(outcome != "finished"))
 
 
 class MlflowTracker:
-    """The options are the fields of :class:`MlflowConfig`."""
+    """The options are the fields of :class:`MlflowConfig`. Characters that MLflow refuses in names of metrics are
+    replaced: ``pass@4`` is ``pass_at_4``, others are ``_``."""
 
     def __init__(self, experiment: str, name: str | None = None, uri: str | None = None) -> None:
         self._experiment, self._name, self._uri = experiment, name, uri
@@ -188,20 +212,30 @@ class MlflowTracker:
         if self._uri is not None:
             mlflow.set_tracking_uri(self._uri)
         mlflow.set_experiment(self._experiment)
+        self._notes = run.notes
         if "run_id" in run.notes:
-            active = mlflow.active_run()  # by an attempt at this step in the same process
-            if active is None or active.info.run_id != run.notes["run_id"]:
+            if not self._is_active():  # by an attempt at this step in the same process
                 mlflow.start_run(run_id=run.notes["run_id"])
             return
         run.notes["run_id"] = mlflow.start_run(run_name=self._name or run.name).info.run_id  # the server chooses it
         mlflow.log_dict(dict(config), "config.json")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._mlflow.log_metrics(dict(metrics), step=step)
+        named = {_REFUSED_BY_MLFLOW.sub("_", name.replace("@", "_at_")): value for name, value in metrics.items()}
+        self._mlflow.log_metrics(named, step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
         self._mlflow.log_table(columns, f"samples/step-{step:06d}.json")
 
-    def close(self) -> None:
-        self._mlflow.end_run()
+    def close(self, outcome: RunEnd) -> None:
+        status = {"finished": "FINISHED", "failed": "FAILED", "stopped": "KILLED"}[outcome]
+        if self._is_active():
+            self._mlflow.end_run(status)
+        else:  # in this thread
+            self._mlflow.MlflowClient().set_terminated(self._notes["run_id"], status)
+
+    def _is_active(self) -> bool:
+        """Whether the run is open in this thread."""
+        active = self._mlflow.active_run()
+        return active is not None and active.info.run_id == self._notes["run_id"]

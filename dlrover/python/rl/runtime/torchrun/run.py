@@ -17,7 +17,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +39,15 @@ from dlrover.python.rl.runtime.run_folder import BEAT_S, Claim, claim, held, in_
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.runtime.torchrun.worker import End, Worker
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter, TrainerLink, announce_nothing, run_trainer
+from dlrover.python.rl.trainer.trainer import (
+    Announcer,
+    BaseTrainer,
+    Reporter,
+    TrainerLink,
+    announce_nothing,
+    run_trainer,
+    tell_end,
+)
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
@@ -91,6 +98,7 @@ class Leader:
     announce: Announcer = announce_nothing
     error: BaseException | None = None
     _tcp_ports: dict[str, HeldPort] = field(default_factory=dict)
+    _trainer: BaseTrainer | None = None
 
     def run(self) -> BaseException | None:
         """Run the job until all processes end. Returns its error, None if it finished."""
@@ -102,6 +110,8 @@ class Leader:
                 port.worker.run()
         except KeyboardInterrupt:
             redraw(self.job.job_dir)
+            if self._trainer is not None:
+                tell_end(self._trainer, "stopped")
             raise
         trainer.join(CLOSE_S)
         for link in self.links.values():
@@ -131,7 +141,13 @@ class Leader:
                 files=files_of(self.job),
                 results=results_of(self.job),
             )
-            run_trainer(partial(trainer_maker(self.job), link), link)
+            make = trainer_maker(self.job)
+
+            def make_trainer() -> BaseTrainer:
+                self._trainer = make(link)
+                return self._trainer
+
+            run_trainer(make_trainer, link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job
             self.error = self._first_cause(port, error)
             cause = cause_of(self.error, "trainer", user_traceback(self.error, chain=False), alone=True)
