@@ -104,6 +104,13 @@ def test_the_same_rows_from_each_kind_of_file_give_equal_tensors(tokenizer, tmp_
     assert counts.rows == 3
 
 
+def test_a_file_of_the_whole_name_is_no_split_of_another(tmp_path):
+    for name in ("v@2.jsonl", "train[1:]@2.jsonl", "2.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": name, "response": ""}))
+        rows, errors = scan_rows(name)
+        assert ([row["prompt"] for row in rows], errors) == ([name], [])
+
+
 @pytest.mark.feature(74)
 @pytest.mark.parametrize("kind", KINDS)
 def test_extra_info_comes_unchanged_from_each_kind_of_file_and_absent_is_empty(tmp_path, kind):

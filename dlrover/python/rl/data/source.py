@@ -2,10 +2,8 @@
 """Rows of a JSON, JSON Lines, CSV, Parquet or Arrow file, a folder, or the hub, and the rows held out for
 evaluation."""
 
-import csv
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -29,6 +27,7 @@ from dlrover.python.rl.data.jsonl import (
     scan_jsonl,
     sort_by_line,
 )
+from dlrover.python.rl.data.tables import scan_arrow, scan_csv
 
 HELD_OUT_SHARE = 0.03
 """Default share of rows held out."""
@@ -68,8 +67,6 @@ _LOG = get_logger(__name__)
 
 DEFAULT_SPLIT = "train"
 
-_STRUCTURED = ("messages", "extra_info")
-_CONVERSATIONS = ("prompt", "chosen", "rejected")
 _FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _FOLDER_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|zip|tar|h5|xml)\b")  # also compressed: .jsonl.gz
 _MOST_FILES = 10_000
@@ -111,6 +108,9 @@ class _Address:
 
     @classmethod
     def parse(cls, where: str) -> "_Address":
+        """Of a file or folder of this whole name no split is read."""
+        if Path(where).expanduser().exists():
+            return cls(where)
         before, at, place = where.partition("@")
         match = _SPLIT.fullmatch(before)
         return cls(place, *match.groups()) if at and match else cls(where)
@@ -246,7 +246,7 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     path = Path(address.place).expanduser()
     if path.is_dir():
         return *_load(address, str(path)), True
-    readers = dict(zip(_FILES, (scan_json, scan_jsonl, _scan_csv, _scan_arrow, _scan_arrow), strict=True))
+    readers = dict(zip(_FILES, (scan_json, scan_jsonl, scan_csv, scan_arrow, scan_arrow), strict=True))
     read = readers.get(path.suffix.lower())
     if read is not None:
         if address.split != DEFAULT_SPLIT:
@@ -260,98 +260,6 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     if not _may_be_on_hub(address.place):
         return [], [ConfigError(address.place, describe_unreadable(path, FileNotFoundError()))], True
     return *_load(address, address.place), True
-
-
-def _scan_csv(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Cells are texts; ``messages`` and ``extra_info`` are JSON, and empty if absent."""
-    rows: list[NumberedRow] = []
-    errors: list[ConfigError] = []
-    limit = csv.field_size_limit(sys.maxsize)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            for line, cells in _records(file):
-                errors += _add_cells(rows, line, cells, path)
-    except OSError as error:
-        return [], [ConfigError(str(path), describe_unreadable(path, error))]
-    except (UnicodeDecodeError, csv.Error) as error:
-        errors.append(ConfigError(str(path), f"not CSV in UTF-8: {error}"))
-    finally:
-        csv.field_size_limit(limit)
-    return rows, errors
-
-
-_BEYOND = "\0beyond the header"
-"""The key of cells that a row has beyond the header."""
-
-
-def _records(file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each record and its first line."""
-    reader = csv.DictReader(file, strict=True, restkey=_BEYOND)
-    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-    if twice := [name for name in reader.fieldnames if name and reader.fieldnames.count(name) > 1]:
-        raise csv.Error(f"its header has {twice[0]!r} twice")
-    line = 1 + (reader.line_num if reader.fieldnames else 0)
-    for cells in reader:
-        yield line, cells
-        line = reader.line_num + 1
-
-
-def _add_cells(rows: list[NumberedRow], line: int, cells: Mapping[str, Any], path: Path) -> list[ConfigError]:
-    try:
-        rows.append((line, _cells(cells)))
-    except ValueError as error:
-        return [ConfigError(f"{path}:{line}", str(error))]
-    return []
-
-
-def _cells(cells: Mapping[str, Any]) -> dict[str, Any]:
-    if _BEYOND in cells or None in cells.values():
-        raise ValueError(f"has {'more' if _BEYOND in cells else 'fewer'} cells than the header")
-    return {name: _cell(name, text) for name, text in cells.items() if name}  # an index has no name
-
-
-def _cell(name: str, text: str) -> Any:
-    if not text and name in (*_STRUCTURED, "answer"):
-        return None
-    if name in _STRUCTURED or (name in _CONVERSATIONS and text.lstrip().startswith("[")):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            if name in _STRUCTURED:
-                raise ValueError(f"'{name}' is not JSON") from None
-            return text
-        is_conversation = isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
-        return value if name in _STRUCTURED or (value and is_conversation) else text
-    return text
-
-
-def _scan_arrow(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Reads with pyarrow instead of ``datasets``, whose cache would hold a copy."""
-    if not path.is_file():
-        return [], [ConfigError(str(path), describe_unreadable(path, FileNotFoundError()))]
-    try:
-        import pyarrow as pa
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        return [], [ConfigError(str(path), str(MissingExtra("datasets", "data")))]
-    try:
-        if path.suffix.lower() == ".parquet":
-            table = pyarrow.parquet.read_table(path)
-        else:
-            with pa.memory_map(str(path)) as source:
-                table = _arrow_table(pa, source)
-        return list(enumerate(table.to_pylist(), start=1)), []
-    except (pa.ArrowException, OSError) as error:
-        return [], [ConfigError(str(path), f"cannot be read: {error}")]
-
-
-def _arrow_table(pa: Any, source: Any) -> Any:
-    try:
-        return pa.ipc.open_file(source).read_all()
-    except pa.ArrowInvalid:  # The stream format, which ``datasets`` writes, has no footer.
-        source.seek(0)
-        return pa.ipc.open_stream(source).read_all()
 
 
 def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[ConfigError]]:
