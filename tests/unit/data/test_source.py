@@ -9,7 +9,7 @@ import pytest
 from dlrover.python.rl.common.errors import MissingExtra
 from dlrover.python.rl.data.conversation import SFT_ROWS, encode_sft
 from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs
-from dlrover.python.rl.data.prompts import load_prompts
+from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, load_prompts
 from dlrover.python.rl.data.source import scan_rows
 
 SAY = [{"role": "user", "content": 'Q, "1"\n'}, {"role": "assistant", "content": "A1"}]
@@ -273,3 +273,27 @@ def test_a_folder_without_data_says_so_and_a_broken_one_why(tmp_path):
     _, (error,) = scan_rows(tmp_path)
     assert error.what.startswith("cannot be loaded: DatasetGenerationError: ")
     assert "JSON" in error.what
+
+
+@pytest.mark.parametrize(
+    ("reader", "row", "keys", "what"),
+    [
+        (PROMPT_ROWS, {"q": "1"}, {"prompt": "q", "answer": "q"}, "'prompt' and 'answer' are both its column 'q'"),
+        (SFT_ROWS, {"q": "1"}, {"prompt": "q", "response": "q"}, "'prompt' and 'response' are both its column 'q'"),
+        (
+            PAIR_ROWS,
+            {"prompt": "1", "a": "2"},
+            {"chosen": "a", "rejected": "a"},
+            "'chosen' and 'rejected' are both its column 'a'",
+        ),
+    ],
+)
+def test_two_keys_with_a_meaning_cannot_be_one_column(tmp_path, reader, row, keys, what):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert f"rows.jsonl: data.keys: {what}" in [str(error) for error in reader.validate("rows.jsonl", keys)]
+
+
+def test_a_column_may_have_a_second_key_for_a_reward_function(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"q": "1", "a": "2"}')
+    keys = {"prompt": "q", "answer": "a", "text": "q", "solution": "a"}
+    assert load_prompts("rows.jsonl", keys) == [PromptRow("1", "2", {"text": "1", "solution": "2"})]

@@ -366,4 +366,8 @@ def fit_length(items: Sequence[Encoded], max_length: int | None, over_long: Over
     return [short for item in items if (short := item.cut(max_length)).trained]
 
 
-SFT_ROWS = RowReader(normalize_sft, prompt_of=sft_prompt)
+SFT_ROWS = RowReader(
+    normalize_sft,
+    prompt_of=sft_prompt,
+    names=("prompt", "messages", "response", "completion", "text", "answer"),
+)

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import combinations, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -137,7 +137,7 @@ def scan_rows(
             others), a folder of files or saved by ``datasets``, or a hub name (``org/name``,
             ``org/name:configuration``). A prefix ``split@`` selects a split (``train``), ``split[:100]@`` or
             ``split[10%:]@`` a part. A file is ``train``.
-        keys: the source's column names: ``{"prompt": "question"}``.
+        keys: the source's column names: ``{"prompt": "question"}``. Several keys may have one column.
         columns: those in use. A table's others are dropped and logged; JSON keeps all keys, to report misspelt ones.
     """
     address = _Address.parse(str(where))
@@ -187,10 +187,17 @@ class RowReader:
         errors += [
             ConfigError(str(where), f"data.keys: a row has no '{name}'{hint(name, self.names)}") for name in misspelt
         ]
+        errors += [ConfigError(str(where), fault) for fault in self._find_shared(keys or {})]
         checked, faults = normalize_rows(rows, self.normalize)
         if not errors and not faults and (fault := self.fault_of_all(checked)):
             faults = [ConfigError(str(where), fault)]
         return checked, sort_by_line([*errors, *faults])
+
+    def _find_shared(self, keys: Mapping[str, str]) -> list[str]:
+        """Two keys with a meaning for one column, as of an answer that is its own prompt; others may share one."""
+        known = [name for name in keys if name in self.names]
+        pairs = [(first, second) for first, second in combinations(known, 2) if keys[first] == keys[second]]
+        return [f"data.keys: '{first}' and '{second}' are both its column '{keys[first]}'" for first, second in pairs]
 
 
 def normalize_rows(rows: SourceRows, normalize: Normalize) -> tuple[SourceRows, list[ConfigError]]:
@@ -223,12 +230,14 @@ def _restore_name(where: str | Path, address: _Address, place: str) -> str:
 def _rename_columns(
     rows: Sequence[NumberedRow], keys: Mapping[str, str], where: str
 ) -> tuple[list[NumberedRow], list[ConfigError]]:
-    names = {column: name for name, column in keys.items()}
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, column in keys.items():
+        names[column].append(name)
     present = {key for _, row in rows for key in row}
     missing = [column for column in names if column not in present] if rows else []
     errors = [ConfigError(where, f"has no column '{column}'{hint(column, present)}") for column in missing]
     renamed = [
-        (number, {names.get(key, key): value for key, value in row.items() if key in names or key not in keys})
+        (number, {to: row[key] for key in row if key in names or key not in keys for to in names.get(key, [key])})
         for number, row in rows
     ]
     return renamed, errors
