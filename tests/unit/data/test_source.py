@@ -3,6 +3,9 @@
 
 import csv
 import json
+from datetime import UTC, datetime, time, timedelta
+from decimal import Decimal
+from uuid import UUID
 
 import pytest
 
@@ -11,6 +14,8 @@ from dlrover.python.rl.data.conversation import SFT_ROWS, encode_sft
 from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, load_prompts
 from dlrover.python.rl.data.source import scan_rows
+from dlrover.python.rl.data.state_tree import dump, load
+from dlrover.python.rl.data.tables import as_plain
 
 SAY = [{"role": "user", "content": 'Q, "1"\n'}, {"role": "assistant", "content": "A1"}]
 SFT = [
@@ -273,6 +278,30 @@ def test_a_folder_without_data_says_so_and_a_broken_one_why(tmp_path):
     _, (error,) = scan_rows(tmp_path)
     assert error.what.startswith("cannot be loaded: DatasetGenerationError: ")
     assert "JSON" in error.what
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_dates_and_decimals_of_a_table_are_text_which_any_process_is_sent(tmp_path, kind):
+    when = datetime(2024, 2, 29, 12, 30, tzinfo=UTC)
+    extra = {"when": when, "day": when.date(), "at": time(12, 30), "costs": [{"sum": Decimal("2.50")}], "raw": b"x"}
+    rows = [{"prompt": "a", "answer": Decimal("0.10"), "day": when.date(), "extra_info": extra}]
+    (row,) = load_prompts(write(tmp_path, kind, rows))
+    assert (row.answer, row.extra_info) == (
+        "0.10",
+        {
+            "when": "2024-02-29T12:30:00+00:00",
+            "day": "2024-02-29",
+            "at": "12:30:00",
+            "costs": [{"sum": "2.50"}],
+            "raw": b"x",
+        },
+    )
+    assert load(*dump(row.extra_info)) == row.extra_info
+
+
+def test_every_cell_of_a_table_becomes_plain():
+    cells = {"gone": timedelta(days=1, seconds=2), "id": [UUID(int=1)], "other": (1, None)}
+    assert as_plain(cells) == {"gone": "1 day, 0:00:02", "id": [str(UUID(int=1))], "other": (1, None)}
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,7 @@ from dlrover.python.rl.data.jsonl import (
     scan_jsonl,
     sort_by_line,
 )
-from dlrover.python.rl.data.tables import scan_arrow, scan_csv
+from dlrover.python.rl.data.tables import as_plain, scan_arrow, scan_csv
 
 HELD_OUT_SHARE = 0.03
 """Default share of rows held out."""
@@ -146,7 +146,9 @@ def scan_rows(
     if keys:
         numbered, missing = _rename_columns(numbered, keys, str(where))
         errors += missing
-    rows = [(number, normalize_row(drop_nulls_of_calls(row) if is_table else row)) for number, row in numbered]
+    rows = [
+        (number, normalize_row(drop_nulls_of_calls(as_plain(row)) if is_table else row)) for number, row in numbered
+    ]
     if is_table and columns and rows:
         rows = _select_columns(rows, columns, str(where))
     if not rows and not errors:

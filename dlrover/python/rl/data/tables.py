@@ -5,8 +5,11 @@ import csv
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from datetime import date, time, timedelta
+from decimal import Decimal
 from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 from dlrover.python.rl.common.errors import ConfigError, MissingExtra
 from dlrover.python.rl.data.jsonl import NumberedRow, describe_unreadable
@@ -76,6 +79,18 @@ def _cell(name: str, text: str) -> Any:
         is_conversation = isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
         return value if name in _STRUCTURED or (value and is_conversation) else text
     return text
+
+
+def as_plain(value: Any) -> Any:
+    """Return a cell with its dates and times (ISO 8601), decimals and UUIDs as text, which JSON and other processes
+    have."""
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_plain(item) for item in value]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal | timedelta | UUID) else value
 
 
 def scan_arrow(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
