@@ -56,6 +56,18 @@ def test_trls_rows_are_examples(row, read):
     assert normalize_sft(row) == read
 
 
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({"prompt": "A", "response": "B\ud83d"}, "'response' has a lone surrogate at character 2"),
+        ({"messages": USER, "answer": "\udc00"}, "messages[1]: 'content' has a lone surrogate at character 1"),
+    ],
+)
+def test_half_a_character_is_named_with_its_row(row, what, tmp_path):
+    path = write(tmp_path / "sft.jsonl", [{"prompt": "A", "response": "B"}, row])
+    assert [str(error) for error in SFT_ROWS.validate(path)] == [f"{path}:2: {what}"]
+
+
 def test_texts_without_prompts_are_different_examples(tokenizer):
     assert [sft_prompt(normalize_sft({"text": text})) for text in ("AB", "CD", "AB")] == ["AB", "CD", "AB"]
     (encoded,) = encode_example(tokenizer, {"text": "ABC"})

@@ -177,6 +177,7 @@ def test_a_source_of_equal_pairs_alone_is_refused_when_it_is_read(tmp_path):
     ("row", "what"),
     [
         ({"prompt": "a", "chosen": "b"}, "needs 'chosen' and 'rejected'; it has prompt, chosen"),
+        ({"prompt": "a", "chosen": "b\ud83d", "rejected": "c"}, "'chosen' has a lone surrogate at character 2"),
         ({"prompt": "a", "chosen": "b", "rejected": [answer("c")]}, "'rejected' must be text"),
         ({"chosen": "a", "rejected": "b"}, "'chosen' is text, but there is neither 'prompt' nor 'messages'"),
         ({"messages": ASK, "chosen": ASK, "rejected": "b"}, "'chosen' must end with the assistant's answer"),

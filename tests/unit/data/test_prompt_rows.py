@@ -9,6 +9,7 @@ from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 
 USER = [{"role": "user", "content": "1+1?"}]
+CALL = {"function": {"name": "f", "arguments": {}}}
 
 
 def write(path, rows):
@@ -51,6 +52,15 @@ def test_rows_of_both_kinds(tmp_path):
         ({"messages": [{"role": 1, "content": ""}]}, "messages[0]: 'role' must be text"),
         ({"messages": [{"role": "user", "content": None}]}, "messages[0]: 'content' must be text"),
         ({"messages": [*USER, {**USER[0], "contnt": 1}]}, "messages[1]: unknown key 'contnt'; did you mean 'content'?"),
+        ({"prompt": "ab\ud83d"}, "'prompt' has a lone surrogate at character 3"),
+        (
+            {"messages": [{"role": "user", "content": "\ud83d"}]},
+            "messages[0]: 'content' has a lone surrogate at character 1",
+        ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [CALL | {"id": "\udc00"}]}]},
+            "messages[0]: a text in 'tool_calls' has a lone surrogate at character 1",
+        ),
         (
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
             'messages[0]: tool_calls[0]: must be {"function": {"name": ..., "arguments": {...}}}',

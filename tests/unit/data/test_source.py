@@ -3,14 +3,19 @@
 
 import csv
 import json
+from datetime import UTC, datetime, time, timedelta
+from decimal import Decimal
+from uuid import UUID
 
 import pytest
 
 from dlrover.python.rl.common.errors import MissingExtra
 from dlrover.python.rl.data.conversation import SFT_ROWS, encode_sft
 from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs
-from dlrover.python.rl.data.prompts import load_prompts
+from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, load_prompts
 from dlrover.python.rl.data.source import scan_rows
+from dlrover.python.rl.data.state_tree import dump, load
+from dlrover.python.rl.data.tables import as_plain
 
 SAY = [{"role": "user", "content": 'Q, "1"\n'}, {"role": "assistant", "content": "A1"}]
 SFT = [
@@ -102,6 +107,13 @@ def test_the_same_rows_from_each_kind_of_file_give_equal_tensors(tokenizer, tmp_
     batch, counts = encode_sft(SFT_ROWS.read(write(tmp_path, kind, rows)), tokenizer)
     assert tokens(batch) == tokens(expected)
     assert counts.rows == 3
+
+
+def test_a_file_of_the_whole_name_is_no_split_of_another(tmp_path):
+    for name in ("v@2.jsonl", "train[1:]@2.jsonl", "2.jsonl"):
+        (tmp_path / name).write_text(json.dumps({"prompt": name, "response": ""}))
+        rows, errors = scan_rows(name)
+        assert ([row["prompt"] for row in rows], errors) == ([name], [])
 
 
 @pytest.mark.feature(74)
@@ -266,3 +278,51 @@ def test_a_folder_without_data_says_so_and_a_broken_one_why(tmp_path):
     _, (error,) = scan_rows(tmp_path)
     assert error.what.startswith("cannot be loaded: DatasetGenerationError: ")
     assert "JSON" in error.what
+
+
+@pytest.mark.parametrize("kind", ["parquet", "saved"])
+def test_dates_and_decimals_of_a_table_are_text_which_any_process_is_sent(tmp_path, kind):
+    when = datetime(2024, 2, 29, 12, 30, tzinfo=UTC)
+    extra = {"when": when, "day": when.date(), "at": time(12, 30), "costs": [{"sum": Decimal("2.50")}], "raw": b"x"}
+    rows = [{"prompt": "a", "answer": Decimal("0.10"), "day": when.date(), "extra_info": extra}]
+    (row,) = load_prompts(write(tmp_path, kind, rows))
+    assert (row.answer, row.extra_info) == (
+        "0.10",
+        {
+            "when": "2024-02-29T12:30:00+00:00",
+            "day": "2024-02-29",
+            "at": "12:30:00",
+            "costs": [{"sum": "2.50"}],
+            "raw": b"x",
+        },
+    )
+    assert load(*dump(row.extra_info)) == row.extra_info
+
+
+def test_every_cell_of_a_table_becomes_plain():
+    cells = {"gone": timedelta(days=1, seconds=2), "id": [UUID(int=1)], "other": (1, None)}
+    assert as_plain(cells) == {"gone": "1 day, 0:00:02", "id": [str(UUID(int=1))], "other": (1, None)}
+
+
+@pytest.mark.parametrize(
+    ("reader", "row", "keys", "what"),
+    [
+        (PROMPT_ROWS, {"q": "1"}, {"prompt": "q", "answer": "q"}, "'prompt' and 'answer' are both its column 'q'"),
+        (SFT_ROWS, {"q": "1"}, {"prompt": "q", "response": "q"}, "'prompt' and 'response' are both its column 'q'"),
+        (
+            PAIR_ROWS,
+            {"prompt": "1", "a": "2"},
+            {"chosen": "a", "rejected": "a"},
+            "'chosen' and 'rejected' are both its column 'a'",
+        ),
+    ],
+)
+def test_two_keys_with_a_meaning_cannot_be_one_column(tmp_path, reader, row, keys, what):
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    assert f"rows.jsonl: data.keys: {what}" in [str(error) for error in reader.validate("rows.jsonl", keys)]
+
+
+def test_a_column_may_have_a_second_key_for_a_reward_function(tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"q": "1", "a": "2"}')
+    keys = {"prompt": "q", "answer": "a", "text": "q", "solution": "a"}
+    assert load_prompts("rows.jsonl", keys) == [PromptRow("1", "2", {"text": "1", "solution": "2"})]

@@ -2,6 +2,7 @@
 """Programs that a model wrote."""
 
 import os
+import tempfile
 import time
 from functools import partial
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.environment.sandbox.confinement import Confinement
+from dlrover.python.rl.environment.sandbox.scratch import remove_tree, scratch_folder
 from dlrover.python.rl.environment.verifiers import code
 from dlrover.python.rl.environment.verifiers.code import (
     ProgramLimits,
@@ -329,3 +331,30 @@ def test_tests_are_cases_as_text_or_functions_and_blocks_may_be_indented(complet
 def test_tests_that_cannot_fail_are_refused(tests, message):
     with pytest.raises(ValueError, match=message):
         python_tests(DOUBLE, None, {"tests": tests})
+
+
+NEST = "import os\nfor _ in range(3000):\n    os.mkdir('a', 0o300)\n    os.chdir('a')\n    os.symlink('/', 'link')\n"
+
+
+@pytest.mark.parametrize("tests", [CASES, "assert double(2) == 4"])
+def test_a_program_that_nests_folders_is_scored_and_its_folder_removed(tests, tmp_path, monkeypatch):
+    monkeypatch.setattr(code, "confinement", lambda: Confinement.LIMITS)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    program = f"{NEST}def double(x):\n    return 2 * x\nif __name__ == '__main__':\n    print(double(int(input())))"
+    assert python_tests(fenced(program), None, {"tests": tests, "timeout_s": 60}) == 1.0
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_a_removed_folder_was_replaced_by_is_not_followed(tmp_path):
+    (kept := tmp_path / "kept").mkdir()
+    (kept / "file").touch()
+    (link := tmp_path / "link").symlink_to(kept)
+    remove_tree(link)
+    assert [path.name for path in tmp_path.rglob("*")] == ["kept", "file"]
+
+
+def test_a_folder_that_cannot_be_removed_fails_nothing(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with scratch_folder("program-") as folder:
+        folder.rmdir()
+    assert "could not be removed" in caplog.text

@@ -13,7 +13,13 @@ import torch
 import user_environments
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
-from dlrover.python.rl.environment.core.base import MAX_STATE_LENGTH, EnvironmentTraits, StepResult, validate_step
+from dlrover.python.rl.environment.core.base import (
+    MAX_STATE_LENGTH,
+    EnvironmentTraits,
+    StepResult,
+    validate_state,
+    validate_step,
+)
 from dlrover.python.rl.environment.core.functions import (
     call_async,
     find_environment,
@@ -135,8 +141,6 @@ def test_a_script_may_import_its_neighbour(tmp_path):
         ({"next_state": "x", "reward": np.ones(2)}, "step returned numpy.ndarray as 'reward', not a number"),
         ({"next_state": 3, "reward": 1}, "next_state is int, not text"),
         ({"next_state": "x" * (MAX_STATE_LENGTH + 1), "reward": 1}, "characters, 4000000 at most"),
-        ({"next_state": "half \ud83d", "reward": 1}, "next_state has '\\ud83d', which is no character"),
-        ({"next_state": [{"role": "user", "content": "\ud83d"}], "reward": 1}, "has '\\ud83d', which is no character"),
         ({"next_state": "x", "reward": 1, "extra_info": None}, "step returned None as 'extra_info'"),
         (StepResult(None, 0.0, 0.0, False), "no 'next_state', and is not done"),
         (StepResult("x", float("nan"), 0.0, False), "step returned nan as 'reward'"),
@@ -193,3 +197,11 @@ def test_numbers_and_truth_values_of_arrays_are_as_good_as_pythons(library):
     assert result == StepResult(None, 0.5, 0.5, True, {})
     assert [type(value) for value in (result.reward, result.score, result.done)] == [float, float, bool]
     assert not validate_step(StepResult("x", found.max(), 0.0, found.max() > 1), {}).done
+
+
+def test_half_a_character_in_a_state_is_replaced():
+    calls = [{"function": {"name": "f\ud83d", "arguments": {"\udc00": ["x\ud83d", ("y\ud83d", 1)]}}}]
+    message = {"role": "assistant", "content": "half \ud83d", "tool_calls": calls}
+    whole = [{"function": {"name": "f\ufffd", "arguments": {"\ufffd": ["x\ufffd", ["y\ufffd", 1]]}}}]
+    assert validate_state("it", "\ud83d\ud83d\U0001f600") == "\ufffd\ufffd\U0001f600"
+    assert validate_state("it", [message]) == [{"role": "assistant", "content": "half \ufffd", "tool_calls": whole}]

@@ -2,10 +2,12 @@
 """Several reward functions as one."""
 
 import asyncio
+import re
 import threading
 import time
 from functools import partial
 
+import numpy as np
 import pytest
 import verifiers
 
@@ -230,6 +232,27 @@ def test_trls_functions_are_given_all_samples_at_once():
         WeightedRewards({"short": lambda completions: [1.0]}, {"short": 1.0}).now([SAMPLE, SAMPLE])
 
 
+async def later_as_one(completions):
+    return 1.0
+
+
+@pytest.mark.parametrize(
+    ("function", "shown"),
+    [
+        (lambda completions: 0.5, "0.5"),
+        (lambda completions: None, "None"),
+        (lambda completions: "0.5", "'0.5'"),
+        (lambda completions: {"a": 1.0, "b": 2.0}, "{'a': 1.0, 'b': 2.0}"),
+        (lambda completions: np.array(0.5), "array(0.5)"),
+        (later_as_one, "1.0"),
+    ],
+)
+def test_trls_functions_are_told_what_to_return(function, shown):
+    what = f"returned {shown}, not a list of 2: a function with a parameter 'completions' must return a number for each"
+    with pytest.raises(VerifierError, match=f"^{re.escape(what)}: one$"):
+        WeightedRewards({"one": function, "a": in_batches}, {"one": 1.0, "a": 1.0}).now([SAMPLE, SAMPLE])
+
+
 @pytest.mark.parametrize(("prompt", "shown"), [("6 x 7?", "42"), (TALK, [{"role": "assistant", "content": "42"}])])
 def test_trls_functions_see_messages_where_prompts_are(prompt, shown):
     def judge(prompts, completions):
@@ -262,6 +285,8 @@ def test_a_verifiers_process_is_asked_once_for_a_batch():
         assert [reward.total for reward in pool.score(Completed(text) for text in "abc")] == [0.0, 1.0, 2.0]
         for error in pool.score([Completed("a"), Completed("raise")]):
             assert str(error).startswith("verifiers:place_in_batch raised ValueError: not this")
+        for error in pool.score([Completed("one")]):
+            assert str(error).startswith("verifiers:place_in_batch returned 1.0, not a list of 1: a function")
         assert pool.score([]) == []
     finally:
         pool.close()

@@ -10,6 +10,7 @@ import some_tools
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.functions import load_environment
+from dlrover.python.rl.environment.core.messages import make_assistant_message
 from dlrover.python.rl.environment.core.turns import Guard, Trajectory
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
 
@@ -60,6 +61,15 @@ def test_calls_are_async_or_not_several_in_an_action_and_need_not_be_closed_at_i
     assert seen == [response(both), response("4")]
     assert episode.extra_info["tool_calls"] == 3
     assert episode.reward == 0.25
+
+
+def test_half_a_character_in_a_call_is_replaced_and_the_sample_goes_on():
+    seen, episode = played(call("search", query="Bei\ud83d"), call("\ud83d"), "5")
+    assert seen[0] == response('{"found": "Bei\ufffd: ü"}')
+    assert "error: there is no tool '\ufffd'" in seen[1]
+    assert (episode.failure, episode.reward) == (None, 0.5)
+    message = make_assistant_message(call("search", query="Bei\ud83d"))
+    assert message["tool_calls"][0]["function"]["arguments"] == {"query": "Bei\ufffd"}
 
 
 @pytest.mark.parametrize(

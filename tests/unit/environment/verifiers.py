@@ -131,4 +131,6 @@ not_a_function = 3
 def place_in_batch(prompts, completions, **columns):
     if "raise" in completions:
         raise ValueError("not this")
+    if "one" in completions:
+        return 1.0
     return list(range(len(completions)))

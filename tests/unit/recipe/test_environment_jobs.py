@@ -18,6 +18,7 @@ from policy_jobs import policy_job, write_inputs, write_teacher
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.recipe.distill import DistillationConfig
 
 sys.path.append(str(Path(__file__).parents[3]))
 
@@ -33,6 +34,7 @@ TIMES = ("time/", "speed/", "memory/")
 def job(folder, steps=2, **config):
     """Prompts are 4 a step; options of ``rollout`` come beside the usual ones."""
     rollout = ROLLOUT | config.pop("rollout", {})
+    config = ({"reward": {}} if "env_path" in rollout else {}) | config
     return tiny_job(folder, steps, prompts_per_step=4, rollout=rollout, **config)
 
 
@@ -163,7 +165,7 @@ def test_each_turn_is_credited_with_the_rewards_that_come_after_it_and_not_with_
         "env_path": str(HERE / "tipping.py"),
         "env_isolated": False,
     }
-    played = policy_job(tmp_path, "ppo", steps=1, algorithm={"name": "tipping:Kept"}, rollout=rollout)
+    played = policy_job(tmp_path, "ppo", steps=1, algorithm={"name": "tipping:Kept"}, rollout=rollout, reward={})
     status = run_here(check_job(played, local=True))
     assert status.phase is Phase.FINISHED, status.cause
     (rows,) = importlib.import_module("tipping").Kept.annotated
@@ -193,12 +195,37 @@ def test_an_environment_that_does_not_load_is_refused_before_the_start(tmp_path)
     assert "takes no arguments" in wrong["config.rollout.env_path"] or "argument" in wrong["config.rollout.env_path"]
     assert "take no options" in found(env_path=HOSTILE, env_options={"a": 1})["config.rollout.env_path"]
     assert found(env_options={"a": 1}) == {"config.rollout.env_options": "there is no env_path"}
+    unused = {"env_isolated": False, "env_timeout_s": 9.0, "env_missing_state": "done", "env_failure_reward": 0.0}
+    assert found(**unused, max_turns=3) == {
+        f"config.rollout.{name}": "there is no env_path" for name in (*unused, "max_turns")
+    }
+    assert found(max_turns=1) == {}
     assert "is required" in problems(tmp_path, data=GAMES)["config.data.train"]
     assert "did you mean 'env_path'" in found(env_pth="x")["config.rollout.env_pth"]
     assert found(env_path=HOSTILE) == {}
     by_score = {"eval_every": 1, "keep": {"best": "eval/score"}}
     assert problems(tmp_path, **by_score)["config.keep.best"].startswith("no metric 'eval/score'")
     assert problems(tmp_path, **by_score, rollout={"env_path": HOSTILE}) == {}
+
+
+def test_settings_of_the_reward_role_are_refused_beside_an_environment_but_not_a_recipes_own(tmp_path):
+    given = {"function": "gsm8k", "timeout_s": 9.0, "workers": 1, "memory_mb": 900}
+    found = problems(tmp_path, rollout={"env_path": HOSTILE}, reward=given)
+    assert found == {f"config.reward.{name}": "is not used: rollout.env_path scores the samples" for name in given}
+    of_failures = {"on_failure": "redraw", "max_redraws": 2, "give_up_after": 2}
+    assert problems(tmp_path, rollout={"env_path": HOSTILE}, reward=of_failures) == {}
+    write_inputs(tmp_path)
+    teachers = {"teacher": {"model": write_teacher(tmp_path)}}
+    for function in ({}, {"function": DistillationConfig("m").reward.function}, {"function": "gsm8k"}):
+        made = policy_job(
+            tmp_path, "distill", rollout=ROLLOUT | {"env_path": HOSTILE}, reward=function, teachers=teachers
+        )
+        places = []
+        try:
+            check_job(made, local=True)
+        except InvalidJob as error:
+            places = [problem.where for problem in error.errors]
+        assert places == (["config.reward.function"] if "gsm8k" in function.values() else [])
 
 
 def test_distillation_ends_with_the_cause_where_the_environment_fails_on_every_sample(tmp_path):

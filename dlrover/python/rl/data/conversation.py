@@ -15,6 +15,7 @@ from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row, raise_errors, sort_by_line
 from dlrover.python.rl.data.source import RowReader, SourceRows, normalize_rows
+from dlrover.python.rl.data.surrogates import surrogate_faults
 
 Tokenizer: TypeAlias = Any
 """A Hugging Face tokenizer. Conversations need a fast one with a chat template."""
@@ -152,7 +153,9 @@ def _sft_faults(row: Mapping[str, Any]) -> list[str]:
         close = next((key for key in row if nearest(key, absent)), "")
         advice = hint(close, absent) if close else f"; it has {', '.join(row) or 'nothing'}"
         return [f"needs 'prompt' and 'response', or 'messages'{f': unknown key {close!r}' if close else ''}{advice}"]
-    return [f"'{key}' must be text" for key in ("prompt", "response") if not isinstance(row[key], str)]
+    texts = ("prompt", "response")
+    faults = [f"'{key}' must be text" for key in texts if not isinstance(row[key], str)]
+    return faults or [fault for key in texts for fault in surrogate_faults(key, row[key])]
 
 
 def _finish(encoded: Encoded, mask_prompt: bool) -> Encoded:
@@ -363,4 +366,8 @@ def fit_length(items: Sequence[Encoded], max_length: int | None, over_long: Over
     return [short for item in items if (short := item.cut(max_length)).trained]
 
 
-SFT_ROWS = RowReader(normalize_sft, prompt_of=sft_prompt)
+SFT_ROWS = RowReader(
+    normalize_sft,
+    prompt_of=sft_prompt,
+    names=("prompt", "messages", "response", "completion", "text", "answer"),
+)

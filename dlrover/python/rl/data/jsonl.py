@@ -8,10 +8,12 @@ from typing import Any, NoReturn, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.names import hint, nearest_path
+from dlrover.python.rl.data.surrogates import surrogate_faults
 
 ROLES = ("system", "user", "assistant", "tool")
 
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
+_TEXTS = _KEYS[1:]
 _CALL_FORM = 'must be {"function": {"name": ..., "arguments": {...}}}'
 _CONVERSATIONS = ("prompt", "messages", "chosen", "rejected")
 
@@ -71,6 +73,7 @@ def _faults_of_one(message: Any) -> list[str]:
         faults.append(f"unknown role '{role}'{hint(role, ROLES)}")
     if not isinstance(content, str):
         faults.append("'content' must be text")
+    faults += [fault for key in _TEXTS for fault in surrogate_faults(key, message.get(key))]
     return faults + [f"tool_calls[{index}]: {_CALL_FORM}" for index in _find_wrong_calls(message.get("tool_calls", []))]
 
 

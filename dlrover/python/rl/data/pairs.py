@@ -20,6 +20,7 @@ from dlrover.python.rl.data.conversation import (
 )
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row
 from dlrover.python.rl.data.source import RowReader, SourceRows
+from dlrover.python.rl.data.surrogates import surrogate_faults
 
 _CONTEXT, _SIDES = ("prompt", "messages"), ("chosen", "rejected")
 
@@ -165,7 +166,9 @@ def _faults(row: Mapping[str, Any]) -> list[str]:
     if not isinstance(row.get("prompt", ""), str | list):
         return ["'prompt' must be text or a list of messages"]
     lists = [key for key in _CONTEXT if key in row and not (key == "prompt" and isinstance(row[key], str))]
-    return [*(fault for key in lists for fault in find_message_faults(row[key], key)), *_side_faults(row)]
+    faults = [fault for key in lists for fault in find_message_faults(row[key], key)]
+    texts = [key for key in ("prompt", *_SIDES) if isinstance(row.get(key), str)]
+    return [*faults, *(fault for key in texts for fault in surrogate_faults(key, row[key])), *_side_faults(row)]
 
 
 def _side_faults(row: Mapping[str, Any]) -> list[str]:

@@ -11,6 +11,7 @@ from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.jsonl import find_message_faults
 from dlrover.python.rl.data.source import RowReader
+from dlrover.python.rl.data.surrogates import surrogate_faults
 
 _PROMPTS = ("prompt", "messages")
 _KEYS = (*_PROMPTS, "answer", "extra_info")
@@ -74,6 +75,7 @@ def _faults(raw: Mapping[str, Any]) -> list[str]:
         faults.append(f"give 'prompt' or 'messages', not {'both' if 'prompt' in raw else 'neither'}")
     if "prompt" in raw and (not isinstance(raw["prompt"], str) or not raw["prompt"]):
         faults.append("'prompt' must be text and not empty, or a list of messages")
+    faults += surrogate_faults("prompt", raw.get("prompt"))
     if "messages" in raw:
         faults += find_message_faults(raw["messages"])
     return faults + _answer_faults(raw)

@@ -2,15 +2,13 @@
 """Rows of a JSON, JSON Lines, CSV, Parquet or Arrow file, a folder, or the hub, and the rows held out for
 evaluation."""
 
-import csv
 import json
 import re
-import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
-from itertools import islice
+from itertools import combinations, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -29,6 +27,7 @@ from dlrover.python.rl.data.jsonl import (
     scan_jsonl,
     sort_by_line,
 )
+from dlrover.python.rl.data.tables import as_plain, scan_arrow, scan_csv
 
 HELD_OUT_SHARE = 0.03
 """Default share of rows held out."""
@@ -68,8 +67,6 @@ _LOG = get_logger(__name__)
 
 DEFAULT_SPLIT = "train"
 
-_STRUCTURED = ("messages", "extra_info")
-_CONVERSATIONS = ("prompt", "chosen", "rejected")
 _FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _FOLDER_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|zip|tar|h5|xml)\b")  # also compressed: .jsonl.gz
 _MOST_FILES = 10_000
@@ -111,6 +108,9 @@ class _Address:
 
     @classmethod
     def parse(cls, where: str) -> "_Address":
+        """Of a file or folder of this whole name no split is read."""
+        if Path(where).expanduser().exists():
+            return cls(where)
         before, at, place = where.partition("@")
         match = _SPLIT.fullmatch(before)
         return cls(place, *match.groups()) if at and match else cls(where)
@@ -137,7 +137,7 @@ def scan_rows(
             others), a folder of files or saved by ``datasets``, or a hub name (``org/name``,
             ``org/name:configuration``). A prefix ``split@`` selects a split (``train``), ``split[:100]@`` or
             ``split[10%:]@`` a part. A file is ``train``.
-        keys: the source's column names: ``{"prompt": "question"}``.
+        keys: the source's column names: ``{"prompt": "question"}``. Several keys may have one column.
         columns: those in use. A table's others are dropped and logged; JSON keeps all keys, to report misspelt ones.
     """
     address = _Address.parse(str(where))
@@ -146,7 +146,9 @@ def scan_rows(
     if keys:
         numbered, missing = _rename_columns(numbered, keys, str(where))
         errors += missing
-    rows = [(number, normalize_row(drop_nulls_of_calls(row) if is_table else row)) for number, row in numbered]
+    rows = [
+        (number, normalize_row(drop_nulls_of_calls(as_plain(row)) if is_table else row)) for number, row in numbered
+    ]
     if is_table and columns and rows:
         rows = _select_columns(rows, columns, str(where))
     if not rows and not errors:
@@ -187,10 +189,17 @@ class RowReader:
         errors += [
             ConfigError(str(where), f"data.keys: a row has no '{name}'{hint(name, self.names)}") for name in misspelt
         ]
+        errors += [ConfigError(str(where), fault) for fault in self._find_shared(keys or {})]
         checked, faults = normalize_rows(rows, self.normalize)
         if not errors and not faults and (fault := self.fault_of_all(checked)):
             faults = [ConfigError(str(where), fault)]
         return checked, sort_by_line([*errors, *faults])
+
+    def _find_shared(self, keys: Mapping[str, str]) -> list[str]:
+        """Two keys with a meaning for one column, as of an answer that is its own prompt; others may share one."""
+        known = [name for name in keys if name in self.names]
+        pairs = [(first, second) for first, second in combinations(known, 2) if keys[first] == keys[second]]
+        return [f"data.keys: '{first}' and '{second}' are both its column '{keys[first]}'" for first, second in pairs]
 
 
 def normalize_rows(rows: SourceRows, normalize: Normalize) -> tuple[SourceRows, list[ConfigError]]:
@@ -223,12 +232,14 @@ def _restore_name(where: str | Path, address: _Address, place: str) -> str:
 def _rename_columns(
     rows: Sequence[NumberedRow], keys: Mapping[str, str], where: str
 ) -> tuple[list[NumberedRow], list[ConfigError]]:
-    names = {column: name for name, column in keys.items()}
+    names: dict[str, list[str]] = defaultdict(list)
+    for name, column in keys.items():
+        names[column].append(name)
     present = {key for _, row in rows for key in row}
     missing = [column for column in names if column not in present] if rows else []
     errors = [ConfigError(where, f"has no column '{column}'{hint(column, present)}") for column in missing]
     renamed = [
-        (number, {names.get(key, key): value for key, value in row.items() if key in names or key not in keys})
+        (number, {to: row[key] for key in row if key in names or key not in keys for to in names.get(key, [key])})
         for number, row in rows
     ]
     return renamed, errors
@@ -246,7 +257,7 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     path = Path(address.place).expanduser()
     if path.is_dir():
         return *_load(address, str(path)), True
-    readers = dict(zip(_FILES, (scan_json, scan_jsonl, _scan_csv, _scan_arrow, _scan_arrow), strict=True))
+    readers = dict(zip(_FILES, (scan_json, scan_jsonl, scan_csv, scan_arrow, scan_arrow), strict=True))
     read = readers.get(path.suffix.lower())
     if read is not None:
         if address.split != DEFAULT_SPLIT:
@@ -260,98 +271,6 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     if not _may_be_on_hub(address.place):
         return [], [ConfigError(address.place, describe_unreadable(path, FileNotFoundError()))], True
     return *_load(address, address.place), True
-
-
-def _scan_csv(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Cells are texts; ``messages`` and ``extra_info`` are JSON, and empty if absent."""
-    rows: list[NumberedRow] = []
-    errors: list[ConfigError] = []
-    limit = csv.field_size_limit(sys.maxsize)
-    try:
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            for line, cells in _records(file):
-                errors += _add_cells(rows, line, cells, path)
-    except OSError as error:
-        return [], [ConfigError(str(path), describe_unreadable(path, error))]
-    except (UnicodeDecodeError, csv.Error) as error:
-        errors.append(ConfigError(str(path), f"not CSV in UTF-8: {error}"))
-    finally:
-        csv.field_size_limit(limit)
-    return rows, errors
-
-
-_BEYOND = "\0beyond the header"
-"""The key of cells that a row has beyond the header."""
-
-
-def _records(file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each record and its first line."""
-    reader = csv.DictReader(file, strict=True, restkey=_BEYOND)
-    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-    if twice := [name for name in reader.fieldnames if name and reader.fieldnames.count(name) > 1]:
-        raise csv.Error(f"its header has {twice[0]!r} twice")
-    line = 1 + (reader.line_num if reader.fieldnames else 0)
-    for cells in reader:
-        yield line, cells
-        line = reader.line_num + 1
-
-
-def _add_cells(rows: list[NumberedRow], line: int, cells: Mapping[str, Any], path: Path) -> list[ConfigError]:
-    try:
-        rows.append((line, _cells(cells)))
-    except ValueError as error:
-        return [ConfigError(f"{path}:{line}", str(error))]
-    return []
-
-
-def _cells(cells: Mapping[str, Any]) -> dict[str, Any]:
-    if _BEYOND in cells or None in cells.values():
-        raise ValueError(f"has {'more' if _BEYOND in cells else 'fewer'} cells than the header")
-    return {name: _cell(name, text) for name, text in cells.items() if name}  # an index has no name
-
-
-def _cell(name: str, text: str) -> Any:
-    if not text and name in (*_STRUCTURED, "answer"):
-        return None
-    if name in _STRUCTURED or (name in _CONVERSATIONS and text.lstrip().startswith("[")):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            if name in _STRUCTURED:
-                raise ValueError(f"'{name}' is not JSON") from None
-            return text
-        is_conversation = isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
-        return value if name in _STRUCTURED or (value and is_conversation) else text
-    return text
-
-
-def _scan_arrow(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Reads with pyarrow instead of ``datasets``, whose cache would hold a copy."""
-    if not path.is_file():
-        return [], [ConfigError(str(path), describe_unreadable(path, FileNotFoundError()))]
-    try:
-        import pyarrow as pa
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        return [], [ConfigError(str(path), str(MissingExtra("datasets", "data")))]
-    try:
-        if path.suffix.lower() == ".parquet":
-            table = pyarrow.parquet.read_table(path)
-        else:
-            with pa.memory_map(str(path)) as source:
-                table = _arrow_table(pa, source)
-        return list(enumerate(table.to_pylist(), start=1)), []
-    except (pa.ArrowException, OSError) as error:
-        return [], [ConfigError(str(path), f"cannot be read: {error}")]
-
-
-def _arrow_table(pa: Any, source: Any) -> Any:
-    try:
-        return pa.ipc.open_file(source).read_all()
-    except pa.ArrowInvalid:  # The stream format, which ``datasets`` writes, has no footer.
-        source.seek(0)
-        return pa.ipc.open_stream(source).read_all()
 
 
 def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[ConfigError]]:

@@ -149,11 +149,14 @@ def test_an_evaluated_policy_is_compared_with_the_reference_it_was_trained_again
     assert [str(error).partition(":")[0] for error in errors if "the role" in str(error)] == ["config.reference_model"]
 
 
-def test_what_was_trained_on_is_not_called_held_out(inputs):
-    config = config_of(inputs, data={"train": str(inputs / "examples.jsonl")}, eval_only=True)
-    for every, faults in ((0, ["config.data.eval"]), (1, [])):
-        cfg = require(SFTConfig, {**config, "eval_every": every}, "config")
-        assert [error.where for error in SFTTrainer.find_errors(cfg, {RLRoleType.ACTOR: 1})] == faults
+@pytest.mark.parametrize(
+    ("data", "every", "faults"),
+    [({}, None, ["config.data.eval"]), ({}, 0, ["config.data.eval"]), ({}, 1, []), ({"eval_share": 0.5}, None, [])],
+)
+def test_what_was_trained_on_is_not_called_held_out(inputs, data, every, faults):
+    config = config_of(inputs, data={"train": str(inputs / "examples.jsonl"), **data}, eval_only=True, eval_every=every)
+    errors = SFTTrainer.find_errors(require(SFTConfig, config, "config"), {RLRoleType.ACTOR: 1})
+    assert [error.where for error in errors] == faults
 
 
 def test_sums_over_ranks_of_which_one_has_no_rows():

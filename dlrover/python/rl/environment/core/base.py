@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The environment port: it answers the policy's actions."""
 
-import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
@@ -9,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.surrogates import replace_surrogates
 from dlrover.python.rl.environment.core.messages import Message, State, validate_messages
 
 MAX_STATE_LENGTH = 4_000_000
@@ -124,24 +124,14 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
 
 
 def validate_state(name: str, value: Any) -> State:
+    """Return text, or messages in normal form, with U+FFFD in the place of what is no character."""
     if isinstance(value, list):
-        messages = validate_messages(name, value, MAX_STATE_LENGTH)
-        _check_characters(name, json.dumps(messages, ensure_ascii=False, default=str))
-        return messages
+        return validate_messages(name, replace_surrogates(value), MAX_STATE_LENGTH)
     if not isinstance(value, str):
         raise EnvironmentFailed(f"{name} is {_kind(value)}, not text or a list of messages")
     if len(value) > MAX_STATE_LENGTH:
         raise EnvironmentFailed(f"{name} has {len(value)} characters, {MAX_STATE_LENGTH} at most")
-    _check_characters(name, value)
-    return value
-
-
-def _check_characters(name: str, text: str) -> None:
-    """A tokenizer takes no half of a surrogate pair, as JSON may have one."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise EnvironmentFailed(f"{name} has {text[error.start]!a}, which is no character") from None
+    return str(replace_surrogates(value))
 
 
 def _number(name: str, value: Any) -> float:

@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_message
+from dlrover.python.rl.data.surrogates import replace_surrogates
 
 Message: TypeAlias = dict[str, Any]
 """``role`` and ``content``; ``tool_calls`` of the assistant; ``tool_call_id`` and ``name`` of a tool."""
@@ -36,7 +37,7 @@ def make_assistant_message(text: str, turn: int = 0) -> Message:
 
 def _parse_call(text: str) -> dict[str, Any] | None:
     try:
-        call = json.loads(text)
+        call = replace_surrogates(json.loads(text))
     except (ValueError, RecursionError):
         return None
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):

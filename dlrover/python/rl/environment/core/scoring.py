@@ -12,7 +12,7 @@
 import asyncio
 import inspect
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -230,7 +230,11 @@ async def _settle(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_numbers(label: str, form: Form, found: Any, count: int) -> list[float]:
-    values = found.tolist() if hasattr(found, "tolist") else list(found)
+    values = found.tolist() if hasattr(found, "tolist") else found
+    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
+        what = f"not a list of {count}: a function with a parameter 'completions' must return a number for each"
+        raise VerifierError(f"returned {cut_middle(repr(found), 60)}, {what}{label}")
+    values = list(values)
     if len(values) != count:
         raise VerifierError(f"returned {len(values)} rewards for {count} completions{label}")
     # TRL's functions return None for samples that they do not apply to.

@@ -19,6 +19,7 @@ from typing import Any, get_origin
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.surrogates import replace_surrogates
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.functions import call_async, find_argument_fault, load_function
 from dlrover.python.rl.environment.core.messages import CALL, Message, State
@@ -122,7 +123,7 @@ class ToolEnvironment:
     def _bound(self, call: str) -> Callable[[], Any]:
         """The tool with the arguments of a call, or _BadCall."""
         try:
-            request = json.loads(call)
+            request = replace_surrogates(json.loads(call))
         except (ValueError, RecursionError) as error:
             raise _BadCall(f"the call is no JSON: {error}") from error
         if not isinstance(request, dict) or not isinstance(request.get("name"), str):

@@ -21,7 +21,6 @@ import socket
 import stat
 import subprocess
 import sys
-import tempfile
 import textwrap
 import time
 from collections import Counter
@@ -39,6 +38,7 @@ from dlrover.python.rl.environment.sandbox.confinement import (
     become_confined,
     confinement,
 )
+from dlrover.python.rl.environment.sandbox.scratch import scratch_folder
 from dlrover.python.rl.environment.verifiers.code_tests import SIZE_BYTES
 
 _BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
@@ -213,8 +213,7 @@ class ProgramResult:
 def run_python(source: str, stdin: str = "", limits: ProgramLimits | None = None) -> ProgramResult:
     """Run a program in an empty folder, with a clean environment; all its processes end with it."""
     limits = limits if limits is not None else ProgramLimits()
-    with tempfile.TemporaryDirectory(prefix="program-") as name:
-        folder = Path(name)
+    with scratch_folder("program-") as folder:
         process = _start(folder, source, stdin, limits)
         try:
             code, timed_out = process.wait(limits.timeout_s), False
@@ -244,9 +243,9 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
     """Run tests after a program, in the same module; return True if they end with every value as expected."""
     limits = limits if limits is not None else ProgramLimits()
     connection, channel = socket.socketpair()
-    with connection, tempfile.TemporaryDirectory(prefix="program-") as name:
+    with connection, scratch_folder("program-") as folder:
         with channel:
-            process = _start(Path(name), source, "", limits, channel.fileno())
+            process = _start(folder, source, "", limits, channel.fileno())
         try:
             return _compare_values(connection, tests, time.monotonic() + limits.timeout_s, limits.output_bytes)
         except OSError:  # It ended, or its time was up.

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks of the parts of a job against each other: roles, data, algorithm, reward function, engines, model."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import MISSING, fields
+from typing import Any
 
 import torch
 
@@ -41,6 +43,17 @@ from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig, PolicyConfi
 
 _ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
 """Columns that train engines compute for a loss."""
+
+_OF_ENVIRONMENTS = (
+    "env_options",
+    "env_isolated",
+    "env_timeout_s",
+    "env_missing_state",
+    "env_failure_reward",
+    "max_turns",
+)
+_OF_REWARD_ROLES = ("function", "model", "timeout_s", "workers", "memory_mb")
+"""Settings of ``reward`` that an environment has no use for; the others are about failed samples."""
 
 _RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}
 """The recipe whose trainer has a column."""
@@ -156,16 +169,30 @@ def validate_rollout(cfg: PolicyConfig) -> list[ConfigError]:
         what = "compares the samples of a prompt: rollout.samples_per_prompt has to be at least 2"
         errors.append(ConfigError("config.rollout.dynamic_filtering", what))
     if rollout.env_path is None:
-        if rollout.env_options:
-            errors.append(ConfigError("config.rollout.env_options", "there is no env_path"))
+        errors += [
+            ConfigError(f"config.rollout.{name}", "there is no env_path")
+            for name in find_changed(cfg, "rollout", _OF_ENVIRONMENTS)
+            if name != "max_turns" or rollout.max_turns > 1  # a completion is one turn
+        ]
         return [*errors, *validate_reward(reward.function)]
-    if reward.model is not None:
-        errors.append(ConfigError("config.reward.model", "is not used: rollout.env_path scores the samples"))
+    errors += [
+        ConfigError(f"config.reward.{name}", "is not used: rollout.env_path scores the samples")
+        for name in find_changed(cfg, "reward", _OF_REWARD_ROLES)
+    ]
     try:
         find_environment(rollout.env_path, rollout.env_options)
     except EnvironmentFailed as error:
         errors.append(ConfigError("config.rollout.env_path", str(error)))
     return errors
+
+
+def find_changed(cfg: Any, section: str, names: Sequence[str]) -> list[str]:
+    """Which settings of a section differ from the default of this recipe, which may not be that of others."""
+    declared = next(item for item in fields(cfg) if item.name == section)
+    made = declared.default_factory() if declared.default_factory is not MISSING else declared.default
+    given = getattr(cfg, section)
+    default = type(given)() if made is MISSING else made
+    return [name for name in names if getattr(given, name) != getattr(default, name)]
 
 
 def validate_roles(trainer: str, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

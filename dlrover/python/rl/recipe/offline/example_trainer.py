@@ -26,7 +26,7 @@ from dlrover.python.rl.recipe.offline.examples import (
     validate_examples,
 )
 from dlrover.python.rl.recipe.online.batch import annotate_errors_with_samples
-from dlrover.python.rl.recipe.reporting.metrics import RecipeTrainer
+from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
@@ -72,8 +72,13 @@ class ExampleConfig:
 
     @property
     def evaluates(self) -> bool:
+        return self.eval_only or self.evaluates_training
+
+    @property
+    def evaluates_training(self) -> bool:
+        """Whether the run, or that of which this one evaluates the model, evaluates what it trains."""
         has_rows = self.data.eval is not None or self.data.eval_share is not None
-        return self.eval_only or (has_rows if self.eval_every is None else self.eval_every > 0)
+        return has_rows if self.eval_every is None else self.eval_every > 0
 
 
 class ExampleTrainer(RecipeTrainer):
@@ -238,8 +243,8 @@ class ExampleTrainer(RecipeTrainer):
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
-        if cfg.eval_only and cfg.data.eval is None and not cfg.eval_every:
-            what = "is needed: with eval_every: 0 nothing is held out, and every row of data.train is trained on"
+        if cfg.eval_only and cfg.data.eval is None and not cfg.evaluates_training:
+            what = "is needed: without eval_every or data.eval_share every row of data.train is trained on"
             errors.append(ConfigError("config.data.eval", what))
         return [*errors, *cls._validate_algorithm(cfg, roles)]
 

@@ -40,7 +40,7 @@ from dlrover.python.rl.recipe.reporting.evaluation import (
     evaluation_metrics,
     step_metrics,
 )
-from dlrover.python.rl.recipe.reporting.metrics import RecipeTrainer
+from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.recipe.reporting.rewards import find_cut, merge_rows
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup
