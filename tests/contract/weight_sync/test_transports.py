@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whatever way weights take, they arrive whole, the same, and under the fingerprint that they were sent with."""
 
+import os
 import pickle
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -319,6 +320,21 @@ def test_a_mapped_snapshot_is_shared_and_cannot_be_written(tmp_path):
         with pytest.raises(ValueError, match="read-only"):
             each.buffers["norm"][0] = np.uint8(0)
     wire.close()
+
+
+def test_runs_that_share_a_folder_leave_each_other_their_weights(tmp_path):
+    sides = [DiskTransport(SyncSettings(folder=tmp_path, channel=f"ACTOR-{run}")) for run in ("one", "two")]
+    source = ToySource(toy_weights(), version=1)
+    tickets = [side.offer(source) for side in sides]
+    for side, ticket in zip(sides, tickets, strict=True):
+        side.send(ticket, source)
+    assert [side.receive(ticket).version for side, ticket in zip(sides, tickets, strict=True)] == [1, 1]
+    sides[0].close()
+    assert sides[1].receive(tickets[1]).version == 1
+    (left,) = tmp_path.glob("*.weights")
+    os.utime(left, (0, 0))  # of a run that was killed long ago
+    sides[0].send(sides[0].offer(source), source)
+    assert not left.exists() and len(list(tmp_path.glob("*.weights"))) == 1
 
 
 @pytest.mark.parametrize("name", ["", "A.B", "A/B"])

@@ -77,6 +77,14 @@ def test_equal_rewards_give_no_gradient():
     assert gradient.tolist() == [0] * 6
 
 
+def test_rounding_of_equal_rewards_is_no_signal():
+    sums = [33.3 + 66.7, 99.9 + 0.1, 0.1 + 0.2 + 99.7, 100.0 + 1e-8]
+    rows = rows_of([1] * 4, sums, [1] * 4)
+    assert len(set(sums)) > 1
+    for normalize in ("none", "std", "std_unbiased"):
+        assert GRPO(normalize=normalize).annotate(rows).dense("advantage").tolist() == [0] * 4
+
+
 def test_failed_and_empty_rows_count_nowhere():
     annotated = GRPO().annotate(rows_of([1, 1, 1, 1], [1, float("nan"), 0, 50], [2, 4, 1, 0]))
     assert annotated.dense("advantage") == pytest.approx([1, 0, -1, 0], abs=1e-5)

@@ -58,6 +58,14 @@ def option_names(name: str) -> frozenset[str]:
     return frozenset(field.name for field in fields(schema)) if is_dataclass(schema) else frozenset()
 
 
+def always_recomputes(name: str) -> bool:
+    """Whether an algorithm needs the train engine's log-probs from before the update, whatever its options are."""
+    try:
+        return "rollout_logprobs" in make_algorithm(name).needs.loss
+    except InvalidJob:  # it has required options
+        return False
+
+
 def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algorithm:
     """Make ``name`` with ``options``; raise InvalidJob with all errors: unknown name or options, invalid values.
     What it salvages is an algorithm with the options that are right."""

@@ -98,6 +98,9 @@ def test_a_complete_configuration_is_read_as_itself(trainer, devices):
         ("CPU", {"engine": {"precision": "bf16"}}, "truncate"),
         ("GPU", {"algorithm": {"correction": "none"}}, "none"),
         ("GPU", {"algorithm": {"name": "gspo"}}, "truncate"),
+        ("CPU", {"algorithm": {"name": "gspo"}}, "none"),
+        ("CPU", {"algorithm": {"name": "gspo"}, "rollout": {"max_staleness": 1}}, "truncate"),
+        ("CPU", {"rollout": {"max_staleness": 1}}, "none"),
     ],
 )
 def test_the_correction_is_on_where_rollouts_and_training_differ(devices, given, expected):

@@ -88,6 +88,17 @@ def test_figures_are_means_over_the_updates():
     assert average_metrics(steps) == {"loss": 2.0, "grad_norm": 3.0, "lr": 0.2, "kl": 0.25, "updates/skipped": 0.0}
 
 
+def test_figures_of_tokens_are_means_by_their_weights():
+    sums = {"ratio": 8.0, "clip_low": 1.0, "weight": 4.0, "memory/peak_gib": 3.0}
+    found = average_metrics([UpdateResult(1.0, 2.0, 0.1, sums), UpdateResult(1.0, 2.0, 0.1, sums | {"ratio": 4.0})])
+    assert {name: found[name] for name in sums} == {
+        "ratio": 1.5,
+        "clip_low": 0.25,
+        "weight": 4.0,
+        "memory/peak_gib": 3.0,
+    }
+
+
 def test_skipped_updates_are_counted_and_left_out_of_the_means():
     taken, skipped = UpdateResult(1.0, 2.0, 0.1, {"kl": 0.5}), UpdateResult(NAN, NAN, 0.2, {"kl": NAN}, skipped=True)
     means = {"loss": 1.0, "grad_norm": 2.0, "kl": 0.5, "lr": 0.2, "updates/skipped": 2.0}

@@ -82,6 +82,43 @@ def test_a_run_that_goes_back_to_its_beginning_has_everything_again(tmp_path):
     assert prompts.summary() == {"held-out prompts": 3}
 
 
+def other_evaluation(folder, prompts, **changes):
+    path, other = folder / "p.jsonl", folder / "q.jsonl"
+    path.write_text("".join(json.dumps({"prompt": f"{row}+1=", "answer": row + 1}) + "\n" for row in range(8)))
+    other.write_text("".join(json.dumps({"prompt": text, "answer": 1}) + "\n" for text in prompts))
+    return PromptSource(GRPOConfig("m", PromptData(str(path), eval=str(other)), **changes))
+
+
+def test_other_prompts_to_evaluate_on_are_seen_and_looked_through_again(tmp_path):
+    prompts = other_evaluation(tmp_path, "abc")
+    prompts.drop([ConfigError(f"{tmp_path}/q.jsonl:1", "too long"), *too_long(tmp_path, 2)])
+    drawn = prompts.next_rows(4)
+    state = json.loads(json.dumps(prompts.state_dict()))
+    again = other_evaluation(tmp_path, "abc")
+    again.load_state_dict(state)
+    assert (again.changed_sets, again.held_out.objects("prompt")) == (set(), ["b", "c"])
+    other = other_evaluation(tmp_path, "dbf")
+    other.load_state_dict(state)
+    assert (other.changed_sets, other.held_out.objects("prompt")) == ({""}, ["d", "b", "f"])
+    other.drop([ConfigError(f"{tmp_path}/q.jsonl:3", "too long"), *too_long(tmp_path, 2)])
+    assert (other.changed_sets, other.held_out.objects("prompt")) == (set(), ["d", "b"])
+    assert sorted(drawn + other.next_rows(3)) == [0, 2, 3, 4, 5, 6, 7], "and the order of the others goes on"
+    assert other.state_dict()["sets"] != state["sets"]
+
+
+def test_other_rows_to_train_on_are_refused(tmp_path):
+    state = source(tmp_path, 8).state_dict()
+    path = tmp_path / "p.jsonl"
+    source(tmp_path, 8)
+    path.write_text(path.read_text().replace('"answer": 3', '"answer": 4'))
+    data = PromptData(str(path), eval=str(path), eval_rows=3)
+    PromptSource(GRPOConfig("m", data)).load_state_dict(state)
+    path.write_text(path.read_text().replace("7+1=", "8-1="))
+    with pytest.raises(DataError, match=r"config.data.train: '.*p.jsonl' has other rows, or in another order"):
+        PromptSource(GRPOConfig("m", data)).load_state_dict(state)
+    PromptSource(GRPOConfig("m", data)).load_state_dict({**state, "digest": ""})
+
+
 def test_columns_are_those_that_a_row_of_any_file_has(tmp_path):
     path, other = tmp_path / "p.jsonl", tmp_path / "q.jsonl"
     path.write_text('{"prompt": "a", "level": 3}\n{"prompt": "b", "level": null, "extra_info": {"source": "x"}}\n')

@@ -15,6 +15,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RolloutConfig
 from dlrover.python.rl.recipe.online.batch import StepBatch, uniform_share
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
+from dlrover.python.rl.recipe.online.step_warnings import StepWarnings
 from dlrover.python.rl.recipe.reporting.rewards import find_cut
 from dlrover.python.rl.trainer.port import Pending
 
@@ -118,20 +119,19 @@ def test_groups_whose_rewards_are_all_equal_have_no_signal(groups, share):
 
 
 def test_truncated_completions_are_warned_of_once_in_a_row(caplog):
-    config = SimpleNamespace(rollout=SimpleNamespace(max_new_tokens=64))
-    trainer = SimpleNamespace(cfg=config, had_room=True)
+    warnings = StepWarnings(compares_samples=True, max_new_tokens=64)
     for step, share in enumerate([0.5, 0.75, 1.0, 0.25, 0.51], start=1):
-        PolicyTrainer.warn_of_truncation(trainer, step, share)
+        warnings.note_truncated(step, share)
     assert [record.args for record in caplog.records] == [(2, 75.0, 64), (5, 51.0, 64)]
 
 
 def test_steps_without_signal_are_warned_of_ever_less_where_samples_are_compared(caplog):
     uniform, varied = samples_of([1.0, 1.0]), samples_of([1.0, 0.0])
     for algorithm, warned in ((GRPO(), [2, 3, 6]), (PPO(), [])):
-        trainer = SimpleNamespace(algorithm=algorithm, without_signal=0)
+        warnings = StepWarnings(algorithm.compares_samples, 64)
         caplog.clear()
         for step, rows in enumerate([varied, uniform, uniform, varied, uniform, uniform], start=1):
-            PolicyTrainer.warn_without_signal(trainer, step, rows)
+            warnings.note_rewards(step, rows)
         assert [record.args[0] for record in caplog.records] == warned
 
 
@@ -158,10 +158,8 @@ def test_a_sample_whose_last_turn_has_finished_is_not_cut():
 def test_what_is_cut_at_the_limit_is_masked_if_asked(mask_truncated):
     rows = samples_of([1.0, 0.0]).with_columns(finished=np.array([True, False]))
     cfg = PolicyConfig(model="m", rollout=RolloutConfig(mask_truncated=mask_truncated))
-    trainer = SimpleNamespace(
-        cfg=cfg, algorithm=GRPO(), without_signal=0, reward_failures=SimpleNamespace(update=lambda step, rows: None)
-    )
-    trainer.warn_without_signal = lambda step, rows: None
+    failures = SimpleNamespace(update=lambda step, rows: None)
+    trainer = SimpleNamespace(cfg=cfg, reward_failures=failures, warnings=StepWarnings(True, 64))
     batch = StepBatch.from_rollouts(Pending([]), rows, np.arange(2), 1)
     found = PolicyTrainer.score(trainer, 1, batch).train_rows
     assert find_masked(found).tolist() == [False, mask_truncated]

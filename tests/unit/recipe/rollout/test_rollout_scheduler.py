@@ -92,6 +92,12 @@ def test_states_that_go_on_are_one_sequence_of_the_engines_own_ids():
     assert taken.objects("completion") == ["word seen word "]
 
 
+def test_the_rewards_of_a_sample_add_up_without_the_rounding_of_its_tokens_rewards():
+    with rolling(word, OURS) as rolled:
+        taken = rolled.fetch(groups({"rewards": [0.1, 0.9]}, {"rewards": [33.3, 66.7]}))
+    assert taken.dense("reward").tolist() == [1.0, 100.0]
+
+
 @pytest.mark.feature(88)
 def test_another_state_is_another_sequence_of_the_same_sample_with_one_advantage():
     with rolling(word, OURS) as rolled:

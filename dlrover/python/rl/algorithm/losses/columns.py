@@ -173,8 +173,12 @@ def find_varied_groups(
     low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
     np.minimum.at(low, group[valid], reward[valid])
     np.maximum.at(high, group[valid], reward[valid])
+    return _exceeds_rounding(low, high)[group]
+
+
+def _exceeds_rounding(low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
     varied: npt.NDArray[np.bool_] = high - low > _ROUNDING * np.maximum(1.0, np.abs(high))
-    return varied[group]
+    return varied
 
 
 def whiten(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64] | None = None) -> npt.NDArray[np.float64]:
@@ -208,8 +212,8 @@ def _centred(
     low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
     np.minimum.at(low, group, reward)
     np.maximum.at(high, group, reward)
-    # The mean of equal numbers may be off by a rounding error, which a division by eps would blow up.
-    varies = (high > low)[group]
+    # Sums of the same numbers in another order may differ by a rounding error, which a division by eps would blow up.
+    varies = _exceeds_rounding(low, high)[group]
     centred = np.where(varies, reward - (np.bincount(group, weights=reward) / count)[group], 0.0)
     if normalize == "none":
         return centred

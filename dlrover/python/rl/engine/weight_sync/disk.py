@@ -4,12 +4,12 @@
 ::
 
     folder/
-      ACTOR.sender                 locked (flock) by the process that sends; has its name and the ticket
-      ACTOR.<ticket id>.part       while it is written
-      ACTOR.<ticket id>.weights    one version: the tensors, then the seal
+      ACTOR-<run>.sender               locked (flock) by the process that sends; has its name and the ticket
+      ACTOR-<run>.<ticket id>.part     while it is written
+      ACTOR-<run>.<ticket id>.weights  one version: the tensors, then the seal
 
-The last version stays, for a replaced receiver, beside the one that is written. Remains of a crash are removed by the
-next sender of the same name.
+The last version stays, for a replaced receiver, beside the one that is written. Several runs may share a folder.
+Remains of a crash are removed by the next sender of the run, and after a day by that of another one.
 """
 
 import errno
@@ -17,6 +17,7 @@ import fcntl
 import io
 import json
 import os
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -40,6 +41,7 @@ from dlrover.python.rl.engine.weight_sync.host_copies import copy_to_host
 _WEIGHTS, _PART, _SENDER = ".weights", ".part", ".sender"
 _SENDER_BYTES = 1024
 _LOCK_TIMEOUT_S = 2.0
+_ABANDONED_S = 86400.0
 
 _LASTING = frozenset({errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR})
 """Errors that stay until the folder is changed: to repeat the step does not help."""
@@ -85,7 +87,7 @@ class DiskTransport(SenderBase):
         """The descriptor of a new file of this size; what is not needed beside it has been removed."""
         with self._naming_folder():
             last = self._path(self._last)
-            for path in self._files(_WEIGHTS, _PART):
+            for path in [*self._files(_WEIGHTS, _PART), *self._abandoned()]:
                 if path != last or last.stem == part.stem:
                     path.unlink(missing_ok=True)
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
@@ -136,6 +138,14 @@ class DiskTransport(SenderBase):
         paths = self._folder.iterdir() if self._folder.is_dir() else ()
         prefix = f"{self.settings.channel}."
         return [path for path in paths if path.name.startswith(prefix) and path.suffix in suffixes]
+
+    def _abandoned(self) -> Iterator[Path]:
+        """What senders of other runs, which were killed, have left in this folder."""
+        kind, kinds = self.settings.channel.partition("-")[0], (_WEIGHTS, _PART, _SENDER)
+        for path in self._folder.glob(f"{kind}*"):
+            with suppress(FileNotFoundError):
+                if path.suffix in kinds and time.time() - path.stat().st_mtime > _ABANDONED_S:
+                    yield path
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         refuse_adapters(ticket)

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The parts of a recipe's configuration about its prompts, and the order of its rows."""
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt
@@ -72,22 +74,36 @@ def name_source(key: str, source: str, errors: Iterable[ConfigError]) -> list[Co
     ]
 
 
-class JobCursor(PromptCursor):
-    """The order of the rows of a job. Its state has their ``source``, and its errors name the keys of the job."""
+def digest_of_rows(rows: Iterable[Any]) -> str:
+    """Of JSON values, in their order."""
+    whole = blake2b(digest_size=16)
+    for row in rows:
+        whole.update(json.dumps(row, sort_keys=True, default=str).encode() + b"\n")
+    return whole.hexdigest()
 
-    def __init__(self, source: str, rows: int, batch_size: int, seed: int, total: int | None = None) -> None:
+
+class JobCursor(PromptCursor):
+    """The order of the rows of a job, of which ``digest`` is :func:`digest_of_rows`. Its state has their ``source``,
+    and its errors name the keys of the job."""
+
+    def __init__(  # noqa: PLR0913 -- what a position is of
+        self, source: str, rows: int, batch_size: int, seed: int, total: int | None = None, digest: str = ""
+    ) -> None:
         super().__init__(rows, batch_size, seed, total)
-        self._source = source
+        self._source, self._digest = source, digest
 
     def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "source": self._source}
+        return {**super().state_dict(), "source": self._source, "digest": self._digest}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume; raise DataError if the number of rows or the seed has changed."""
+        """Resume; raise DataError if the rows, their number or the seed have changed."""
         try:
             super().load_state_dict(state)
         except DataError as error:
             raise DataError([self._in_terms_of_job(fault, state) for fault in error.errors]) from None
+        if (was := state.get("digest")) and self._digest and was != self._digest:
+            what = f"'{self._source}' has other rows, or in another order, than the run was begun with"
+            raise DataError([ConfigError("config.data.train", f"{what}: go on with those, or begin another run")])
 
     def _in_terms_of_job(self, fault: ConfigError, state: Mapping[str, Any]) -> ConfigError:
         own, was = super().state_dict(), state.get(fault.where)

@@ -238,7 +238,7 @@ class EngineWorkload(BaseWorkload):
             is_leader=is_leader,
             receivers=receivers,
             address=self.torch_master_addr or "127.0.0.1",
-            channel="ACTOR",
+            channel=f"ACTOR-{run_of(self.name)[1]}" if "/" in self.name else "ACTOR",
             timeout_s=_PATIENCE_S,
             device=device,
             memory=self._memory,

@@ -81,10 +81,16 @@ def _split_updates(batch: Batch, updates: int) -> Iterator[Batch]:
         yield batch if len(rows) == len(batch) else batch.take(rows)
 
 
+def means_by_weight(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Of an update's sums over tokens by their weights, of which ``weight`` is the sum; others are left as they are."""
+    weight = metrics.get("weight", 0.0) or 1.0
+    return {name: value if name == "weight" or "/" in name else value / weight for name, value in metrics.items()}
+
+
 def average_metrics(trained: Sequence[UpdateResult]) -> dict[str, float]:
     """Means over a step's updates, the last learning rate, and the number of skipped updates, which the means leave
     out unless they are all."""
     taken = [one for one in trained if not one.skipped] or trained
-    values = [{"loss": one.loss, "grad_norm": one.grad_norm, **one.metrics} for one in taken]
+    values = [{"loss": one.loss, "grad_norm": one.grad_norm, **means_by_weight(one.metrics)} for one in taken]
     means = {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]}
     return {**means, "lr": trained[-1].lr, "updates/skipped": float(sum(one.skipped for one in trained))}

@@ -124,7 +124,7 @@ class ExampleTrainer(RecipeTrainer):
         (self.examples,) = encode(cfg.model, cfg.data, cfg.evaluates, cfg.seed)
         self.segments_to_train = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * self.segment_count)
         self.cursor = self.state["cursor"] = JobCursor(
-            cfg.data.train, self.segment_count, cfg.batch_size, cfg.seed, self.segments_to_train
+            cfg.data.train, self.segment_count, cfg.batch_size, cfg.seed, self.segments_to_train, self.examples.digest
         )
         self.announce("loading the models")
         for pending in self.load_models():

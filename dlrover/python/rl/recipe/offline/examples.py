@@ -20,7 +20,7 @@ from dlrover.python.rl.engine.api.base import BaseTrainEngine
 from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.recipe.base.config import Positive
-from dlrover.python.rl.recipe.base.data_config import name_source
+from dlrover.python.rl.recipe.base.data_config import digest_of_rows, name_source
 from dlrover.python.rl.recipe.base.updates import TRAINED
 
 
@@ -109,6 +109,7 @@ class Examples:
     held_out: Batch | None
     counts: Counts
     prompts: Batch | None = None
+    digest: str = ""  # of the rows to train on
 
 
 def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int) -> Examples:
@@ -118,10 +119,11 @@ def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int)
     if evaluates:
         rows, held_out = _split(data, rows, seed)
     train, counts = _encode(data, rows, tokenizer)
+    digest = digest_of_rows(row for _, row in rows.numbered)
     if held_out is None:
-        return Examples(train, None, counts)
+        return Examples(train, None, counts, digest=digest)
     prompts = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": [_answer(row) for row in held_out]}
-    return Examples(train, _encode(data, held_out, tokenizer)[0], counts, Batch(prompts))
+    return Examples(train, _encode(data, held_out, tokenizer)[0], counts, Batch(prompts), digest)
 
 
 def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, SourceRows]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.algorithm.base import Algorithm
-from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
+from dlrover.python.rl.algorithm.registry import always_recomputes, make_algorithm, option_names
 from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
@@ -17,7 +17,7 @@ from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig, SenderConfig
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
-from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics
+from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics, means_by_weight
 from dlrover.python.rl.recipe.online.batch import (
     AuxOutput,
     RewardFailures,
@@ -34,6 +34,7 @@ from dlrover.python.rl.recipe.online.batch import (
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, validate_template
 from dlrover.python.rl.recipe.online.sample_log import SampleLog
+from dlrover.python.rl.recipe.online.step_warnings import StepWarnings
 from dlrover.python.rl.recipe.reporting.evaluation import (
     Scores,
     compare_evaluations,
@@ -47,9 +48,6 @@ from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
 _LOG = get_logger(__name__)
-
-_MAX_TRUNCATED = 0.5
-"""A larger share of truncated completions is warned of."""
 
 AuxResults: TypeAlias = Sequence[tuple[AuxOutput, Pending]]
 """Pending batches of the rows of a step, which the trainer need not read."""
@@ -99,7 +97,8 @@ class PolicyTrainer(RecipeTrainer):
         self.announce("loading the models")
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
         (self.machine,) = self.RG_ACTOR.machine()
-        self.without_signal, self.had_room = 0, True
+        compares = getattr(self.algorithm, "compares_samples", False)
+        self.warnings = StepWarnings(compares, cfg.rollout.max_new_tokens)
         self.engines = {"train engine": names[0][0], "rollout engine": names[1][0]}
         levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
         self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
@@ -127,13 +126,24 @@ class PolicyTrainer(RecipeTrainer):
                 self.collector.check_prompts()
                 self.state["before"] = self.collector.collect_scores(self.collector.evaluate(0))
                 self.announce("step 1")
+            self._renew_evaluation()
             batch = self.generate(step)
             batch = self.score(step, batch)
             metrics = self.train(step, batch)
             self.record(step, batch, metrics)
         self.announce("evaluating after the training")
         self.collector.sync_weights()
+        self._renew_evaluation()
         self.finish(self.state["before"], self.collector.evaluate(self.last_step))
+
+    def _renew_evaluation(self) -> None:
+        """After a resumption with other held-out prompts, which have no evaluation from before the training."""
+        changed, before = self.prompts.changed_sets, self.state["before"]
+        if not changed:
+            return
+        _LOG.warning("the run is evaluated on other prompts than it was begun with: no figures of before the training")
+        self.collector.check_prompts()
+        self.state["before"] = {name: scores for name, scores in before.items() if name not in changed}
 
     def generate(self, step: int) -> StepBatch:
         """Samples with the rewards that the REWARD members, or the environment, give them."""
@@ -148,21 +158,8 @@ class PolicyTrainer(RecipeTrainer):
         if self.cfg.rollout.mask_truncated:
             rows = rows.with_columns(masked=find_cut(rows))
         batch = replace(batch, train_rows=rows)
-        self.warn_without_signal(step, batch.train_rows)
+        self.warnings.note_rewards(step, batch.train_rows)
         return batch
-
-    def warn_without_signal(self, step: int, rows: Batch) -> None:
-        """Log steps whose rewards give no gradient: the first, and ever fewer of the later ones."""
-        if not getattr(self.algorithm, "compares_samples", False):
-            return
-        share = uniform_share(rows)
-        self.without_signal += share == 1.0
-        if share == 1.0 and self.without_signal.bit_count() == 1:
-            _LOG.warning(
-                "step %d: no gradient: all rewards of a group are equal, in every group; check the reward function on"
-                " samples.jsonl, raise the temperature, or take easier prompts",
-                step,
-            )
 
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
         """Annotate the rows and train on them; returns the metrics. NonFiniteUpdate names the samples."""
@@ -259,7 +256,7 @@ class PolicyTrainer(RecipeTrainer):
         shards = [Shard(pending, rows=parts) for output, pending in aux if output.is_needed(needs)]
         results = self.RG_ACTOR.update(batch.shard(parts), Shard(columns, rows=parts), plan, *shards)[0]
         metrics = average_metrics(results)
-        first: Mapping[str, float] = next((one.metrics for one in results if not one.skipped), {})
+        first: Mapping[str, float] = next((means_by_weight(one.metrics) for one in results if not one.skipped), {})
         if "approx_kl" in first and not self.uses("rollout_logprobs"):
             metrics["mismatch_kl"] = first["approx_kl"]  # the ratio before any update is that to the rollouts
         return {_group_name(name): value for name, value in metrics.items()}
@@ -282,7 +279,7 @@ class PolicyTrainer(RecipeTrainer):
         metrics |= {**failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
         metrics["groups/without_signal"] = uniform_share(batch.train_rows)
         metrics |= {"weights/sync_bytes": float(self.collector.synced_bytes), **self.sandbox}
-        self.warn_of_truncation(step, metrics.get("completions/truncated", 0.0))
+        self.warnings.note_truncated(step, metrics.get("completions/truncated", 0.0))
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
             evaluation = step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))
@@ -293,18 +290,6 @@ class PolicyTrainer(RecipeTrainer):
         samples = merge_rows(batch.all_rows)
         tokens, generated = (int(samples.dense(name).sum()) for name in ("token_count", "action_tokens"))
         self.report(step, metrics, len(samples), tokens, generated)
-
-    def warn_of_truncation(self, step: int, share: float) -> None:
-        """Log the first step, of several in a row, most of whose completions ended by their length."""
-        if share > _MAX_TRUNCATED and self.had_room:
-            _LOG.warning(
-                "step %d: %.0f %% of the completions were cut off: raise rollout.max_new_tokens, now %d, or see on"
-                " samples.jsonl why they do not end",
-                step,
-                100 * share,
-                self.cfg.rollout.max_new_tokens,
-            )
-        self.had_room = share <= _MAX_TRUNCATED
 
     def evaluate_only(self) -> None:
         self.announce("evaluating")
@@ -325,9 +310,11 @@ class PolicyTrainer(RecipeTrainer):
 
     @classmethod
     def algorithm_defaults(cls, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """Where rollouts and training differ in more than float32 rounding, the correction is on."""
+        """Where rollouts and training differ in more than float32 rounding, the correction is on; and where samples may
+        be stale, and the algorithm compares with the policy before the update rather than with that of the rollouts."""
         differs = config["engine"]["rollout"] != "torch" or config["engine"]["precision"] != "fp32"
-        return {"correction": "truncate"} if differs and "correction" in option_names(name) else {}
+        stale = config["rollout"]["max_staleness"] > 0 and always_recomputes(name)
+        return {"correction": "truncate"} if (differs or stale) and "correction" in option_names(name) else {}
 
     @classmethod
     def algorithm_of(cls, cfg: PolicyConfig) -> Algorithm:

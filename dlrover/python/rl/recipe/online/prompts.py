@@ -22,7 +22,7 @@ from dlrover.python.rl.data.source import hold_out, is_left_unread
 from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.scoring import RewardFunction
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
-from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData, name_source
+from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData, digest_of_rows, name_source
 
 _LOG = get_logger(__name__)
 
@@ -40,7 +40,8 @@ class PromptSource:
 
     ``rows`` and ``held_out_rows`` are the numbers of rows that they were chosen from, ``columns`` the further columns
     that one of these has. ``places`` are all prompts of the run, as objects ``place`` (``file:line``) and ``prompt``;
-    ``dropped`` the numbers of those that the run does not use, rising. Raises DataError if a file cannot be used."""
+    ``dropped`` the numbers of those that the run does not use, rising. ``changed_sets`` are the sets that are others
+    than those of the state that was loaded. Raises DataError if a file cannot be used."""
 
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data
@@ -62,7 +63,16 @@ class PromptSource:
         self._rows, self.rows, self._config = rows, len(rows), config
         self.columns = find_columns([*rows, *evaluated])
         self._every, self._limit = (train, held_out), [data.max_prompt_tokens, data.over_long]
+        self._digest = digest_of_rows(row.prompt or row.extra_info for row in rows)
+        self._digests = {name: self._digest_of_set(numbers) for name, numbers in self.eval_sets.items()}
+        self.changed_sets: set[str] = set()
         self._drop_rows([])
+
+    def _digest_of_set(self, numbers: range) -> str:
+        _, held_out = self._every
+        chosen = [row for row, number in enumerate(held_out.dense("prompt_id").tolist()) if number in numbers]
+        prompts = held_out.take(chosen)
+        return digest_of_rows(zip(*(prompts.objects(name) for name in ("prompt", "extra_info")), strict=True))
 
     def find_sets(self, answers: Batch) -> npt.NDArray[np.str_]:
         """``[rows]``: the names of the sets that held-out prompts are in."""
@@ -78,8 +88,11 @@ class PromptSource:
 
     def drop(self, too_long: Sequence[ConfigError]) -> None:
         """Neither train nor evaluate on these prompts, by their places; DataError if that leaves none."""
-        names = {error.where for error in too_long}
+        names, drawn = {error.where for error in too_long}, self._cursor.state_dict()
         self._drop_rows([number for number, name in enumerate(self.places.objects("place")) if name in names])
+        if self.changed_sets:  # the rows to train on are those of the state
+            self._cursor.load_state_dict(drawn)
+            self.changed_sets = set()
         if too_long:
             count = f"{len(self.dropped)} of {len(self.places)}"
             _LOG.warning("%s prompts are too long and dropped, the first %s", count, too_long[0])
@@ -96,7 +109,7 @@ class PromptSource:
                 raise DataError([ConfigError("config.data.max_prompt_tokens", f"leaves no prompt to {purpose} on")])
         self.dropped, self.held_out = list(numbers), held_out.take(evaluated)
         every, seed = self._config.prompts_per_step, self._config.seed
-        self._cursor = JobCursor(self._source, len(self._train), every, seed)
+        self._cursor = JobCursor(self._source, len(self._train), every, seed, digest=self._digest)
 
     def summary(self) -> dict[str, int]:
         dropped = {"dropped prompts": len(self.dropped)} if self.dropped else {}
@@ -110,14 +123,18 @@ class PromptSource:
         return make_prompt_batch(self._rows, rows).select("prompt", "answer", "extra_info")
 
     def state_dict(self) -> dict[str, Any]:
-        return {**self._cursor.state_dict(), "dropped": self.dropped, "over_long": self._limit}
+        kept = {"dropped": self.dropped, "over_long": self._limit, "sets": self._digests}
+        return {**self._cursor.state_dict(), **kept}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from ``state``; DataError if the data, the seed or the prompt limit have changed."""
         if state["over_long"] != self._limit:
             message = f"was {state['over_long']} when the run began, and is {self._limit}: its prompts are chosen then"
             raise DataError([ConfigError("config.data.max_prompt_tokens and over_long", message)])
-        self._drop_rows(state["dropped"])
+        was = state.get("sets", self._digests)  # states of earlier versions have none
+        self.changed_sets = {name for name, digest in self._digests.items() if was.get(name) != digest}
+        is_other = self.changed_sets and self._first_held
+        self._drop_rows([row for row in state["dropped"] if not is_other or row < self._first_held])
         self._cursor.load_state_dict(state)
 
 

@@ -2,6 +2,7 @@
 """Groups of samples, the rows that they become, and the episode of one sample: its turns with an environment."""
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -136,7 +137,7 @@ def summarize_rows(rollouts: Batch) -> Batch:
 def _reward_columns(samples: Sequence[Sample], sequences: Sequence[TokenSequence]) -> dict[str, Any]:
     rewards = Ragged.from_rows([row.rewards for row in sequences], dtype=np.float32)
     failed = np.array([sample.error is not None for sample in samples], dtype=np.bool_)
-    sums = np.array([row.sum(dtype=np.float64) for row in rewards], dtype=np.float64)
+    sums = np.array([math.fsum(row.rewards) for row in sequences], dtype=np.float64)
     scores = np.array([row.score for row in sequences], dtype=np.float64)
     return {
         "token_rewards": rewards,
