@@ -54,7 +54,7 @@ nitpick_ignore_regex = [
         r"py:.*",
         r"[A-Z_][A-Za-z_]?|Any|DataFrame|Future|inf|str|int|float|bool|bytes|type|None|list|dict|tuple|set|object",
     ),
-    (r"py:.*", r"(\w+ \| )?(\w+\[)+(str|int)"),
+    (r"py:.*", r"(\w+ \| )?(\w+\[)+(str|int|float)"),
     (r"py:class", r"Literal\[.*"),
     (r"py:class", r"dlrover\..*\.(SampleDataset|LoadedSample|\w+Options|ResultFiles)"),
     (r"py:class", r"(\\n|\n)"),  # a line's end that stands in a default value
