@@ -396,6 +396,15 @@ BUGS = {
     "what calls go on from makes room": Bug(
         _COMMITS, "return self._at.since if self._at is not None else step - 1", "return step - 1"
     ),
+    "a store out of reach ends a recovery that does not need it": Bug(
+        _COMMITS, "            if newest is None:\n                raise\n", "            raise\n"
+    ),
+    "a commit with a file that the disk has lost is tried for ever": Bug(
+        _GENERATIONS, "is_transient(error) and store.quarantine(", "False and store.quarantine("
+    ),
+    "a damaged manifest takes the files of other commits along": Bug(
+        _STORE, "folder / MANIFEST if self._is_needed(folder.name) else folder", "folder"
+    ),
     "a copy has precedence over its commit": Bug(
         _GENERATIONS, "if beyond is not None and manifest.step <= beyond.manifest.step:", "if False:"
     ),
