@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.trainer.shard import Replicate
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
@@ -73,6 +74,8 @@ class Raiser(BaseWorkload):
 
     def act(self, step):
         if step == 2:
+            if self.config.fault == "data":
+                raise DataError([ConfigError("rows", "told to")])
             raise {"interrupt": KeyboardInterrupt, "fail": ArithmeticError}[self.config.fault]("told to")
 
 

@@ -17,6 +17,7 @@ from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.common.sockets import machine_addresses
 from dlrover.python.rl.config.load import load_job
 from dlrover.python.rl.recipe.launch import _command, _store, _validate_sharing, describe_job, launch
+from dlrover.python.rl.runtime.owner import FAILED, newest_owner
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from tests.processes import run as run_ranks
 
@@ -126,6 +127,7 @@ def test_a_key_of_another_library_is_answered_where_it_is_written(desk, monkeypa
     [
         ("interrupt", 130, "interrupted: the same command goes on from the last commit"),
         ("fail", 1, "to go on after the last committed step, run the same command again"),
+        ("data", 1, ""),  # the same command fails again
     ],
 )
 def test_the_same_command_is_said_to_go_on_only_where_it_does(
@@ -140,7 +142,8 @@ def test_the_same_command_is_said_to_go_on_only_where_it_does(
     )
     assert launch("", "acting.yaml", [f"fault={fault}", *overrides]) == code
     lines = capsys.readouterr().err.splitlines()
-    assert (said in lines) == goes_on
+    assert (said in lines) == (goes_on and fault != "data")
+    assert fault != "data" or not any("same command" in line for line in lines)
     assert ("interrupted" in lines) == (fault == "interrupt" and not goes_on)
 
 
@@ -207,6 +210,10 @@ def test_an_error_of_one_rank_ends_all_while_the_others_wait_for_it_in_a_collect
     assert re.search(r"ACTOR\[1\]\.add on \S+: ArithmeticError: told to fail", said)
     assert 'raise ArithmeticError("told to fail")' in said
     assert steps_done(desk) == [1, 2]
+    # torchrun ends rank 0 as soon as rank 1 has ended.
+    assert newest_owner(desk / "runs/toy/latest").state == FAILED
+    assert "to go on after the last committed step, run the same command again" in said
+    assert "told to fail" in said.partition("Root Cause")[2], said
 
 
 @pytest.mark.slow

@@ -290,6 +290,37 @@ def test_a_store_out_of_reach_does_not_matter_while_the_commits_are_there(tmp_pa
         store.checkpoints.newest()
 
 
+def test_a_trainer_begins_without_a_store_out_of_reach_and_copies_once_it_is_back(tmp_path, monkeypatch):
+    store = Store(tmp_path, disk_wait=DiskWait(0.02, 0.001, 0.02))
+    store.checkpoints.every = 100
+    for step in (1, 2):
+        store.commit(step)
+    claim, is_away = CheckpointStore.claim, [True]
+
+    def away(each, epoch):
+        if each.root == store.roots.durable and is_away:
+            raise OSError(errno.ETIMEDOUT, "no answer")
+        claim(each, epoch)
+
+    monkeypatch.setattr(CheckpointStore, "claim", away)
+    with pytest.raises(OSError, match="no answer"):
+        StoreCheckpoints(
+            replace(store.roots, commits=tmp_path / "none"), every=2, disk_wait=store.checkpoints.disk_wait
+        )
+    store.checkpoints = StoreCheckpoints(store.roots, every=2, disk_wait=store.checkpoints.disk_wait)
+    assert store.checkpoints.newest() == 2
+    store.restore(2)
+    for step in (3, 4):
+        store.commit(step)
+    assert store.checkpoints.copying.at is None
+    is_away.clear()
+    for step in (5, 6):
+        store.commit(step)
+    store.copied()
+    assert store.checkpoints.newest() == 6
+    assert [manifest.step for manifest in store.roots.durable_store().manifests()] == [6]
+
+
 def test_a_file_that_the_disk_has_lost_costs_its_commit_and_no_other(tmp_path, monkeypatch):
     store = Store(tmp_path, disk_wait=DiskWait(0.02, 0.001, 0.02))
     store.checkpoints.every = 100

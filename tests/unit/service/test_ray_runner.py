@@ -8,6 +8,7 @@ import pytest
 
 pytest.importorskip("ray")
 
+from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.service import ray_runner
 from dlrover.python.rl.service.ray_runner import RayJobRunner, _Driven
 
@@ -54,3 +55,26 @@ def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("run", "goes_on"), [("r1", True), ("r0", False), (None, False)])
+def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_folder(driven, monkeypatch, run, goes_on):
+    job = load_job_text("{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}", "job")
+    begun = []
+
+    async def no_master(name):
+        return None
+
+    async def start(driven, job):
+        begun.append(job.checkpoint.resume)
+
+    owner = None if run is None else SimpleNamespace(run=run, state="running")
+    monkeypatch.setattr(ray_runner, "_described", lambda record, description: job)
+    monkeypatch.setattr(ray_runner, "find_master", no_master)
+    monkeypatch.setattr(ray_runner, "newest_owner", lambda folder: owner)
+    monkeypatch.setattr(ray_runner, "sweep", lambda name: None)
+    runner = RayJobRunner()
+    monkeypatch.setattr(runner, "_start", start)
+    monkeypatch.setattr(runner, "_observed", lambda *arguments, **more: None)
+    asyncio.run(runner._find_or_start(driven, 0))
+    assert begun == ["latest" if goes_on else "never"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which way weights take from one engine of a script to another, and why not another one."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 
@@ -97,6 +97,16 @@ def test_a_folder_is_the_way_by_disk_and_refused_with_any_other(tmp_path):
     for way in ("shared memory", "broadcast", "device memory"):
         with pytest.raises(SessionError, match=f"folder='w' is of no use to '{way}': it is for 'disk'"):
             choose(FourSlots(), [(0,)], [(0,)], way, folder="w")
+
+
+def test_sessions_that_share_a_folder_have_files_of_their_own(tmp_path):
+    channels = []
+    for session in ("one", "two"):
+        route = replace(choose(FourSlots("cpu"), [(0,)], [(1,)], "disk", tmp_path), session=session)
+        ends = Endpoints("TRAIN_1[0]", True, "cpu", None)
+        channels.append(ends.endpoint(route).settings.channel)
+        ends.close()
+    assert len(set(channels)) == 2
 
 
 def test_an_end_is_kept_until_the_way_between_the_same_engines_changes(tmp_path):

@@ -23,7 +23,15 @@ import click
 import torch.distributed as dist
 
 from dlrover.python.rl.algorithm.registry import complete_options
-from dlrover.python.rl.common.errors import ConfigError, DLRoverRLError, InvalidJob, JobConflict, JobFailed
+from dlrover.python.rl.common.errors import (
+    ConfigError,
+    DataError,
+    DLRoverRLError,
+    InvalidJob,
+    InvocationError,
+    JobConflict,
+    JobFailed,
+)
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.command_line import OverridesCommand
@@ -109,15 +117,19 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
         jobs.append(describe_job(recipe, job_file, overrides, launch))
         return jobs[0]
 
+    def note_failure(error: BaseException) -> None:
+        _leave_reason(error)
+        cause = error.original if isinstance(error, InvocationError) else error
+        if any(map(resumes, jobs)) and not isinstance(cause, DataError | InvalidJob):
+            click.echo("to go on after the last committed step, run the same command again", err=True)
+
     try:
         with ProgressView(recipe or "job", live=not launch.rank) as view:
-            error = run_together(describe, launch, view, view.announce)
+            error = run_together(describe, launch, view, view.announce, note_failure)
     except KeyboardInterrupt:
         goes_on = ": the same command goes on from the last commit" if any(map(resumes, jobs)) else ""
         click.echo(f"interrupted{goes_on}", err=True)
         return EXIT_INTERRUPTED
-    if error is not None and any(map(resumes, jobs)):
-        click.echo("to go on after the last committed step, run the same command again", err=True)
     if error is not None:
         return _code_of(error)
     for job in jobs:
@@ -126,24 +138,33 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
 
 
 def _code_of(error: BaseException) -> int:
-    """The exit code of this process. torchrun has one of its own, but prints the reason that is left in a file, and
-    takes the earliest one for the cause."""
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        is_consequence = os.environ.get("RANK", "0") != "0"
-        extra = {"py_callstack": str(error), "timestamp": str(int(time.time()) + is_consequence)}
-        Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}), encoding="utf-8")
+    _leave_reason(error)
     return EXIT_INVALID if isinstance(error, InvalidJob | JobConflict) else EXIT_FAILED
 
 
+def _leave_reason(error: BaseException) -> None:
+    """torchrun prints the reason that is left in a file, and takes the earliest one for the cause."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file and not Path(file).exists():
+        is_consequence = os.environ.get("RANK", "0") != "0"
+        extra = {"py_callstack": str(error), "timestamp": str(int(time.time()) + is_consequence)}
+        Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}), encoding="utf-8")
+
+
 def run_together(
-    describe: Callable[[], JobSpec], launch: LaunchEnv, report: Reporter, announce: Announcer = announce_nothing
+    describe: Callable[[], JobSpec],
+    launch: LaunchEnv,
+    report: Reporter,
+    announce: Announcer = announce_nothing,
+    note_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> BaseException | None:
     """Run a job in the processes of a launch, of which this is one. May be called again by all of them.
 
-    ``describe`` returns the checked job, ``report`` receives step reports, and ``announce`` what the run does in
-    between, at rank 0 only. Returns the job's failure, or None; at other ranks than 0 it is an :class:`InvalidJob`
-    where rank 0 has started nothing, else a :class:`JobFailed`. Raises InvalidJob from ``describe``, JobConflict if
-    another start of the job is running, ClusterUnavailable if the processes did not meet."""
+    ``describe`` returns the checked job, ``report`` receives step reports, ``announce`` what the run does in between,
+    and ``note_failure`` the job's failure before the other processes end; all at rank 0 only. Returns the failure, or
+    None; at other ranks than 0 it is an :class:`InvalidJob` where rank 0 has started nothing, else a
+    :class:`JobFailed`. Raises InvalidJob from ``describe``, JobConflict if another start of the job is running,
+    ClusterUnavailable if the processes did not meet."""
     launch = replace(launch, meeting=next(_MEETINGS))
     store = _store() if launch.world_size > 1 else None
     if launch.rank:
@@ -162,7 +183,7 @@ def run_together(
                 refuse_all(launch, store)
             raise
         links = accept_all(launch, store) if store is not None else {}
-        return Leader(job, start, launch, links, report, announce).run()
+        return Leader(job, start, launch, links, report, announce, note_failure).run()
 
 
 def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:

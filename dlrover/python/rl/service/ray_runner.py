@@ -156,7 +156,7 @@ class RayJobRunner:
             return None
         if driven.stopping.is_set():
             return None
-        if owner is not None or revival:
+        if revival or (owner is not None and owner.run == record.run):
             if await find_master(record.name) is None:  # what has lost its master would go on beside the next one
                 await in_daemon_thread(sweep, record.name)
             job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))

@@ -64,7 +64,7 @@ class Endpoints:
             receivers=route.sinks,
             address=route.at if route.way == "broadcast" else "127.0.0.1",
             folder=Path(route.at) if route.way == "disk" else None,
-            channel=route.name,
+            channel=f"{route.name}-{route.session}",
             device=device,
             memory=self._memory,
         )

@@ -3,6 +3,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import KeepConfig
 from dlrover.python.rl.recipe.dpo import DPOConfig, DPOTrainer
-from dlrover.python.rl.recipe.offline.examples import Measured, PairData, load_examples
+from dlrover.python.rl.recipe.offline.examples import Measured, PairData, SFTData, load_examples, validate_examples
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, validate_keep
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
@@ -151,12 +152,19 @@ def test_an_evaluated_policy_is_compared_with_the_reference_it_was_trained_again
 
 @pytest.mark.parametrize(
     ("data", "every", "faults"),
-    [({}, None, ["config.data.eval"]), ({}, 0, ["config.data.eval"]), ({}, 1, []), ({"eval_share": 0.5}, None, [])],
+    [({}, None, ["config.data.eval"]), ({}, 0, ["config.data.eval"]), ({}, 1, []), ({"eval_share": 0.5}, 0, [])],
 )
 def test_what_was_trained_on_is_not_called_held_out(inputs, data, every, faults):
     config = config_of(inputs, data={"train": str(inputs / "examples.jsonl"), **data}, eval_only=True, eval_every=every)
     errors = SFTTrainer.find_errors(require(SFTConfig, config, "config"), {RLRoleType.ACTOR: 1})
     assert [error.where for error in errors] == faults
+
+
+def test_a_share_that_is_held_out_is_never_trained_on_also_where_nothing_is_evaluated(inputs):
+    data = SFTData(train=str(inputs / "examples.jsonl"), eval_share=0.5)
+    examples = load_examples(data, AutoTokenizer.from_pretrained(inputs / "model"), evaluates=False, seed=0)
+    assert (len(examples.train), examples.held_out) == (len(EXAMPLES) // 2, None)
+    assert validate_examples(replace(data, eval_share=1e-9), False, 0) == []
 
 
 def test_sums_over_ranks_of_which_one_has_no_rows():
@@ -257,6 +265,18 @@ def test_a_figure_that_there_is_not_is_named_with_the_nearest():
     saver = ModelSaver(KeepConfig(best="acuracy"), None, None)
     with pytest.raises(InvalidJob, match="did you mean 'eval/accuracy'"):
         saver.update(1, {"eval/accuracy": 1.0, "eval/reward": 0.0})
+
+
+def test_other_rows_to_evaluate_on_begin_without_a_best_model(tmp_path, caplog):
+    saver, _ = make_saver(tmp_path, best="eval/accuracy", patience=1)
+    saver.evaluated = "these"
+    saver.update(1, {"eval/accuracy": 0.9})
+    for evaluated, best in (("these", 0.9), ("others", None)):
+        again, _ = make_saver(tmp_path, best="eval/accuracy", patience=1)
+        again.evaluated = evaluated
+        again.load_state_dict(saver.state_dict())
+        assert again.summary().get("best eval/accuracy") == best
+    assert "the rows to evaluate on are others" in caplog.text
 
 
 def test_an_evaluation_without_the_figure_does_not_count(tmp_path, caplog):

@@ -264,18 +264,22 @@ def test_a_run_that_does_not_finish_ends_as_what_it_is_and_only_once(
     assert (len(run["steps"]), run["ended"]) == (1, [status])
 
 
-def test_a_log_that_nothing_was_written_to_ends_the_run_that_it_goes_on_with_and_no_other(modules, tmp_path):
+def test_a_log_that_nothing_was_written_to_ends_the_run_that_was_left_open_and_none_that_has_ended(modules, tmp_path):
     first = log_of(tmp_path, **BOTH)
     written(first, [1])
-    log_of(tmp_path, **BOTH).close("failed")
+    log_of(tmp_path, **BOTH).close("failed")  # by a trainer that failed before it had its state
     (run,) = modules["wandb"].runs.values()
-    assert run.exit_codes == []
+    assert run.exit_codes == [1]
+    log_of(tmp_path, **BOTH).close("failed")
+    assert run.exit_codes == [1]
     second = log_of(tmp_path, **BOTH)
     second.load_state_dict(first.state_dict())
-    second.close("failed")
-    assert run.exit_codes == [1]
+    written(second, [2])
+    second.close("finished")
+    log_of(tmp_path, **BOTH).close("failed")
+    assert run.exit_codes == [1, 0]
     (run,) = modules["mlflow"].runs.values()
-    assert run["ended"] == ["FAILED"]
+    assert run["ended"] == ["FAILED", "FINISHED"]
 
 
 def job_config(tmp_path):

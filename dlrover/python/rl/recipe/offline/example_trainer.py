@@ -72,13 +72,8 @@ class ExampleConfig:
 
     @property
     def evaluates(self) -> bool:
-        return self.eval_only or self.evaluates_training
-
-    @property
-    def evaluates_training(self) -> bool:
-        """Whether the run, or that of which this one evaluates the model, evaluates what it trains."""
         has_rows = self.data.eval is not None or self.data.eval_share is not None
-        return has_rows if self.eval_every is None else self.eval_every > 0
+        return self.eval_only or (has_rows if self.eval_every is None else self.eval_every > 0)
 
 
 class ExampleTrainer(RecipeTrainer):
@@ -122,6 +117,7 @@ class ExampleTrainer(RecipeTrainer):
         self.examples: Examples
         encode = self.RG_ACTOR.encode.options(target="RANK0")
         (self.examples,) = encode(cfg.model, cfg.data, cfg.evaluates, cfg.seed)
+        self.model_saver.evaluated = self.examples.evaluated
         self.segments_to_train = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * self.segment_count)
         self.cursor = self.state["cursor"] = JobCursor(
             cfg.data.train, self.segment_count, cfg.batch_size, cfg.seed, self.segments_to_train, self.examples.digest
@@ -243,7 +239,7 @@ class ExampleTrainer(RecipeTrainer):
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
-        if cfg.eval_only and cfg.data.eval is None and not cfg.evaluates_training:
+        if cfg.eval_only and cfg.data.eval is None and cfg.data.eval_share is None and not cfg.eval_every:
             what = "is needed: without eval_every or data.eval_share every row of data.train is trained on"
             errors.append(ConfigError("config.data.eval", what))
         return [*errors, *cls._validate_algorithm(cfg, roles)]

@@ -110,20 +110,22 @@ class Examples:
     counts: Counts
     prompts: Batch | None = None
     digest: str = ""  # of the rows to train on
+    evaluated: str = ""  # of those to evaluate on
 
 
 def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int) -> Examples:
     """Read, divide and encode the examples of a run; DataError names every unusable row (20 at most)."""
     rows = data.reader.read(data.train, data.keys)
     held_out: SourceRows | None = None
-    if evaluates:
+    if evaluates or data.eval_share is not None:
         rows, held_out = _split(data, rows, seed)
     train, counts = _encode(data, rows, tokenizer)
     digest = digest_of_rows(row for _, row in rows.numbered)
-    if held_out is None:
+    if held_out is None or not evaluates:
         return Examples(train, None, counts, digest=digest)
     prompts = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": [_answer(row) for row in held_out]}
-    return Examples(train, _encode(data, held_out, tokenizer)[0], counts, Batch(prompts), digest)
+    evaluated = digest_of_rows(row for _, row in held_out.numbered)
+    return Examples(train, _encode(data, held_out, tokenizer)[0], counts, Batch(prompts), digest, evaluated)
 
 
 def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, SourceRows]:
@@ -154,7 +156,8 @@ def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[Con
     errors = list[ConfigError]()
     for key, where in sources.items():
         errors += name_source(key, where, first_errors(data.reader.validate(where, data.keys)))
-    if errors or "train" not in sources or not evaluates or data.eval is not None:
+    holds_out = data.eval is None and (evaluates or data.eval_share is not None)
+    if errors or "train" not in sources or not holds_out:
         return errors
     try:
         _split(data, data.reader.read(data.train, data.keys), seed)

@@ -91,6 +91,7 @@ class PolicyTrainer(RecipeTrainer):
         needed = [output for output in self.aux_outputs(cfg) if output.is_needed(self.algorithm.needs.all)]
         self.needed_outputs = [self._by_actor(output) for output in needed]
         self.prompts = self.state["prompts"] = PromptSource(cfg)
+        self.model_saver.evaluated = self.prompts.evaluated
         self.collector = SampleCollector(self, cfg, self.prompts)
         self.sample_log = self.state["samples"] = SampleLog(self, self.prompts)
         self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)

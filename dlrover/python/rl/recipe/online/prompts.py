@@ -74,6 +74,11 @@ class PromptSource:
         prompts = held_out.take(chosen)
         return digest_of_rows(zip(*(prompts.objects(name) for name in ("prompt", "extra_info")), strict=True))
 
+    @property
+    def evaluated(self) -> str:
+        """A digest of all held-out prompts."""
+        return digest_of_rows(sorted(self._digests.items()))
+
     def find_sets(self, answers: Batch) -> npt.NDArray[np.str_]:
         """``[rows]``: the names of the sets that held-out prompts are in."""
         starts, names = [numbers.start for numbers in self.eval_sets.values()], np.array(list(self.eval_sets))

@@ -194,7 +194,7 @@ class RunLog:
 
     def close(self, outcome: RunEnd) -> None:
         """End the run in the trackers, if it has not ended there."""
-        self._trackers.close(self._run, outcome)
+        self._trackers.close(outcome)
 
     def count(self, **amounts: int) -> dict[str, float]:
         """Add a step's ``samples`` and ``tokens``; returns those of the run so far."""
@@ -274,6 +274,8 @@ class ModelSaver:
 
     def __init__(self, config: KeepConfig, folder: Path, save: Callable[[Path], Any]) -> None:
         self._config, self._folder, self._save = config, folder, save
+        self.evaluated = ""
+        """A digest of the rows that are evaluated on."""
         self._best: float | None = None
         self._best_step = self._worse = 0
         if config.metric != config.best:
@@ -335,14 +337,19 @@ class ModelSaver:
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"of": self._measure, "best": self._best, "step": self._best_step, "worse": self._worse}
+        measured = {"of": self._measure, "evaluated": self.evaluated}
+        return {**measured, "best": self._best, "step": self._best_step, "worse": self._worse}
 
     @property
     def _measure(self) -> list[Any]:
         return [self._config.metric, self._config.prefers_low]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Another metric than before begins without a best model."""
+        """Another metric than before, or other rows, begin without a best model."""
         if list(state.get("of", self._measure)) != self._measure:
+            return
+        if (was := state.get("evaluated")) and was != self.evaluated:
+            if state["best"] is not None:
+                _LOG.warning("keep.best begins again: the rows to evaluate on are others than those of before")
             return
         self._best, self._best_step, self._worse = state["best"], state["step"], state["worse"]

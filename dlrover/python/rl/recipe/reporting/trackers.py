@@ -119,19 +119,24 @@ class Trackers:
         self._state["step"] = step
         self._save_state()
 
-    def close(self, run: str, outcome: RunEnd) -> None:
+    def close(self, outcome: RunEnd) -> None:
         """End the run, also one that an earlier process or trainer has left open. Nothing is sent afterwards."""
-        if self._open is None and self._saved_state().get("run") == run:
-            self._open = self._start_all(run)
+        saved = self._saved_state() if self._open is None else {}
+        if saved and not saved.get("ended"):
+            self._open = self._start_all(saved["run"])
         trackers, self._open = self._open or {}, {}
         for name, tracker in trackers.items():
             _try(name, partial(tracker.close, outcome))
+        if trackers:
+            self._state["ended"] = True
+            self._save_state()
 
     def _start_all(self, run: str) -> dict[str, Tracker]:
         if not self._options:
             return {}
         state = self._saved_state()
         self._state = state if state.get("run") == run else {"run": run, "step": 0, "notes": {}}
+        self._state["ended"] = False
         trackers = {}
         for name, options in self._options.items():
             notes = self._state["notes"].setdefault(name, {})

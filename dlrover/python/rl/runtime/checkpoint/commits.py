@@ -119,9 +119,9 @@ class StoreCheckpoints:
     def __post_init__(self) -> None:
         self._commits = self.roots.commit_store(self.roots.node)
         self._durable = self.roots.durable_store(self.keep)
-        for store in (self._commits, self._durable):
-            retry_io(partial(store.claim, self.roots.epoch), self._commits.root, self.disk_wait)
+        self._patiently(partial(self._commits.claim, self.roots.epoch))
         self.copying = Copying(self._commits, self._durable, self.roots.epoch, self.files, self._extra)
+        self.copying.claim(self.disk_wait, needed=not self._manifests(self._commits, remember=False))
         self.snapshots = Snapshots()
 
     def _patiently(self, act: Callable[[], T]) -> T:
@@ -231,7 +231,7 @@ class StoreCheckpoints:
     def commit_request(self, step: int, last: bool) -> CommitRequest:
         self.copying.publish_complete()
         due = step > 0 and (last or step % self.every == 0)
-        persist = due and self.copying.at is None
+        persist = due and self.copying.at is None and self.copying.claim(_NO_WAIT, needed=False)
         calls = self.cadence.every != 1 and self._at is not None and self._at.step == step - 1
         snapshot = calls and (persist or (self.snapshots.at is None and self.cadence.is_due()))
         self._asked = CommitRequest(
@@ -367,6 +367,7 @@ class StoreCheckpoints:
         return {SETTINGS: self.settings}
 
     def persist_request(self) -> PersistRequest | None:
+        self.copying.claim(self.disk_wait)
         newest = find_newest(self._commits, self._manifests(self._commits, remember=False), self.disk_wait)
         if newest is None:
             return None

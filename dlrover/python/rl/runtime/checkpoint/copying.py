@@ -3,8 +3,10 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from dlrover.python.rl.common.disk_space import DiskWait, is_transient, retry_io
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
@@ -36,6 +38,22 @@ class Copying:
     """A member could not copy its state at the end: then all copy what the commit has."""
 
     _tried: list[int] = field(default_factory=list, repr=False)
+    _has_claimed: bool = False
+
+    def claim(self, wait: DiskWait, needed: bool = True) -> bool:
+        """Claim ``durable`` for this epoch, before which no copy may begin. Returns False if it cannot be reached;
+        raises StaleEpoch, and, where it is ``needed``, the OSError."""
+        if self._has_claimed:
+            return True
+        try:
+            retry_io(partial(self.durable.claim, self.epoch), self.durable.root, wait)
+        except OSError as error:
+            if needed or not is_transient(error):
+                raise
+            _LOG.warning("%s cannot be reached, and gets no copies for now: %s", self.durable.root, error)
+            return False
+        self._has_claimed = True
+        return True
 
     @property
     def step(self) -> int | None:

@@ -12,7 +12,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, nullcontext
@@ -96,6 +96,7 @@ class Leader:
     links: dict[int, Link]
     report: Reporter
     announce: Announcer = announce_nothing
+    note_failure: Callable[[BaseException], None] = lambda error: None
     error: BaseException | None = None
     _tcp_ports: dict[str, HeldPort] = field(default_factory=dict)
     _trainer: BaseTrainer | None = None
@@ -121,9 +122,7 @@ class Leader:
             holder.give_back()
         if self.error is None:
             roots_of(self.job, self.job.run, self.start.number, socket.gethostname()).commit_store("").remove()
-        else:
-            redraw(self.job.job_dir)
-        self.start.end(FAILED if self.error else FINISHED)
+            self.start.end(FINISHED)
         return self.error
 
     def _run_trainer(self, port: TorchrunPort) -> None:
@@ -153,6 +152,9 @@ class Leader:
             cause = cause_of(self.error, "trainer", user_traceback(self.error, chain=False), alone=True)
             detail = f"\n{cause.detail.rstrip()}" if cause.detail else ""
             _LOG.error("%s failed: %s: %s%s", self.job.name, cause.who, cause.message, detail)
+            redraw(self.job.job_dir)
+            self.start.end(FAILED)  # a launcher ends this process as soon as the other ones have failed
+            self.note_failure(self.error)
         finally:
             port.end(clean=self.error is None)
             _end_process_after_timeout(port.worker, clean=self.error is None)
