@@ -9,6 +9,7 @@ default.
 """
 
 import dataclasses
+import math
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -108,32 +109,16 @@ def keys_of(args: GRPOConfig, rows: int) -> dict[str, Any]:
     unknown = [name for name in _changed(args) if name not in _READ and not name.startswith(_ABOUT_LOGS)]
     if unknown:
         raise ValueError(f"nothing here corresponds to GRPOConfig's {', '.join(unknown)}: leave them at their defaults")
-    if args.loss_type not in _LOSSES or args.scale_rewards not in _SCALES:
-        raise ValueError(f"no loss_type '{args.loss_type}' with scale_rewards '{args.scale_rewards}' here")
     keys: dict[str, Any] = {}
     for name, key in _KEYS.items():
         _set(keys, key, getattr(args, name))
-    algorithm = keys["algorithm"] | _LOSSES[args.loss_type] | {"dual_clip": args.delta}
-    algorithm["clip_high"] = args.epsilon if args.epsilon_high is None else args.epsilon_high
-    if args.loss_type == "dr_grpo":
-        algorithm["max_tokens"] = args.max_completion_length
-    elif args.importance_sampling_level == "sequence":
-        algorithm["name"] = "gspo"
-    if algorithm["name"] == "grpo":
-        algorithm |= {"normalize": _SCALES[args.scale_rewards], "std_eps": 1e-4}
-    prompts = args.generation_batch_size // args.num_generations
-    updates = args.steps_per_generation // args.gradient_accumulation_steps
-    steps = args.max_steps if args.max_steps > 0 else int(args.num_train_epochs * -(-rows // prompts)) * updates
-    keys["algorithm"] = algorithm
-    keys["prompts_per_step"], keys["updates_per_step"] = prompts, updates
-    keys["steps"] = -(-steps // (updates * args.num_iterations))
+    keys["algorithm"] |= _algorithm_of(args)
+    keys |= _lengths_of(args, rows)
     keys["optimizer"] |= {
         "betas": [args.adam_beta1, args.adam_beta2],
         "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
     }
     keys["rollout"] |= {"top_k": args.top_k or None, "chat_template_kwargs": args.chat_template_kwargs or {}}
-    if str(getattr(args.eval_strategy, "value", args.eval_strategy)) == "steps":
-        keys["eval_every"] = int(args.eval_steps)
     engine = {"precision": "bf16" if args.bf16 else "fp32", "gradient_checkpointing": bool(args.gradient_checkpointing)}
     if args.use_cpu:
         engine["device"] = "cpu"
@@ -142,6 +127,52 @@ def keys_of(args: GRPOConfig, rows: int) -> dict[str, Any]:
         engine["rollout_tensor_parallel_size"] = args.vllm_tensor_parallel_size
     keys["engine"] = engine
     return keys
+
+
+def _algorithm_of(args: GRPOConfig) -> dict[str, Any]:
+    """The options of the algorithm that ``_KEYS`` does not have. Raises ValueError."""
+    if args.loss_type not in _LOSSES or args.scale_rewards not in _SCALES:
+        raise ValueError(f"no loss_type '{args.loss_type}' with scale_rewards '{args.scale_rewards}' here")
+    high = args.epsilon if args.epsilon_high is None else args.epsilon_high
+    options = _LOSSES[args.loss_type] | {"clip_high": high, "dual_clip": args.delta}
+    if args.importance_sampling_level == "sequence":
+        if args.loss_type != "grpo":
+            raise ValueError(
+                f"no importance_sampling_level 'sequence' with loss_type '{args.loss_type}' here: only with 'grpo'"
+            )
+        options["name"] = "gspo"
+    if args.loss_type == "cispo":  # TRL's epsilon_high is the bound of the weight itself; there is no lower one
+        if high < 1:
+            raise ValueError(f"loss_type 'cispo' needs epsilon_high of at least 1, the bound of the weight, not {high}")
+        options |= {"clip_low": 1.0, "clip_high": high - 1}
+    if args.loss_type == "dr_grpo":
+        if _SCALES[args.scale_rewards] != "none":
+            raise ValueError(
+                "loss_type 'dr_grpo' does not scale rewards here: set scale_rewards='none', as in its paper"
+            )
+        return options | {"max_tokens": args.max_completion_length}
+    return options | {"normalize": _SCALES[args.scale_rewards], "std_eps": 1e-4}
+
+
+def _lengths_of(args: GRPOConfig, rows: int) -> dict[str, int]:
+    """The sizes and numbers of steps. TRL counts optimizer steps; a step here has all of those of its samples."""
+    updates, rest = divmod(args.steps_per_generation, args.gradient_accumulation_steps)
+    if rest:
+        raise ValueError(
+            f"steps_per_generation {args.steps_per_generation} is not a multiple of gradient_accumulation_steps"
+            f" {args.gradient_accumulation_steps}: here an optimizer step is on samples of one generation"
+        )
+    prompts, updates_of_step = args.generation_batch_size // args.num_generations, updates * args.num_iterations
+    epoch = -(-rows // prompts)
+    total = args.max_steps if args.max_steps > 0 else math.ceil(args.num_train_epochs * epoch) * updates_of_step
+    lengths = {"prompts_per_step": prompts, "updates_per_step": updates, "steps": -(-total // updates_of_step)}
+    strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
+    if strategy == "steps":
+        every = args.eval_steps if args.eval_steps >= 1 else args.eval_steps * total
+        lengths["eval_every"] = math.ceil(every / updates_of_step)
+    elif strategy == "epoch":
+        lengths["eval_every"] = epoch
+    return lengths
 
 
 def _changed(args: GRPOConfig) -> list[str]:

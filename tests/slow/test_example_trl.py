@@ -103,6 +103,8 @@ from dlrover_trl import GRPOConfig, keys_of
 common = dict(output_dir="x", use_cpu=True, bf16=False, per_device_train_batch_size=16)
 loss = dict(loss_type="dr_grpo", scale_rewards=False, epsilon_high=0.3)
 keys = keys_of(GRPOConfig(**common, **loss, steps_per_generation=2), 10)
+cispo = dict(loss_type="cispo", epsilon_high=5.0, num_iterations=2, eval_strategy="steps", eval_steps=4)
+keys["cispo"] = keys_of(GRPOConfig(**common, **cispo, steps_per_generation=2, num_train_epochs=1), 8)
 try:
     keys_of(GRPOConfig(**common, top_entropy_quantile=0.5), 10)
 except ValueError as error:
@@ -119,4 +121,8 @@ print(json.dumps(keys))
     assert (keys["algorithm"]["averaging"], keys["algorithm"]["max_tokens"]) == ("constant", 512)
     assert keys["algorithm"]["clip_high"] == 0.3
     assert (keys["prompts_per_step"], keys["updates_per_step"], keys["steps"]) == (4, 2, 9)
+    cispo = keys["cispo"]
+    assert (cispo["algorithm"]["clip_low"], cispo["algorithm"]["clip_high"]) == (1.0, 4.0)
+    assert cispo["algorithm"]["normalize"] == "std_unbiased"
+    assert (cispo["steps"], cispo["eval_every"]) == (2, 1)
     assert "GRPOConfig's top_entropy_quantile" in keys["refused"]

@@ -3,16 +3,21 @@
 
 import json
 from dataclasses import dataclass
+from datetime import date, datetime, time, timedelta
+from decimal import Decimal
 from pathlib import Path
+from uuid import UUID
 
 import numpy as np
 import pytest
 
 from dlrover.python.rl.algorithm.grpo import GRPO
-from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.errors import DataError, InvalidJob
 from dlrover.python.rl.common.extensions import load_object
 from dlrover.python.rl.config.load import load_job_with
 from dlrover.python.rl.config.plain import to_plain
+from dlrover.python.rl.data.prompts import load_prompts
+from dlrover.python.rl.data.source import scan_rows
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe import launch
 from dlrover.python.rl.script.inputs import Inputs
@@ -57,6 +62,78 @@ def test_tables_of_other_libraries_are_rows(config, kind):
     library = pytest.importorskip(kind)
     made = library.Dataset.from_list(ROWS) if kind == "datasets" else library.DataFrame(ROWS)
     assert Path(config(train=made)["data.train"]).read_bytes() == Path(config(train=ROWS)["data.train"]).read_bytes()
+
+
+def calling(name, **arguments):
+    call = {"function": {"name": name, "arguments": arguments}}
+    return [{"role": "user", "content": "q"}, {"role": "assistant", "content": None, "tool_calls": [call]}]
+
+
+CALLS = [{"talk": calling("at", place="x")}, {"talk": calling("add", first=1, second=[{"of": 2}])}]
+OTHERS = [
+    {"prompt": "a", "score": 0.5, "on": datetime(2024, 1, 2, 3), "price": Decimal("1.50")},
+    {"prompt": "b", "score": None, "on": None, "price": None},
+]
+
+
+def rows_of(source, keys=None):
+    rows, errors = scan_rows(source, keys)
+    assert errors == []
+    return list(rows)
+
+
+@pytest.mark.parametrize("kind", ["datasets", "pandas"])
+@pytest.mark.parametrize(("rows", "keys"), [(CALLS, {"messages": "talk"}), (OTHERS, None)], ids=["calls", "others"])
+def test_a_table_is_as_its_file(config, tmp_path, kind, rows, keys):
+    library = pytest.importorskip(kind)
+    table = library.Dataset.from_list(rows) if kind == "datasets" else library.DataFrame(rows)
+    table.to_parquet(str(tmp_path / "table.parquet"))
+    given = rows_of(config(train=table)["data.train"], keys)
+    assert given == rows_of(tmp_path / "table.parquet", keys)
+    if kind == "pandas":
+        again = library.read_parquet(tmp_path / "table.parquet")
+        assert rows_of(config(train=again)["data.train"], keys) == given
+    if keys:
+        last = given[1]["messages"][1]["tool_calls"][0]["function"]
+        assert last == {"name": "add", "arguments": {"first": 1, "second": [{"of": 2}]}}
+    else:
+        assert given[0] == {"prompt": "a", "score": 0.5, "on": "2024-01-02T03:00:00", "price": "1.50"}
+        assert given[1] == {"prompt": "b"}
+
+
+def test_nan_in_a_table_is_nothing(config):
+    datasets = pytest.importorskip("datasets")
+    table = datasets.Dataset.from_dict({"prompt": ["a", "b"], "score": [1.0, float("nan")]})
+    assert rows_of(config(train=table)["data.train"]) == [{"prompt": "a", "score": 1.0}, {"prompt": "b"}]
+
+
+def test_nulls_of_plain_rows_stay(config):
+    rows = [{"messages": calling("at", place=None)}]
+    (row,) = rows_of(config(train=rows)["data.train"])
+    assert row["messages"][1]["tool_calls"][0]["function"]["arguments"] == {"place": None}
+
+
+def test_values_of_python_are_text_as_in_files(config):
+    number = UUID(int=7)
+    values = {
+        "on": date(2024, 1, 2),
+        "at": time(3, 4),
+        "in": timedelta(hours=1),
+        "price": Decimal("1.50"),
+        "id": number,
+    }
+    (row,) = rows_of(config(train=[{"prompt": "a", "more": [values]}])["data.train"])
+    assert row["more"] == [
+        {"on": "2024-01-02", "at": "03:04:00", "in": "1:00:00", "price": "1.50", "id": str(number)},
+    ]
+
+
+def test_a_lone_surrogate_is_an_error_of_its_row(config):
+    values = config(train=[{"prompt": "ä"}, {"prompt": "b\ud83d"}])
+    with pytest.raises(DataError, match=r"jsonl:2: 'prompt' has a lone surrogate at character 2"):
+        load_prompts(values["data.train"])
+    (row,) = rows_of(config(train=[{"prompt": "\ud83d\ude00"}])["data.train"])
+    assert row == {"prompt": "\U0001f600"}
 
 
 @pytest.mark.parametrize(

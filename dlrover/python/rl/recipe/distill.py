@@ -3,7 +3,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 from annotated_types import Gt
@@ -15,6 +15,7 @@ from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import PolicyConfig, Positive, RewardConfig, RolloutConfig
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.model_facts import validate_model, validate_vocabulary
+from dlrover.python.rl.recipe.base.other_names import DISTILLATION_ELSEWHERE, DISTILLATION_NAMES
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 from dlrover.python.rl.recipe.reporting.rewards import find_cut
@@ -36,6 +37,9 @@ class TeacherConfig:
 @dataclass(frozen=True)
 class DistillationConfig(PolicyConfig):
     """On-policy distillation. Rewards are only logged."""
+
+    other_names: ClassVar[Mapping[str, str]] = DISTILLATION_NAMES
+    elsewhere: ClassVar[Mapping[str, str]] = DISTILLATION_ELSEWHERE
 
     prompts_per_step: Positive = 64
     """Prompts of a step, each sampled ``rollout.samples_per_prompt`` times."""

@@ -5,12 +5,15 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, is_dataclass
 from hashlib import blake2b
+from math import isnan
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.by_value import name_for
 from dlrover.python.rl.common.disk_space import replace
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.data.jsonl import drop_nulls_of_calls
+from dlrover.python.rl.data.tables import as_plain
 from dlrover.python.rl.recipe.base.config import RewardConfig
 
 _MODEL_REWARD = {"module": "dlrover.python.rl.recipe.workloads", "class": "ModelRewardWorkload"}
@@ -46,16 +49,16 @@ class Inputs:
         if isinstance(dataset, str | Path):
             return str(dataset)
         lines = []
-        rows = dataset.to_dict("records") if hasattr(dataset, "iterrows") else dataset
-        for number, row in enumerate(_iterated(rows, split), start=1):
+        is_table = any(hasattr(dataset, name) for name in ("iterrows", "column_names"))  # of pandas, of datasets
+        for number, row in enumerate(_iterated(_without_missing(dataset), split), start=1):
             if not isinstance(row, Mapping):
                 what = f"row {number} is {type(row).__name__}, not a dict"
                 raise InvalidJob([ConfigError(_argument(split), what)])
             try:
-                lines.append(json.dumps(dict(row), ensure_ascii=False, default=_as_json))
+                lines.append(_line_of_table(row) if is_table else _line(row))
             except (TypeError, ValueError) as error:
                 raise InvalidJob([ConfigError(_argument(split), f"row {number}: {error}")]) from error
-        content = "".join(f"{line}\n" for line in lines).encode()
+        content = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")  # lone surrogates, as JSON's
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"{split}-{blake2b(content, digest_size=6).hexdigest()}.jsonl"
         if not file.exists():
@@ -117,8 +120,31 @@ def _iterated(rows: Any, split: str) -> Any:
         raise InvalidJob([ConfigError(_argument(split), what)]) from error
 
 
+def _without_missing(dataset: Any) -> Any:
+    """Rows with None for the values that a ``DataFrame`` has not, which are NaN, NaT or NA there."""
+    if not hasattr(dataset, "iterrows"):
+        return dataset
+    return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
+
+
+def _line(row: Mapping[Any, Any]) -> str:
+    return json.dumps(dict(row), ensure_ascii=False, default=_as_json)
+
+
+def _line_of_table(row: Mapping[Any, Any]) -> str:
+    """As rows of a Parquet file are read, whatever the columns are called: see ``data.source``."""
+    line = _line({key: None if isinstance(value, float) and isnan(value) else value for key, value in row.items()})
+    if '"tool_calls"' not in line:
+        return line
+    plain = json.loads(line)
+    return _line({key: drop_nulls_of_calls({"messages": value})["messages"] for key, value in plain.items()})
+
+
 def _as_json(value: Any) -> Any:
-    """Numbers and arrays of NumPy and torch."""
+    """Numbers and arrays of NumPy and torch; what is text in files, such as dates."""
+    plain = as_plain(value)
+    if plain is not value:
+        return plain
     if hasattr(value, "tolist"):
         return value.tolist()
     raise TypeError(f"{type(value).__name__} is not JSON: {str(value)[:80]}")

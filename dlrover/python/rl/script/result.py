@@ -11,6 +11,8 @@ from dlrover.python.rl.common.errors import MissingExtra
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+_SUMMARY = "summary.json"
+
 
 @dataclass(frozen=True)
 class TrainResult:
@@ -20,18 +22,20 @@ class TrainResult:
 
     @property
     def model(self) -> Path:
-        """The folder of the trained model and its tokenizer, in Hugging Face format."""
-        return self.folder / "model"
+        """The folder of the trained model and its tokenizer, in Hugging Face format; of a run that only evaluated,
+        the model that it was given, a folder or a hub name."""
+        trained = self.folder / "model"
+        return Path(self.summary["model"]) if self._has_ended and not trained.exists() else trained
 
     @property
     def summary(self) -> dict[str, Any]:
         """Scores before and after, and what is known of the data and engines."""
-        summary: dict[str, Any] = json.loads((self.folder / "summary.json").read_text(encoding="utf-8"))
+        summary: dict[str, Any] = json.loads((self.folder / _SUMMARY).read_text(encoding="utf-8"))
         return summary
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The metrics of each step; null values are None."""
+        """The metrics of each step, none of a run that only evaluated; null values are None."""
         return self._rows("metrics.jsonl")
 
     @property
@@ -46,15 +50,22 @@ class TrainResult:
             import pandas as pd
         except ImportError as error:
             raise MissingExtra("pandas", "data") from error
-        return pd.DataFrame(self.steps).set_index("step")
+        return pd.DataFrame(self.steps or {"step": []}).set_index("step")
 
     @property
     def plots(self) -> list[Path]:
         """The curves, with the extra ``plot``."""
         return sorted(self.folder.glob("*.png"))
 
+    @property
+    def _has_ended(self) -> bool:
+        return (self.folder / _SUMMARY).exists()
+
     def _rows(self, name: str) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.folder / name).read_text(encoding="utf-8").splitlines()]
+        file = self.folder / name
+        if self._has_ended and not file.exists():
+            return []
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
     def __repr__(self) -> str:
         return f"TrainResult({str(self.folder)!r})"

@@ -18,6 +18,7 @@ from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.memory_plan import describe_engines
 from dlrover.python.rl.recipe.base.model_facts import count_parameters
 from dlrover.python.rl.recipe.base.other_names import EXAMPLE_NAMES, POLICY_NAMES
+from dlrover.python.rl.recipe.distill import DistillationConfig
 from dlrover.python.rl.recipe.dpo import DPOTrainer
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.ppo import PPOTrainer
@@ -121,7 +122,10 @@ def test_gspo_compares_with_the_train_engines_own_log_probs():
     assert "rollout_logprobs" in needs.loss  # by which an actor recomputes the old ones
 
 
-@pytest.mark.parametrize(("schema", "names"), [(PolicyConfig, POLICY_NAMES), (SFTConfig, EXAMPLE_NAMES)])
+@pytest.mark.parametrize(
+    ("schema", "names"),
+    [(PolicyConfig, POLICY_NAMES), (SFTConfig, EXAMPLE_NAMES), (DistillationConfig, DistillationConfig.other_names)],
+)
 def test_every_key_of_another_library_is_read_as_one_that_exists(schema, names):
     own = {key for key, _ in list_keys(schema)}
     assert [name for name in names.values() if name not in own and not name.startswith("algorithm.")] == []
@@ -153,6 +157,19 @@ def test_the_keys_of_other_libraries_for_adapters_are_answered_with_the_place_he
         require(schema, {**GIVEN, **given}, "config")
     place = answer.partition(",")[0]
     assert place == "engine.lora" or place in {key for key, _ in list_keys(schema)}
+
+
+@pytest.mark.parametrize("schema", [PolicyConfig, DistillationConfig])
+def test_steps_per_generation_are_micro_batches_and_no_updates(schema):
+    with pytest.raises(InvalidJob, match="here it is updates_per_step: steps_per_generation / gradient_accumulation"):
+        require(schema, {**GIVEN, "steps_per_generation": 8}, "config")
+
+
+def test_beta_is_a_kl_coefficient_except_of_distillation():
+    assert require(PolicyConfig, {**GIVEN, "beta": 0.1}, "config").algorithm == {"kl_coef": 0.1}
+    with pytest.raises(InvalidJob, match=r"config\.beta: unknown key; here it is none: .* GKD's beta=1 .*kl_coef"):
+        require(DistillationConfig, {**GIVEN, "beta": 0.5}, "config")
+    assert require(DistillationConfig, {**GIVEN, "temperature": 0.5}, "config").rollout.temperature == 0.5
 
 
 def test_files_that_no_index_names_are_not_counted(tmp_path):

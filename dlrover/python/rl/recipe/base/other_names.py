@@ -74,7 +74,6 @@ POLICY_NAMES: Mapping[str, str] = {
     "epsilon_high": "algorithm.clip_high",
     "delta": "algorithm.dual_clip",
     "num_iterations": "epochs",
-    "steps_per_generation": "updates_per_step",
     # verl
     "data.train_files": "data.train",
     "data.val_files": "data.eval",
@@ -148,6 +147,7 @@ ELSEWHERE: Mapping[str, str] = {
     "importance_sampling_level": "algorithm.name: gspo for 'sequence'",
     "per_device_train_batch_size": _ROWS,
     "gradient_accumulation_steps": _ROWS,
+    "steps_per_generation": "updates_per_step: steps_per_generation / gradient_accumulation_steps",
     "num_train_epochs": "steps, a number of steps",
     "algorithm.adv_estimator": "the recipe (ppo for gae) and algorithm.name",
     "algorithm.use_kl_in_reward": "algorithm.kl_in=reward",
@@ -186,6 +186,18 @@ ELSEWHERE: Mapping[str, str] = {
     "critic.optim": "critic.optimizer",
 }
 """What answers a key that has no equal."""
+
+DISTILLATION_NAMES: Mapping[str, str] = {name: ours for name, ours in POLICY_NAMES.items() if name != "beta"}
+"""Of the recipe that learns from teachers."""
+
+DISTILLATION_ELSEWHERE: Mapping[str, str] = {
+    **ELSEWHERE,
+    "beta": (
+        "none: the divergence is always the reverse KL, GKD's beta=1 (algorithm.name=vocabulary_distillation, or"
+        " distillation by sampled tokens); the KL penalty to a reference is algorithm.kl_coef"
+    ),
+}
+"""What answers a key there."""
 
 _UPDATE = (
     "ratio", "clip_fraction", "approx_kl", "kl", "entropy", "weight", "mismatch_kl", "mismatch_bounded", "reverse_kl",
