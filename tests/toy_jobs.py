@@ -56,6 +56,13 @@ class CallsFail(Loop):
         self.RG_ACTOR.fail(bad_rank=1)
 
 
+class LeavesCalls(Loop):
+    """Makes no steps, and does not wait for its call."""
+
+    def fit(self):
+        self.RG_ACTOR.fail.options(blocking=False)(bad_rank=1)
+
+
 class CallsWrongly(Loop):
     def fit(self):
         self.RG_ACTOR.add(1, 2, 3)

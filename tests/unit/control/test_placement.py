@@ -8,6 +8,7 @@ import pytest
 from placements import bundles_of, check, job_of, nodes_of, placed, refused
 
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.placement import plan
 
 
@@ -187,3 +188,13 @@ def test_simple_cannot_share_devices_since_it_reserves_none():
 )
 def test_an_impossible_placement_is_refused_with_the_arithmetic(args, said):
     assert said in refused(*args)
+
+
+def test_a_custom_resource_keeps_its_name():
+    text = "{trainer: {module: m, class: T, device_per_node: 2, device_type: CPU}, workload:"
+    resource = '{CPU: 1, Memory: 5, NPU: 1, "accelerator_type:A100": 0.1}'
+    job = load_job_text(f"{text} {{actor: {{module: m, class: A, num: 2, resource: {resource}}}}}}}", "job")
+    placement, problems = plan(job)
+    assert not problems
+    (first, _) = placement.slots[RLRoleType.ACTOR]
+    assert first.resources == {"cpu": 1.0, "memory": 5.0, "NPU": 1.0, "accelerator_type:A100": 0.1}

@@ -93,6 +93,12 @@ def test_an_error_in_a_workload_names_role_rank_and_method(run):
     assert "in fail" in status.cause.detail
 
 
+def test_a_call_that_the_trainer_has_not_waited_for_is_waited_for_at_the_end(run):
+    status = run("LeavesCalls")
+    assert (status.phase, status.cause.who) == (Phase.FAILED, "ACTOR[1]")
+    assert status.cause.message.endswith("ValueError: the user's own words")
+
+
 def test_a_call_that_its_method_does_not_take_shows_the_trainers_line(run):
     status = run("CallsWrongly")
     assert "add() takes" in status.cause.message

@@ -108,6 +108,34 @@ def test_a_call_that_finds_what_its_argument_stands_for_gone_has_not_run(host):
     assert call(host, 1, 1, "add", 2, after=(1, 0)).tolist() == [2.0] * 3
 
 
+class Once(BaseWorkload):
+    """Without a state: its calls fail once each."""
+
+    failed: list
+
+    def act(self, number):
+        if number not in self.failed:
+            self.failed.append(number)
+            raise RuntimeError("the service answered 503")
+        return number
+
+
+def test_what_has_failed_is_tried_again_for_another_trainer_where_there_is_no_state_to_damage(host):
+    for made, again in ((MemberHost(incarnation=1), True), (host, False)):
+        kind, method = (Once, "act") if again else (Work, "refuse")
+        if again:
+            made.start(Once, MemberContext(role=RLRoleType.ROLLOUT), None, {})
+            made.workload.failed = []
+        for epoch in (1, 1, 2):
+            arguments = (7,) if again else ()
+            if again and epoch == 2:
+                assert call(made, 1, 0, method, *arguments, epoch=epoch) == 7
+                continue
+            with pytest.raises(InvocationError):
+                call(made, 1, 0, method, *arguments, epoch=epoch)
+        assert made.executed == {method: 2 if again else 1}, kind
+
+
 def test_results_are_kept_until_their_step_is_committed_and_those_of_init_for_ever(host):
     call(host, 0, 0, "add", 1)
     call(host, 1, 0, "add", 1)

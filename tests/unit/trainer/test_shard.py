@@ -306,6 +306,9 @@ def test_parts_that_cannot_be_joined_are_refused():
 def test_tensors_are_joined_along_the_first_axis():
     parts = [torch.arange(6).reshape(3, 2), torch.arange(6, 8).reshape(1, 2)]
     assert torch.equal(join(parts), torch.cat(parts))
+    assert join([torch.tensor([1, 0]), torch.tensor([0.5, 0.25])]).tolist() == [1.0, 0.0, 0.5, 0.25]
+    with pytest.raises(ShardError, match="parts that are tensors cannot be joined: Sizes of tensors must match"):
+        join([torch.ones(2, 3), torch.ones(2, 1)])
 
 
 @pytest.mark.parametrize(

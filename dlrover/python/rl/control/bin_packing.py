@@ -20,7 +20,7 @@ def member_resources(job: JobSpec) -> tuple[dict[RLRoleType, dict[str, float]], 
     """Resources of one member of each role (``memory`` in MB), and the errors of impossible amounts."""
     device = job.trainer.device_type.lower()
     amounts_of = {
-        role: {name.lower(): float(amount) for name, amount in spec.resource.items()}
+        role: {_resource_name(name): float(amount) for name, amount in spec.resource.items()}
         for role, spec in job.workloads.items()
     }
     errors = []
@@ -33,6 +33,11 @@ def member_resources(job: JobSpec) -> tuple[dict[RLRoleType, dict[str, float]], 
     for amounts in amounts_of.values():
         amounts.setdefault(device, 1.0)
     return amounts_of, errors
+
+
+def _resource_name(name: str) -> str:
+    """Ray's names of custom resources are as they were given to it."""
+    return name.lower() if name.lower() in ("cpu", "gpu", "memory") else name
 
 
 def _share(job: JobSpec, group: Mapping[RLRoleType, dict[str, float]], device: str) -> list[ConfigError]:

@@ -164,10 +164,8 @@ class Steps:
 
     def finish(self) -> None:
         """After ``fit``: wait for its running calls, and for the copy in the job's directory."""
-        if not self._is_open:
-            return
         self.port.settle()
-        if self._checkpoints is None:
+        if not self._is_open or self._checkpoints is None:
             return
         try:
             while (request := self._checkpoints.persist_request()) is not None:

@@ -11,17 +11,26 @@ import pytest
 from memory_cluster import PENDING, MemoryActor, MemoryCluster
 from ray.exceptions import ActorUnavailableError
 
+from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.commands import KillStandby, Place, Release, StartMembers, StartStandby
-from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Placed, Released, StandbyReady
+from dlrover.python.rl.control.events import (
+    CauseKind,
+    MemberLost,
+    MemberStarted,
+    Placed,
+    Released,
+    StandbyLost,
+    StandbyReady,
+)
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes import actors, process_table
-from dlrover.python.rl.runtime.ray.reservations import RunPlan
+from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
 
 JOB = """
 trainer: {{module: toys, class: Loop, device_per_node: 4, device_type: CPU}}
@@ -111,6 +120,19 @@ def test_the_slot_of_a_lost_standby_is_free_for_the_next():
     assert stage.cluster.killed == ["ACTOR-standby[0]", "ACTOR[0]", "ACTOR-standby[1]"]
     kinds = [type(event) for event in stage.events]
     assert kinds == [Placed, MemberStarted, StandbyReady, StandbyReady, MemberStarted, StandbyReady, MemberStarted]
+
+
+def test_a_standby_without_a_place_is_lost_and_the_job_goes_on(monkeypatch):
+    async def full(self, role, slot, excluded):
+        raise PlacementTimeout("the cluster is full")
+
+    stage = Stage(standby=1)
+    stage.run(member(1))
+    monkeypatch.setattr(Reservations, "place", full)
+    stage.events.clear()
+    stage.run(StartStandby("ACTOR", 0))
+    assert [type(event) for event in stage.events] == [Placed, StandbyLost]
+    assert stage.events[1].cause.kind is CauseKind.NO_RESOURCES
 
 
 def test_two_standbys_have_slots_of_their_own():

@@ -3,6 +3,7 @@
 
 import asyncio
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from memory_cluster import MemoryCluster
@@ -158,3 +159,16 @@ def test_groups_of_other_runs_stay():
     other = cluster.create_group([{}], "job/other/1/node-0", ())
     asyncio.run(reservations.reserve(2, ()))
     assert cluster.reserved()[other] == "a"
+
+
+def test_a_size_that_a_role_had_before_is_refused_where_its_node_is_gone(monkeypatch):
+    monkeypatch.setattr(module, "_ELASTIC_S", 0.1)
+    cluster, reservations = reservations_on("a", "b", job=ELASTIC)
+    asyncio.run(reservations.reserve(1, ()))
+    state = SimpleNamespace(most={}, incarnation=1, excluded=())
+    asyncio.run(reservations.enlarge(state, "ROLLOUT", 2, 0.1))
+    (lost,) = [group for group, node in cluster.reserved().items() if node == "b"]
+    cluster.nodes = ("a",)
+    cluster.remove_group(lost)
+    with pytest.raises(PlacementTimeout):
+        asyncio.run(reservations.enlarge(state, "ROLLOUT", 2, 0.1))

@@ -222,9 +222,17 @@ class MemberHost:
         if header.incarnation > self._incarnation:
             reason = f"meant for incarnation {header.incarnation}, this is {self._incarnation}"
             raise self._refusal(StaleCall, header, reason)
+        if header.epoch > self._epoch and not self._is_stateful:
+            self._forget_failures()
         self._epoch = max(self._epoch, header.epoch)
         if header.committed > self._settled:
             self._settle(header.committed)
+
+    def _forget_failures(self) -> None:
+        """Another trainer repeats the step: what failed last is tried again."""
+        while self._answers and self._answers[last := max(self._answers)].error is not None:
+            del self._answers[last]
+        self._latest = max(self._answers, default=_NEVER)
 
     def _repeat(self, header: CallHeader) -> Any:
         answer = self._answers[header.call_id]

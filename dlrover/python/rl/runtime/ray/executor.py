@@ -139,7 +139,7 @@ class RayExecutor:
             cause = Cause(CauseKind.NO_RESOURCES, "job", str(error))
             if entry is not None and entry.is_member and self.reservations.is_elastic(entry.role):
                 return Unplaced(entry.process_id.role, entry.process_id.rank, entry.number, cause)
-            return Failed(self._incarnation, cause)
+            return entry.loss(cause) if entry is not None and entry.is_standby else Failed(self._incarnation, cause)
         if entry is None:
             _LOG.error("%s: the executor failed", self._job.name, exc_info=error)
             return Failed(self._incarnation, Cause(CauseKind.INTERNAL, "job", f"{type(error).__name__}: {error}"))

@@ -154,12 +154,16 @@ class Reservations:
             await self._look_for_places()
 
     async def enlarge(self, state: JobState, role: str, num: int, timeout_s: float) -> None:
-        """Reserve places for ``num`` members of ``role``. After a PlacementTimeout nothing has changed."""
+        """Reserve places for ``num`` members of ``role``, or see that those of an earlier size are still there. After a
+        PlacementTimeout nothing has changed."""
         placement = self._planned.with_places({**state.most, role: max(num, state.most.get(role, 0))})
         incarnation, excluded = state.incarnation, state.excluded
         timeout_s = min(timeout_s, self._job.placement_timeout_s)
         former, prefix = self._groups, f"{self._prefix}/{incarnation}"
         if len(placement.bundles) <= len(self._placement.bundles):
+            nodes = {self._node_of(slot) for slot in self.slots(RLRoleType(role))[:num]} if self.uses_groups else ()
+            for node in nodes:
+                await self._ensure_node(node, excluded, timeout_s)
             return
         if not self.uses_groups:
             await asyncio.to_thread(check_free, self._cluster, placement, len(self._placement.nodes))
