@@ -2,6 +2,7 @@
 """Reservations on a cluster in memory when nodes are excluded."""
 
 import asyncio
+from contextlib import suppress
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -172,3 +173,25 @@ def test_a_size_that_a_role_had_before_is_refused_where_its_node_is_gone(monkeyp
     cluster.remove_group(lost)
     with pytest.raises(PlacementTimeout):
         asyncio.run(reservations.enlarge(state, "ROLLOUT", 2, 0.1))
+
+
+def test_what_waits_for_one_node_does_not_hold_up_another():
+    cluster, reservations = reservations_on("a", "b", job=ELASTIC.replace(", min: 1", ""))
+    placed = []
+
+    async def place(slot):
+        with suppress(PlacementTimeout):
+            await reservations.place(RLRoleType.ROLLOUT, slot, ())
+        placed.append(slot)
+
+    async def scenario():
+        await reservations.reserve(1, ())
+        (lost,) = [group for group, node in cluster.reserved().items() if node == "b"]
+        cluster.nodes = ("a",)
+        cluster.remove_group(lost)
+        on_b = next(slot for slot in (0, 1) if reservations._groups[reservations._node_of(slots[slot])] == lost)
+        await asyncio.gather(place(on_b), place(1 - on_b))
+        assert placed == [1 - on_b, on_b]
+
+    slots = reservations.slots(RLRoleType.ROLLOUT)
+    asyncio.run(scenario())

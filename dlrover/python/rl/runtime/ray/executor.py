@@ -270,7 +270,7 @@ class RayExecutor:
         entry.process = await self._locate(entry)
         neighbours = await together.wait(entry, self._job.placement_timeout_s + timeout_s)
         await self._turnstile.turn()
-        reason = self.last_causes.get(process_id, "others of its role had to restart") if entry.number > 1 else ""
+        reason = self.last_causes.pop(process_id, "other processes had to restart") if entry.number > 1 else ""
         restart = RestartInfo(entry.number - 1, reason, max(self.open_step - 1, 0))
         context = self._table.context(entry, self._pool.name_of(entry), restart, neighbours)
         ref = entry.handle.dlrover_start.remote(MemberStart(self._job, context, entry.number))

@@ -2,6 +2,7 @@
 """What a run holds on the cluster besides its processes: placement groups, and memory on its nodes."""
 
 import asyncio
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import inf
@@ -59,7 +60,8 @@ class Reservations:
         self._nodes: set[str] = set()
         self._readmitted: set[str] = set()
         self._lacking: set[int] = set()
-        self._lock = asyncio.Lock()
+        self._locks = defaultdict[int, asyncio.Lock](asyncio.Lock)  # of the plan's nodes
+        self._reading = asyncio.Lock()
         self._rows: dict[str, GroupRow] = {}
         self._read_s = -inf  # when reading them began
         self._threads = Threads()
@@ -204,7 +206,7 @@ class Reservations:
         """Reserve one node of the plan unless it is reserved. Raises PlacementTimeout after ``limit_s`` seconds, and at
         once where that has happened already."""
         asked_s = asyncio.get_running_loop().time()
-        async with self._lock:
+        async with self._locks[node]:
             former, excluded = self._groups[node], self._still_excluded(excluded)
             await self._read_groups(asked_s)
             if has_resources(self._rows.get(former), excluded):
@@ -226,10 +228,11 @@ class Reservations:
 
     async def _read_groups(self, asked_s: float) -> None:
         """Read the table of groups, unless that has begun after ``asked_s``: processes that start together share it."""
-        if self._read_s < asked_s:
-            began_s = asyncio.get_running_loop().time()
-            self._rows = {row.id: row for row in await asyncio.to_thread(self._cluster.list_groups)}
-            self._read_s = began_s
+        async with self._reading:
+            if self._read_s < asked_s:
+                began_s = asyncio.get_running_loop().time()
+                self._rows = {row.id: row for row in await asyncio.to_thread(self._cluster.list_groups)}
+                self._read_s = began_s
 
     async def _replace_node(self, node: int, excluded: tuple[str, ...] = (), limit_s: float = inf) -> None:
         former, self._read_s = self._groups[node], -inf
