@@ -299,7 +299,7 @@ class BaseTrainer(ABC):
 
 
 def run_trainer(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) -> None:
-    """Run ``init`` and ``fit``; raises their errors, of which the trainer is told by ``on_end``.
+    """Run ``init`` and ``fit``; raises their errors, of which the trainer learns by ``on_end``.
 
     A step that cannot continue (a commit that cannot be restored, a replay that diverges, an error marked
     ``retryable``) is repeated from the newest commit by a new trainer object, at most three times without a commit in
