@@ -361,32 +361,32 @@ def test_what_is_not_known_is_said_and_not_refused(monkeypatch, small):
 
 
 def test_of_deepspeed_and_megatron_the_state_is_planned_and_refused_where_it_cannot_fit(monkeypatch, small, large):
-    def told(shape, gigabytes, members=8, **changes):
+    def planned(shape, gigabytes, members=8, **changes):
         use = ModelUse("trained", "", members)
         made = plan(monkeypatch, shape, {ACTOR: use}, replace(ON_CUDA, **changes), gigabytes)
         return made.lines()[-1].strip(), [error.what for error in made.find_errors()]
 
-    line, faults = told(small, 80, train="deepspeed", train_options={"zero_stage": 1})
+    line, faults = planned(small, 80, train="deepspeed", train_options={"zero_stage": 1})
     assert (line, faults) == (
         "ACTOR x8: at least 2.0 (weights 1.2, gradients 0.2, optimizer 0.5); passes are not computed for deepspeed",
         [],
     )
-    line, _ = told(small, 80, train="deepspeed", train_options={"optimizer_on_host": True})
+    line, _ = planned(small, 80, train="deepspeed", train_options={"optimizer_on_host": True})
     assert line.startswith("ACTOR x8: at least 0.7 (weights 0.1, gradients 0.5), and 1.0 of its host; passes")
-    _, faults = told(large, 80, train="deepspeed", train_options={"zero_stage": 2})
+    _, faults = planned(large, 80, train="deepspeed", train_options={"zero_stage": 2})
     assert faults == [
         "ACTOR needs 290.8 GB for its weights, gradients and optimizer, and has 73.6 GB of a device's 80.0; with"
         " engine.train_options.zero_stage=3 engine.train_options.optimizer_on_host=true it is 18.7 GB"
     ]
     split = ParallelSizes(tensor_parallel_size=8)
-    _, faults = told(large, 80, train="megatron", parallel=split)
+    _, faults = planned(large, 80, train="megatron", parallel=split)
     assert faults == [
         "ACTOR needs 163.6 GB for its weights, gradients and optimizer, and has 73.6 GB of a device's 80.0; with"
         " workload.actor.num=64 it is 68.2 GB"
     ]
-    line, faults = told(large, 80, 64, train="megatron", parallel=split)
+    line, faults = planned(large, 80, 64, train="megatron", parallel=split)
     assert line.startswith("ACTOR x64: at least 68.2 (weights 22.7, gradients 36.4, optimizer 9.1)") and not faults
-    line, _ = told(large, 80, 64, train="megatron", parallel=replace(split, pipeline_parallel_size=4))
+    line, _ = planned(large, 80, 64, train="megatron", parallel=replace(split, pipeline_parallel_size=4))
     assert line.startswith("ACTOR x64: at least 28.2 (weights")
     frozen = plan(monkeypatch, small, {REFERENCE: ModelUse("frozen", "")}, replace(ON_CUDA, train="megatron"), 80)
     assert "REFERENCE x1: at least 1.0 (weights 1.0); passes" in frozen.lines()[-1]

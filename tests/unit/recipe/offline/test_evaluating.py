@@ -160,11 +160,12 @@ def test_what_was_trained_on_is_not_called_held_out(inputs, data, every, faults)
     assert [error.where for error in errors] == faults
 
 
-def test_a_share_that_is_held_out_is_never_trained_on_also_where_nothing_is_evaluated(inputs):
+def test_a_share_that_is_held_out_is_never_trained_on_also_where_nothing_is_evaluated(inputs, tmp_path):
     data = SFTData(train=str(inputs / "examples.jsonl"), eval_share=0.5)
     examples = load_examples(data, AutoTokenizer.from_pretrained(inputs / "model"), evaluates=False, seed=0)
     assert (len(examples.train), examples.held_out) == (len(EXAMPLES) // 2, None)
-    assert validate_examples(replace(data, eval_share=1e-9), False, 0) == []
+    one = replace(data, train=write_rows(tmp_path / "one.jsonl", EXAMPLES[:1]))
+    assert [error.where for error in validate_examples(one, False, 0)] == ["config.data.eval_share"]
 
 
 def test_sums_over_ranks_of_which_one_has_no_rows():

@@ -6,7 +6,7 @@ import json
 import pytest
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
-from dlrover.python.rl.recipe.base.data_config import PromptData
+from dlrover.python.rl.recipe.base.data_config import PromptData, digest_of_rows
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.prompts import PromptSource
 
@@ -104,6 +104,11 @@ def test_other_prompts_to_evaluate_on_are_seen_and_looked_through_again(tmp_path
     assert (other.changed_sets, other.held_out.objects("prompt")) == (set(), ["d", "b"])
     assert sorted(drawn + other.next_rows(3)) == [0, 2, 3, 4, 5, 6, 7], "and the order of the others goes on"
     assert other.state_dict()["sets"] != state["sets"]
+
+
+def test_objects_in_rows_are_the_same_ones_in_another_process():
+    one, other = object(), object()
+    assert digest_of_rows([{"image": one}]) == digest_of_rows([{"image": other}]) != digest_of_rows([{}])
 
 
 def test_other_rows_to_train_on_are_refused(tmp_path):

@@ -6,6 +6,7 @@ one call of SDPA for each run of documents of equal length.
 """
 
 import inspect
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, groupby
@@ -66,7 +67,7 @@ def find_fixed_positions(model: Any) -> int | None:
     limits = [
         rope["original_max_position_embeddings"]
         for rope in ([ropes] if "rope_type" in ropes else ropes.values())
-        if rope and rope["rope_type"] == "longrope"
+        if isinstance(rope, Mapping) and rope.get("rope_type") == "longrope"
     ]
     return min(limits, default=None)
 

@@ -93,10 +93,10 @@ class PromptSource:
 
     def drop(self, too_long: Sequence[ConfigError]) -> None:
         """Neither train nor evaluate on these prompts, by their places; DataError if that leaves none."""
-        names, drawn = {error.where for error in too_long}, self._cursor.state_dict()
+        names, position = {error.where for error in too_long}, self._cursor.state_dict()
         self._drop_rows([number for number, name in enumerate(self.places.objects("place")) if name in names])
         if self.changed_sets:  # the rows to train on are those of the state
-            self._cursor.load_state_dict(drawn)
+            self._cursor.load_state_dict(position)
             self.changed_sets = set()
         if too_long:
             count = f"{len(self.dropped)} of {len(self.places)}"
