@@ -22,6 +22,7 @@ from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
+from dlrover.python.rl.engine.fsdp2 import copy_sums
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.fsdp2.shards import Grid
 from dlrover.python.rl.engine.model.ranks import Ranks
@@ -145,6 +146,7 @@ def on_two(rank, world_size, port, path):
     found = {name: five_steps(*place, way) for name, way in WAYS.items()}
     for name in ("tensor", "context"):
         found[f"{name}, read"] = read(make_engine(*place, WAYS[name], frozen=True))
+    found |= {f"overlapped, {precision}": overlapped(*place, precision) for precision in ("fp32", "bf16")}
     found |= {"uneven": uneven(*place), "dealt": dealt(*place), "raising": raising(*place), "late": late(ranks)}
     ranks.close()
     return found
@@ -224,6 +226,61 @@ def test_adapters_beside_4_bits_train_in_every_dimension(dimension, two, model_p
     alone = assert_like_alone(model_path, WAYS[name], two[name], tolerance=6 * CONFIG.lr if "bf16" in name else 1e-5)
     if dimension != "copies":
         assert all(rank["bytes"] <= 0.6 * alone["bytes"] for rank in two[name])
+
+
+TWO_PASSES = (17, 6, 9, 14, 11, 12, 5, 18)
+"""Lengths of rows that two ranks and four read in two passes or more."""
+
+
+def overlapped(rank, world_size, port, path, precision):
+    """Of a step in two passes, in order: when backward passes begin and end, and the elements of each sum over copies.
+    Then the norms of that step and, after one that fails in its last pass, of another."""
+    events, all_reduce, backward, long = [], dist.all_reduce, torch.Tensor.backward, make_batch(0, TWO_PASSES)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(copy_sums, "LARGE", 1000)
+        engine = make_engine(rank, world_size, port, path, settings(COPIES, precision=precision))
+        copies = engine._grid.copies
+
+        def noted_sum(tensor, *args, group=None, **kwargs):
+            if group is copies:
+                events.append(tensor.numel())
+            return all_reduce(tensor, *args, group=group, **kwargs)
+
+        def noted_pass(loss):
+            events.append("begin")
+            backward(loss)
+            events.append("end")
+
+        patched.setattr(dist, "all_reduce", noted_sum)
+        patched.setattr(torch.Tensor, "backward", noted_pass)
+        first = engine.step(share(engine, rank, long), token_loss)
+    with pytest.raises(NonFiniteUpdate):
+        engine.step(share(engine, rank, long), spoiled)
+    second = engine.step(share(engine, rank, make_batch(1)), token_loss)
+    sizes = [shard.master.numel() for shard in engine._model.shards]
+    engine.close()
+    return {"events": events, "told": (first, second), "sizes": sizes}
+
+
+def assert_overlapped(path, precision, ranks):
+    alone = make_engine(0, 1, 0, path, settings(precision=precision))
+    norms = [alone.step(rows, token_loss).grad_norm for rows in (make_batch(0, TWO_PASSES), make_batch(1))]
+    tolerance = 1e-4 if precision == "fp32" else 1e-2
+    for rank in ranks:
+        assert rank["told"] == ranks[0]["told"]
+        assert [step.grad_norm for step in rank["told"]] == pytest.approx(norms, rel=tolerance)
+        last_begun = len(rank["events"]) - rank["events"][::-1].index("begin")
+        earlier, sums = rank["events"][:last_begun], rank["events"][last_begun:]
+        assert earlier == ["begin", "end"] * (len(earlier) // 2) + ["begin"]
+        assert len(earlier) > 1
+        assert sums.pop() == "end"
+        assert len(sums) > 3
+        assert sum(sums) == sum(rank["sizes"])
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_gradients_of_copies_are_summed_while_the_last_pass_goes_on(precision, two, model_path):
+    assert_overlapped(model_path, precision, two[f"overlapped, {precision}"])
 
 
 # -- ranks that differ ------------------------------------------------------------------------------------------------
@@ -350,6 +407,7 @@ def on_four(rank, world_size, port, path):
         "hybrid": five_steps(*place, settings(COPIES)),
         "head": five_steps(*place, settings(head="token")),
         "pairs": pairs(*place),
+        "overlapped": overlapped(*place, "bf16"),
         "refused": refused(*place, settings(ParallelSizes(tensor_parallel_size=4))),
     }
     ranks.gather(None)  # The first to leave takes the meeting place along.
@@ -363,6 +421,10 @@ def test_two_copies_of_two_shards_stay_equal_to_the_bit(four, model_path):
     first, second, third, fourth = (rank["bits"] for rank in four["hybrid"])
     assert (first, second) == (third, fourth)
     assert first != second
+
+
+def test_gradients_of_copies_of_shards_are_summed_while_the_last_pass_goes_on(four, model_path):
+    assert_overlapped(model_path, "bf16", four["overlapped"])
 
 
 @pytest.mark.feature(56)

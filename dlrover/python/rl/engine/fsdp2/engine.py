@@ -15,6 +15,7 @@ from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.cpu_kernels import install_cpu_kernels
 from dlrover.python.rl.engine.fsdp2 import INFO, Fsdp2Options
 from dlrover.python.rl.engine.fsdp2.compiled_layers import compile_layers
+from dlrover.python.rl.engine.fsdp2.copy_sums import CopySums
 from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, MaterializeOptions, materialize
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
@@ -93,6 +94,8 @@ class Fsdp2Backend(ShardedBackend):
         )
         self.limits = find_limits(module)
         self.optimizer = None if config is None else MasterOptimizer(config, made.shards.trained)
+        copied = config is not None and grid.copies is not None
+        self.copy_sums = CopySums(made.shards.trained, grid.copies) if copied else None
         self._track_memory()
 
     def _track_memory(self) -> None:
@@ -131,8 +134,17 @@ class Fsdp2Backend(ShardedBackend):
             return self.reader.read(self.module, micro, temperature, entropy)
 
         with self._computing():
-            sums = accumulate_gradients(micros, batch, loss, read, torch.Tensor.backward, self._settings.device)
+            steps = micros if self.copy_sums is None else self.copy_sums.begin_at_last(micros)
+            sums = accumulate_gradients(steps, batch, loss, read, torch.Tensor.backward, self._settings.device)
         return sums if self.shards.grid.reports else {}
+
+    def reduce_gradients(self) -> list[Any]:
+        return self.shards.take_gradients(None if self.copy_sums is None else self.copy_sums.finish)
+
+    def drop_gradients(self) -> None:
+        if self.copy_sums is not None:
+            self.copy_sums.forget()
+        super().drop_gradients()
 
     def update(self, version: int, norm: float) -> float:
         self.shards.hand_over()

@@ -232,7 +232,7 @@ class Shards:
     def trained(self) -> list[ParameterShard]:
         return [shard for shard in self.items if shard.trained]
 
-    def take_gradients(self) -> list[Any]:
+    def take_gradients(self, sum_copies: Callable[[], None] | None = None) -> list[Any]:
         """The masters' gradients, summed over copies of the model; zeros for unused parameters."""
         for shard in self.trained:
             shard.take_gradient()
@@ -241,7 +241,9 @@ class Shards:
         if summed := [shard.gradient for shard in self.trained if shard.summed]:
             sum_tensors(summed, self.grid.tensors.get_group())
         gradients = [shard.gradient for shard in self.trained]
-        if self.grid.copies is not None:
+        if sum_copies is not None:
+            sum_copies()
+        elif self.grid.copies is not None:
             sum_tensors(gradients, self.grid.copies)
         return gradients
 
