@@ -53,11 +53,16 @@ def take_steps(parameter, optimizer, count):
     return parameter.detach()
 
 
-def ours(*shape, steps=8):
-    parameter = make_parameter(*shape)
+def optimizer_of(parameter, of_matrices=True):
     optimizer = AdamW8bit([{"params": [parameter], "weight_decay": 0.1}], 1e-3, (0.9, 0.95))
-    optimizer.state[parameter] = make_state(parameter)
-    return take_steps(parameter, optimizer, steps), optimizer.state[parameter]
+    optimizer.state[parameter] = make_state(parameter, of_matrices)
+    return optimizer
+
+
+def ours(*shape, of_matrices=True):
+    parameter = make_parameter(*shape)
+    optimizer = optimizer_of(parameter, of_matrices)
+    return take_steps(parameter, optimizer, 8), optimizer.state[parameter]
 
 
 def test_rows_of_whole_blocks_take_the_steps_of_bitsandbytes(bitsandbytes):
@@ -98,8 +103,46 @@ def test_pieces_of_a_matrix_take_the_same_step(monkeypatch):
 
 
 @pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("size", [2 * BLOCK, 2 * BLOCK + 7, 3])
+def test_a_flat_part_is_divided_into_blocks_whatever_the_pieces(monkeypatch, size):
+    """As one row is, whose step is tested above."""
+    row, flat, pieces = make_parameter(1, size), make_parameter(size), make_parameter(size)
+    optimizers = [optimizer_of(parameter) for parameter in (row, flat, pieces)]
+    for number in range(8):
+        gradient = torch.randn(size, generator=torch.Generator().manual_seed(number))
+        for parameter, optimizer in zip((row, flat, pieces), optimizers, strict=True):
+            monkeypatch.setattr(eight_bit, "PIECE", BLOCK if parameter is pieces else 1 << 24)
+            parameter.grad = gradient.view(parameter.shape)
+            optimizer.step()
+    states = [optimizer.state[parameter] for parameter, optimizer in zip((row, flat, pieces), optimizers, strict=True)]
+    for parameter, state in zip((flat, pieces), states[1:], strict=True):
+        assert torch.equal(parameter, row[0])
+        assert state["exp_avg"].dtype == torch.uint8 and state["exp_avg"].shape == (size,)
+        assert state["exp_avg_scale"].shape == (-(-size // BLOCK),)
+        assert all(torch.equal(tensor.flatten(), states[0][kind].flatten()) for kind, tensor in state.items())
+
+
+@pytest.mark.usefixtures("bitsandbytes")
+@pytest.mark.parametrize("shape", [(5, 300), (700,)], ids=str)
+def test_what_is_read_can_be_written_again(shape):
+    parameter = make_parameter(*shape)
+    optimizer = optimizer_of(parameter)
+    take_steps(parameter, optimizer, 3)
+    state, other = optimizer.state[parameter], make_state(parameter, of_matrices=True)
+    for kind in ("exp_avg", "exp_avg_sq"):
+        moment = optimizer.read(state, kind)
+        assert moment.dtype == torch.float32 and moment.shape == shape
+        optimizer.write(other, kind, moment)
+        again = optimizer.read(other, kind)
+        assert (again - moment).abs().max() < 0.02 * moment.abs().max()
+    # The largest code of numbers of both signs is 1, and the smallest more than -1.
+    assert torch.equal(other["exp_avg_sq"], state["exp_avg_sq"])
+    assert torch.equal(other["exp_avg_sq_scale"], state["exp_avg_sq_scale"])
+
+
+@pytest.mark.usefixtures("bitsandbytes")
 def test_vectors_have_moments_in_float32():
-    found, state = ours(300)
+    found, state = ours(300, of_matrices=False)
     exact = make_parameter(300)
     take_steps(exact, torch.optim.AdamW([exact], 1e-3, (0.9, 0.95), weight_decay=0.1, fused=True), 8)
     assert torch.equal(found, exact.detach())
@@ -108,8 +151,13 @@ def test_vectors_have_moments_in_float32():
 
 @pytest.mark.usefixtures("bitsandbytes")
 def test_a_rank_without_a_row_counts_its_steps():
-    _, state = ours(0, 300)
+    parameter = make_parameter(0, 300)
+    optimizer = optimizer_of(parameter)
+    take_steps(parameter, optimizer, 8)
+    state = optimizer.state[parameter]
     assert state["step"] == 8 and state["exp_avg"].shape == (0, 300)
+    moment = optimizer.read(state, "exp_avg")
+    assert moment.dtype == torch.float32 and moment.shape == (0, 300)
 
 
 @pytest.mark.parametrize("before", range(1, 7))
@@ -257,8 +305,8 @@ def test_one_process_goes_on_from_two_shards_with_the_same_numbers_and_two_from_
 
 def test_what_it_does_not_go_with_is_refused(model_path):
     for name in ("deepspeed", "megatron"):
-        (error,) = find_optimizer_errors(name, engine_info(TRAIN_ENGINES, name), CONFIG)
-        assert error == f"{name} does not support adamw_8bit here: use adamw, or fsdp2"
+        (error,) = find_optimizer_errors(name, engine_info(TRAIN_ENGINES, name), OptimizerConfig(name="sgd"))
+        assert error == f"{name} does not support sgd here: use adamw, or fsdp2"
     with pytest.raises(EngineError, match="adamw_8bit needs tensor_parallel_size 1, which is 2"):
         make(model_path, parallel=ParallelSizes(tensor_parallel_size=2))
 

@@ -246,7 +246,7 @@ def find_optimizer_errors(
     """What is asked of a train engine's optimizer that it cannot do."""
     if not {"adamw": True, "sgd": info.sgd, "adamw_8bit": info.adamw_8bit}[config.name]:
         return [f"{name} does not support {config.name} here: use adamw, or fsdp2"]
-    if config.name == "adamw_8bit" and tensor_parallel_size > 1:
+    if config.name == "adamw_8bit" and tensor_parallel_size > 1 and info.redivides:  # rows, but not their parts
         return [f"adamw_8bit needs tensor_parallel_size 1, which is {tensor_parallel_size}"]
     return []
 

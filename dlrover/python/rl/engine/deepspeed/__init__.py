@@ -24,5 +24,6 @@ INFO = EngineInfo(
     quantizes=True,
     shares_process=False,
     sgd=False,
+    adamw_8bit=True,
     redivides=False,
 )

@@ -41,8 +41,10 @@ from dlrover.python.rl.engine.training.backend import present, write_folder
 from dlrover.python.rl.engine.training.quantized import quantize_linear_layers
 from dlrover.python.rl.engine.training.stepping import (
     accumulate_gradients,
+    build_optimizer,
     compute_learning_rate,
     find_nonfinite,
+    make_state,
     restore_state,
 )
 
@@ -101,7 +103,7 @@ class DeepSpeedBackend:
         self._zero: Any = None
         if config is not None or self._is_divided:
             self._passes, self._zero, *_ = deepspeed.initialize(
-                model=module, optimizer=None if config is None else _adamw(module, config), config=ds_config
+                model=module, optimizer=None if config is None else _optimizer(module, config), config=ds_config
             )
         if self._sums_otherwise:
             _sum_in_float32(self._zero)
@@ -158,15 +160,13 @@ class DeepSpeedBackend:
 
     def _init_optimizer(self) -> list[Any]:
         """This rank's masters, each the parts of many parameters; their moments start as zeros."""
-        zero = self._zero
-        masters = zero.fp32_partitioned_groups_flat if self._is_divided else zero.single_partition_of_fp32_groups
-        for master in masters:
-            zero.optimizer.state[master] = {
-                "step": torch.zeros((), device=master.device),
-                "exp_avg": torch.zeros_like(master, requires_grad=False),
-                "exp_avg_sq": torch.zeros_like(master, requires_grad=False),
-            }
-        return list(masters)
+        zero, config = self._zero, self._config
+        assert config is not None
+        masters = list(zero.fp32_partitioned_groups_flat if self._is_divided else zero.single_partition_of_fp32_groups)
+        for number, master in enumerate(masters):
+            group = zero.optimizer.param_groups[zero.sub_group_to_group_id[number] if self._is_divided else number]
+            zero.optimizer.state[master] = make_state(config, master, group["of_matrices"])
+        return masters
 
     def _track_memory(self) -> None:
         """Account for what is on the device."""
@@ -349,11 +349,13 @@ def _sum_in_float32(zero: Any) -> None:
     zero.use_separate_grad_accum = zero.use_grad_accum_attribute = True
 
 
-def _adamw(module: Any, config: OptimizerConfig) -> Any:
-    decayed: list[Any] = []
+def _optimizer(module: Any, config: OptimizerConfig) -> Any:
+    matrices: list[Any] = []
     others: list[Any] = []
     for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):
-        (decayed if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else others).append(parameter)
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    groups = [group for group in groups if group["params"]]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
+        (matrices if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else others).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay, "of_matrices": True},
+        {"params": others, "weight_decay": 0.0, "of_matrices": False},
+    ]
+    return build_optimizer(config, groups)

@@ -21,6 +21,7 @@ INFO = EngineInfo(
     shares_process=False,
     top_token_ids=False,
     sgd=False,
+    adamw_8bit=True,
     bare_head=False,
     redivides=False,
 )

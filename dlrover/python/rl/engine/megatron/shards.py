@@ -235,9 +235,12 @@ class CheckpointTensors:
         self.tensors: dict[str, Any] = {}
         for shard in shards:
             self._copy_parts(shard, shard.master.detach(), model_tensor)
-        for shard, state in optimizer.state() if optimizer is not None else ():
+        if optimizer is None:
+            return
+        for shard, state in optimizer.state():
             for kind in ("exp_avg", "exp_avg_sq"):
-                self._copy_parts(shard, state[kind], lambda name, kind=kind: optimizer_tensor(name, kind))
+                moment = optimizer.read(state, kind)
+                self._copy_parts(shard, moment, lambda name, kind=kind: optimizer_tensor(name, kind))
             for source in shard.parameter.sources:
                 self.tensors[optimizer_tensor(source, "step")] = state["step"].to("cpu", copy=True)
 
@@ -269,10 +272,12 @@ class CheckpointTensors:
         """Copy the tensors into the masters and moments that they were copied from."""
         for shard in self._shards:
             shard.write(self._join_parts(shard, model_tensor))
-        for shard, state in self._optimizer.state() if self._optimizer is not None else ():
+        if self._optimizer is None:
+            return
+        for shard, state in self._optimizer.state():
             for kind in ("exp_avg", "exp_avg_sq"):
                 whole = self._join_parts(shard, lambda name, kind=kind: optimizer_tensor(name, kind))
-                state[kind].copy_(shard.own(whole))
+                self._optimizer.write(state, kind, shard.own(whole))
             state["step"].copy_(self.tensors[optimizer_tensor(shard.parameter.sources[0], "step")])
 
     def _join_parts(self, shard: MegatronShard, rename: Any) -> Any:

@@ -2,7 +2,8 @@
 """AdamW with moments in 8 bits (Dettmers et al., arXiv:2110.02861), rounded by bitsandbytes.
 
 A block of numbers has one scale and is part of one row, so that ranks which divide rows divide blocks, too, and go on
-from each other's states without rounding them again. Vectors have moments in float32."""
+from each other's states without rounding them again. Where an engine steps flat parts of matrices, those are cut into
+blocks. Vectors have moments in float32."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -22,13 +23,15 @@ _SCALE = "_scale"
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-def make_state(master: Any) -> dict[str, Any]:
-    """Zeros. Of a matrix ``exp_avg`` and ``exp_avg_sq`` are of dtype uint8 and have the master's shape;
-    ``exp_avg_scale`` and ``exp_avg_sq_scale`` are float32 ``[rows, blocks of a row]``."""
+def make_state(master: Any, of_matrices: bool) -> dict[str, Any]:
+    """Zeros. ``of_matrices``, or of a flat part of some, ``exp_avg`` and ``exp_avg_sq`` are of dtype uint8 and have the
+    master's shape; ``exp_avg_scale`` and ``exp_avg_sq_scale`` are float32 ``[rows, blocks of a row]``, or flat.
+    """
     state = {"step": torch.zeros((), device=master.device)}
-    if master.ndim < 2:  # noqa: PLR2004
+    if not of_matrices:
         return {**state, **{kind: torch.zeros_like(master, requires_grad=False) for kind in _MOMENTS}}
-    scales = (master.shape[0], -(-master.shape[1:].numel() // BLOCK))
+    *rows, width = (master.shape[0], master.shape[1:].numel()) if master.ndim > 1 else master.shape
+    scales = (*rows, -(-width // BLOCK))
     for kind in _MOMENTS:
         state[kind] = torch.zeros_like(master, dtype=torch.uint8, requires_grad=False)
         state[kind + _SCALE] = torch.zeros(scales, device=master.device)
@@ -45,26 +48,41 @@ class AdamW8bit(torch.optim.Optimizer):
 
         super().__init__(groups, {"lr": lr, "betas": betas})
         self._functional = functional
-        device = self.param_groups[0]["params"][0].device
         signed = {"exp_avg": True, "exp_avg_sq": False}
-        self._values = {kind: functional.create_dynamic_map(signed=signed[kind]).to(device) for kind in _MOMENTS}
+        self._values = {kind: functional.create_dynamic_map(signed=signed[kind]) for kind in _MOMENTS}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:
         for group in self.param_groups:
             for master in group["params"]:
                 state = self.state[master]
-                if _MOMENTS[0] + _SCALE in state:
-                    self._step_matrix(group, master, state)
+                if is_rounded(state):
+                    self._step_matrices(group, master, state)
                 else:
                     _take_step(group, master, master.grad, [state[kind] for kind in _MOMENTS], state["step"])
 
-    def _step_matrix(self, group: Mapping[str, Any], master: Any, state: dict[str, Any]) -> None:
+    def read(self, state: Mapping[str, Any], kind: str) -> Any:
+        """A moment in float32, of the master's shape."""
+        codes = state[kind]
+        has_codes = is_rounded(state) and codes.numel()
+        return self._restore(kind, codes, state[kind + _SCALE]) if has_codes else codes.float()
+
+    def write(self, state: Mapping[str, Any], kind: str, moment: Any) -> None:
+        """Round ``moment``. What :meth:`read` gave has other scales then, where the largest number is negative."""
+        if not is_rounded(state):
+            state[kind].copy_(moment)
+        elif moment.numel():
+            self._round(kind, moment.to(state[kind].device), state[kind], state[kind + _SCALE])
+
+    def _step_matrices(self, group: Mapping[str, Any], master: Any, state: dict[str, Any]) -> None:
         kinds = [*_MOMENTS, *(kind + _SCALE for kind in _MOMENTS)]
         tensors = [master, master.grad, *(state[kind] for kind in kinds)]
-        rows = max(PIECE // max(master.shape[1:].numel(), 1), 1)
-        pieces = zip(*(tensor.split(rows) for tensor in tensors), strict=True) if master.numel() else ()
-        for part, gradient, *stored in pieces:
+        rows = blocks = max(PIECE // max(master.shape[1:].numel(), 1), 1)
+        if master.ndim == 1:
+            blocks = PIECE // BLOCK
+        sizes = [rows] * 4 + [blocks] * 2
+        split = (tensor.split(size) for tensor, size in zip(tensors, sizes, strict=True))
+        for part, gradient, *stored in zip(*split, strict=True) if master.numel() else ():
             codes, scales = stored[: len(_MOMENTS)], stored[len(_MOMENTS) :]
             moments = [self._restore(*each) for each in zip(_MOMENTS, codes, scales, strict=True)]
             _take_step(group, part, gradient, moments, state["step"].clone())
@@ -72,30 +90,37 @@ class AdamW8bit(torch.optim.Optimizer):
                 self._round(*each)
         state["step"] += 1
 
+    def _values_on(self, kind: str, device: Any) -> Any:
+        self._values[kind] = self._values[kind].to(device)  # the masters are on one
+        return self._values[kind]
+
     def _restore(self, kind: str, codes: Any, scales: Any) -> Any:
-        rounding = self._functional.QuantState(
-            scales.reshape(-1), code=self._values[kind], blocksize=BLOCK, dtype=torch.float32
-        )
+        values = self._values_on(kind, codes.device)
+        rounding = self._functional.QuantState(scales.reshape(-1), code=values, blocksize=BLOCK, dtype=torch.float32)
         blocks = self._functional.dequantize_blockwise(_in_blocks(codes), rounding)
         return _out_of_blocks(blocks, codes.shape)
 
     def _round(self, kind: str, moment: Any, codes: Any, scales: Any) -> None:
-        blocks, rounding = self._functional.quantize_blockwise(
-            _in_blocks(moment), code=self._values[kind], blocksize=BLOCK
-        )
+        values = self._values_on(kind, moment.device)
+        blocks, rounding = self._functional.quantize_blockwise(_in_blocks(moment), code=values, blocksize=BLOCK)
         codes.copy_(_out_of_blocks(blocks, codes.shape))
         scales.copy_(rounding.absmax.view_as(scales))
 
 
+def is_rounded(state: Mapping[str, Any]) -> bool:
+    """Whether the moments are in 8 bits."""
+    return _MOMENTS[0] + _SCALE in state
+
+
 def _in_blocks(tensor: Any) -> Any:
-    """The rows with zeros up to whole blocks, ``[rows, numbers]``."""
-    flat = tensor.flatten(1)
-    return torch.nn.functional.pad(flat, (0, -flat.shape[1] % BLOCK)).contiguous()
+    """The rows, or all of a flat part, with zeros up to whole blocks, ``[rows, numbers]``."""
+    rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[None]
+    return torch.nn.functional.pad(rows, (0, -rows.shape[1] % BLOCK)).contiguous()
 
 
 def _out_of_blocks(blocks: Any, shape: Sequence[int]) -> Any:
     # The fused step ignores strides.
-    return blocks[:, : torch.Size(shape[1:]).numel()].contiguous().view(shape)
+    return blocks[:, : torch.Size(shape[1:] or shape).numel()].contiguous().view(shape)
 
 
 def _take_step(group: Mapping[str, Any], master: Any, gradient: Any, moments: Sequence[Any], steps: Any) -> None:

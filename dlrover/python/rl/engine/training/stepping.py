@@ -17,7 +17,7 @@ from dlrover.python.rl.engine.api.weights import describe_shape_mismatches
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
 from dlrover.python.rl.engine.model.packing import MicroBatch
 from dlrover.python.rl.engine.model.ranks import Ranks, join_rank_errors
-from dlrover.python.rl.engine.training.eight_bit import AdamW8bit, make_state
+from dlrover.python.rl.engine.training import eight_bit
 
 Read: TypeAlias = Callable[[MicroBatch, bool], tuple[Any, ...]]
 """``read(micro, entropy) -> (outputs, entropies or None)``, each ``[actions]``, with gradient; with candidates the
@@ -171,9 +171,9 @@ class MasterOptimizer(Generic[S]):
             {"params": [shard.master for shard in self._shards if shard.decays], "weight_decay": config.weight_decay},
             {"params": [shard.master for shard in self._shards if not shard.decays], "weight_decay": 0.0},
         ]
-        self._inner = _build_optimizer(config, [group for group in groups if group["params"]])
+        self._inner = build_optimizer(config, groups)
         for shard in self._shards:
-            self._inner.state[shard.master] = _make_state(config, shard.master)
+            self._inner.state[shard.master] = make_state(config, shard.master, of_matrices=shard.decays)
 
     def step(self, version: int, norm: float) -> float:
         """Clip the masters' gradients of norm ``norm`` and take the step after ``version``; returns the rate."""
@@ -203,10 +203,21 @@ class MasterOptimizer(Generic[S]):
     def tensors(self) -> list[Any]:
         return [tensor for _, state in self.state() for tensor in state.values()]
 
+    def read(self, state: Mapping[str, Any], kind: str) -> Any:
+        """One of :meth:`state` in float32."""
+        return self._inner.read(state, kind) if isinstance(self._inner, eight_bit.AdamW8bit) else state[kind]
 
-def _make_state(config: OptimizerConfig, master: Any) -> dict[str, Any]:
+    def write(self, state: Mapping[str, Any], kind: str, value: Any) -> None:
+        if isinstance(self._inner, eight_bit.AdamW8bit):
+            self._inner.write(state, kind, value)
+        else:
+            state[kind].copy_(value)
+
+
+def make_state(config: OptimizerConfig, master: Any, of_matrices: bool) -> dict[str, Any]:
+    """The optimizer's state of a parameter, or of a flat part of several: zeros."""
     if config.name == "adamw_8bit":
-        return make_state(master)
+        return eight_bit.make_state(master, of_matrices)
     kinds = _MOMENTS[config.name] if config.name == "adamw" or config.momentum else ()
     state = {kind: torch.zeros_like(master, requires_grad=False) for kind in kinds}
     if config.name == "adamw":
@@ -214,14 +225,16 @@ def _make_state(config: OptimizerConfig, master: Any) -> dict[str, Any]:
     return state
 
 
-def _build_optimizer(config: OptimizerConfig, groups: Sequence[dict[str, Any]]) -> torch.optim.Optimizer:
+def build_optimizer(config: OptimizerConfig, groups: Iterable[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Groups without parameters are left out."""
+    groups = [group for group in groups if group["params"]]
     if config.name == "sgd":
         # SGD's decay goes through the gradient and the momentum; this one is decoupled, as AdamW's is.
         groups = [{**group, "weight_decay": 0.0, "decayed": group["weight_decay"] > 0} for group in groups]
         return torch.optim.SGD(groups, lr=config.lr, momentum=config.momentum, fused=True)
     groups = [{**group, "decayed": False} for group in groups]
     if config.name == "adamw_8bit":
-        return AdamW8bit(groups, config.lr, config.betas)
+        return eight_bit.AdamW8bit(groups, config.lr, config.betas)
     return torch.optim.AdamW(groups, lr=config.lr, betas=config.betas, fused=True)
 
 

@@ -27,13 +27,13 @@ With the engines of :data:`STATE_ONLY`, whose passes come on top and are not com
 
     deepspeed   weights    w P, of ZeRO 3 w P / n, and 4 P / n; with adapters the second are those that are trained
                 gradients  4 P / n, and of ZeRO 3 a bucket of as many as there are, 2^27 at most, 4 bytes each
-                optimizer  8 P / n
+                optimizer  8 P / n, 2.03 P / n in 8 bits
                 with optimizer_on_host w P, or w P / n, of the weights alone, and the bucket
     megatron    a stage of p has its share of the layers, and an embedding or an output layer; t ranks divide it, and
                 n / (p t) have copies; of its Q parameters
                 weights    2 Q and 4 Q p t / n in bf16, 4 Q in fp32
                 gradients  4 Q
-                optimizer  8 Q p t / n
+                optimizer  8 Q p t / n, 2.03 Q p t / n in 8 bits
     frozen      w P
 
 Roles that share a device have it one at a time, so each has to fit by itself.
@@ -226,7 +226,7 @@ def _of_deepspeed(shape: ModelShape, use: ModelUse, engine: EngineConfig, width:
     weights, bucket = (whole / members, 4 * min(trained, _BUCKET)) if stage == 3 else (whole, 0)
     if is_on_host(engine):
         return PlannedBytes(weights, bucket)
-    moments = moment_bytes(use.optimizer, use.lora) * trained / members
+    moments = moment_bytes(use.optimizer) * trained / members  # in 8 bits, blocks of flat parts
     return PlannedBytes(weights + 4 * trained / members, 4 * trained / members + bucket, moments)
 
 
@@ -237,7 +237,7 @@ def _of_megatron(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: 
     own = (math.ceil(shape.layers / stages) * shape.layer + outside) / sizes.tensor_parallel_size
     copies = use.members / (stages * sizes.tensor_parallel_size)
     masters = 4 * own / copies if width == 2 else 0.0
-    return PlannedBytes(width * own + masters, 4 * own, moment_bytes(use.optimizer, None) * own / copies)
+    return PlannedBytes(width * own + masters, 4 * own, moment_bytes(use.optimizer) * own / copies)
 
 
 def _of_layer(shape: ModelShape, width: int, tensor: int) -> float:

@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``adamw_8bit`` on every engine: its steps are near those of ``adamw``, its state is small, and is gone on from."""
+
+import dataclasses
+
+import pytest
+from cases import ENGINES, Case, sizes
+from exercise import digest, make_engine, train, weights_of
+from plain import CONFIG, write_model
+from processes import run
+
+from dlrover.python.rl.data import state_tree
+from dlrover.python.rl.engine.model.model_shape import shape_of
+from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.memory_bytes import STATE_ONLY, ModelUse, state_of
+
+pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
+
+ROUNDED = dataclasses.replace(CONFIG, name="adamw_8bit")
+SHIM = {"cpu_shim": True}
+CASES = [
+    Case("fsdp2"),
+    *(Case("deepspeed", backend={"zero_stage": stage}) for stage in (1, 3)),
+    *(Case("deepspeed", 2, backend={"zero_stage": stage, "optimizer_on_host": stage == 2}) for stage in (1, 2, 3)),
+    *(Case("megatron", *layout, SHIM) for layout in ((1, sizes(1, 1)), (2, sizes(1, 1)), (2, sizes(2, 1)))),
+    Case("megatron", 4, sizes(1, 2), SHIM),
+]
+
+
+def saved(state):
+    skeleton, buffers = state_tree.dump(state)
+    return state_tree.load(bytes(skeleton), [memoryview(bytes(buffer)) for buffer in buffers])
+
+
+def steps_of(rank, world_size, port, case, path, folder):
+    """Losses and weights with and without rounding, bytes, and what the state and a checkpoint go on to."""
+    exact = make_engine(case, rank, port, path)
+    wanted = train(exact, rank, range(4)), weights_of(exact)
+    exact.meta()
+    engine = make_engine(case, rank, port, path, optimizer=ROUNDED)
+    told = train(engine, rank, range(4))
+    found = told, weights_of(engine)
+    kinds = [str(kinds["exp_avg"].dtype) for kinds in engine.state_dict()["optimizer"].values()]
+    state, held = saved(engine.state_dict()), engine.footprint()
+    engine.save_checkpoint(folder / "checkpoint")
+    ends = []
+    for bring_back in (
+        lambda: None,
+        lambda: engine.load_state_dict(state),
+        lambda: (engine.load_state_dict(state), engine.cpu(), engine.cuda()),
+        lambda: engine.load_checkpoint(folder / "checkpoint"),
+    ):
+        bring_back()
+        ends.append((train(engine, rank, [4]), digest(engine)))
+    engine.close()
+    exact.close()
+    return wanted, found, held, kinds, ends
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.world_size > 1)) for case in CASES]
+)
+def test_steps_are_near_those_of_adamw_and_go_on_from_the_bits(tmp_path, case):
+    if missing := ENGINES[case.engine].missing:
+        pytest.skip(missing)
+    path = write_model(tmp_path / "model")
+    engine = EngineConfig(train=case.engine, device="cuda", train_options=case.backend, parallel=case.sizes)
+    use = ModelUse("trained", str(path), case.world_size, optimizer=ROUNDED)
+    for wanted, found, held, kinds, ends in run(case.world_size, steps_of, case, path, tmp_path):
+        assert [step.loss for step in found[0]] == pytest.approx([step.loss for step in wanted[0]], rel=0.01)
+        # Rounded moments of 0 make the largest differences, of a step or so.
+        assert all(abs(found[1][name] - wanted[1][name]).max() < 4 * CONFIG.lr for name in wanted[1])
+        assert any((found[1][name] != wanted[1][name]).any() for name in wanted[1])
+        assert set(kinds) <= {"torch.uint8", "torch.float32"} and "torch.uint8" in kinds
+        *of_states, of_checkpoint = ends
+        assert len(set(map(repr, of_states))) == 1
+        if case.engine == "megatron":  # its moments are in float32 in a checkpoint, and rounded again
+            ((step,), _), ((again,), _) = of_states[0], of_checkpoint
+            assert again.loss == pytest.approx(step.loss, rel=1e-6)
+        else:
+            assert repr(of_checkpoint) == repr(of_states[0])
+        if case.engine in STATE_ONLY:
+            planned = state_of(shape_of(str(path)), use, engine)
+            assert held.get("optimizer", 0) == pytest.approx(planned.optimizer, rel=0.2, abs=2000)
