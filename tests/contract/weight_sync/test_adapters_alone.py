@@ -3,7 +3,9 @@
 
 import copy
 import gc
+import os
 import threading
+import time
 import weakref
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
@@ -31,6 +33,10 @@ LAYERS = ("model.layers.0.q_proj.weight", "model.layers.1.q_proj.weight")
 
 def transport(kind, folder, name="ACTOR[0]", **changes):
     return make_transport(kind, {}, replace(PATIENT, name=name, folder=folder, channel="ACTOR", **changes))
+
+
+def make_disk(folder, channel):
+    return make_transport("disk", {}, replace(PATIENT, name="ACTOR[0]", folder=folder, channel=channel))
 
 
 class Toy:
@@ -225,6 +231,25 @@ def test_a_sender_keeps_one_model_and_neither_source_nor_file_once_it_is_closed(
     del source
     gc.collect()
     assert gone() is None
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_on_disk_a_model_is_kept_for_as_long_as_its_adapters_are_sent(tmp_path, lost):
+    source, sender, another = Toy(), transport("disk", tmp_path), make_disk(tmp_path, "ACTOR-another")
+    ticket, _ = publish(sender, source)
+    (model,) = tmp_path.glob("*model*.weights")
+    long_ago = time.time() - 2 * 86400
+    for file in tmp_path.iterdir():
+        os.utime(file, (long_ago, long_ago))
+    if lost:
+        model.unlink()
+    for _ in range(2):
+        source.step()
+        ticket, _ = publish(sender, source)
+        another.send(another.offer(source), source)  # removes what was not used for a day
+        equal(transport("disk", tmp_path, "ROLLOUT[1]").receive(ticket), source)
+    assert model.exists() is not lost
+    assert source.rounds == 2 * 2 + lost  # of each run: for names and shapes, and to be sent
 
 
 def test_adapters_and_their_model_reach_receivers_that_cannot_map_the_senders_pages(tmp_path):

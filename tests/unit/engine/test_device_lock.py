@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A device is held by one role at a time, in the order of asking; who died has let go."""
 
+import errno
 import multiprocessing
 import os
 import signal
@@ -145,6 +146,41 @@ def test_who_dies_has_let_go(tmp_path, start, victim):
     thread.join(LATEST_S)
     mine.close()
     assert list(tmp_path.glob("*.wait")) == []
+
+
+def test_a_full_disk_keeps_no_role_from_the_device_and_no_device_from_the_roles(tmp_path, monkeypatch):
+    first, second = (DeviceLock(tmp_path, owner, DeviceMemory()) for owner in ("ACTOR[0]", "ROLLOUT[0]"))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", full)
+    for lock in (first, second, first):
+        lock.acquire(LATEST_S)
+        lock.release()
+    first.acquire(LATEST_S)
+    with pytest.raises(EngineError, match="an unknown role .* has had it"):
+        second.acquire(0.0)
+    first.release()
+
+
+@pytest.mark.parametrize("interrupted", ["waiting_s", "since_s"])
+def test_who_is_interrupted_while_it_asks_has_let_go(tmp_path, monkeypatch, interrupted):
+    first, second = DeviceLock(tmp_path, "ACTOR[0]"), DeviceLock(tmp_path, "ROLLOUT[0]")
+    write = first._write
+
+    def interrupt(descriptor, time_key):
+        write(descriptor, time_key)
+        if time_key == interrupted:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(first, "_write", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        first.acquire(LATEST_S)
+    assert not first.is_held
+    second.acquire(1.0)
+    second.release()
+    assert not list(tmp_path.glob("*.wait"))
 
 
 def test_taking_twice_and_giving_what_one_has_not_are_errors(tmp_path):

@@ -5,6 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Request, SamplingParams
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.engine.rollout.requests import FinishRules, RunningRequest
@@ -55,6 +56,24 @@ def test_end_of_sequence_comes_before_all_other_reasons():
 
 def test_special_tokens_inside_a_stop_string_have_no_text():
     assert run([*b"ST", 256, 257, 256, 257, 256, 257, *b"OP", 67], stop=("STOP",))[0] == 10
+
+
+TURN = RULES.tokenizer.convert_ids_to_tokens(256)
+
+
+@pytest.mark.parametrize(("keep", "text"), [(False, "ab"), (True, f"ab{TURN}")])
+def test_a_special_token_is_a_stop_string(keep, text):
+    count, finish, completion = run([*b"ab", 256, *b"cd"], stop=("X", TURN), keep_stop=keep)
+    assert (count, finish, completion.text) == (3, "stop", text)
+    assert completion.request.done.tolist() == [*b"ab", 256]
+    assert run([*b"aX", 256], stop=("X", TURN))[2].text == "a"
+    assert run([*b"ab", 257], stop=(TURN,))[1] is None
+
+
+def test_a_stop_string_that_no_text_contains_is_refused():
+    RULES.check(SamplingParams(stop=("X", TURN)))
+    with pytest.raises(EngineError, match="no completion ends with .* is a token of its own"):
+        RULES.check(SamplingParams(stop=(f"{TURN}\n",)))
 
 
 @settings(deadline=None, max_examples=300)

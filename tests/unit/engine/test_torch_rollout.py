@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch_models import EOS, FUSED, GENERIC, family_model, greedy, loaded, logprobs
-from transformers import AutoModelForCausalLM, MambaConfig, MambaForCausalLM
+from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.data.batch import Batch, Ragged
@@ -95,10 +95,15 @@ def test_weights_arrive_in_place_under_the_checkpoints_names(label):
     assert completions(out) == [greedy(other, text.encode(), 24) for text in TEXTS]
 
 
-def test_a_model_without_keys_and_values_is_refused():
-    config = MambaConfig(vocab_size=259, hidden_size=16, num_hidden_layers=1, eos_token_id=EOS, pad_token_id=256)
-    with pytest.raises(EngineError, match="'mamba' keeps a state"):
-        made(as_causal_lm(MambaForCausalLM(config), make_byte_tokenizer()))
+def test_models_with_other_states_than_keys_and_values_are_refused():
+    shared = {"vocab_size": 259, "hidden_size": 16, "eos_token_id": EOS, "pad_token_id": 256}
+    mamba = MambaForCausalLM(MambaConfig(**shared, num_hidden_layers=1))
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 32}
+    layers = ["conv", "full_attention"]
+    lfm = Lfm2ForCausalLM(Lfm2Config(**shared, **heads, num_hidden_layers=2, layer_types=layers))
+    for name, model in {"mamba": mamba, "lfm2": lfm}.items():
+        with pytest.raises(EngineError, match=f"'{name}' keeps a state"):
+            made(as_causal_lm(model, make_byte_tokenizer()))
 
 
 def test_rows_that_would_change_the_positions_of_others_are_refused():

@@ -162,7 +162,8 @@ class BaseTrainEngine(Offloadable, Protocol):
         """Hugging Face's name and whole tensor of each weight; tied ones once, adapters merged. Parameters are cast to
         the torch ``dtype``, if there is one: each rank its part, before they are gathered.
 
-        A collective: every rank must consume all. A tensor is valid until the next one is requested.
+        A collective: every rank must consume all. A tensor is not written to until the iterator ends: a device may
+        still be copying it.
         """
 
     def publish(self) -> WeightSnapshot:

@@ -63,10 +63,10 @@ class DeviceLock:
                 if time.monotonic() > deadline_s:
                     raise EngineError(self._format_timeout(ahead, timeout_s))
                 time.sleep(_POLL_S)
+            self._write(entry[1], "since_s")
         except BaseException:
             self._dequeue(entry)
             raise
-        self._write(entry[1], "since_s")
         self._entry = entry
         self._publish()
 
@@ -96,7 +96,8 @@ class DeviceLock:
 
     def _publish(self) -> None:
         if self._memory is not None:
-            self._ledger.publish(self._memory.by_owner())
+            with suppress(OSError):  # a full disk costs a message
+                self._ledger.publish(self._memory.by_owner())
 
     @contextmanager
     def _ordering(self) -> Iterator[None]:
@@ -113,13 +114,19 @@ class DeviceLock:
             last = max((int(path.stem) for path in self._list_entries()), default=0)
             path = self._folder / f"{last + 1:09}{_SUFFIX}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no process looks at an entry behind its own
-            self._write(descriptor, "waiting_s")
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # no process looks at an entry behind its own
+                self._write(descriptor, "waiting_s")
+            except BaseException:
+                os.close(descriptor)  # lets go: the next one that waits removes the file
+                raise
         return path, descriptor
 
     def _dequeue(self, entry: tuple[Path, int]) -> None:
-        with self._ordering():
-            entry[0].unlink(missing_ok=True)
+        try:
+            with self._ordering():
+                entry[0].unlink(missing_ok=True)
+        finally:
             os.close(entry[1])
 
     def _list_entries(self) -> list[Path]:
@@ -161,4 +168,5 @@ class DeviceLock:
 
     def _write(self, descriptor: int, time_key: str) -> None:
         entry = {"owner": self._owner, "pid": os.getpid(), "ledger": self._ledger.name, time_key: time.time()}
-        os.pwrite(descriptor, json.dumps(entry).encode().ljust(512), 0)
+        with suppress(OSError):  # for messages: a full disk keeps no role from the device
+            os.pwrite(descriptor, json.dumps(entry).encode().ljust(512), 0)

@@ -167,7 +167,8 @@ class DeviceMemory:
                 self._storages[storage._cdata] = _TrackedStorage(StorageWeakRef(storage), owner, kind)
         self.peak = max(self.peak, self.total())
         if self.ledger is not None:  # freeing memory does not update it
-            self.ledger.publish(self.by_owner())
+            with suppress(OSError):  # a full disk costs a message
+                self.ledger.publish(self.by_owner())
 
     def release(self, tensor: Any) -> None:
         """No longer account for a tensor that its last user is about to free."""

@@ -131,22 +131,43 @@ class FinishRules:
 
     tokenizer: Any
     eos_ids: frozenset[int]
-    special_ids: frozenset[int]
+    special: Mapping[str, int]
+    """Text and id of the tokens that are left out of a completion's text."""
 
     @classmethod
     def of(cls, tokenizer: Any, eos_ids: Sequence[int]) -> "FinishRules":
-        return cls(tokenizer, frozenset(eos_ids), frozenset(tokenizer.all_special_ids))
+        ids = sorted(tokenizer.all_special_ids)
+        special = zip(map(str, tokenizer.convert_ids_to_tokens(ids)), ids, strict=True)
+        return cls(tokenizer, frozenset(eos_ids), dict(special))
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        return frozenset(self.special.values())
+
+    def check(self, sampling: SamplingParams) -> None:
+        """Raise an ``EngineError`` for a stop string that no text contains."""
+        for stop in sampling.stop:
+            inside = [token for token in self.special if token in stop and token != stop]
+            if inside:
+                raise EngineError(
+                    f"no completion ends with {stop!r}: {inside[0]!r} is a token of its own, which is not a part of"
+                    f" the text; {inside[0]!r} alone is a valid stop string"
+                )
 
     def finish_reason(self, running: RunningRequest) -> Finish | None:
         """Why the last token finished the request; None if it did not, or if there is no token."""
         if not running.tokens:
             return None
-        sampling = running.sampling
-        if running.tokens[-1] in self.eos_ids and not sampling.ignore_eos:
+        sampling, last = running.sampling, running.tokens[-1]
+        if last in self.eos_ids and not sampling.ignore_eos:
             return "eos"
-        if sampling.stop and self._is_stopped(running):
+        if sampling.stop and (self._special_stop(running) is not None or self._is_stopped(running)):
             return "stop"
         return "length" if len(running.tokens) >= sampling.max_new_tokens else None
+
+    def _special_stop(self, running: RunningRequest) -> str | None:
+        """The stop string that is the last token, if that is special."""
+        return next((stop for stop in running.sampling.stop if self.special.get(stop) == running.tokens[-1]), None)
 
     def _is_stopped(self, running: RunningRequest) -> bool:
         """Each token that is not special is at least a byte of the text, so a stop string that ends with the last one
@@ -165,8 +186,11 @@ class FinishRules:
 
     def completion(self, running: RunningRequest, finish: Finish) -> Completion:
         request, text = running.request, self._decode(running.tokens)
+        special = self._special_stop(running) if finish == "stop" else None
         span = _first_stop(text, running.sampling.stop) if finish == "stop" else None
-        if span is not None:
+        if special is not None:
+            text += special if running.sampling.keep_stop else ""
+        elif span is not None:
             text = text[: span[1] if running.sampling.keep_stop else span[0]]
         generated = Request(
             request.prompt_id,
@@ -206,6 +230,7 @@ class RunningRequests:
 
     def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
         _check_sampling(sampling)
+        self.rules.check(sampling)
         if not tokens.lengths.all():
             empty = np.flatnonzero(tokens.lengths == 0).tolist()
             raise EngineError(f"prompts {empty} are empty: generation needs at least one token to begin with")

@@ -197,6 +197,9 @@ def to_device(tensor: Any, device: torch.device | str) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
+_WITH_STATE = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
+"""Types of layers, as Transformers calls them, that not all such models state otherwise."""
+
 Past = list[tuple[Any, Any]]
 """Keys and values of each layer, ``[rows, kv_heads, seq, head_dim]`` each."""
 
@@ -210,7 +213,8 @@ class HuggingFaceDecoder:
 
     def __init__(self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float) -> None:
         model = lm.model
-        if getattr(model, "_is_stateful", False):
+        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+        if getattr(model, "_is_stateful", False) or layers & _WITH_STATE:
             raise EngineError(
                 f"a model of type '{model.config.model_type}' keeps a state, not keys and values: it cannot be batched"
             )

@@ -12,8 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
@@ -40,6 +40,7 @@ class ChildRunner:
     def __init__(self, arguments: Mapping[str, Any], on_cpu: bool, env: Mapping[str, str]) -> None:
         self.has_weights = True
         self._connection, child_end = Pipe()
+        self._calls = 0
         command = [sys.executable, "-m", _MODULE, str(child_end.fileno())]
         with child_end:
             self._process = subprocess.Popen(
@@ -79,19 +80,37 @@ class ChildRunner:
         self._call("sleep", keep_weights)
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        until_s = time.monotonic() + _SLOW_S.get(method, 0.0)
+        self._calls += 1
         try:
-            self._connection.send((method, arguments))
-            while not self._connection.poll(_BEAT_S):
-                if time.monotonic() < until_s:
-                    note_progress()
-            value, error, self.has_weights = self._connection.recv()  # waits: no longer
+            with self._whole_message():
+                self._connection.send((self._calls, method, arguments))
+            value, error = self._await_answer(time.monotonic() + _SLOW_S.get(method, 0.0))
         except (EOFError, OSError) as broken:
             self.close()
             raise EngineDied(f"vLLM's process has ended with status {self._process.returncode}") from broken
         if error is not None:
             raise error
         return value
+
+    def _await_answer(self, until_s: float) -> tuple[Any, Exception | None]:
+        """Value and error of the last call, behind those of calls whose wait was interrupted."""
+        answered, value, error = 0, None, None
+        while answered != self._calls:
+            while not self._connection.poll(_BEAT_S):
+                if time.monotonic() < until_s:
+                    note_progress()
+            with self._whole_message():
+                answered, value, error, self.has_weights = self._connection.recv()  # waits: no longer
+        return value, error
+
+    @contextmanager
+    def _whole_message(self) -> Iterator[None]:
+        """End the process if Ctrl-C leaves a part of a message in the connection."""
+        try:
+            yield
+        except KeyboardInterrupt:
+            self.close()
+            raise
 
     def close(self) -> None:
         """End the process and its workers."""
@@ -110,7 +129,7 @@ def serve(connection: Connection) -> None:
     offloadable: Any = None
     while True:
         try:
-            method, arguments = connection.recv()  # waits: for the owner, whose end closes the connection
+            number, method, arguments = connection.recv()  # waits: for the owner, whose end closes the connection
         except EOFError:
             return
         value = error = None
@@ -121,7 +140,7 @@ def serve(connection: Connection) -> None:
                 value = _method(offloadable, method)(*arguments)
         except Exception as failure:  # noqa: BLE001 -- a process boundary: it is raised at the owner
             error = _portable(failure)
-        connection.send((value, error, offloadable is not None and offloadable.has_weights))
+        connection.send((number, value, error, offloadable is not None and offloadable.has_weights))
 
 
 def _start(arguments: dict[str, Any], on_cpu: bool) -> Any:

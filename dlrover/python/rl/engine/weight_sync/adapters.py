@@ -82,6 +82,12 @@ class _Base:
         return self.adapters.source.named_base_weights(dtype)
 
 
+def _keeps(transport: Any, ticket: Ticket) -> bool:
+    """Whether receivers still get what was sent with ``ticket``."""
+    keeps = getattr(transport, "keeps", None)
+    return keeps is None or bool(keeps(ticket))
+
+
 class AdapterTransport:
     """Implements ``WeightTransport`` over transports that keep what was sent: one for models that are sent whole, and
     if need be one for the model under the adapters and one for these. ``make`` gets a name to be added to the channel.
@@ -106,8 +112,8 @@ class AdapterTransport:
         if scale is None:
             return self._whole.offer(source)
         base = self._renewed_base(source)
-        if base.ticket is None or not base.is_sent:
-            base.ticket = base.transport.offer(base)
+        if base.ticket is None or not base.is_sent or not _keeps(base.transport, base.ticket):
+            base.ticket, base.is_sent = base.transport.offer(base), False
         return replace(self._part(_ADAPTERS).offer(base.adapters), base=base.ticket, scale=scale)
 
     def _renewed_base(self, source: Any) -> _Base:

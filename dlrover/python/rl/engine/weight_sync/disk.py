@@ -9,7 +9,8 @@
       ACTOR-<run>.<ticket id>.weights  one version: the tensors, then the seal
 
 The last version stays, for a replaced receiver, beside the one that is written. Several runs may share a folder.
-Remains of a crash are removed by the next sender of the run, and after a day by that of another one.
+Remains of a crash are removed by the next sender of the run, and after a day by that of another one; a version that is
+used for longer is renewed.
 """
 
 import errno
@@ -81,6 +82,17 @@ class DiskTransport(SenderBase):
                 part.rename(self._path(ticket.id))
             self._last = ticket.id
         return seal.stamp
+
+    def keeps(self, ticket: Ticket) -> bool:
+        """Whether the file that was sent is still there; for another day no sender removes it."""
+        if not self.settings.is_leader:
+            return True
+        try:
+            for path in (self._path(ticket.id), self._sender_path):
+                os.utime(path)
+        except OSError:
+            return False
+        return True
 
     @contextmanager
     def _opened(self, part: Path, size: int) -> Iterator[int]:
