@@ -76,6 +76,8 @@ def test_two_ranks_work_as_one(train):
     with pytest.raises(InvocationError, match=r"ACTOR\[[01]\]\.fail on \S+: ValueError: no luck") as caught:
         train.fail("no luck")
     assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(InvocationError, match=r"ValueError: half of an emoji: \?"):  # Ray ends a process that raises it
+        train.fail("half of an emoji: \ud83d")
     with pytest.raises(InvocationError, match="nowhere"):
         train.save("/proc/nowhere")
     assert train.rows(rl.NeedParallel([0, 1])) == [[0], [1]], "a rank still waits for the one that could not write"

@@ -124,6 +124,8 @@ HOSTILE = {
     "signs": lambda size: "-" * size,
     "spaces": lambda size: r"\boxed" + " " * size,
     "backslashes": lambda size: "\\" * size,
+    "fractions": lambda size: r"\boxed{" + r"\frac{1}" * (size // 8) + "}",
+    "quotients": lambda size: r"\boxed{" + "1/" * (size // 2) + "a" * 99 + "}",
 }
 
 
@@ -135,7 +137,7 @@ LONG = {"open braces", "open boxes", "nested boxes", "backslashes", "pairs"}
 def test_ten_megabytes_take_seconds(name):
     text = HOSTILE[name](10_000_000)
     started = time.process_time()
-    assert exact_answer(text, "5") == 0.0
+    assert exact_answer(text, "5") == gsm8k(text, "5", {}) == 0.0
     assert time.process_time() - started < 10  # A quadratic step would take hours.
 
 
@@ -192,6 +194,19 @@ def test_gsm8k_rewards_each_right_answer_and_no_changed_number():
         ("#### 1. Add\n9+9=18", "18"),
         ("9+9\n#### **$1,800**", "1800"),
         ("9+9\n#### 18 eggs\nas 9 is half of it, not 20", "18"),
+        (r"\boxed{- 5}", "-5"),
+        (r"\boxed{x = - 5}", "-5"),
+        (r"\boxed{\frac{-1}{2}}", "-0.5"),
+        (r"\boxed{-\dfrac{1}{2}}", "-0.5"),
+        (r"\boxed{\frac12}", "0.5"),
+        (r"\boxed{3\frac{1}{2}}", "3.5"),
+        (r"\boxed{-3 1/2}", "-3.5"),
+        (r"\boxed{$\frac{1}{2}$}", "0.5"),
+        (r"\boxed{1/2 cups}", "0.5"),
+        (r"\boxed{0.5}", r"\boxed{\frac{1}{2}}"),
+        (r"\boxed{\frac{2}{4}}", "#### 1/2"),
+        (r"\boxed{3 \times 4 = 12}", "12"),
+        (r"\boxed{60\text{ miles}/\text{hour}}", "60"),
     ],
 )
 def test_gsm8k_reads_signs_currencies_and_units(completion, answer):
@@ -200,7 +215,24 @@ def test_gsm8k_reads_signs_currencies_and_units(completion, answer):
 
 @pytest.mark.parametrize(
     ("completion", "answer"),
-    [(r"\boxed{\frac{1}{2}}", "2"), (r"\boxed{1/2}", "2"), ("#### Step 2: Add both\nSo the total is 18.", "2")],
+    [
+        (r"\boxed{\frac{1}{2}}", "2"),
+        (r"\boxed{1/2}", "2"),
+        ("#### Step 2: Add both\nSo the total is 18.", "2"),
+        (r"\boxed{- 5}", "5"),
+        (r"\boxed{\frac{-1}{2}}", "2"),
+        (r"\boxed{\frac12}", "12"),
+        (r"\boxed{3\frac{1}{2}}", "2"),
+        (r"\boxed{3 1/2}", "2"),
+        (r"\boxed{$\frac{1}{2}$}", "2"),
+        (r"\boxed{1/2 cups}", "2"),
+        (r"\boxed{10^3}", "3"),
+        (r"\boxed{2^{10}}", "10"),
+        (r"\boxed{2\sqrt{3}}", "3"),
+        (r"\boxed{3 \times 4}", "4"),
+        (r"\boxed{\frac{1}{2}}", "1e999999999"),
+        (r"\boxed{2}", r"\boxed{\frac{1}{2}}"),
+    ],
 )
 def test_gsm8k_takes_no_part_of_something_else(completion, answer):
     assert gsm8k(completion, answer, {}) == 0.0

@@ -4,6 +4,7 @@
 import asyncio
 import threading
 import time
+import traceback
 
 import numpy as np
 import pytest
@@ -106,6 +107,34 @@ def test_a_call_that_finds_what_its_argument_stands_for_gone_has_not_run(host):
         call(host, 1, 1, "add", 2, after=(1, 0))
     assert call(host, 1, 0, "fetch", "new") == "new"
     assert call(host, 1, 1, "add", 2, after=(1, 0)).tolist() == [2.0] * 3
+
+
+class Halved(BaseWorkload):
+    """Its errors have half of an emoji."""
+
+    def act(self, *_):
+        try:
+            raise OSError("no room for \ud83d")
+        except OSError as error:
+            raise ValueError("the model wrote it") from error
+
+
+@pytest.mark.parametrize("make_call", [lambda host: call(host, 1, 0, "act"), lambda host: ask(host, COMMIT, None)])
+def test_the_text_of_an_error_can_be_sent(make_call):
+    host = MemberHost(incarnation=1)
+    host.start(Halved, MemberContext(role=RLRoleType.ACTOR), None, {})
+    host._verbs[COMMIT] = host.workload.act
+    with pytest.raises(InvocationError, match="ValueError: the model wrote it") as caught:
+        make_call(host)
+    "".join(traceback.format_exception(caught.value)).encode()
+    assert "OSError: no room for ?" in caught.value.remote_traceback
+
+
+def test_an_error_that_no_text_stands_for_has_its_words(host):
+    error = ValueError("the model wrote \ud83d")
+    failure = host.failure("act", error)
+    assert "ValueError: the model wrote ?" in str(failure)
+    assert failure.original is None
 
 
 class Once(BaseWorkload):

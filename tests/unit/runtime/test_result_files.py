@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The logs of a run: their last lines, the older files of a rotated one, and names that are wrong."""
 
+import os
 import random
+import subprocess
+import sys
 
 import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.runtime.process.log_copy import LogCopier
+from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 
 CHUNK = 256 * 1024
@@ -115,6 +118,53 @@ def test_a_reader_that_comes_often_enough_sees_each_line_once(tmp_path, seed):
         if number % 8 == 7 or generator.random() < 0.3:
             seen += read(reader)
     assert seen + read(reader) == "".join(written)
+
+
+# -- what a process writes first and last ------------------------------------------------------------------------------
+
+
+def test_what_is_written_last_is_copied_without_its_end_of_line(tmp_path):
+    source = tmp_path / "worker.out"
+    source.write_text("before\n")
+    copier = LogCopier(tmp_path, "trainer", [source])
+    copier.start("trainer")
+    with source.open("a") as file:
+        file.write("one\nthe last words")
+    copier.stop()
+    assert copied(tmp_path) == "one\nthe last words\n"
+    copier.stop()
+    assert copied(tmp_path) == "one\nthe last words\n"
+
+
+@pytest.mark.parametrize("text", ["cannot open the licence file\n", "cannot open\nthe licence file"])
+def test_a_process_that_dies_at_once_has_its_words_copied(tmp_path, text):
+    program = f"""
+import os, sys
+from pathlib import Path
+from dlrover.python.rl.runtime.process import log_copy
+log_copy._POLL_S = 3600.0  # it dies before the first time
+sys.stdout = os.fdopen(1, "w")
+log_copy.copy_output(Path({str(tmp_path)!r}), "trainer", "trainer")
+print({text!r}, end="", flush=True)
+os._exit(3)
+"""
+    with (tmp_path / "worker.out").open("w") as out:
+        assert subprocess.run([sys.executable, "-c", program], stdout=out, check=False).returncode == 3
+    copy_all_rests(tmp_path)
+    assert copied(tmp_path) == text.rstrip() + "\n"
+    assert not list((tmp_path / "logs").glob(".*"))
+
+
+def copied(folder):
+    title, _, text = (folder / "logs" / "trainer.log").read_text().partition("\n")
+    assert title.startswith("--- trainer, pid ")
+    return text
+
+
+def test_files_without_a_valid_name_hide_no_others(tmp_path):
+    for name in (b"caf\xe9.txt", "café.txt".encode()):
+        (tmp_path / os.fsdecode(name)).touch()
+    assert [file.path for file in RunFolder(tmp_path).list_files()] == ["café.txt"]
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

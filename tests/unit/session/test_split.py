@@ -284,3 +284,16 @@ def test_what_cannot_be_put_together_is_refused():
                 merge(results, THREE_TO_ONE, how)
     with pytest.raises(ShardError, match="no tokens to weight"):
         merge([1.0, 2.0], [CallShare(1, 0, 2), CallShare(1, 0, 2)], "mean")
+    for how in ("mean", "sum"):
+        with pytest.raises(ShardError, match=r"shapes \(3,\) and \(1,\) have no sum: merge='flat'"):
+            merge([torch.ones(3), torch.ones(1)], THREE_TO_ONE, how)
+        with pytest.raises(ShardError, match="differ in their entries: 'a', 'b'; 'a'"):
+            merge([{"a": 1.0, "b": 2.0}, {"a": 1.0}], THREE_TO_ONE, how)
+        with pytest.raises(ShardError, match="differ in their entries: 'a'; float"):
+            merge([{"a": 1.0}, 2.0], THREE_TO_ONE, how)
+
+
+@pytest.mark.parametrize("value", [{"rows": NeedParallel([1, 2])}, [NeedParallel([1, 2])], (NeedParallel([1]), 3)])
+def test_a_part_of_an_argument_is_not_wrapped(value):
+    with pytest.raises(ShardError, match="argument 1 has a NeedParallel in it: wrap the whole argument"):
+        Splitter(2, 1, "TRAIN_1.step").arrange([0, value], {})

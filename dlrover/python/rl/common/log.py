@@ -20,6 +20,11 @@ def cut_middle(text: str, limit: int, cut: str = " [...] ") -> str:
     return text if len(text) <= limit else f"{text[:half]}{cut}{text[-half:]}"
 
 
+def valid_text(text: str) -> str:
+    """``text`` with ``?`` for each lone surrogate ("\\ud83d"): UTF-8, in which Ray and gRPC send, has none."""
+    return text.encode("utf-8", "replace").decode()
+
+
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
         return redacted(super().format(record))

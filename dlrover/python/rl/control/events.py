@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias, get_args
 
-from dlrover.python.rl.common.log import cut_middle
+from dlrover.python.rl.common.log import cut_middle, valid_text
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
 from dlrover.python.rl.common.redaction import redacted
 
@@ -65,7 +65,7 @@ class Cause:
     detail: str = ""  # remote traceback, stacks or log lines; the middle of a long text is cut out
 
     def __post_init__(self) -> None:
-        message, detail = redacted(" ".join(self.message.splitlines())), redacted(self.detail)
+        message, detail = redacted(valid_text(" ".join(self.message.splitlines()))), redacted(valid_text(self.detail))
         object.__setattr__(self, "message", cut_middle(message, _MOST_MESSAGE))
         object.__setattr__(self, "detail", cut_middle(detail, MOST_DETAIL, "\n[...]\n"))
 

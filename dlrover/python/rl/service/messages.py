@@ -15,6 +15,7 @@ from dlrover.python.rl.common.errors import (
     ServiceUnavailable,
     UnknownJob,
 )
+from dlrover.python.rl.common.log import valid_text
 from dlrover.python.rl.service.jobs.records import JobEvent, JobPhase, JobRecord
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 
@@ -45,9 +46,9 @@ def job_message(record: JobRecord) -> wire.Job:
         phase=_PHASES[record.phase],
         priority=record.priority,
         revision=record.revision,
-        reason=record.reason,
+        reason=valid_text(record.reason),
         cause=record.cause,
-        detail=record.detail[-_MAX_DETAIL:],
+        detail=valid_text(record.detail[-_MAX_DETAIL:]),
         submitted_s=record.submitted_s,
         started_s=record.started_s,
         ended_s=record.ended_s,
@@ -56,7 +57,7 @@ def job_message(record: JobRecord) -> wire.Job:
         reward=record.reward,
         restarts=record.restarts,
         folder=record.results,
-        activity=record.activity,
+        activity=valid_text(record.activity),
         roles=dict(record.roles),
         members=[wire.Member(**member._asdict()) for member in record.members],
         step_s=record.step_s,
@@ -71,10 +72,10 @@ def event_message(event: JobEvent) -> wire.Event:
         name=event.name,
         run=event.run,
         kind=event.kind,
-        message=event.message,
+        message=valid_text(event.message),
         phase=_PHASES[event.phase],
         step=event.step,
-        metrics=dict(event.metrics),
+        metrics={valid_text(name): value for name, value in event.metrics.items()},
     )
 
 
@@ -88,7 +89,7 @@ def code_of(error: DLRoverRLError) -> grpc.StatusCode:
 
 def details_of(error: DLRoverRLError) -> str:
     """One line, or for an invalid job one for each of its errors."""
-    text = "\n".join(map(str, error.errors)) if isinstance(error, InvalidJob) else str(error)
+    text = valid_text("\n".join(map(str, error.errors)) if isinstance(error, InvalidJob) else str(error))
     return text if len(text) <= _MAX_DETAILS else f"{text[:_MAX_DETAILS]}..."
 
 

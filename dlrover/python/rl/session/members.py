@@ -22,7 +22,6 @@ from dlrover.python.rl.engine.api.base import Rendezvous, RolloutSettings, Sampl
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.model.train_module import CallShare
 from dlrover.python.rl.engine.rollout.requests import sampling_params
 from dlrover.python.rl.engine.weight_sync.base import Ticket, WeightTransport
 from dlrover.python.rl.session.split import NeedParallel
@@ -230,9 +229,10 @@ class TrainMember(EngineMember):
     def _users_method(self, name: str) -> Callable[..., Any]:
         return partial(self._call, name)
 
-    def _call(self, name: str, shares: Sequence[CallShare], split: Sequence[Any], /, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of the module with this rank's part: ``split`` lists the positions and names of the arguments
-        that come as a list of one part."""
+    def _call(self, name: str, /, *arguments: Any, **kwargs: Any) -> Any:
+        """Call a method of the module with this rank's part. The last two arguments are its shares, and the positions
+        and names of those arguments that come as a list of one part."""
+        *args, shares, split = arguments
         values = [value[0] if at in split else value for at, value in enumerate(args)]
         named = {key: value[0] if key in split else value for key, value in kwargs.items()}
         return self._engine.call(name, shares[0], values, named)

@@ -141,6 +141,9 @@ class Splitter:
 
     def _divide(self, value: Any, at: int | str, name: str) -> Any:
         if not isinstance(value, NeedParallel):
+            items = list(value.values()) if isinstance(value, Mapping) else value
+            if isinstance(items, list | tuple) and any(isinstance(item, NeedParallel) for item in items):
+                raise ShardError(f"{self._label}: argument {name} has a NeedParallel in it: wrap the whole argument")
             return Replicate(value)
         pieces = parts_of(value, self._replicas, self._context, f"{self._label}: argument {name}")
         shares = [share for _, share in pieces]
@@ -198,11 +201,20 @@ def _each(values: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) -> Any
     first = values[0]
     if not isinstance(first, Mapping):
         return combine(values)
+    if others := [value for value in values if not isinstance(value, Mapping) or value.keys() != first.keys()]:
+        raise ShardError(f"results differ in their entries: {_entries(first)}; {_entries(others[0])}")
     return {name: _each([value[name] for value in values], _added if name == "tokens" else combine) for name in first}
+
+
+def _entries(result: Any) -> str:
+    return ", ".join(map(repr, result)) if isinstance(result, Mapping) else type(result).__name__
 
 
 def _added(values: Sequence[Any]) -> Any:
     total = values[0]
+    shapes = list(dict.fromkeys(tuple(getattr(value, "shape", ())) for value in values))
+    if len(shapes) > 1:
+        raise ShardError(f"results of shapes {shapes[0]} and {shapes[1]} have no sum: merge='flat' joins their rows")
     try:
         for value in values[1:]:
             total = total + value

@@ -136,7 +136,7 @@ class TrainEngine(HandEngine):
         sizes = self._parallel
         splitter = Splitter(self.replicas, sizes.context_parallel_size, f"{self.name}.{method.name}")
         values, named = splitter.arrange(args, kwargs)
-        refs = self._submit(method.name, Shard(splitter.shares), splitter.split, *values, **named)
+        refs = self._submit(method.name, *values, Shard(splitter.shares), splitter.split, **named)
         results = self._gather(refs, method.timeout_s)[:: sizes.tensor_parallel_size]
         stride = 1 if splitter.shares[0].sequences else sizes.context_parallel_size
         return merge(results[::stride], splitter.shares[::stride], method.merge)

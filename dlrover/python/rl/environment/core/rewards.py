@@ -93,11 +93,14 @@ _UNIT_IN_TEXT = re.compile(
     r"\\(?:text|textrm|mathrm|mbox) ?\{[^{}\dA-Za-z]{0,4}[A-Za-z](?:[^{}\d]{0,40}[A-Za-z])?(?:\^?\{?[23]\}?)?"
     r"[^{}\d]{0,4}\}(?: ?\^ ?\{?[23]\}?)?"
 )
-_DIGITS = 40
-_FRACTION = re.compile(
-    rf"(-?)\s*(?:\\[dt]?frac\{{([\d.,]{{1,{_DIGITS}}})\}}\{{([\d.,]{{1,{_DIGITS}}})\}}"
-    rf"|([\d.,]{{1,{_DIGITS}}})\s*/\s*([\d.,]{{1,{_DIGITS}}}))"
+_DIGITS, _MOST_DIGITS, _WORDS = 40, 100, 60
+_PART = rf"[-+]?\s?[\d.,]{{1,{_DIGITS}}}"
+_FRAC = re.compile(rf"\\[dt]?frac\s?(?:\{{\s?({_PART})\s?\}}|(\d))\s?(?:\{{\s?({_PART})\s?\}}|(\d))")
+_FRACTION = re.compile(  # of numbers, behind a whole one or not, and words
+    rf"([-+]?)\s?(?:([\d,]{{1,{_DIGITS}}})\s)?({_PART})\s?/\s?({_PART})(?:\s?[A-Za-z%][A-Za-z .%]{{0,{_WORDS}}})?\.?"
 )
+_SIGN_APART = re.compile(r"([-+])\s+(?=[\d.])")
+_CALCULATION = re.compile(r"\\(?:[dt]?frac|sqrt|times|cdot)|\d\}?\s?(?:\*\*?|\^|/)\s?[{(]?\s?[-+]?\d")
 
 
 def same_answer(text: str, answer: str) -> bool:
@@ -134,28 +137,48 @@ def same_final_number(completion: str, answer: str) -> float:
     r"""1.0 when ``completion`` ends with the number of ``answer``, else 0.0: GSM8K's rule.
 
     What ``\boxed{}`` or ``####`` marks counts, or else the whole text, and of it the last number; currencies, units and
-    thousands separators do not matter. Without a number in ``answer`` it is a ValueError.
+    thousands separators do not matter. A fraction has its value; of other calculations that are marked nothing counts
+    but what is behind ``=``. Without a number in ``answer`` it is a ValueError.
     """
-    expected = last_number(_plain_number_text(marked_answer(answer) or answer))
+    expected = _final_number(marked_answer(answer), answer)
     if expected is None:
         raise ValueError("the reference answer has no number")
-    plain = _plain_number_text(_given_answer(completion) or completion)
+    given = _final_number(_given_answer(completion), completion)
+    if isinstance(given, Decimal) and isinstance(expected, Decimal):
+        return float(given == expected)
+    return float(given is not None and _exact(given) == _exact(expected))
+
+
+def _final_number(marked: str | None, text: str) -> Decimal | Fraction | None:
+    """Of what is ``marked``, or of the whole text."""
+    plain = _plain_number_text(marked or text)
+    if marked:
+        result = plain.rpartition("=")[2].replace("$", "").strip() or plain
+        plain = _SIGN_APART.sub(r"\1", result, count=1) if _SIGN_APART.match(result) else result
     if (fraction := _fraction_value(plain)) is not None:
-        value = decimal_value(expected)
-        return float(value is not None and abs(value.adjusted()) < _DIGITS and Fraction(value) == fraction)
+        return fraction
+    if marked and _CALCULATION.search(plain):
+        return None
     number = last_number(plain)
-    return float(number is not None and same_answer(number, expected))
+    return None if number is None else decimal_value(number)
+
+
+def _exact(number: Decimal | Fraction) -> Fraction | None:
+    """None for a number of so many digits that no fraction here has its value."""
+    if isinstance(number, Decimal) and abs(number.adjusted()) > _MOST_DIGITS:
+        return None
+    return Fraction(number)
 
 
 def _fraction_value(text: str) -> Fraction | None:
-    """Of a text that is a fraction of two numbers, and nothing else."""
-    match = _FRACTION.fullmatch(text.strip())
+    """Of a text that is a fraction of two numbers, and nothing else but words."""
+    match = _FRACTION.fullmatch(_FRAC.sub(r" \1\2/\3\4 ", text).strip())
     if match is None:
         return None
-    above, below = (decimal_value(part) for part in (match[2] or match[4], match[3] or match[5]))
-    if above is None or not below:
+    whole, above, below = (decimal_value("".join((part or "0").split())) for part in match.groups()[1:])
+    if whole is None or above is None or not below:
         return None
-    return (-1 if match[1] else 1) * Fraction(above) / Fraction(below)
+    return (-1 if match[1] == "-" else 1) * (Fraction(whole) + Fraction(above) / Fraction(below))
 
 
 def _plain_number_text(text: str) -> str:

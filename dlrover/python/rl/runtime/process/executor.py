@@ -22,6 +22,7 @@ from dlrover.python.rl.common.errors import (
     user_traceback,
 )
 from dlrover.python.rl.common.extensions import load_module
+from dlrover.python.rl.common.log import valid_text
 from dlrover.python.rl.common.names import ProcessId, hint
 from dlrover.python.rl.control.events import COULD_NOT_START, LEFT_ALIVE, Cause, CauseKind, Event, Process
 from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
@@ -134,7 +135,8 @@ def starting(who: str) -> Iterator[None]:
     try:
         yield
     except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-        failure = WorkloadStartError(who, f"{type(error).__name__}: {error}", user_traceback(error))
+        text, trace = map(valid_text, (f"{type(error).__name__}: {error}", user_traceback(error)))
+        failure = WorkloadStartError(who, text, trace)
         failure.fault = fault_of(error).value
         raise failure from None
 

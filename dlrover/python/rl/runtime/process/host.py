@@ -35,7 +35,7 @@ from dlrover.python.rl.common.errors import (
     StaleCall,
     user_traceback,
 )
-from dlrover.python.rl.common.log import cut_middle
+from dlrover.python.rl.common.log import cut_middle, valid_text
 from dlrover.python.rl.common.progress import last_progress_s, note_progress, noted_progress
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall, note_modules
@@ -196,9 +196,9 @@ class MemberHost:
     def failure(self, method: str, error: BaseException) -> InvocationError:
         """``error``, which is being handled, as the trainer receives it. If the method was not even entered, the
         trainer's traceback tells more: it ends at the call."""
-        text = "" if _is_raised_in(error, MemberHost._call) else user_traceback(error)
+        text = "" if _is_raised_in(error, MemberHost._call) else valid_text(user_traceback(error))
         failure = InvocationError(
-            cut_middle(f"{type(error).__name__}: {error}", _MOST_TEXT),
+            valid_text(cut_middle(f"{type(error).__name__}: {error}", _MOST_TEXT)),
             role=self._context.role,
             rank=self._context.rank,
             method=method,
@@ -207,6 +207,7 @@ class MemberHost:
         )
         try:
             cloudpickle.loads(cloudpickle.dumps(error))
+            "".join(traceback.format_exception(error)).encode()  # Ray ends a process whose error has no such text
         except Exception:  # noqa: BLE001 -- a user's exception may fail to pickle in any way; its text is enough
             return failure
         failure.original = failure.__cause__ = error
@@ -264,7 +265,7 @@ class MemberHost:
         except (Exception, SystemExit, asyncio.CancelledError) as error:  # noqa: BLE001 -- the user's code may raise any
             failure = self.failure(header.method, error)
             self._keep(header, _Answer(header.method, error=failure))
-            raise failure from error
+            raise failure from failure.original
         self._keep(header, _Answer(header.method, stored))
         return result
 
@@ -319,7 +320,7 @@ class MemberHost:
         try:
             return self._verbs[verb](*args)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code may raise anything
-            raise self.failure(verb.removeprefix("!"), error) from error
+            raise (failure := self.failure(verb.removeprefix("!"), error)) from failure.original
 
     def _commit(self, request: CommitRequest) -> CommitAnswer:
         calls = self._record.calls_of(request.step)

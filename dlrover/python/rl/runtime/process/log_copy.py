@@ -39,35 +39,37 @@ class LogCopier:
         copy_rest(self._target.parent, self._target.name.removesuffix(SUFFIX))
         now = datetime.now().strftime("%Y-%m-%d %H:%M:%S")
         self._append(f"--- {title}, pid {os.getpid()} on {socket.gethostname()}, {now}\n".encode())
+        _write_rest(self._target, self._offsets)
         self._thread.start()
 
     def stop(self) -> None:
         self._stopping.set()
-        self.copy()
+        self.copy(is_last=True)
 
     def _run(self) -> None:
         while not self._stopping.wait(_POLL_S):
             self.copy()
 
-    def copy(self) -> None:
+    def copy(self, is_last: bool = False) -> None:
         with self._lock:
             before = dict(self._offsets)
             for source, offset in before.items():
-                self._offsets[source] = self._copy_one(source, offset)
+                self._offsets[source] = self._copy_one(source, offset, is_last)
             if self._offsets != before:
                 _write_rest(self._target, self._offsets)
 
-    def _copy_one(self, source: str, offset: int) -> int:
-        """The offset up to which a source is copied: the end of its last whole line."""
+    def _copy_one(self, source: str, offset: int, is_last: bool) -> int:
+        """The offset up to which a source is copied: the end of its last whole line, or of the source at last."""
         with suppress(OSError), open(source, "rb") as file:
             if os.fstat(file.fileno()).st_size < offset:
                 offset = 0  # it was rotated
             file.seek(offset)
             while data := file.read(_CHUNK):
-                whole = data.rfind(b"\n") + 1 or (len(data) if len(data) == _CHUNK else 0)
+                whole = data.rfind(b"\n") + 1 or (len(data) if is_last or len(data) == _CHUNK else 0)
                 if not whole:
                     break
-                self._append(data[:whole])
+                is_open = is_last and whole < _CHUNK and data[whole - 1 : whole] != b"\n"
+                self._append(data[:whole] + b"\n" * is_open)
                 offset += whole
                 file.seek(offset)
         return offset
@@ -105,7 +107,7 @@ def copy_rest(logs: Path, process: str) -> None:
             return
         copier = LogCopier(logs.parent, process, ())
         for source, offset in rest["offsets"].items():
-            copier._copy_one(source, offset)
+            copier._copy_one(source, offset, is_last=True)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     if target.exists():

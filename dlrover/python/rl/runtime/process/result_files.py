@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.log import valid_text
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, hint
 
 LOGS = "logs"
@@ -39,13 +40,14 @@ class RunFolder:
         self._folder = folder
 
     def list_files(self) -> list[RunFile]:
+        """Those whose names are UTF-8."""
         return [file for file, _ in zip(self._walk((), self._folder), range(_MAX_FILES), strict=False)]
 
     def _walk(self, parts: tuple[str, ...], folder: Path) -> Iterator[RunFile]:
         with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 inner = (*parts, entry.name)
-                if _is_private(inner) or entry.is_symlink():
+                if _is_private(inner) or entry.is_symlink() or valid_text(entry.name) != entry.name:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     yield from self._walk(inner, Path(entry.path))

@@ -15,6 +15,7 @@ import gc
 import os
 import socket
 import sys
+import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -193,7 +194,21 @@ class MemberActor:
         if self._left and (self._host is None or not self._host.is_rebuilt):
             raise gone_incarnation(self._left, self._role, self._identity[0].rank, method)
         assert self._host is not None, "dlrover_start comes first"
-        return self._host.run(method, args, kwargs)
+        try:
+            return self._host.run(method, args, kwargs)
+        except Exception as error:
+            if _has_valid_text(error):
+                raise
+            raise self._host.failure(method, error) from None
+
+
+def _has_valid_text(error: Exception) -> bool:
+    """Whether Ray can send the error; it ends the process otherwise."""
+    try:
+        "".join(traceback.format_exception(error)).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def serve(host: MemberHost, header: CallHeader, values: Sequence[Any]) -> Any:
