@@ -578,3 +578,48 @@ def test_its_process_sees_the_devices_of_the_member_only_and_computes_in_its_pre
         with pytest.raises(EngineError, match="not here"):
             engine_class(ROLLOUT_ENGINES, "vllm")(model_path, settings)
     assert given == [("6", "ieee"), ("5,7", None), ("4,5,6,7", None)]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What is started of vLLM in this process, as on a node with GPUs; nothing is."""
+    runner = importlib.import_module("dlrover.python.rl.engine.vllm.runner")
+    made = []
+
+    def record(start):
+        made.append(start)
+        raise EngineError("not here")
+
+    monkeypatch.setattr(runner, "SleepingRunner", record)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
+    return made
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("device", "devices", "ranks", "first"),
+    [("cuda:2", (), 1, 2), ("cuda:0", (1,), 1, 1), ("cuda:0", (), 2, 0), ("cuda:0", (0, 1), 2, 0)],
+)
+def test_in_this_process_vllm_runs_on_the_first_device_only(model_path, started, device, devices, ranks, first):
+    settings = RolloutSettings(device, "bf16", 8, ranks, backend={"own_process": False}, devices=devices)
+    with pytest.raises(EngineError, match=f"first visible device only, not device {first} of {ranks}"):
+        engine_class(ROLLOUT_ENGINES, "vllm")(model_path, settings)
+    assert started == []
+
+
+@needs_vllm
+def test_in_this_process_float32_needs_its_precision_in_the_environment(model_path, started, monkeypatch):
+    make = engine_class(ROLLOUT_ENGINES, "vllm")
+    settings = [RolloutSettings("cuda", name, backend={"own_process": False}) for name in ("fp32", "bf16")]
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    with pytest.raises(EngineError, match="set TRITON_F32_DEFAULT=ieee in the environment"):
+        make(model_path, settings[0])
+    assert started == []
+    for number, (each, value) in enumerate([(settings[1], ""), (settings[0], "ieee")], 1):
+        if value:
+            monkeypatch.setenv("TRITON_F32_DEFAULT", value)
+        with pytest.raises(EngineError, match="not here"):
+            make(model_path, each)
+        assert len(started) == number
