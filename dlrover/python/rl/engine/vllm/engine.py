@@ -5,7 +5,7 @@ child processes, too."""
 import itertools
 import os
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -94,17 +94,17 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
         """Submit what is not submitted, and step once: a token for each sequence with capacity, or part of a prompt."""
         runner = self._offloadable.runner
-        for number, running in self._requests.by_number.items():
-            if number not in self._names:
-                self._names[number] = str(next(self._submissions))
-                runner.submit(self._names[number], running, self._lm.eos_ids)
-        numbers = {name: number for number, name in self._names.items()}
         try:
             with self._offload.computing():
+                for number in [number for number in self._requests.by_number if number not in self._names]:
+                    self._names[number] = str(next(self._submissions))
+                    runner.submit(self._names[number], self._requests.by_number[number], self._lm.eos_ids)
+                numbers = {name: number for number, name in self._names.items()}
                 new_tokens = [(numbers[name], token, logprob) for name, token, logprob in runner.step()]
             return self._requests.append(new_tokens, self.version)
-        except EngineError:
-            self._withdraw(self._requests.by_number)  # The other tokens of this step are generated again.
+        except BaseException:
+            with suppress(EngineError):
+                self._withdraw(self._requests.by_number)  # The other tokens of this step are generated again.
             raise
 
     def _withdraw(self, numbers: Collection[int]) -> None:
