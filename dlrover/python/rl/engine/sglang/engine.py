@@ -25,7 +25,7 @@ from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token, cou
 from dlrover.python.rl.engine.model.visible_devices import device_environment
 from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
 from dlrover.python.rl.engine.sglang import INFO, SglangOptions, launch_arguments
-from dlrover.python.rl.engine.sglang.read_back import WEIGHTS_FILE, WeightReader
+from dlrover.python.rl.engine.sglang.read_back import WEIGHTS_FILE, ReadBack
 from dlrover.python.rl.engine.sglang.server import SglangServer
 
 _ABORT_TIMEOUT_S = 10.0
@@ -71,7 +71,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             self._offload.bring("kv_cache", divide_bytes(cache_bytes, ranks))
             # SGLang refuses a prompt of this many tokens, and completes a shorter one up to them and beyond.
             self._requests = RunningRequests(self._lm, int(limits["max_req_input_len"]))
-            self._reader = WeightReader(self._server, self._lm, self._dtype, ranks)
+            self._read_back = ReadBack(self._server, self._lm, self._dtype, ranks)
             self._owned = owned.pop_all()
         self._threads = ThreadPoolExecutor(settings.max_batch, "sglang")
 
@@ -179,7 +179,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             raise WeightSyncError(f"the SGLang server did not take the weights: {error}") from error
         if not answer["success"]:
             raise WeightSyncError(f"the SGLang server did not take the weights: {answer['message']}")
-        if folder is not None and (names := self._reader.different(folder)):
+        if folder is not None and (names := self._read_back.different(folder)):
             raise WeightSyncError(f"the server does not serve what it was sent: {', '.join(map(repr, names))}")
 
     def _remove_folder(self) -> None:

@@ -22,7 +22,7 @@ _ROWS = 2
 _LOG = logging.getLogger(__name__)
 
 
-class WeightReader:
+class ReadBack:
     """Compares the weights of a server with a folder, tensor by tensor.
 
     SGLang reads tensors by their names for few architectures: Llama and those that extend it (Mistral, Phi-3), OPT,
