@@ -35,6 +35,7 @@ class Kind:
         backend: its own options.
         hidden: width of the model; vLLM's kernels for CPUs want heads of at least 32.
         tells_cut: it gives the log-probs of a distribution that was cut.
+        longest: tokens of a sequence at most, of a model with 128 positions.
     """
 
     label: str
@@ -44,6 +45,7 @@ class Kind:
     backend: dict = field(default_factory=dict)
     hidden: int = 32
     tells_cut: bool = True
+    longest: int = 128
 
     @property
     def missing(self):
@@ -79,7 +81,7 @@ KINDS = (
     Kind("torch-huggingface-cuda", "torch", device="cuda", backend={"forward": "huggingface"}),
     Kind("vllm", "vllm", package="vllm", hidden=128),
     Kind("vllm-cuda", "vllm", package="vllm", device="cuda", hidden=128, backend=ON_CUDA),
-    SglangKind("sglang", "sglang", backend={"chunk_tokens": 1}, tells_cut=False),
+    SglangKind("sglang", "sglang", backend={"chunk_tokens": 1}, tells_cut=False, longest=122),
 )
 
 

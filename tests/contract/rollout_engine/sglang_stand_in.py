@@ -16,6 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 KINDS = ("weights", "kv_cache")
 
+CACHE_TOKENS = 1000
+READS_BACK = ("LlamaForCausalLM", "MistralForCausalLM")
+"""Of the architectures whose tensors SGLang 0.5.23 reads by name, those that the tests have."""
+
 
 class StandIn:
     """The model behind the server.
@@ -30,6 +34,8 @@ class StandIn:
         self.tokenizer = AutoTokenizer.from_pretrained(path)
         self.lock, self.aborted, self.there = threading.Lock(), set(), set(KINDS)
         self.deaf, self.said = (), []
+        self.context = self.model.config.max_position_embeddings
+        self.longest = min(self.context, CACHE_TOKENS) - 1
 
     # -- what the paths do --------------------------------------------------------------------------------------------
 
@@ -37,10 +43,16 @@ class StandIn:
         return None
 
     def get_server_info(self, body):
-        return {"max_total_num_tokens": 1000}
+        return {"max_total_num_tokens": CACHE_TOKENS, "max_req_input_len": self.longest - 5}
 
     def generate(self, body):
         how, drawn = body["sampling_params"], []
+        length = len(body["input_ids"])
+        if length + how["max_new_tokens"] > self.context:
+            raise ValueError(f"Requested token count exceeds the model's maximum context length of {self.context}")
+        if length >= self.longest - 5:
+            raise ValueError(f"Input length ({length}) exceeds the maximum allowed length ({self.longest - 5} tokens).")
+        how["max_new_tokens"] = min(how["max_new_tokens"], self.longest - length - 1)
         while True:
             with self.lock:
                 assert self.there == set(KINDS), "asked to generate without weights or cache"
@@ -65,7 +77,16 @@ class StandIn:
         return {"success": True, "message": "fine", "num_paused_requests": 0}
 
     def get_weights_by_name(self, body):
-        tensor = dict(self.model.named_parameters())[body["name"]]
+        """Of queries, keys and values the rows where SGLang takes them to be in the merged projection."""
+        config, own, name = self.model.config, dict(self.model.named_parameters()), body["name"]
+        if config.architectures[0] not in READS_BACK or name not in own:
+            raise ValueError("Get parameter by name failed")
+        tensor, part = own[name], next((part for part in "qkv" if f".{part}_proj." in name), "")
+        if part:
+            merged = torch.cat([own[name.replace(f".{part}_proj.", f".{other}_proj.")] for other in "qkv"])
+            counts = [config.num_attention_heads, config.num_key_value_heads, config.num_key_value_heads]
+            sizes = [count * (config.hidden_size // config.num_attention_heads) for count in counts]
+            tensor = merged.narrow(0, sum(sizes[: "qkv".index(part)]), sizes["qkv".index(part)])
         return tensor.detach().float().numpy().tolist()[: body["truncate_size"]]
 
     @torch.no_grad()

@@ -6,7 +6,7 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from rollouts import EOS, TEXTS, completions, prompts, sampling
+from rollouts import EOS, TEXTS, completions, drain, prompts, requests, sampling
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.progress import noted_progress
@@ -283,9 +283,9 @@ def test_what_cannot_be_drawn_is_refused(engine, texts, changes, message):
     assert engine.running == 0
 
 
-def test_a_prompt_is_continued_as_far_as_the_model_reaches(engine):
+def test_a_prompt_is_continued_as_far_as_the_model_reaches(engine, kind):
     """Other prompts of the batch have all their tokens, and those that are there are the same."""
-    texts, params = ["x" * 120, "ok"], sampling(max_new_tokens=20, ignore_eos=True)
+    texts, params = ["x" * (kind.longest - 8), "ok"], sampling(max_new_tokens=20, ignore_eos=True)
     out = engine.generate(prompts(texts), params, (3,))
     assert [int(mask.sum()) for mask in out.ragged("action_mask")] == [8, 20]
     assert not out.dense("finished").any()
@@ -300,6 +300,17 @@ def test_unknown_token_ids_are_refused(engine, token):
         engine.generate(batch, sampling(), (0,))
 
 
-def test_a_prompt_that_just_fits_is_completed(engine):
-    out = engine.generate(prompts(["x" * 120]), sampling(max_new_tokens=8, ignore_eos=True), (0,))
-    assert out.ragged("tokens").lengths.tolist() == [128]
+def test_a_prompt_that_just_fits_is_completed(engine, kind):
+    out = engine.generate(prompts(["x" * (kind.longest - 8)]), sampling(max_new_tokens=8, ignore_eos=True), (0,))
+    assert out.ragged("tokens").lengths.tolist() == [kind.longest]
+
+
+def test_a_sequence_ends_where_it_fills_the_longest_one(engine, kind):
+    full, short = "x" * (kind.longest - 1), "x" * 20
+    engine.add(requests([full, short]), sampling(max_new_tokens=12, ignore_eos=True), (1,))
+    done = drain(engine)
+    ends = {key: (item.finish, len(item.request.done)) for key, item in done.items()}
+    assert ends == {(0, 0): ("length", 1), (1, 0): ("length", 12)}
+    with pytest.raises(EngineError, match=f"{kind.longest + 1} tokens does not fit"):
+        engine.add(requests(["x" * kind.longest]), sampling(), (1,))
+    assert engine.running == 0

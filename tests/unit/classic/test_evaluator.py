@@ -144,6 +144,12 @@ def test_arguments_reach_vllm_and_its_variables_are_set_where_they_are_not(model
             os.environ.pop(name, None)
 
 
+def test_arguments_that_the_engine_sets_itself_are_refused_before_anything_is_loaded(model, tmp_path):
+    arguments = {"max_model_len": 64, "logprobs_mode": "raw_logprobs", "async_scheduling": True}
+    with pytest.raises(ValueError, match="cannot be given: async_scheduling, logprobs_mode"):
+        evaluator(model, asked("Ada"), tmp_path, engine="vllm", vllm_args=arguments)
+
+
 @pytest.mark.feature(14)
 def test_without_vllm_the_extra_is_named(model, tmp_path):
     if find_spec("vllm"):

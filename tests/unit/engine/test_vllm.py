@@ -362,7 +362,7 @@ def test_heads_that_vllm_has_no_attention_for_are_refused(tmp_path):
 def test_what_keeps_vllm_from_starting_is_told_and_the_next_one_starts(engine, model_path):
     engine.cpu()
     memory = DeviceMemory()
-    with pytest.raises(EngineError, match="vLLM does not start: No available memory for the cache"):
+    with pytest.raises(EngineError, match="vLLM does not start: ValueError: No available memory for the cache"):
         engine_class(ROLLOUT_ENGINES, "vllm")(model_path, RolloutSettings(backend={"kv_cache_bytes": 1000}), memory)
     assert memory.total() == 0
     assert not torch.distributed.is_initialized()
@@ -578,3 +578,130 @@ def test_its_process_sees_the_devices_of_the_member_only_and_computes_in_its_pre
         with pytest.raises(EngineError, match="not here"):
             engine_class(ROLLOUT_ENGINES, "vllm")(model_path, settings)
     assert given == [("6", "ieee"), ("5,7", None), ("4,5,6,7", None)]
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """What is started of vLLM in this process, as on a node with GPUs; nothing is."""
+    runner = importlib.import_module("dlrover.python.rl.engine.vllm.runner")
+    made = []
+
+    def record(start):
+        made.append(start)
+        raise EngineError("not here")
+
+    monkeypatch.setattr(runner, "SleepingRunner", record)
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 40, 1 << 40))
+    monkeypatch.setattr("torch.cuda.memory_reserved", lambda device: 0)
+    monkeypatch.setattr("torch.cuda.memory_allocated", lambda device: 0)
+    return made
+
+
+@needs_vllm
+@pytest.mark.parametrize(
+    ("device", "devices", "ranks", "first"),
+    [("cuda:2", (), 1, 2), ("cuda:0", (1,), 1, 1), ("cuda:0", (), 2, 0), ("cuda:0", (0, 1), 2, 0)],
+)
+def test_in_this_process_vllm_runs_on_the_first_device_only(model_path, started, device, devices, ranks, first):
+    settings = RolloutSettings(device, "bf16", 8, ranks, backend={"own_process": False}, devices=devices)
+    with pytest.raises(EngineError, match=f"first visible device only, not device {first} of {ranks}"):
+        engine_class(ROLLOUT_ENGINES, "vllm")(model_path, settings)
+    assert started == []
+
+
+@needs_vllm
+def test_in_this_process_float32_needs_its_precision_in_the_environment(model_path, started, monkeypatch):
+    make = engine_class(ROLLOUT_ENGINES, "vllm")
+    settings = [RolloutSettings("cuda", name, backend={"own_process": False}) for name in ("fp32", "bf16")]
+    monkeypatch.delenv("TRITON_F32_DEFAULT", raising=False)
+    with pytest.raises(EngineError, match="set TRITON_F32_DEFAULT=ieee in the environment"):
+        make(model_path, settings[0])
+    assert started == []
+    for number, (each, value) in enumerate([(settings[1], ""), (settings[0], "ieee")], 1):
+        if value:
+            monkeypatch.setenv("TRITON_F32_DEFAULT", value)
+        with pytest.raises(EngineError, match="not here"):
+            make(model_path, each)
+        assert len(started) == number
+
+
+@needs_vllm
+@pytest.mark.parametrize("text", ["WorkerProc initialization failed", "CUDA out of memory"])
+def test_a_plain_exception_at_the_start_is_an_error_of_the_engine(model_path, monkeypatch, text):
+    """As vLLM raises it where a worker process fails."""
+    runner = importlib.import_module("dlrover.python.rl.engine.vllm.runner")
+
+    def fail(arguments):
+        raise Exception(text)
+
+    monkeypatch.setattr(runner.LLMEngine, "from_engine_args", fail)
+    memory = DeviceMemory()
+    with pytest.raises(EngineError) as caught:
+        engine_class(ROLLOUT_ENGINES, "vllm")(model_path, RolloutSettings(), memory)
+    assert isinstance(caught.value, OutOfDeviceMemory) is ("memory" in text)
+    assert isinstance(caught.value, OutOfDeviceMemory) or str(caught.value) == f"vLLM does not start: Exception: {text}"
+    assert memory.total() == 0
+
+
+@needs_vllm
+@pytest.mark.slow
+def test_a_worker_that_does_not_start_is_an_error_of_the_engine(model_path):
+    """The model is not saved in the form that its workers are to load."""
+    backend = {"engine_args": {"load_format": "sharded_state"}}
+    settings = RolloutSettings(max_batch=2, tensor_parallel_size=2, backend=backend)
+    with pytest.raises(EngineError, match="vLLM does not start: Exception: WorkerProc initialization failed"):
+        engine_class(ROLLOUT_ENGINES, "vllm")(model_path, settings)
+
+
+@needs_vllm
+@pytest.mark.parametrize("error", [Exception("plain"), KeyError("x"), KeyboardInterrupt()])
+@pytest.mark.parametrize("method", ["step", "add_request"])
+def test_after_a_step_that_broke_off_the_same_tokens_are_generated(engine, model_path, monkeypatch, method, error):
+    engine.cuda()
+    engine.receive(snapshot(model_path, 0), rewind=True)
+    sampling = SamplingParams(max_new_tokens=12, ignore_eos=True)
+    expected = engine.generate(prompts(), sampling, (5,)).objects("completion")
+    llm, calls = engine._offloadable.runner.llm, []
+    function = getattr(llm, method)
+
+    def break_off(*arguments, **options):
+        out = function(*arguments, **options)  # vLLM has gone on
+        calls.append(method)
+        if len(calls) == 2:
+            raise error
+        return out
+
+    engine.add([Request.fresh(n, 0, row) for n, row in enumerate(prompts().ragged("tokens"))], sampling, (5,))
+    with monkeypatch.context() as patch:
+        patch.setattr(llm, method, break_off)
+        with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else EngineError) as caught:
+            while engine.running:
+                engine.advance()
+    assert isinstance(error, KeyboardInterrupt) or type(error).__name__ in str(caught.value)
+    assert (engine.running, engine._names, llm.has_unfinished_requests()) == (3, {}, False)
+    done = {}
+    while engine.running:
+        done.update({item.request.prompt_id: item.text for item in engine.advance()})
+    assert [done[n] for n in range(3)] == expected
+
+
+@needs_vllm
+def test_a_call_that_is_interrupted_ends_vllms_process(model_path, monkeypatch):
+    """Else its answer would be that of the next call."""
+    made = engine_class(ROLLOUT_ENGINES, "vllm")(
+        model_path, RolloutSettings(max_batch=2, backend={"own_process": True})
+    )
+    child = made._offloadable
+    made.receive(snapshot(model_path, 0), rewind=True)
+    made.add([Request.fresh(0, 0, np.arange(4))], SamplingParams(max_new_tokens=4), (0,))
+
+    def interrupt(self, timeout):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(type(child._connection), "poll", interrupt)
+        made.advance()
+    assert child._process.poll() == -signal.SIGKILL
+    with pytest.raises(EngineDied, match="has ended"):
+        made.advance()
+    made.close()

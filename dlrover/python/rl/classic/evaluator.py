@@ -28,6 +28,7 @@ from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.model.loading import as_causal_lm
+from dlrover.python.rl.engine.vllm import VllmOptions
 from dlrover.python.rl.environment.core.scoring import Completed, Reward
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
@@ -65,7 +66,7 @@ class Evaluator:
     """``hf``: Hugging Face models by the engine in plain PyTorch."""
 
     vllm_args: Mapping[str, Any] | None = None
-    """Arguments of vLLM, in its own words."""
+    """Arguments of vLLM, in its own words, but those of ``VllmOptions.engine_args`` only."""
 
     generation_args: Mapping[str, Any] | None = None
     """``top_k``, ``top_p``, ``stop``."""
@@ -92,6 +93,7 @@ class Evaluator:
         check_fields(self)
         if self.vllm_args and self.engine != "vllm":
             raise ValueError("vllm_args go with engine='vllm'")
+        vllm_settings(RolloutSettings(), self.vllm_args or {})
         self._sampling()
 
     def set_model(self, model: str | Path) -> None:
@@ -194,6 +196,7 @@ def score(
 def vllm_settings(settings: RolloutSettings, arguments: Mapping[str, Any]) -> RolloutSettings:
     shared = {name: arguments[name] for name in _SHARED_SETTINGS if name in arguments}
     rest = {name: value for name, value in arguments.items() if name not in shared}
+    VllmOptions(engine_args=rest)  # refuses some
     backend = {"engine_args": rest} if rest else {}
     return RolloutSettings(settings.device, settings.precision, settings.max_batch, backend=backend, **shared)
 

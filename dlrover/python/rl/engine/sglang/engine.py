@@ -11,9 +11,6 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
 from dlrover.python.rl.common.errors import EngineDied, EngineError, WeightSyncError
@@ -28,12 +25,10 @@ from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token, cou
 from dlrover.python.rl.engine.model.visible_devices import device_environment
 from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
 from dlrover.python.rl.engine.sglang import INFO, SglangOptions, launch_arguments
+from dlrover.python.rl.engine.sglang.read_back import WEIGHTS_FILE, ReadBack
 from dlrover.python.rl.engine.sglang.server import SglangServer
 
 _ABORT_TIMEOUT_S = 10.0
-_WEIGHTS_FILE = "model.safetensors"
-_ROWS_READ_BACK = 2
-"""Rows of each matrix, and values of each vector, that are compared after a weight sync."""
 
 
 class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
@@ -44,7 +39,8 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     and ``top_k`` together with ``top_p``.
 
     ``advance()`` generates up to ``chunk_tokens`` for every request; between calls the server is idle. SGLang caches
-    what it has read, so continuing costs about one token's time.
+    what it has read, so continuing costs about one token's time. A sequence is the prompt of its next chunk, so it ends
+    at SGLang's limit on prompts: 6 tokens below the model's context or the size of the cache, whichever is less.
 
     Weights reach the server as a folder in Hugging Face format. The last folder is kept: weights that SGLang has
     released are read from there again.
@@ -61,7 +57,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         options = read_options(SglangOptions, settings.backend)
         self._lm, self._model = load_meta_causal_lm(model)
         self._dtype = DTYPES[settings.precision]
-        self._options, self._requests = options, RunningRequests(self._lm)
+        self._options = options
         self._folder: Path | None = None
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "sglang")
         ranks = settings.tensor_parallel_size
@@ -70,10 +66,12 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             folder = tempfile.TemporaryDirectory(prefix="weights-", dir=options.exchange)
             self._exchange = Path(owned.enter_context(folder))
             self._server = owned.enter_context(closing(_connect(self._model, settings, options, self._exchange)))
-            tokens = int(self._server.call("GET", "/get_server_info")["max_total_num_tokens"])
-            self._offload.bring(
-                "kv_cache", divide_bytes(tokens * count_cache_bytes_per_token(self._lm, self._dtype), ranks)
-            )
+            limits = self._server.call("GET", "/get_server_info")
+            cache_bytes = int(limits["max_total_num_tokens"]) * count_cache_bytes_per_token(self._lm, self._dtype)
+            self._offload.bring("kv_cache", divide_bytes(cache_bytes, ranks))
+            # SGLang refuses a prompt of this many tokens, and completes a shorter one up to them and beyond.
+            self._requests = RunningRequests(self._lm, int(limits["max_req_input_len"]))
+            self._read_back = ReadBack(self._server, self._lm, self._dtype, ranks)
             self._owned = owned.pop_all()
         self._threads = ThreadPoolExecutor(settings.max_batch, "sglang")
 
@@ -170,7 +168,8 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._offload.leave(place)
 
     def _serve(self, folder: Path | None) -> None:
-        """Have the server load a folder, or the initial model, and read it back; a ``WeightSyncError`` if not so."""
+        """Have the server load a folder, or the initial model; a ``WeightSyncError`` if it does not, or if what can be
+        read back differs from the folder."""
         body = {"model_path": str(folder or self._model), "flush_cache": True}
         try:
             answer = self._server.call("POST", "/update_weights_from_disk", body)
@@ -180,8 +179,8 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             raise WeightSyncError(f"the SGLang server did not take the weights: {error}") from error
         if not answer["success"]:
             raise WeightSyncError(f"the SGLang server did not take the weights: {answer['message']}")
-        if folder is not None and (names := _different_tensors(self._server, folder, self._dtype)):
-            raise WeightSyncError(f"the server does not serve what it was sent: {', '.join(names)}")
+        if folder is not None and (names := self._read_back.different(folder)):
+            raise WeightSyncError(f"the server does not serve what it was sent: {', '.join(map(repr, names))}")
 
     def _remove_folder(self) -> None:
         if self._folder is not None:
@@ -231,16 +230,4 @@ def _write_model(weights: WeightSnapshot, lm: CausalLM, folder: Path) -> None:
     lm.model.config.save_pretrained(folder)
     lm.tokenizer.save_pretrained(folder)
     tensors = {name: weights.tensor(name) for name in weights.buffers}
-    save_file(tensors, folder / _WEIGHTS_FILE, metadata={"format": "pt"})
-
-
-def _different_tensors(server: SglangServer, folder: Path, dtype: torch.dtype) -> list[str]:
-    """Names of the tensors whose first rows differ between the server, which casts to ``dtype``, and ``folder``."""
-    names = []
-    with safe_open(folder / _WEIGHTS_FILE, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a mapping
-            rows = server.call("POST", "/get_weights_by_name", {"name": name, "truncate_size": _ROWS_READ_BACK})
-            expected = file.get_slice(name)[:_ROWS_READ_BACK].to(dtype).float().numpy()
-            if not np.array_equal(np.asarray(rows, dtype=np.float32), expected, equal_nan=True):
-                names.append(f"'{name}'")
-    return names
+    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})

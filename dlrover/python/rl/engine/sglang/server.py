@@ -32,6 +32,10 @@ _LIMITS = httpx.Limits(max_connections=None, max_keepalive_connections=0)
 """A connection per call: a server may close an idle connection just when a call begins."""
 
 
+class RequestRefused(EngineError):
+    """The server answered with an error status."""
+
+
 class SglangServer:
     """A server at ``url``, which threads may share. ``process`` is ended by :meth:`close`."""
 
@@ -86,8 +90,8 @@ class SglangServer:
 
     def call(self, verb: str, path: str, body: Any = None, timeout_s: float | None = None) -> Any:
         """Send ``body`` as JSON; returns the answer's JSON, or None if it is none. Raises an ``EngineError`` without an
-        answer in time, or with an error status and the server's message; ``EngineDied`` if a server that was started
-        here has ended.
+        answer in time, ``RequestRefused`` with an error status and the server's message, and ``EngineDied`` if a server
+        that was started here has ended.
         """
         content = {} if body is None else {"json": body}
         try:
@@ -98,7 +102,7 @@ class SglangServer:
                 raise EngineDied(f"{what}: it has ended with status {status}") from error
             raise EngineError(f"{what}: {error}") from error
         if answer.is_error:
-            raise EngineError(f"SGLang refused {path} with status {answer.status_code}: {answer.text[:500]}")
+            raise RequestRefused(f"SGLang refused {path} with status {answer.status_code}: {answer.text[:500]}")
         try:
             return answer.json()
         except ValueError:

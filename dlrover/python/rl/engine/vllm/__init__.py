@@ -14,6 +14,14 @@ from dlrover.python.rl.engine.api.registry import EngineInfo
 # each weight sync.
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
+_OWN_ARGUMENTS = {
+    "model", "tensor_parallel_size", "pipeline_parallel_size", "data_parallel_size", "device_ids",
+    "distributed_executor_backend", "enable_sleep_mode", "worker_extension_cls", "moe_backend",
+    "async_scheduling", "speculative_config", "spec_method", "spec_model", "spec_tokens",
+    "logprobs_mode", "logits_processors",
+}  # fmt: skip
+"""Arguments of vLLM that decide what the engine's devices, weight syncs and sampling depend on."""
+
 
 @dataclass(frozen=True)
 class VllmOptions:
@@ -28,10 +36,15 @@ class VllmOptions:
     """On a GPU, compile the model and record CUDA graphs; the start takes longer. A CPU always runs eagerly."""
 
     own_process: bool | None = None
-    """Run vLLM in a process of its own, which sees this engine's devices only. None: on CUDA."""
+    """Run vLLM in a process of its own, which sees this engine's devices only. None: on CUDA. False on CUDA: for the
+    first visible device only, and in float32 with ``TRITON_F32_DEFAULT`` in the environment."""
 
     engine_args: Mapping[str, Any] = field(default_factory=dict)
-    """Further arguments of vLLM's ``EngineArgs``, which override all others."""
+    """Further arguments of vLLM's ``EngineArgs``, which override others, but not those that the engine depends on."""
+
+    def __post_init__(self) -> None:
+        if fixed := sorted(_OWN_ARGUMENTS & self.engine_args.keys()):
+            raise ValueError(f"arguments of vLLM that the engine sets itself cannot be given: {', '.join(fixed)}")
 
 
 INFO = EngineInfo(VllmOptions, "vllm", fills_device=True, adds_adapters=True)

@@ -3,12 +3,15 @@
 child processes, too."""
 
 import itertools
+import os
 from collections.abc import Collection
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.engine.api.base import Finish, RolloutSettings
@@ -81,6 +84,8 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
             if settings.precision == "fp32":
                 env.setdefault("TRITON_F32_DEFAULT", "ieee")  # vLLM's attention would compute in TF32
             return ChildRunner(arguments, on_cpu, env)
+        if not on_cpu:
+            _check_shared_process(settings)
         # Imported on demand: it imports vLLM, which takes seconds.
         from dlrover.python.rl.engine.vllm.runner import RestartingRunner, Runner, SleepingRunner
 
@@ -89,17 +94,17 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
         """Submit what is not submitted, and step once: a token for each sequence with capacity, or part of a prompt."""
         runner = self._offloadable.runner
-        for number, running in self._requests.by_number.items():
-            if number not in self._names:
-                self._names[number] = str(next(self._submissions))
-                runner.submit(self._names[number], running, self._lm.eos_ids)
-        numbers = {name: number for number, name in self._names.items()}
         try:
             with self._offload.computing():
+                for number in [number for number in self._requests.by_number if number not in self._names]:
+                    self._names[number] = str(next(self._submissions))
+                    runner.submit(self._names[number], self._requests.by_number[number], self._lm.eos_ids)
+                numbers = {name: number for number, name in self._names.items()}
                 new_tokens = [(numbers[name], token, logprob) for name, token, logprob in runner.step()]
             return self._requests.append(new_tokens, self.version)
-        except EngineError:
-            self._withdraw(self._requests.by_number)  # The other tokens of this step are generated again.
+        except BaseException:
+            with suppress(EngineError):
+                self._withdraw(self._requests.by_number)  # The other tokens of this step are generated again.
             raise
 
     def _withdraw(self, numbers: Collection[int]) -> None:
@@ -142,3 +147,18 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._withdraw(self._requests.by_number)
         self._offloadable.sleep(keep_weights=place == "cpu")
         self._offload.leave(place)
+
+
+def _check_shared_process(settings: RolloutSettings) -> None:
+    """Refuse what vLLM does otherwise on CUDA in this process, whose devices and environment it shares."""
+    first = settings.devices[0] if settings.devices else torch.device(settings.device).index or 0
+    if first != 0 or settings.tensor_parallel_size > 1:
+        raise EngineError(
+            f"own_process false lets vLLM use the first visible device only, not device {first} of"
+            f" {settings.tensor_parallel_size}: leave own_process out"
+        )
+    if settings.precision == "fp32" and "TRITON_F32_DEFAULT" not in os.environ:
+        raise EngineError(
+            "vLLM's attention computes float32 in TF32 in this process: leave own_process out, use bf16, or set"
+            " TRITON_F32_DEFAULT=ieee in the environment, for all Triton kernels of this process"
+        )

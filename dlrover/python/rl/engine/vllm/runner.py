@@ -37,13 +37,22 @@ _LOAD_TIMEOUT_S = 600.0
 
 _JOIN_TIMEOUT_S = 10.0
 
-_FAILURES = (RuntimeError, ValueError, TypeError, OSError)
-"""What vLLM raises, ``TimeoutError`` and CUDA's own errors among them."""
-
 
 def _has_died(error: Exception) -> bool:
     """Of a worker, a device or a collective, after which vLLM does not compute any more; not what it cannot do."""
     return isinstance(error, RuntimeError | TimeoutError) and not isinstance(error, NotImplementedError)
+
+
+@contextmanager
+def _explained(what: str, refused: type[EngineError] = EngineError) -> Iterator[None]:
+    """Raise an exception of vLLM, of any type, as ``EngineDied`` or ``refused``, with its type and text."""
+    try:
+        yield
+    except EngineError:
+        raise
+    except Exception as error:
+        broken = EngineDied if _has_died(error) else refused
+        raise broken(f"{what}: {type(error).__name__}: {error}") from error
 
 
 class Runner:
@@ -65,8 +74,8 @@ class Runner:
                 self.llm = LLMEngine.from_engine_args(EngineArgs(**arguments))
         except BaseException as error:
             self._leave_process_group()
-            if isinstance(error, _FAILURES):
-                raise EngineError(f"vLLM does not start: {error}") from error
+            if isinstance(error, Exception):  # a plain one, if a worker process fails
+                raise EngineError(f"vLLM does not start: {type(error).__name__}: {error}") from error
             raise
 
     def submit(self, name: str, running: RunningRequest, eos_ids: Sequence[int]) -> None:
@@ -82,15 +91,13 @@ class Runner:
             output_kind=RequestOutputKind.DELTA,
             extra_args={EXTRA: SamplingPlan(sampling, running.uniform[count:])},
         )
-        self.llm.add_request(name, tokens_input(running.sequence.tolist()), params)
+        with _explained("vLLM refused a request"):
+            self.llm.add_request(name, tokens_input(running.sequence.tolist()), params)
 
     def step(self) -> list[tuple[str, int, float]]:
         """One step of vLLM: the request's name, token and log-prob of each new token."""
-        try:
+        with _explained("vLLM broke off"):
             outputs = self.llm.step()
-        except _FAILURES as error:
-            broken = EngineDied if _has_died(error) else EngineError
-            raise broken(f"vLLM broke off: {error}") from error
         new_tokens = []
         for output in outputs:
             (new,) = output.outputs
@@ -99,7 +106,8 @@ class Runner:
         return new_tokens
 
     def abort(self, names: Sequence[str]) -> None:
-        self.llm.abort_request(list(names))
+        with _explained("vLLM did not abort requests"):
+            self.llm.abort_request(list(names))
 
     def load(self, weights: WeightSnapshot) -> None:
         """Load weights in place and read them back: the first ones, and those after a failure, in full, later ones by
@@ -107,21 +115,19 @@ class Runner:
         what differs; ``EngineDied`` after a failure of vLLM's own."""
         loads, self._loads = self._loads, 0
         part = (loads - 1) % READ_BACK_PARTS if loads else None
-        try:
+        with _explained(f"vLLM broke off taking the weights of version {weights.version}", WeightSyncError):
             with nullcontext(weights) if self._ranks == 1 else share_weights(weights) as shared:
                 self.llm.collective_rpc("take_weights", _LOAD_TIMEOUT_S, (shared,))
                 worker_faults = self.llm.collective_rpc("read_back", _LOAD_TIMEOUT_S, (shared, part))
-        except _FAILURES as error:
-            broken = EngineDied if _has_died(error) else WeightSyncError
-            raise broken(f"vLLM broke off taking the weights of version {weights.version}: {error}") from error
-        self.llm.reset_prefix_cache()
+            self.llm.reset_prefix_cache()
         if faults := sorted({fault for faults in worker_faults for fault in faults}):
             raise WeightSyncError(f"vLLM did not take the weights of version {weights.version}: {'; '.join(faults)}")
         self._loads = loads + 1
 
     def cache_bytes(self) -> int:
         """On the worker with the largest key-value cache."""
-        return int(max(self.llm.collective_rpc("cache_bytes")))
+        with _explained("vLLM does not say the size of its cache"):
+            return int(max(self.llm.collective_rpc("cache_bytes")))
 
     def sleep_again(self) -> None:
         """Free what is awake and keep the weights, where a part sleeps: vLLM's own call would return at once."""
@@ -239,7 +245,8 @@ class SleepingRunner:
 
     def wake(self, kind: Kind) -> None:
         try:
-            self.runner.llm.wake_up(tags=[kind])
+            with _explained(f"vLLM did not wake its {kind}"):
+                self.runner.llm.wake_up(tags=[kind])
         except BaseException:
             self.runner.sleep_again()
             self._asleep = {"weights", "kv_cache"}
