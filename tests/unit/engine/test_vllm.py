@@ -683,25 +683,3 @@ def test_after_a_step_that_broke_off_the_same_tokens_are_generated(engine, model
     while engine.running:
         done.update({item.request.prompt_id: item.text for item in engine.advance()})
     assert [done[n] for n in range(3)] == expected
-
-
-@needs_vllm
-def test_a_call_that_is_interrupted_ends_vllms_process(model_path, monkeypatch):
-    """Else its answer would be that of the next call."""
-    made = engine_class(ROLLOUT_ENGINES, "vllm")(
-        model_path, RolloutSettings(max_batch=2, backend={"own_process": True})
-    )
-    child = made._offloadable
-    made.receive(snapshot(model_path, 0), rewind=True)
-    made.add([Request.fresh(0, 0, np.arange(4))], SamplingParams(max_new_tokens=4), (0,))
-
-    def interrupt(self, timeout):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(type(child._connection), "poll", interrupt)
-        made.advance()
-    assert child._process.poll() == -signal.SIGKILL
-    with pytest.raises(EngineDied, match="has ended"):
-        made.advance()
-    made.close()

@@ -89,7 +89,7 @@ class _Sum:
         self._work = dist.all_reduce(self._flat, group=group, async_op=True)
 
     def finish(self) -> None:
-        self._work.wait()
+        self._work.wait()  # waits: for the process group's timeout
         if self._flat is self._gradients[0]:
             return
         if self._flat.is_cuda:  # FSDP may have begun the sum on a stream of its own

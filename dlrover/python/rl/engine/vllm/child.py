@@ -88,9 +88,6 @@ class ChildRunner:
         except (EOFError, OSError) as broken:
             self.close()
             raise EngineDied(f"vLLM's process has ended with status {self._process.returncode}") from broken
-        except BaseException:
-            self.close()  # or the next call would be given this one's answer
-            raise
         if error is not None:
             raise error
         return value
