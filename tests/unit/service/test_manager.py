@@ -307,6 +307,35 @@ def test_what_cannot_be_saved_has_not_happened(tmp_path):
     run(body())
 
 
+def test_what_the_runner_has_seen_while_the_disk_was_full_happens_in_its_order(tmp_path):
+    class CountingDisk(FullDisk):
+        refused = 0
+
+        def write(self, *change):
+            self.refused += self.full
+            super().write(*change)
+
+    async def body():
+        store = CountingDisk(tmp_path)
+        async with serving(tmp_path, StillRunner(), store=store) as manager:
+            record = await manager.submit(submission())
+            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+            store.full = True
+            manager._runner.report(record, step=1, metrics={"reward": 1.0}, roles={"ROLLOUT": 3})
+            await until(lambda: store.refused)
+            with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
+                await manager.submit(submission("two"))
+            manager._runner.report(record, step=2, metrics={"reward": 2.0}, roles={"ROLLOUT": 4})
+            manager._runner.report(record, JobPhase.FINISHED)
+            store.full = False
+            ended = await manager.wait("job", WITHIN_S)
+            assert (ended.step, ended.reward, ended.roles) == (2, 2.0, {"ROLLOUT": 4})
+            kinds = [event.kind for event in await events(manager, "job", follow=False)]
+            assert kinds[3:] == ["resized", "step", "resized", "step", "finished"]
+
+    run(body())
+
+
 def test_watchers_that_come_and_go_see_each_event_once(tmp_path):
     async def watch(manager, seen):
         """Leaves and comes back after each third page."""
