@@ -22,6 +22,7 @@ from dlrover.python.rl.service.jobs.ledger import Draft, Ledger
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed, StopJob
 from dlrover.python.rl.service.jobs.scheduling import QueueLimits
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
+from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
 
 
@@ -166,7 +167,7 @@ def test_a_stop_is_repeated_harder_and_an_ended_job_stays_as_it_is(tmp_path):
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
             assert (await manager.stop(stopping(manager))).phase is JobPhase.STOPPING
             ended = await manager.wait("job", WITHIN_S)
-            assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "stopped")
+            assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "asked to")
             again = await manager.stop(stopping(manager, hard=True))
             assert again == ended
 
@@ -268,6 +269,50 @@ def test_the_next_process_of_the_service_goes_on_with_what_was_saved(tmp_path):
                 ("one", "finished"), ("three", "starting"), ("three", "running"),
             ]  # fmt: skip
             assert [event.number for event in after] == [len(before) + 1, len(before) + 2, len(before) + 3]
+
+    run(body())
+
+
+@pytest.mark.parametrize(
+    ("place", "folder"),
+    [({"run_folders": "/of/runs"}, "/of/runs/20010909-014640-{run}"), ({"job_dir": "/of/the/job"}, "/of/the/job")],
+)
+def test_the_folder_of_a_run_is_fixed_when_it_is_submitted(tmp_path, monkeypatch, place, folder):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+
+    async def body():
+        runner = StillRunner()
+        manager = JobManager(SqliteJobStore(tmp_path), runner, wall_s=lambda: 1e9)
+        await manager.start()
+        record = await manager.submit(submission(**place))
+        assert record.folder == folder.format(run=record.run)
+        await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+        await manager.close()
+        async with serving(tmp_path, StillRunner()) as manager:
+            assert manager.get("job").folder == record.folder
+
+    try:
+        run(body())
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_the_reason_of_a_stop_is_that_of_who_asked_for_it(tmp_path):
+    class Stopping(StillRunner):
+        def stop(self, record):
+            pass
+
+    async def body():
+        async with serving(tmp_path, Stopping()) as manager:
+            for name, phase, reason in (("one", JobPhase.STOPPED, "asked to"), ("two", JobPhase.FAILED, "no memory")):
+                record = await manager.submit(submission(name))
+                await until(lambda name=name: manager.get(name).phase is JobPhase.RUNNING)
+                await manager.stop(stopping(manager, name))
+                manager._runner.report(record, phase, reason="no memory")
+                ended = await manager.wait(name, WITHIN_S)
+                assert (ended.phase, ended.reason) == (phase, reason)
 
     run(body())
 
