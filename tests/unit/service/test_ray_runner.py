@@ -269,3 +269,28 @@ def test_a_job_that_is_stopped_while_it_is_checked_says_who_has_stopped_it(drive
         await runner.close()
 
     asyncio.run(scenario())
+
+
+def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster, monkeypatch):
+    """The service ends, and its next process goes on with the job."""
+    asked = []
+
+    def lost_process():
+        asked.append(True)
+        return "raylet" if len(asked) < 3 else ""
+
+    async def lost(*_):
+        raise MasterLost("the master is gone")
+
+    async def scenario():
+        runner, seen = RayJobRunner(), []
+        monkeypatch.setattr(runner, "_find_or_start", lost)
+        runner.attach(lambda observed: seen.append((observed.phase, len(asked))))
+        runner.run(driven.record, driven.description)
+        await until(lambda: seen)
+        assert seen == [(JobPhase.FAILED, 3)]
+        await runner.close()
+
+    monkeypatch.setattr(ray_runner, "lost_process", lost_process)
+    monkeypatch.setattr(ray_runner, "_AGAIN_S", 0.01)
+    asyncio.run(scenario())

@@ -32,6 +32,7 @@ from dlrover.python.rl.master.operations.history import read_history
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update
 from dlrover.python.rl.master.ray_run import start_master
 from dlrover.python.rl.runtime.owner import newest_owner
+from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process
 from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
 from dlrover.python.rl.runtime.ray.processes.actors import sweep
 from dlrover.python.rl.runtime.ray.processes.master_calls import MasterCalls, cluster_capacity, find_master
@@ -129,6 +130,8 @@ class RayJobRunner:
             _LOG.exception("%s: following it failed", record.name)
             what = f"{type(error).__name__}: {error}"
             ended = self._observed(driven, JobPhase.FAILED, reason=what, cause=CauseKind.INTERNAL.value)
+        while ended.phase is JobPhase.FAILED and lost_process():  # the service ends, and its next process goes on
+            await asyncio.sleep(_AGAIN_S)
         self._driven.pop(record.run, None)
         self._sink(ended)
         for task in driven.tasks[1:]:
