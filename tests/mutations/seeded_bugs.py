@@ -589,7 +589,9 @@ BUGS = {
     ),
     "a folder of another user is used": Bug(_MEMORY, "    _check_own(root)\n    _warn", "    _warn"),
     "what is only in memory goes with its run": Bug(_MEMORY, "                _save(root)\n", "                pass\n"),
-    "the memory of a living run is removed": Bug(_MEMORY, "(run is None and not _is_held(root))", "run is None"),
+    "the memory of a living run is removed": Bug(
+        _MEMORY, "not if_free) or not _is_held(root)", "not if_free) or run is None"
+    ),
     # -- master and executor ------------------------------------------------------------------------------------------
     "unknown processes survive the master's return": Bug(
         _EXECUTOR, "[name for name in names if name not in entries]", "[]"

@@ -93,6 +93,10 @@ def test_runs_of_a_job_that_live_keep_what_they_have_and_killed_ones_do_not(memo
         (memory / "job-other-3").mkdir()
         forget_memory("job")
         assert runs(memory) == ["job-1", "job-other-3"]
+        (memory / "job-2").mkdir()
+        (memory / "job-4").mkdir()
+        forget_memory("job", "2", if_free=True)
+        assert runs(memory) == ["job-1", "job-4", "job-other-3"]
         holder.send_signal(signal.SIGKILL)
         forget_memory("job", patience_s=10.0)
         assert runs(memory) == ["job-other-3"]
@@ -107,6 +111,7 @@ def test_a_run_that_has_ended_may_be_removed_by_who_has_held_it(memory):
     for _ in range(2):
         root = memory_root("job", "1")
         forget_memory("job")
+        forget_memory("job", "1", if_free=True)
         assert root.exists()
         forget_memory("job", "1")
         assert not root.exists()

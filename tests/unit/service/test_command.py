@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``dlrover-rl serve``: what it cannot do is one line."""
 
+import asyncio
 import socket
 
 import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
-from dlrover.python.rl.common.errors import InvalidJob, JobConflict
+from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob, JobConflict
 from dlrover.python.rl.service import command
 from dlrover.python.rl.service.verbs import check_submitted, enqueue
 
@@ -21,6 +22,20 @@ def test_a_metrics_port_that_is_taken_is_one_line():
             command._metrics(CollectorRegistry(), "127.0.0.1", port, "", None)
     served = command._metrics(CollectorRegistry(), "127.0.0.1", 0, "", None)
     served.close()
+
+
+def test_the_service_ends_when_its_cluster_is_lost_and_not_when_the_gcs_is_started_again(monkeypatch):
+    monkeypatch.setattr(command, "_LOOK_S", 0.01)
+    looks = iter(["", "gcs_server", "", "raylet", "raylet"])
+
+    async def body():
+        with pytest.raises(
+            ClusterUnavailable, match="^the raylet of the service's Ray cluster has died: start the ser"
+        ):
+            async with asyncio.timeout(20):
+                await command._until_the_end(asyncio.Event(), lambda: next(looks))
+
+    asyncio.run(body())
 
 
 JOB = """

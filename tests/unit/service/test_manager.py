@@ -22,6 +22,7 @@ from dlrover.python.rl.service.jobs.ledger import Draft, Ledger
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed, StopJob
 from dlrover.python.rl.service.jobs.scheduling import QueueLimits
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
+from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
 
 
@@ -166,7 +167,7 @@ def test_a_stop_is_repeated_harder_and_an_ended_job_stays_as_it_is(tmp_path):
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
             assert (await manager.stop(stopping(manager))).phase is JobPhase.STOPPING
             ended = await manager.wait("job", WITHIN_S)
-            assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "stopped")
+            assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "asked to")
             again = await manager.stop(stopping(manager, hard=True))
             assert again == ended
 
@@ -272,6 +273,50 @@ def test_the_next_process_of_the_service_goes_on_with_what_was_saved(tmp_path):
     run(body())
 
 
+@pytest.mark.parametrize(
+    ("place", "folder"),
+    [({"run_folders": "/of/runs"}, "/of/runs/20010909-014640-{run}"), ({"job_dir": "/of/the/job"}, "/of/the/job")],
+)
+def test_the_folder_of_a_run_is_fixed_when_it_is_submitted(tmp_path, monkeypatch, place, folder):
+    monkeypatch.setenv("TZ", "UTC")
+    time.tzset()
+
+    async def body():
+        runner = StillRunner()
+        manager = JobManager(SqliteJobStore(tmp_path), runner, wall_s=lambda: 1e9)
+        await manager.start()
+        record = await manager.submit(submission(**place))
+        assert record.folder == folder.format(run=record.run)
+        await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+        await manager.close()
+        async with serving(tmp_path, StillRunner()) as manager:
+            assert manager.get("job").folder == record.folder
+
+    try:
+        run(body())
+    finally:
+        monkeypatch.undo()
+        time.tzset()
+
+
+def test_the_reason_of_a_stop_is_that_of_who_asked_for_it(tmp_path):
+    class Stopping(StillRunner):
+        def stop(self, record):
+            pass
+
+    async def body():
+        async with serving(tmp_path, Stopping()) as manager:
+            for name, phase, reason in (("one", JobPhase.STOPPED, "asked to"), ("two", JobPhase.FAILED, "no memory")):
+                record = await manager.submit(submission(name))
+                await until(lambda name=name: manager.get(name).phase is JobPhase.RUNNING)
+                await manager.stop(stopping(manager, name))
+                manager._runner.report(record, phase, reason="no memory")
+                ended = await manager.wait(name, WITHIN_S)
+                assert (ended.phase, ended.reason) == (phase, reason)
+
+    run(body())
+
+
 def test_reports_of_an_earlier_run_change_nothing(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner()) as manager:
@@ -303,6 +348,35 @@ def test_what_cannot_be_saved_has_not_happened(tmp_path):
             store.full = False
             await until(lambda: manager.get("job").step == 1)  # what the runner has seen is not lost
             assert (await manager.submit(submission("two"))).name == "two"
+
+    run(body())
+
+
+def test_what_the_runner_has_seen_while_the_disk_was_full_happens_in_its_order(tmp_path):
+    class CountingDisk(FullDisk):
+        refused = 0
+
+        def write(self, *change):
+            self.refused += self.full
+            super().write(*change)
+
+    async def body():
+        store = CountingDisk(tmp_path)
+        async with serving(tmp_path, StillRunner(), store=store) as manager:
+            record = await manager.submit(submission())
+            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+            store.full = True
+            manager._runner.report(record, step=1, metrics={"reward": 1.0}, roles={"ROLLOUT": 3})
+            await until(lambda: store.refused)
+            with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
+                await manager.submit(submission("two"))
+            manager._runner.report(record, step=2, metrics={"reward": 2.0}, roles={"ROLLOUT": 4})
+            manager._runner.report(record, JobPhase.FINISHED)
+            store.full = False
+            ended = await manager.wait("job", WITHIN_S)
+            assert (ended.step, ended.reward, ended.roles) == (2, 2.0, {"ROLLOUT": 4})
+            kinds = [event.kind for event in await events(manager, "job", follow=False)]
+            assert kinds[3:] == ["resized", "step", "resized", "step", "finished"]
 
     run(body())
 

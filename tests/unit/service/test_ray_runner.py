@@ -1,28 +1,84 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The runner of a service on Ray, without Ray: a job that is to be ended is ended, whatever fails meanwhile."""
+"""The runner of a service on Ray, without Ray: a job that is to be ended is ended, whatever fails meanwhile, and no
+other run of its name."""
 
 import asyncio
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("ray")
 
+from service_stage import until
+
+from dlrover.python.rl.common.errors import MasterLost
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.process.status import JobStatus
+from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.service import ray_runner
-from dlrover.python.rl.service.ray_runner import RayJobRunner, _Driven
+from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord
+from dlrover.python.rl.service.ray_runner import RayJobRunner, _described, _Driven
+
+JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
+WITHIN_S = 20.0
 
 
 @pytest.fixture
 def driven():
-    return _Driven(SimpleNamespace(run="r1", name="job", reason="stopped", hard=False), SimpleNamespace())
+    return _Driven(JobRecord("job", "r1", "ann", "token", reason="stopped"), JobDescription(JOB))
+
+
+class Master:
+    """A master of a ``run``, which answers with its status; with ``run`` None it does not answer."""
+
+    def __init__(self, run, folder="/of/its/own"):
+        self.run, self.folder, self.calls, self.is_ended = run, folder, [], False
+
+    async def call(self, method, *arguments, timeout_s):
+        self.calls.append(method)
+        if self.run is None:
+            raise MasterLost("the master did not answer")
+        return JobStatus("job", Phase.RUNNING, 1, 0, "", None, run=self.run, folder=self.folder)
+
+    def end(self):
+        self.is_ended = True
+
+
+@pytest.fixture
+def cluster(monkeypatch):
+    """What the runner finds: ``master`` has the name of the job, ``left`` are the actors of each swept run."""
+    found = SimpleNamespace(master=None, left={}, swept=[])
+
+    async def find_master(name):
+        return found.master
+
+    def sweep(name, run):
+        found.swept.append((name, run))
+        return found.left.get(run, [])
+
+    monkeypatch.setattr(ray_runner, "find_master", find_master)
+    monkeypatch.setattr(ray_runner, "sweep", sweep)
+    return found
+
+
+async def no_master(name):
+    return None
+
+
+async def checked_at_once(job):
+    return SimpleNamespace(job=job)
 
 
 def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(driven, monkeypatch):
     swept = []
 
-    def sweep(name):
-        swept.append(name)
+    def sweep(name, run):
+        swept.append((name, run))
         if len(swept) < 3:
             raise RuntimeError("the GCS is away")
         runner._driven.pop("r1")
@@ -39,9 +95,10 @@ def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(drive
 
     runner = None
     monkeypatch.setattr(ray_runner, "sweep", sweep)
+    monkeypatch.setattr(ray_runner, "find_master", no_master)
     monkeypatch.setattr(ray_runner, "_AGAIN_S", 0.01)
     asyncio.run(scenario())
-    assert swept == ["job"] * 3
+    assert swept == [("job", "r1")] * 3
 
 
 def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
@@ -59,11 +116,8 @@ def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
 
 @pytest.mark.parametrize(("run", "goes_on"), [("r1", True), ("r0", False), (None, False)])
 def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_folder(driven, monkeypatch, run, goes_on):
-    job = load_job_text("{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}", "job")
+    job = load_job_text(JOB, "job")
     begun = []
-
-    async def no_master(name):
-        return None
 
     async def start(driven, job):
         begun.append(job.checkpoint.resume)
@@ -72,9 +126,171 @@ def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_fo
     monkeypatch.setattr(ray_runner, "_described", lambda record, description: job)
     monkeypatch.setattr(ray_runner, "find_master", no_master)
     monkeypatch.setattr(ray_runner, "newest_owner", lambda folder: owner)
-    monkeypatch.setattr(ray_runner, "sweep", lambda name: None)
+    monkeypatch.setattr(ray_runner, "sweep", lambda name, run: [])
     runner = RayJobRunner()
     monkeypatch.setattr(runner, "_start", start)
     monkeypatch.setattr(runner, "_observed", lambda *arguments, **more: None)
     asyncio.run(runner._find_or_start(driven, 0))
     assert begun == ["latest" if goes_on else "never"]
+
+
+# -- only this run ----------------------------------------------------------------------------------------------------
+
+
+def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alone(driven, cluster, monkeypatch):
+    cluster.master = another = Master("r2")
+    launching, goes_on, own = threading.Event(), threading.Event(), Master("r1")
+
+    def start_master(checked, claims, launched):
+        launching.set()
+        assert goes_on.wait(WITHIN_S)
+        launched("the handle")
+        deadline_s = time.monotonic() + WITHIN_S
+        while not own.is_ended and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        raise MasterLost("the master is gone")
+
+    async def scenario():
+        runner, seen = RayJobRunner(grace_s=60.0), []
+        monkeypatch.setattr(runner, "_check", checked_at_once)
+        runner.attach(seen.append)
+        runner.run(driven.record, driven.description)
+        await until(launching.is_set)
+        runner.stop(replace(driven.record, phase=JobPhase.STOPPING, hard=True, reason="stopped by ann"))
+        await until(lambda: len(cluster.swept) > 1)
+        assert not another.is_ended and set(cluster.swept) == {("job", "r1")}
+        goes_on.set()
+        await until(lambda: seen)
+        assert own.is_ended and not another.is_ended
+        assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by ann")
+        await runner.close()
+
+    monkeypatch.setattr(ray_runner, "MasterCalls", lambda handle: own)
+    monkeypatch.setattr(ray_runner, "start_master", start_master)
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(
+    ("run", "left", "ends"),
+    [("r1", [], True), ("r2", ["job/r1/trainer/1"], False), (None, [], False), (None, ["job/r1/trainer/1"], True)],
+    ids=["its own", "of another run", "of an unknown run", "that does not answer and has members of this run"],
+)
+def test_a_master_that_an_earlier_process_has_started_is_ended_if_it_is_the_runs(driven, cluster, run, left, ends):
+    cluster.master, cluster.left = Master(run), {"r1": left}
+    driven.job = load_job_text(JOB, "job")
+    driven.job = replace(driven.job, run="r1")
+    asyncio.run(RayJobRunner()._end_all(driven))
+    assert cluster.master.is_ended is ends and cluster.swept == [("job", "r1")]
+
+
+def test_a_sweep_of_a_run_removes_what_is_its_own(monkeypatch):
+    names = ["job/master", "job/r1/trainer/1", "job/r2/trainer/1", "job-2/r1/trainer/1"]
+    groups = [SimpleNamespace(id=name, name=name, state="CREATED") for name in ("job/r1/1/node-0", "job/r2/1/node-0")]
+    removed, forgotten = [], []
+    api = SimpleNamespace(
+        list_actors=lambda prefix: [name for name in names if name.startswith(prefix)],
+        find_actor=lambda name: name,
+        kill_actor=removed.append,
+        list_groups=lambda: groups,
+        remove_group=removed.append,
+        list_nodes=list,
+    )
+
+    async def forget_on_nodes(cluster, nodes, job, run):
+        forgotten.append(run)
+        return True
+
+    monkeypatch.setattr(actors, "RayClusterApi", lambda: api)
+    monkeypatch.setattr(actors, "wait_gone", lambda name, timeout_s: None)
+    monkeypatch.setattr(actors, "forget_on_nodes", forget_on_nodes)
+    monkeypatch.setattr(actors, "forget_memory", lambda job, run, **options: forgotten.append((job, run)))
+    assert actors.sweep("job", "r1") == removed == ["job/r1/trainer/1", "job/r1/1/node-0"]
+    assert forgotten == ["r1", ("job", "r1")]
+    removed.clear()
+    actors.sweep("job")
+    assert removed == [*names[:3], *(group.name for group in groups)]
+
+
+# -- where a run is ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_zone(monkeypatch):
+    """Puts this process into a time zone."""
+
+    def enter(zone):
+        monkeypatch.setenv("TZ", zone)
+        time.tzset()
+
+    yield enter
+    monkeypatch.undo()
+    time.tzset()
+
+
+@pytest.mark.parametrize("fixed", ["folder", "results"])
+def test_the_folder_of_a_run_is_that_of_its_record_in_every_time_zone(driven, in_zone, fixed):
+    in_zone("UTC")
+    before = _described(replace(driven.record, submitted_s=1e9), driven.description).job_dir
+    assert before.name == "20010909-014640-r1"
+    saved = replace(driven.record, submitted_s=1e9, **{fixed: str(before)})
+    in_zone("Asia/Tokyo")
+    assert _described(saved, driven.description).job_dir == before
+
+
+@pytest.mark.parametrize(
+    ("run", "folder", "is_found"), [("r1", "/moved", True), ("r2", "here", False), ("", "here", True), ("", "/", False)]
+)
+def test_the_master_of_a_run_is_known_by_its_id(driven, cluster, monkeypatch, run, folder, is_found):
+    job = replace(load_job_text(JOB, "job"), run="r1", job_dir=Path("here"))
+    cluster.master = Master(run, folder)
+    assert asyncio.run(RayJobRunner()._begun(driven, job)) is (cluster.master if is_found else None)
+    assert ("start" in cluster.master.calls) is is_found
+    assert driven.job is None or driven.job.job_dir == Path(folder)
+
+
+# -- the end ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_job_that_is_stopped_while_it_is_checked_says_who_has_stopped_it(driven, cluster, monkeypatch):
+    async def scenario():
+        runner, seen, checking = RayJobRunner(), [], asyncio.Event()
+
+        async def check(job):
+            checking.set()
+            await asyncio.sleep(WITHIN_S)
+
+        monkeypatch.setattr(runner, "_check", check)
+        runner.attach(seen.append)
+        runner.run(replace(driven.record, reason=""), driven.description)
+        await checking.wait()
+        runner.stop(replace(driven.record, phase=JobPhase.STOPPING, reason="stopped by admin"))
+        await until(lambda: seen)
+        assert (seen[-1].phase, seen[-1].reason) == (JobPhase.STOPPED, "stopped by admin")
+        await runner.close()
+
+    asyncio.run(scenario())
+
+
+def test_no_failure_is_reported_of_a_cluster_that_is_being_lost(driven, cluster, monkeypatch):
+    """The service ends, and its next process goes on with the job."""
+    asked = []
+
+    def lost_process():
+        asked.append(True)
+        return "raylet" if len(asked) < 3 else ""
+
+    async def lost(*_):
+        raise MasterLost("the master is gone")
+
+    async def scenario():
+        runner, seen = RayJobRunner(), []
+        monkeypatch.setattr(runner, "_find_or_start", lost)
+        runner.attach(lambda observed: seen.append((observed.phase, len(asked))))
+        runner.run(driven.record, driven.description)
+        await until(lambda: seen)
+        assert seen == [(JobPhase.FAILED, 3)]
+        await runner.close()
+
+    monkeypatch.setattr(ray_runner, "lost_process", lost_process)
+    monkeypatch.setattr(ray_runner, "_AGAIN_S", 0.01)
+    asyncio.run(scenario())

@@ -84,6 +84,16 @@ def test_overrides_are_limited_together(tmp_path):
         check_submission(request, "ann", tmp_path)
 
 
+def test_a_submission_has_the_folder_that_its_files_go_to(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    request = wire.SubmitRequest(client_token="t", job_file=JOB, name="job")
+    new = check_submission(request, "ann", tmp_path)
+    assert (new.job_dir, new.run_folders) == ("", str(tmp_path / "runs" / "job"))
+    request.overrides.append("job_dir=out")
+    given = check_submission(request, "ann", tmp_path)
+    assert (given.job_dir, given.run_folders) == (str(tmp_path / "out"), "")
+
+
 def test_a_place_is_held_for_as_long_as_the_file_is_read(tmp_path, monkeypatch):
     free = threading.Event()
     monkeypatch.setattr(reading, "_MAX_WAITING", 1)

@@ -3,6 +3,7 @@
 
 import signal
 import time
+from collections.abc import Callable
 from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
@@ -103,10 +104,12 @@ def _may_be_the_clusters(status: JobStatus) -> bool:
     return status.cause is None or status.cause.kind in _CLUSTERS
 
 
-def start_master(checked: CheckedJob, claims: bool = True) -> Any:
+def start_master(
+    checked: CheckedJob, claims: bool = True, launched: Callable[[Any], None] = lambda master: None
+) -> Any:
     """Launch and start the master of a checked job on the connected cluster; it ``claims`` the job's folder unless this
-    process has done so. Raises JobConflict while a job of this name is running or another run holds the folder, and
-    MasterLost."""
+    process has done so, and is given to ``launched`` before it starts. Raises JobConflict while a job of this name is
+    running or another run holds the folder, and MasterLost."""
     job = begin(checked.job)
     _clear_the_name(job.name)
     needs = {"cpu": job.master.cpu, "memory": job.master.memory}
@@ -114,6 +117,7 @@ def start_master(checked: CheckedJob, claims: bool = True) -> Any:
     plain = replace(checked.inspection, config=None, given=None, about=())
     arguments = (sealed, checked.placement, plain, claims)
     master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)
+    launched(master)
     try:
         ask(partial(master.start.remote, secrets), max(ANSWER_S, job.liveness.start_timeout_s))
     except (JobConflict, InvalidJob):

@@ -4,20 +4,24 @@
 import asyncio
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob, JobConflict
+from dlrover.python.rl.common.errors import CallError, ClusterUnavailable, ConfigError, InvalidJob, JobConflict
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.config.limits import ALLOW_RESOLVERS
 from dlrover.python.rl.service.state import default_state, write_address
 
+_LOG = get_logger(__name__)
+
 PORT = 8470
+_LOOK_S = 0.5
 _ROLES = ("read", "submit", "admin")
 _FILE = click.Path(path_type=Path)
 _STATE = click.option("--state", type=_FILE, default=default_state, show_default="~/.dlrover-rl/service")
@@ -106,7 +110,7 @@ async def _serve(
             own = f"{address.rpartition(':')[0]}:{port}"
             write_address(state, own)
             click.echo(f"serving at {own}; the administrator's token is in {token}", err=True)
-            await stopping.wait()  # waits: for the end of the service
+            await _until_the_end(stopping, (lambda: "") if is_dry else _lost_process())
             stays = "jobs go on, on their cluster" if ray_address else "the cluster ends, too"
             click.echo(f"ending; {stays}: the next start follows or continues the jobs", err=True)
         finally:
@@ -128,6 +132,29 @@ def _stop_signals() -> asyncio.Event:
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stopping.set)
     return stopping
+
+
+async def _until_the_end(stopping: asyncio.Event, lost_process: Callable[[], str]) -> None:
+    """Raises ClusterUnavailable once a process of the cluster that was started here has died: the next start of the
+    service has another one. A GCS may be started again at once, and is lost if it is dead in two looks."""
+    seen = ""
+    while not stopping.is_set():
+        before, seen = seen, lost_process()
+        if seen and seen == before:
+            _LOG.error("the %s of the service's Ray cluster has died: the service ends", seen)
+            raise ClusterUnavailable(
+                f"the {seen} of the service's Ray cluster has died: start the service again, "
+                "and its jobs go on from their last commits"
+            )
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_LOOK_S):
+                await stopping.wait()
+
+
+def _lost_process() -> Callable[[], str]:
+    from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process
+
+    return lost_process
 
 
 @contextmanager

@@ -14,7 +14,7 @@ done again by the next process of the service.
 import asyncio
 import os
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -71,6 +71,7 @@ class JobManager:
         records, last_event = store.load()
         self._ledger = Ledger(limits or QueueLimits(), records, last_event)
         self._requests: asyncio.Queue[_Request] = asyncio.Queue()
+        self._unsaved: deque[_Request] = deque()  # what the runner has seen and could not be saved: before all requests
         self._recent: list[JobEvent] = []  # the last ones, without gaps
         self._news = asyncio.Condition()
         self._listeners: dict[str, set[asyncio.Event]] = {}
@@ -235,15 +236,21 @@ class JobManager:
 
     async def _serve(self) -> None:
         while not self._closed:
-            batch = [await self._requests.get()]  # waits: for the next request
-            while len(batch) < _BATCH and not self._requests.empty():
-                batch.append(self._requests.get_nowait())
+            batch = await self._next_batch()
             try:
                 await self._take(batch)
             except Exception as error:  # noqa: BLE001 -- the service must go on serving
                 _LOG.exception("a group of requests failed")
                 for request in batch:
                     self._settle(request, Refused(ServiceUnavailable(f"internal error: {type(error).__name__}")))
+
+    async def _next_batch(self) -> list[_Request]:
+        if self._unsaved:
+            return [self._unsaved.popleft() for _ in range(min(_BATCH, len(self._unsaved)))]
+        batch = [await self._requests.get()]  # waits: for the next request
+        while len(batch) < _BATCH and not self._requests.empty():
+            batch.append(self._requests.get_nowait())
+        return batch
 
     async def _take(self, batch: list[_Request]) -> None:
         draft, at_s = Draft(self._ledger, lambda: os.urandom(4).hex()), self._wall_s()
@@ -278,15 +285,14 @@ class JobManager:
         await asyncio.to_thread(self._store.write, draft.changed.values(), draft.events, draft.descriptions, ())
 
     async def _put_off(self, batch: list[_Request], error: ServiceUnavailable) -> None:
-        """Refuse what people asked; what the runner has seen is decided again later."""
+        """Refuse what people have asked by now; what the runner has seen is decided again later, in its order."""
         _LOG.error("%s", error)
-        for request in batch:
-            if request.answer is not None:
-                self._settle(request, Refused(error))
+        waiting = [self._requests.get_nowait() for _ in range(self._requests.qsize())]
+        for request in (*batch, *waiting):
+            self._settle(request, Refused(error))
+        self._unsaved.extendleft(request for request in reversed(batch) if request.answer is None)
+        self._unsaved.extend(request for request in waiting if request.answer is None)
         await asyncio.sleep(_RETRY_S)
-        for request in batch:
-            if request.answer is None:
-                self._requests.put_nowait(request)
 
     @staticmethod
     def _settle(request: _Request, answer: Answer) -> None:

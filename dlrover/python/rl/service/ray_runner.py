@@ -32,6 +32,7 @@ from dlrover.python.rl.master.operations.history import read_history
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update
 from dlrover.python.rl.master.ray_run import start_master
 from dlrover.python.rl.runtime.owner import newest_owner
+from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process
 from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
 from dlrover.python.rl.runtime.ray.processes.actors import sweep
 from dlrover.python.rl.runtime.ray.processes.master_calls import MasterCalls, cluster_capacity, find_master
@@ -47,6 +48,7 @@ _FOLLOW_S = 2.0
 _ANSWER_S = 120.0
 _POLL_S = 0.05
 _AGAIN_S = 1.0  # after an error of Ray
+_WHOSE_S = 2.0  # for a master to say whose it is
 _CHECKS = 4  # processes that check jobs at the same time
 _REVIVALS = 3
 _PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Phase.STOPPED: JobPhase.STOPPED}
@@ -56,9 +58,10 @@ _PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Pha
 class _Driven:
     """A run that this process looks after."""
 
-    record: JobRecord
+    record: JobRecord  # as it was when the run was taken up, or when its stop was asked for
     description: JobDescription
     job: JobSpec | None = None
+    launched: MasterCalls | None = None  # what this process has started for it, which may not answer yet
     master: MasterCalls | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     hard: asyncio.Event = field(default_factory=asyncio.Event)
@@ -90,6 +93,7 @@ class RayJobRunner:
         driven = self._driven.get(record.run)
         if driven is None:
             return
+        driven.record = record
         if not driven.stopping.is_set():
             driven.stopping.set()
             self._spawn(driven, self._stop(driven, record.reason))
@@ -126,6 +130,8 @@ class RayJobRunner:
             _LOG.exception("%s: following it failed", record.name)
             what = f"{type(error).__name__}: {error}"
             ended = self._observed(driven, JobPhase.FAILED, reason=what, cause=CauseKind.INTERNAL.value)
+        while ended.phase is JobPhase.FAILED and lost_process():  # the service ends, and its next process goes on
+            await asyncio.sleep(_AGAIN_S)
         self._driven.pop(record.run, None)
         self._sink(ended)
         for task in driven.tasks[1:]:
@@ -148,31 +154,35 @@ class RayJobRunner:
         """The master to follow; without one the run has an outcome. Raises MasterLost, InvalidJob."""
         record = driven.record
         driven.job = job = _described(record, driven.description)
-        master = await self._begun(job)
+        master = await self._begun(driven, job)
         if master is not None:
             return master
         owner = await in_daemon_thread(newest_owner, job.job_dir)
-        if owner is not None and owner.run == record.run and owner.state != "running":
+        began = owner is not None and owner.run == record.run
+        if owner is not None and began and owner.state != "running":
             return None
         if driven.stopping.is_set():
+            if began:
+                await self._end_all(driven)
             return None
-        if revival or (owner is not None and owner.run == record.run):
+        if revival or began:
             if await find_master(record.name) is None:  # what has lost its master would go on beside the next one
-                await in_daemon_thread(sweep, record.name)
+                await in_daemon_thread(sweep, record.name, record.run)
             job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
             self._sink(self._observed(driven, JobPhase.STARTING, activity="going on from the last commit"))
         driven.job = job
         return await self._start(driven, job)
 
-    async def _begun(self, job: JobSpec) -> MasterCalls | None:
-        """The master of this very run, whose folder nobody else has. An earlier process of the service has started it,
-        and may have been killed before it told it to begin."""
+    async def _begun(self, driven: _Driven, job: JobSpec) -> MasterCalls | None:
+        """The master of this very run. An earlier process of the service has started it, and may have been killed
+        before it let it begin."""
         master = await find_master(job.name)
         if master is None:
             return None
         with suppress(MasterLost):
             status: JobStatus = await master.call("status", timeout_s=_ANSWER_S)
-            if status.folder == str(job.job_dir):
+            if _is_of(status, job):
+                driven.job = replace(job, job_dir=Path(status.folder))
                 await master.call("start", {}, timeout_s=_ANSWER_S)  # does nothing if it has begun
                 return master
         return None
@@ -192,10 +202,14 @@ class RayJobRunner:
             return None
         checked = await checking
         driven.job = job = checked.job
+
+        def launched(handle: Any) -> None:
+            driven.launched = MasterCalls(handle)
+
         try:
-            return MasterCalls(await in_daemon_thread(start_master, checked))
+            return MasterCalls(await in_daemon_thread(start_master, checked, True, launched))
         except JobConflict:
-            master = await self._begun(job)
+            master = await self._begun(driven, job)
             if master is None:
                 raise
             return master
@@ -263,7 +277,7 @@ class RayJobRunner:
 
     async def _swept(self, driven: _Driven, error: MasterLost) -> Observed:
         """The end of a run whose master is gone for good."""
-        await in_daemon_thread(sweep, driven.record.name)
+        await self._end_all(driven)
         if driven.stopping.is_set():
             return self._observed(driven, JobPhase.STOPPED, reason=driven.record.reason or "stopped")
         return self._observed(driven, JobPhase.FAILED, reason=str(error), cause="master_lost")
@@ -283,13 +297,25 @@ class RayJobRunner:
             asked.cancel()
         while driven.record.run in self._driven:  # a master that is being launched can be ended once Ray knows it
             try:
-                if driven.master is not None:
-                    driven.master.end()
-                await in_daemon_thread(sweep, driven.record.name)
+                await self._end_all(driven)
             except Exception as error:  # noqa: BLE001 -- Ray may be away for a moment: tried again
                 _LOG.warning("%s: it could not be ended yet: %s", driven.record.name, _first_line(error))
                 await asyncio.sleep(_AGAIN_S)
             await asyncio.sleep(_POLL_S)
+
+    async def _end_all(self, driven: _Driven) -> None:
+        """End what this run has on the cluster, and nothing of another run of its name."""
+        record, found = driven.record, None
+        whose: bool | None = None  # it does not say
+        masters = [master for master in (driven.launched, driven.master) if master is not None]
+        if not masters and driven.job is not None and (found := await find_master(record.name)) is not None:
+            with suppress(MasterLost):
+                whose = _is_of(await found.call("status", timeout_s=_WHOSE_S), driven.job)
+        for master in [found] if found is not None and whose else masters:
+            master.end()
+        left = await in_daemon_thread(sweep, record.name, record.run)
+        if found is not None and whose is None and left:  # a master of another run has ended them when it began
+            found.end()
 
     async def _ask_to_stop(self, driven: _Driven, reason: str) -> None:
         while driven.master is None:
@@ -311,14 +337,20 @@ def _seen_in(status: JobStatus) -> dict[str, Any]:
 
 
 def _described(record: JobRecord, description: JobDescription) -> JobSpec:
-    """The job of a run, with the run's own folder: the same each time."""
+    """The job of a run, with the run's own folder: the same each time, also in another time zone or root."""
     search = (description.folder,) if description.folder else None
     job = load_job_text(description.text, record.name, description.overrides, search)
     job = replace(job, run=record.run, work_dir=description.folder or str(Path.cwd()))
+    if folder := record.folder or record.results:
+        return replace(job, job_dir=Path(folder))
     if job.run_folders is None:
         return job
     begun = datetime.fromtimestamp(record.submitted_s).strftime("%Y%m%d-%H%M%S")
     return replace(job, job_dir=job.run_folders / f"{begun}-{record.run}")
+
+
+def _is_of(status: JobStatus, job: JobSpec) -> bool:
+    return status.run == job.run if status.run else status.folder == str(job.job_dir)
 
 
 def _journalled_end(job: JobSpec | None) -> Any:

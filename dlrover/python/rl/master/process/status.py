@@ -53,6 +53,7 @@ class JobStatus:
     started_s: float = 0.0  # Unix time, 0: unknown
     step_s: float = 0.0  # seconds a step takes, over the last ones; 0: unknown
     roles: Mapping[str, int] = field(default_factory=dict)  # members by role
+    run: str = ""  # its id; empty in the answers of masters of earlier versions
 
 
 @dataclass(frozen=True)
@@ -131,6 +132,7 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced:
         step=last.step if last else state.committed,
         total_steps=last.total_steps if last else 0,
         folder=str(job.job_dir),
+        run=job.run,
         reward=reward_of(last.metrics) if last else nan,
         roles=_sizes(job, state),
         activity=_activity_of(job, state, announced, last is not None),

@@ -90,20 +90,23 @@ def _warn_of_disk(folder: Path) -> None:
         )
 
 
-def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0) -> None:
-    """Remove the files of a run from this node's memory; without ``run``, those of all runs without living processes: a
-    job of the same name may run in another directory or cluster. Killed processes get ``patience_s`` seconds to end.
-    A commit that goes beyond the copies in the run's folder is saved there first."""
+def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0, if_free: bool = False) -> None:
+    """Remove the files of a run from this node's memory, with ``if_free`` unless a process uses them; without ``run``,
+    those of all runs without living processes: a job of the same name may run in another directory or cluster. Killed
+    processes get ``patience_s`` seconds to end. A commit that goes beyond the copies in the run's folder is saved there
+    first."""
     deadline_s = time.monotonic() + patience_s
-    roots = [root for root in _memory_folder().glob(f"{job}-*") if root.name.rpartition("-")[0] == job]
-    for root in roots:
-        while run in (None, root.name.rpartition("-")[2]) and _is_held(root) and time.monotonic() < deadline_s:
+    for root in list(_memory_folder().glob(f"{job}-*")):
+        name, _, its_run = root.name.rpartition("-")
+        if name != job or run not in (None, its_run):
+            continue
+        while _is_held(root) and time.monotonic() < deadline_s:
             time.sleep(_PAUSE_S)
-        if root.name.rpartition("-")[2] == run or (run is None and not _is_held(root)):
+        if (run is not None and not if_free) or not _is_held(root):
             try:
                 _save(root)
             except OSError as error:
-                _LOG.error("the last step of run %s stays in %s: %s", root.name.rpartition("-")[2], root, error)
+                _LOG.error("the last step of run %s stays in %s: %s", its_run, root, error)
             else:
                 shutil.rmtree(root, ignore_errors=True)
     with suppress(OSError):

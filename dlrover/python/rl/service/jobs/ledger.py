@@ -11,6 +11,7 @@ Several operations share a draft, each deciding on top of the one before.
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from datetime import datetime
 from difflib import get_close_matches
 from itertools import chain, islice
 from math import isnan, nan
@@ -209,6 +210,7 @@ class Draft:
             priority=wanted.priority,
             sequence=self.last_event + 1,
             submitted_s=at_s,
+            folder=_folder(wanted, run, at_s),
         )
         return self._change(record, at_s, "submitted", f"by {wanted.owner}")
 
@@ -273,7 +275,9 @@ class Draft:
             recoveries=seen.recoveries or record.recoveries,
         )
         if seen.phase.ended:
-            after = replace(after, reason=seen.reason, cause=seen.cause, detail=seen.detail, ended_s=at_s)
+            was_asked = record.phase is JobPhase.STOPPING and seen.phase is JobPhase.STOPPED
+            reason = (was_asked and record.reason) or seen.reason
+            after = replace(after, reason=reason, cause=seen.cause, detail=seen.detail, ended_s=at_s)
         elif record == after:
             return record
         told = record
@@ -307,6 +311,13 @@ class Draft:
             )
         )
         return record
+
+
+def _folder(wanted: SubmitJob, run: str, at_s: float) -> str:
+    """Where the files of a run go: a later process may have another time zone or root."""
+    if wanted.job_dir or not wanted.run_folders:
+        return wanted.job_dir
+    return f"{wanted.run_folders}/{datetime.fromtimestamp(at_s).strftime('%Y%m%d-%H%M%S')}-{run}"
 
 
 def _check_run(wanted: StopJob, record: JobRecord) -> None:

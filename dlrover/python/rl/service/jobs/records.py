@@ -58,7 +58,7 @@ class JobRecord:
     total_steps: int = 0
     reward: float = nan
     restarts: int = 0
-    results: str = ""  # folder of its files
+    results: str = ""  # folder of its files, once it runs
     activity: str = ""
     roles: Mapping[str, int] = field(default_factory=dict)
     members: tuple[RunningProcess, ...] = ()  # each process that is up
@@ -67,6 +67,7 @@ class JobRecord:
     places: Mapping[str, int] = field(default_factory=dict)  # that resized roles hold: the most they have had
     per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one member's resources
     hard: bool = False  # while STOPPING
+    folder: str = ""  # where its files go, fixed when it was submitted; empty in records of earlier versions
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,8 @@ class SubmitJob:
     roles: Mapping[str, int] = field(default_factory=dict)
     per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one member's resources
     priority: int = 0
+    job_dir: str = ""  # absolute, as the job file says; empty: a new folder
+    run_folders: str = ""  # absolute: that such a folder is made in
 
 
 @dataclass(frozen=True)

@@ -165,17 +165,18 @@ def _answer(ref: Any, remaining_s: float, timeout_s: float) -> Any:
         raise MasterLost(f"the master is gone: {_one_line(error)}") from error
 
 
-def sweep(job: str) -> list[str]:
+def sweep(job: str, run: str | None = None) -> list[str]:
     """Remove what a job without a master has left: its actors and placement groups, whose names are returned, and its
-    files in the memory of this node, and of every node those of the runs that have left actors."""
-    cluster, names = RayClusterApi(), []
-    for name in cluster.list_actors(f"{job}/"):
+    files in the memory of this node, and of every node those of the runs that have left actors. Of one ``run`` only
+    what is its own: the name of a master is that of the next run's, too."""
+    cluster, names, prefix = RayClusterApi(), [], f"{job}/" if run is None else f"{job}/{run}/"
+    for name in cluster.list_actors(prefix):
         handle = cluster.find_actor(name)
         if handle is not None:
             cluster.kill_actor(handle)
             names.append(name)
     for row in cluster.list_groups():
-        if row.name.startswith(f"{job}/") and row.state != REMOVED:
+        if row.name.startswith(prefix) and row.state != REMOVED:
             cluster.remove_group(row.id)
             names.append(row.name)
     for name in names:
@@ -184,7 +185,7 @@ def sweep(job: str) -> list[str]:
     nodes = {row.node_id: () for row in cluster.list_nodes() if row.alive}
     runs = sorted({name.split("/")[1] for name in names if name != master_name(job)})
     if all([asyncio.run(forget_on_nodes(cluster, nodes, job, run)) for run in runs]):
-        forget_memory(job, patience_s=_GONE_S if names else 0.0)
+        forget_memory(job, run, patience_s=_GONE_S if names else 0.0, if_free=True)
     return names
 
 
