@@ -349,6 +349,32 @@ def test_a_second_loop_goes_on_where_the_first_has_ended(folder):
         same(Stage(folder / str(number), TwoPhases).run({(number, "before"): kill_trainer}), expected)
 
 
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_step_that_is_left_by_break_is_committed_and_runs_once(folder, goes_on):
+    steps = []
+
+    class Breaks(Training):
+        def fit(self):
+            for step in self.steps(9):
+                steps.append(step)
+                self.body(step)
+                if step >= 3:
+                    break
+            for step in self.steps(4 if goes_on else 0):
+                steps.append(step)
+                self.body(step)
+            self.config["end"].append((self.RG_ACTOR.publish().result()[0], self.state["mean"]))
+
+    stage, expected = undisturbed(folder, Breaks)
+    last = 4 if goes_on else 3
+    assert steps == list(range(1, last + 1))
+    assert stage.progress[-1] == last
+    commits = sorted(path.name for path in (folder / "undisturbed").rglob("step-*"))
+    assert commits[-1].startswith(f"step-{last:08}")
+    for number in range(10, 50, 3):
+        same(Stage(folder / str(number), Breaks).run({(number, "before"): kill_trainer}), expected)
+
+
 def test_a_trainer_that_is_replaced_sends_nothing_more_out_of_order(folder):
     """Only its actor knows of the new trainer; what the rollouts would do without the actor's answer is kept there."""
     stage = Stage(folder / "job", trainer=Pipelined, steps=3)

@@ -26,6 +26,14 @@ def test_the_first_and_the_last_step_have_a_line_and_fast_ones_between_do_not():
     assert len(lines) == 2
 
 
+@pytest.mark.parametrize("total", [0, 10])
+def test_the_last_report_has_a_line_also_of_a_run_that_ends_before_its_last_step(total):
+    of = f"/{total}" if total else ""
+    lines = lines_of(*(StepReport(step, total, {"reward": step / 8}) for step in range(1, 9)))
+    assert len(lines) == 2
+    assert lines[-1].startswith(f"my-job  step 8{of}  reward 1  ")
+
+
 def test_an_outage_is_forgotten_after_a_while(monkeypatch):
     now_s = [100.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: now_s[0])

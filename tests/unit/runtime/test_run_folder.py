@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run's folder says of it."""
 
+import errno
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -114,3 +116,16 @@ def test_a_claim_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path, monke
     with pytest.raises(JobConflict, match="in use"):
         claim(begin(job), IN_PROCESS, bound=True)
     assert len(list(job.job_dir.glob("owner.*"))) == 1
+
+
+def test_a_folder_on_a_full_disk_is_named_and_left_as_it_was(tmp_path, monkeypatch):
+    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+
+    def full(path, data):
+        path.touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(InvalidJob, match=r"job_dir: .*/out cannot be written to: No space left on device"):
+        claim(job, IN_PROCESS, bound=True)
+    assert not list((tmp_path / "out").iterdir())

@@ -92,6 +92,9 @@ def test_the_backend_is_chosen_by_name(session, model):
         rl.InferenceEngine(model, executor="torhc")
     with pytest.raises(EngineError, match="did you mean 'prefill_tokens'"):
         rl.InferenceEngine(model).build(prefil_tokens=3)
+    for name, nearest in (("max_bach", "max_batch"), ("colocate", "colocate_with")):
+        with pytest.raises(EngineError, match=rf"build\(\) has no argument '{name}'; did you mean '{nearest}'"):
+            rl.InferenceEngine(model).build(**{name: 3})
     with pytest.raises(EngineError, match="'deepspeed' does not run modules"):
         rl.TrainEngine(empty(TwoLayers), executor="deepspeed")
 

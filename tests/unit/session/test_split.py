@@ -110,7 +110,7 @@ def test_without_padding_too_few_rows_are_refused_and_none_in_any_case():
     with pytest.raises(ShardError, match=r"x has 3 rows for 4 model replicas: NeedParallel\(..., pad=True\)"):
         pieces([1, 2, 3], 4)
     for pad in (False, True):
-        with pytest.raises(ShardError, match="0 rows"):
+        with pytest.raises(ShardError, match="x has no rows"):
             pieces([], 2, pad)
     with pytest.raises(ShardError, match="no rows to split"):
         pieces(3.5, 2)
@@ -291,6 +291,12 @@ def test_what_cannot_be_put_together_is_refused():
             merge([{"a": 1.0, "b": 2.0}, {"a": 1.0}], THREE_TO_ONE, how)
         with pytest.raises(ShardError, match="differ in their entries: 'a'; float"):
             merge([{"a": 1.0}, 2.0], THREE_TO_ONE, how)
+
+
+@pytest.mark.parametrize("value", [[], (), torch.zeros(0, 3), {"a": []}])
+def test_no_rows_are_not_divided(value):
+    with pytest.raises(ShardError, match="argument 0 has no rows for 2 model replicas"):
+        Splitter(2, 1, "TRAIN_1.step").arrange([NeedParallel(value)], {})
 
 
 @pytest.mark.parametrize("value", [{"rows": NeedParallel([1, 2])}, [NeedParallel([1, 2])], (NeedParallel([1]), 3)])

@@ -55,6 +55,11 @@ def test_the_guides_properties():
     assert trainer.get_role_groups() == ["RG_ACTOR", "RG_ROLLOUT", "RG_JUDGE"]
 
 
+def test_the_state_is_set_key_by_key():
+    with pytest.raises(AttributeError, match="set its keys"):
+        made().state = {"seen": []}
+
+
 def test_role_groups_are_bound_for_the_roles_present_the_users_own_included():
     trainer = made(resources={})
     assert [len(getattr(trainer, name)) for name in trainer.get_role_groups()] == [2, 1, 1]

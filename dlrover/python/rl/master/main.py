@@ -33,7 +33,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.common.log import configure_logging
-from dlrover.python.rl.common.names import hint, is_url, package_version, resume_command
+from dlrover.python.rl.common.names import hint, is_url, package_version
 from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text, search_folders
@@ -54,7 +54,7 @@ from dlrover.python.rl.master.saved_run import (
     describe_start,
     evaluation_job,
     find_saved_run,
-    last_commit,
+    how_to_go_on,
     saved_job,
     wait_for_lost_owner,
 )
@@ -336,7 +336,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
             else:
                 ended = run_on_ray(checked, view, place.address, announce=show, supervise=place.supervise)
     except SystemExit:  # SIGTERM
-        _show_how_to_go_on(job, job.job_dir)
+        click.echo(how_to_go_on(job, job.job_dir), err=True)
         raise
     if ended.phase is Phase.FINISHED:
         _print_summary(ended)
@@ -344,16 +344,11 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     if ended.cause is not None and ended.cause.detail:
         click.echo(f"\n{ended.cause.detail}", err=True)
     if ended.phase is not Phase.FINISHED and ended.folder:
-        _show_how_to_go_on(job, Path(ended.folder))
+        click.echo(how_to_go_on(job, Path(ended.folder)), err=True)
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:
         sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
-
-
-def _show_how_to_go_on(job: JobSpec, folder: Path) -> None:
-    if last_commit(job, folder, job.archive)[0] is not None:
-        click.echo(f"to go on after its last committed step: {resume_command(job.archive or folder)}", err=True)
 
 
 def _print_summary(ended: JobStatus) -> None:

@@ -13,7 +13,7 @@ import yaml
 
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.names import hint, resume_command
 from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import hidden_in, unseal
@@ -22,7 +22,7 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
 from dlrover.python.rl.runtime.owner import FINISHED, Owner, newest_owner
-from dlrover.python.rl.runtime.run_folder import BEAT_S, DESCRIPTION, LATEST, MODEL, in_use
+from dlrover.python.rl.runtime.run_folder import BEAT_S, DESCRIPTION, LATEST, MODEL, has_commits, in_use
 
 _LOG = get_logger(__name__)
 
@@ -131,6 +131,17 @@ def last_commit(job: JobSpec, folder: Path, archive: str = "") -> tuple[int | No
     forget_memory(job.name)
     usable, any_settings = (newest_commit(folder, archive, settings) for settings in (digest_of_results(job), None))
     return usable and usable[1].step, any_settings and any_settings[1].step
+
+
+def how_to_go_on(job: JobSpec, folder: Path) -> str:
+    """What a run that has not finished tells its user."""
+    again = resume_command(job.archive or folder)
+    if last_commit(job, folder, job.archive)[0] is not None:
+        return f"to go on after its last committed step: {again}"
+    if has_commits(folder):
+        what = f"its commits are in the memory of this machine only, and could not be saved to {folder}"
+        return f"{what}: make room there, and go on before the machine restarts: {again}"
+    return f"no step was committed; to begin again: {again}"
 
 
 def describe_start(run: SavedRun, job: JobSpec, name: str) -> str:

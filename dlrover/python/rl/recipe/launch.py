@@ -127,8 +127,12 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
         with ProgressView(recipe or "job", live=not launch.rank) as view:
             error = run_together(describe, launch, view, view.announce, note_failure)
     except KeyboardInterrupt:
-        goes_on = ": the same command goes on from the last commit" if any(map(resumes, jobs)) else ""
-        click.echo(f"interrupted{goes_on}", err=True)
+        what = "interrupted"
+        if any(map(resumes, jobs)):
+            what = "interrupted: the same command goes on from the last commit"
+        elif jobs and not any(has_commits(job.job_dir) for job in jobs):
+            what = "interrupted: no step was committed, and the same command begins again"
+        click.echo(what, err=True)
         return EXIT_INTERRUPTED
     if error is not None:
         return _code_of(error)

@@ -99,14 +99,14 @@ def read_owner(record: Path) -> Owner | None:
 def create_record(record: Path, owner: Owner) -> bool:
     """Write a record that does not exist yet; False if it does."""
     temporary = record.with_name(f".{record.name}.{uuid4().hex}.tmp")
-    temporary.write_bytes(encode_owner(owner))
-    temporary.chmod(0o600)
     try:
+        temporary.write_bytes(encode_owner(owner))
+        temporary.chmod(0o600)
         os.link(temporary, record)
     except FileExistsError:
         return False
     finally:
-        temporary.unlink()
+        temporary.unlink(missing_ok=True)
     return True
 
 

@@ -112,13 +112,22 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
 
     Raises:
         JobConflict: another run is there.
-        InvalidJob: the folder cannot be made.
+        InvalidJob: the folder cannot be made, or written to.
     """
-    folder, owner = job.job_dir, owner_of(job, runtime, bound)
+    folder = job.job_dir
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidJob([ConfigError("job_dir", f"cannot be made: {error}")]) from error
+    try:
+        return _claim(job, runtime, bound)
+    except OSError as error:
+        what = f"{folder} cannot be written to: {error.strerror or error}"
+        raise InvalidJob([ConfigError("job_dir", what)]) from error
+
+
+def _claim(job: JobSpec, runtime: str, bound: bool) -> "Claim":
+    folder, owner = job.job_dir, owner_of(job, runtime, bound)
     earlier, goes_on = newest_owner(folder), job.checkpoint.resume == "latest"
     goes_on = goes_on and (has_commits(folder) or bool(job.archive and newest_commit(folder, job.archive)))
     while True:

@@ -2,16 +2,18 @@
 """The inference engine of a script."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+import inspect
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.batch import even_cuts
 from dlrover.python.rl.engine.api.base import RolloutSettings, SamplingParams
-from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_place, validate_engine
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info, engine_place, validate_engine
 from dlrover.python.rl.session.engine import HandEngine
 from dlrover.python.rl.session.members import InferenceMember, RequestOutput, as_outputs, as_prompts, as_sampling
 from dlrover.python.rl.session.session import SlotRequest
@@ -82,6 +84,8 @@ class InferenceEngine(HandEngine):
             return self
         fields = {field.name for field in dataclasses.fields(RolloutSettings)} - {"device", "tensor_parallel_size"}
         own = {name: settings.pop(name) for name in fields & settings.keys()}
+        if self._registered:
+            self._check_names(self._registered, settings, fields)
         backend = {**own.pop("backend", {}), **settings}
         if self._registered and (errors := validate_engine(ROLLOUT_ENGINES, self._registered, backend, "backend")):
             raise EngineError("; ".join(map(str, errors)))
@@ -92,6 +96,17 @@ class InferenceEngine(HandEngine):
         complete = RolloutSettings(device=kind, tensor_parallel_size=tensor_parallel_size, backend=backend, **own)
         self._open(self._executor, self.model, complete)
         return self
+
+    def _check_names(self, backend: str, settings: Mapping[str, Any], fields: Collection[str]) -> None:
+        """Raise an ``EngineError`` for a name that is neither an argument, one of ``fields``, nor an option of the
+        backend, where these are known."""
+        options = engine_info(ROLLOUT_ENGINES, backend).options
+        if options is None:
+            return
+        known = {field.name for field in dataclasses.fields(options)}
+        names = {*known, *fields, *inspect.signature(self.build).parameters} - {"settings"}
+        for name in settings.keys() - known:
+            raise EngineError(f"build() has no argument '{name}'{hint(name, names)}")
 
     def generate(
         self,

@@ -60,6 +60,8 @@ def parts_of(value: NeedParallel, replicas: int, context: int, label: str) -> li
 
 def _rows_of(value: NeedParallel, replicas: int, label: str) -> list[tuple[Any, CallShare]]:
     rows = count_rows(value.value)
+    if rows == 0:
+        raise ShardError(f"{label} has no rows for {replicas} model replicas")
     if rows is not None and 0 < rows < replicas and not value.pad:
         raise ShardError(
             f"{label} has {rows} row{'' if rows == 1 else 's'} for {replicas} model replicas: "

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The steps of a trainer: where they begin, and the commit at the end of each."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -39,6 +39,8 @@ from dlrover.python.rl.trainer.port import (
 from dlrover.python.rl.trainer.role_group import CallCounter
 
 _LOG = get_logger(__name__)
+
+_LEFT = "\0left"  # beside the names of a user's state
 
 
 @dataclass(frozen=True)
@@ -94,9 +96,13 @@ class Steps:
         info = self._recovery.restart_info
         self.restart_info = replace(info, count=info.count + attempt.number, reason=attempt.reason or info.reason)
         self.commits = 0
-        self._as_new = set(members_of(self.port.roles)) if self._recovery.fresh and not attempt.number else set()
+        self._begins = self._recovery.fresh and not attempt.number  # a run, perhaps with the commits of another
+        self._as_new = set(members_of(self.port.roles)) if self._begins else set()
         self._loaded = False
         self._is_open = False
+        self._running = 0  # the step whose body runs, or was left by break or return
+        self._loops = 0
+        self._left: list[int] = []  # of each loop until now the step in which it was left, 0 if it ran to its end
 
     def run(self, total: int) -> Iterator[int]:
         """Yield the steps after the last commit up to ``total``, and commit each at the end of its body.
@@ -105,10 +111,17 @@ class Steps:
 
             open ---> begin --> the user's body --> commit --.--> begin what comes after the loop
                         '<-----------------------------------'
+
+        A body that is left ends with what comes after it: another loop, or the end of ``fit``.
         """
+        self._commit_left_step()
         committed = self.open()
+        self._loops += 1
+        if len(self._left) >= self._loops:
+            total = min(total, self._left[self._loops - 1] or total)
         for step in range(committed + 1, total + 1):
             self.begin(step)
+            self._running = step
             yield step
             self.commit(step, last=step == total)
         self.begin(max(committed, total) + 1)
@@ -158,12 +171,21 @@ class Steps:
         self.port.commit(step)
         if self._checkpoints is not None:
             self._send_own_part(self._checkpoints)
+        self._running = 0
         self.commits += step > 0
         if step > 0:
             self._recovery.progressed(step)
 
+    def _commit_left_step(self, last: bool = False) -> None:
+        """A trainer that restarts after this commit does not run on in the loop."""
+        if self._running:
+            self._left += [0] * (self._loops - len(self._left))
+            self._left[self._loops - 1] = self._running
+            self.commit(self._running, last)
+
     def finish(self) -> None:
         """After ``fit``: wait for its running calls, and for the copy in the job's directory."""
+        self._commit_left_step(last=True)
         self.port.settle()
         if not self._is_open or self._checkpoints is None:
             return
@@ -196,7 +218,8 @@ class Steps:
             try:
                 saved = self._checkpoints.load(step)
                 self._loaded = True
-                load_state(self.state, saved)
+                left = load_state(self.state, saved)
+                self._left = [] if self._begins else list(left)
                 self._bring_members_to(step)
                 self._send_own_part(self._checkpoints)
             except (InvocationError, CheckpointCorrupt, CheckpointMissing) as error:
@@ -290,7 +313,7 @@ class Steps:
         self, checkpoints: Checkpoints, step: int, answers: Mapping[ProcessId, Any], copied: Mapping[Transfer, str]
     ) -> None:
         try:
-            checkpoints.commit(step, answers, dump_state(self.state), copied)
+            checkpoints.commit(step, answers, dump_state(self.state, self._left), copied)
         except (CheckpointCorrupt, CheckpointMissing) as error:
             raise StepAbandoned(step, error) from error
 
@@ -299,19 +322,26 @@ def _names(members: list[ProcessId]) -> str:
     return ", ".join(map(str, members))
 
 
-def dump_state(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {
+def dump_state(state: Mapping[str, Any], left: Sequence[int] = ()) -> dict[str, Any]:
+    dumped = {
         name: {"object": value.state_dict()} if hasattr(value, "load_state_dict") else {"value": value}
         for name, value in state.items()
     }
+    return {**dumped, _LEFT: {"value": list(left)}} if left else dumped
 
 
-def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> None:
-    """Load objects in place, and replace plain values. Raises CallError if an object is missing from ``state``."""
+def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> Sequence[int]:
+    """Load objects in place, and replace plain values; returns what was ``left``. Raises CallError if an object is
+    missing from ``state``."""
+    left: Sequence[int] = ()
     for name, entry in saved.items():
+        if name == _LEFT:
+            left = entry["value"]
+            continue
         if "value" in entry:
             state[name] = entry["value"]
         elif hasattr(state.get(name), "load_state_dict"):
             state[name].load_state_dict(entry["object"])
         else:
             raise CallError(f"self.state['{name}'] was saved from an object: put it there in init(), before steps()")
+    return left

@@ -180,6 +180,10 @@ class BaseTrainer(ABC):
         """
         return self._bound_steps().state
 
+    @state.setter
+    def state(self, value: Any) -> None:
+        raise AttributeError("self.state stays the same dict: set its keys, self.state['name'] = ...")
+
     @property
     def restart_info(self) -> RestartInfo:
         """Why this trainer was restarted; its ``step`` is known from :meth:`steps` on."""

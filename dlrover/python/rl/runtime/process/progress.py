@@ -69,6 +69,7 @@ class ProgressView:
         self._bar: Progress | None = None
         self._task: int | None = None
         self._printed_s, self._entered_s = 0.0, time.monotonic()
+        self._unprinted: StepReport | None = None
         self._pace = StepPace()
 
     def __enter__(self) -> "ProgressView":
@@ -96,6 +97,8 @@ class ProgressView:
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+        elif self._unprinted is not None:
+            self._print(self._unprinted)
 
     def __call__(self, report: StepReport) -> None:
         self._pace.note(report.step, time.monotonic())
@@ -129,10 +132,13 @@ class ProgressView:
 
     def _line(self, report: StepReport) -> None:
         now_s = time.monotonic()
-        last = report.step == report.total_steps
-        if now_s - self._printed_s < _PLAIN_INTERVAL_S and not last:
+        if now_s - self._printed_s < _PLAIN_INTERVAL_S and report.step != report.total_steps:
+            self._unprinted = report
             return
-        self._printed_s = now_s
+        self._printed_s, self._unprinted = now_s, None
+        self._print(report)
+
+    def _print(self, report: StepReport) -> None:
         of = f"/{report.total_steps}" if report.total_steps else ""
         metrics = f"{format_metrics(report.metrics)}{self._rate()}{self._eta(report)}"
         self._show(f"{self._title}  step {report.step}{of}  {metrics}")

@@ -1,0 +1,45 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run that has not finished tells its user."""
+
+import errno
+from dataclasses import replace
+
+import pytest
+
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.master.saved_run import how_to_go_on
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.owner import FAILED, IN_PROCESS
+from dlrover.python.rl.runtime.run_folder import begin, claim
+
+JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
+
+
+@pytest.mark.parametrize(
+    ("committed", "said"),
+    [
+        ("", "no step was committed; to begin again: "),
+        ("memory", "its commits are in the memory of this machine only, and could not be saved to "),
+        ("copies", "to go on after its last committed step: "),
+    ],
+)
+def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, monkeypatch, committed, said):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+    claim(job, IN_PROCESS, bound=True).end(FAILED)
+    copies = CheckpointStore(job.job_dir / "checkpoints" / job.run, job.run, durable=True)
+    if committed == "memory":
+        (memory_path(job.name, job.run) / "step-00000010.e1").mkdir(parents=True)
+
+        def full(root):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        monkeypatch.setattr("dlrover.python.rl.runtime.checkpoint.node_memory._save", full)
+    if committed == "copies":
+        copies.root.mkdir(parents=True)
+        own = copies.write(10, 1, "trainer.state", {"role": "trainer", "step": 10}, {})
+        copies.commit(10, 1, {"trainer": own}, {}, {})
+    text = how_to_go_on(job, job.job_dir)
+    assert text.startswith(said)
+    assert text.endswith(f"dlrover-rl resume {job.job_dir}")
