@@ -250,7 +250,12 @@ BUGS = {
     "a damaged commit ends the trainer": Bug(
         _STEPS, "                if not is_damage(error):\n                    raise\n", "                raise\n"
     ),
-    "the trainer's state is not loaded": Bug(_STEPS, "                load_state(self.state, saved)\n", ""),
+    "the trainer's state is not loaded": Bug(
+        _STEPS, "                left = load_state(self.state, saved)\n", "                left = ()\n"
+    ),
+    "a loop that was left goes on after a restart": Bug(
+        _STEPS, "                self._left = [] if self._begins else list(left)\n", "                self._left = []\n"
+    ),
     "a commit does not wait for the calls": Bug(
         _STEPS,
         "            recoveries = self.port.recoveries\n            self.port.settle()\n",

@@ -2,6 +2,9 @@
 """How a trainer goes back to a commit, over a port that the test plays."""
 
 from dataclasses import dataclass, field
+from itertools import islice
+
+import pytest
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.trainer.port import (
@@ -15,7 +18,7 @@ from dlrover.python.rl.trainer.port import (
     RoleTraits,
     Standing,
 )
-from dlrover.python.rl.trainer.steps import Attempt, Steps
+from dlrover.python.rl.trainer.steps import Attempt, Steps, dump_state
 
 
 @dataclass
@@ -41,13 +44,14 @@ class Commits:
     """Of one step."""
 
     step: int
+    left: tuple = ()
     spread = False
 
     def newest(self):
         return self.step
 
     def load(self, step):
-        return {}
+        return dump_state({"mean": 0.5}, self.left)
 
     def transfers_to(self, step, members, nodes):
         return []
@@ -72,6 +76,9 @@ class Restarted:
     def opened(self):
         pass
 
+    def began(self, step):
+        pass
+
 
 def goes_back(standings, together):
     members = Members(standings)
@@ -89,3 +96,15 @@ def test_ranks_that_meet_are_restored_together():
 
 def test_members_that_are_ahead_forget_what_they_have_answered():
     assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [(FORGET, 0)]
+
+
+@pytest.mark.parametrize(("fresh", "begins"), [(False, []), (True, [5])])
+def test_a_loop_that_was_left_is_over_for_the_run_and_goes_on_in_another(fresh, begins):
+    recovery = Restarted()
+    recovery.fresh = fresh
+    members = Members(dict.fromkeys((0, 1), Standing(4, 4, 4)))
+    traits = {"A": RoleTraits(2, stateful=True)}
+    steps = Steps(members, recovery, Commits(4, left=(0, 4)), traits, Attempt())
+    assert list(steps.run(3)) == []
+    assert list(islice(steps.run(9), 1)) == begins
+    assert steps.state == {"mean": 0.5}
