@@ -251,11 +251,12 @@ BUGS = {
         _STEPS, "                if not is_damage(error):\n                    raise\n", "                raise\n"
     ),
     "the trainer's state is not loaded": Bug(
-        _STEPS, "                left = load_state(self.state, saved)\n", "                left = ()\n"
+        _STEPS, "                run, left = load_state(self.state, saved)\n", "                run, left = '', ()\n"
     ),
     "a loop that was left goes on after a restart": Bug(
-        _STEPS, "                self._left = [] if self._begins else list(left)\n", "                self._left = []\n"
+        _STEPS, "                self._left = list(left) if run == self._checkpoints.run else []\n", ""
     ),
+    "a loop that another run has left is over": Bug(_STEPS, " if run == self._checkpoints.run else []", ""),
     "a commit does not wait for the calls": Bug(
         _STEPS,
         "            recoveries = self.port.recoveries\n            self.port.settle()\n",

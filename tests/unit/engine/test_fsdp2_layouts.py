@@ -234,7 +234,7 @@ TWO_PASSES = (17, 6, 9, 14, 11, 12, 5, 18)
 
 def overlapped(rank, world_size, port, path, precision):
     """Of a step in two passes, in order: when backward passes begin and end, and the elements of each sum over copies.
-    Then the norms of that step and, after one that fails in its last pass, of another."""
+    Then the norms of that step, and of another one after two that fail: in the last pass, and on one copy."""
     events, all_reduce, backward, long = [], dist.all_reduce, torch.Tensor.backward, make_batch(0, TWO_PASSES)
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(copy_sums, "LARGE", 1000)
@@ -256,10 +256,22 @@ def overlapped(rank, world_size, port, path, precision):
         first = engine.step(share(engine, rank, long), token_loss)
     with pytest.raises(NonFiniteUpdate):
         engine.step(share(engine, rank, long), spoiled)
+    fail_on_one_copy(engine, rank, share(engine, rank, long))
     second = engine.step(share(engine, rank, make_batch(1)), token_loss)
     sizes = [shard.master.numel() for shard in engine._model.shards]
     engine.close()
     return {"events": events, "told": (first, second), "sizes": sizes}
+
+
+def fail_on_one_copy(engine, rank, rows):
+    """A step of which one copy has begun all sums when the other fails in its first pass."""
+    backend = engine._model
+    micros = engine._pack(rows, backend, needs_actions=True)
+    if engine.layout.coordinates(rank).ddp:
+        next(backend.copy_sums.begin_at_last(micros))
+    else:
+        backend.add_gradients(micros, rows, token_loss, 1.0)
+    backend.drop_gradients()
 
 
 def assert_overlapped(path, precision, ranks):

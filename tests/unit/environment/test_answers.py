@@ -207,6 +207,9 @@ def test_gsm8k_rewards_each_right_answer_and_no_changed_number():
         (r"\boxed{\frac{2}{4}}", "#### 1/2"),
         (r"\boxed{3 \times 4 = 12}", "12"),
         (r"\boxed{60\text{ miles}/\text{hour}}", "60"),
+        (r"\boxed{12 \frac{\text{miles}}{\text{hour}}}", "12"),
+        (r"\boxed{60\ \frac{\mathrm{km}}{\mathrm{h}}}", "60"),
+        (r"\boxed{60\times}", "60"),
     ],
 )
 def test_gsm8k_reads_signs_currencies_and_units(completion, answer):
@@ -241,6 +244,9 @@ def test_gsm8k_takes_no_part_of_something_else(completion, answer):
 def test_gsm8k_needs_a_number_in_the_reference():
     with pytest.raises(ValueError, match="no number"):
         gsm8k("72", "Paris", {})
+    for calculation in (r"\boxed{2^{10}}", "#### 9/11/2001", "#### 10 (2*5)"):
+        with pytest.raises(ValueError, match="or marks a calculation without its result"):
+            gsm8k("72", calculation, {})
     with pytest.raises(ValueError, match="no reference answer"):
         gsm8k("72", None, {})
 

@@ -20,6 +20,7 @@ JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}
     ("committed", "said"),
     [
         ("", "no step was committed; to begin again: "),
+        ("elsewhere", "to go on, where its files are: "),
         ("memory", "its commits are in the memory of this machine only, and could not be saved to "),
         ("copies", "to go on after its last committed step: "),
     ],
@@ -36,10 +37,12 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, monkeypatch, 
             raise OSError(errno.ENOSPC, "No space left on device")
 
         monkeypatch.setattr("dlrover.python.rl.runtime.checkpoint.node_memory._save", full)
+    if committed == "elsewhere":
+        assert how_to_go_on(job, tmp_path / "not here").startswith(said)
     if committed == "copies":
         copies.root.mkdir(parents=True)
         own = copies.write(10, 1, "trainer.state", {"role": "trainer", "step": 10}, {})
         copies.commit(10, 1, {"trainer": own}, {}, {})
-    text = how_to_go_on(job, job.job_dir)
+    text = how_to_go_on(job, job.job_dir, step=10 if committed == "elsewhere" else 0)
     assert text.startswith(said)
     assert text.endswith(f"dlrover-rl resume {job.job_dir}")

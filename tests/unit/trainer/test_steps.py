@@ -45,13 +45,14 @@ class Commits:
 
     step: int
     left: tuple = ()
+    run: str = "run1"
     spread = False
 
     def newest(self):
         return self.step
 
     def load(self, step):
-        return dump_state({"mean": 0.5}, self.left)
+        return dump_state({"mean": 0.5}, "run1", self.left)
 
     def transfers_to(self, step, members, nodes):
         return []
@@ -98,13 +99,14 @@ def test_members_that_are_ahead_forget_what_they_have_answered():
     assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [(FORGET, 0)]
 
 
-@pytest.mark.parametrize(("fresh", "begins"), [(False, []), (True, [5])])
-def test_a_loop_that_was_left_is_over_for_the_run_and_goes_on_in_another(fresh, begins):
+@pytest.mark.parametrize("fresh", [False, True])
+@pytest.mark.parametrize(("run", "begins"), [("run1", []), ("run2", [5])])
+def test_a_loop_that_was_left_is_over_for_the_run_and_goes_on_in_another(fresh, run, begins):
     recovery = Restarted()
     recovery.fresh = fresh
     members = Members(dict.fromkeys((0, 1), Standing(4, 4, 4)))
     traits = {"A": RoleTraits(2, stateful=True)}
-    steps = Steps(members, recovery, Commits(4, left=(0, 4)), traits, Attempt())
+    steps = Steps(members, recovery, Commits(4, (0, 4), run), traits, Attempt())
     assert list(steps.run(3)) == []
     assert list(islice(steps.run(9), 1)) == begins
     assert steps.state == {"mean": 0.5}

@@ -344,7 +344,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     if ended.cause is not None and ended.cause.detail:
         click.echo(f"\n{ended.cause.detail}", err=True)
     if ended.phase is not Phase.FINISHED and ended.folder:
-        click.echo(how_to_go_on(job, Path(ended.folder)), err=True)
+        click.echo(how_to_go_on(job, Path(ended.folder), ended.step), err=True)
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:

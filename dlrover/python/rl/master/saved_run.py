@@ -133,14 +133,16 @@ def last_commit(job: JobSpec, folder: Path, archive: str = "") -> tuple[int | No
     return usable and usable[1].step, any_settings and any_settings[1].step
 
 
-def how_to_go_on(job: JobSpec, folder: Path) -> str:
-    """What a run that has not finished tells its user."""
+def how_to_go_on(job: JobSpec, folder: Path, step: int = 0) -> str:
+    """What a run that has not finished tells its user; ``step`` is the last one that is known."""
     again = resume_command(job.archive or folder)
     if last_commit(job, folder, job.archive)[0] is not None:
         return f"to go on after its last committed step: {again}"
     if has_commits(folder):
         what = f"its commits are in the memory of this machine only, and could not be saved to {folder}"
         return f"{what}: make room there, and go on before the machine restarts: {again}"
+    if step or newest_owner(folder) is None:  # its files are elsewhere
+        return f"to go on, where its files are: {again}"
     return f"no step was committed; to begin again: {again}"
 
 

@@ -114,20 +114,11 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
         JobConflict: another run is there.
         InvalidJob: the folder cannot be made, or written to.
     """
-    folder = job.job_dir
+    folder, owner = job.job_dir, owner_of(job, runtime, bound)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise InvalidJob([ConfigError("job_dir", f"cannot be made: {error}")]) from error
-    try:
-        return _claim(job, runtime, bound)
-    except OSError as error:
-        what = f"{folder} cannot be written to: {error.strerror or error}"
-        raise InvalidJob([ConfigError("job_dir", what)]) from error
-
-
-def _claim(job: JobSpec, runtime: str, bound: bool) -> "Claim":
-    folder, owner = job.job_dir, owner_of(job, runtime, bound)
     earlier, goes_on = newest_owner(folder), job.checkpoint.resume == "latest"
     goes_on = goes_on and (has_commits(folder) or bool(job.archive and newest_commit(folder, job.archive)))
     while True:
@@ -135,7 +126,7 @@ def _claim(job: JobSpec, runtime: str, bound: bool) -> "Claim":
         if why := conflict(job):
             raise JobConflict(why)
         record = folder / f"owner.{number_of(newest) + 1}.json"
-        if create_record(record, owner):
+        if _create_record(record, owner):
             if newest_record(folder) == record:
                 break
             record.unlink()  # others came and went meanwhile
@@ -151,6 +142,14 @@ def _claim(job: JobSpec, runtime: str, bound: bool) -> "Claim":
         _link_latest(folder)
         _remove(superseded(job))
     return Claim(record, owner, job, replaced)
+
+
+def _create_record(record: Path, owner: Owner) -> bool:
+    try:
+        return create_record(record, owner)
+    except OSError as error:
+        what = f"{record.parent} cannot be written to: {error.strerror or error}"
+        raise InvalidJob([ConfigError("job_dir", what)]) from error
 
 
 def _describe(job: JobSpec, earlier: Owner | None, goes_on: bool) -> bytes:

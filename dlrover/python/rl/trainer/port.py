@@ -272,6 +272,11 @@ class Transfer:
 class Checkpoints(Protocol):
     """A store for commits. The trainer passes its requests on to the members unread."""
 
+    @property
+    def run(self) -> str:
+        """The id of the run whose commits it keeps. It may begin with those of another."""
+        ...
+
     spread: bool
     """Whether commits are in the memories of several nodes: then the trainer makes the transfers, and tells what the
     nodes hold."""

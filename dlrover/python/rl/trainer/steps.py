@@ -96,8 +96,7 @@ class Steps:
         info = self._recovery.restart_info
         self.restart_info = replace(info, count=info.count + attempt.number, reason=attempt.reason or info.reason)
         self.commits = 0
-        self._begins = self._recovery.fresh and not attempt.number  # a run, perhaps with the commits of another
-        self._as_new = set(members_of(self.port.roles)) if self._begins else set()
+        self._as_new = set(members_of(self.port.roles)) if self._recovery.fresh and not attempt.number else set()
         self._loaded = False
         self._is_open = False
         self._running = 0  # the step whose body runs, or was left by break or return
@@ -177,7 +176,7 @@ class Steps:
             self._recovery.progressed(step)
 
     def _commit_left_step(self, last: bool = False) -> None:
-        """A trainer that restarts after this commit does not run on in the loop."""
+        """A trainer of this run that goes on after this commit does not run on in the loop."""
         if self._running:
             self._left += [0] * (self._loops - len(self._left))
             self._left[self._loops - 1] = self._running
@@ -218,8 +217,8 @@ class Steps:
             try:
                 saved = self._checkpoints.load(step)
                 self._loaded = True
-                left = load_state(self.state, saved)
-                self._left = [] if self._begins else list(left)
+                run, left = load_state(self.state, saved)
+                self._left = list(left) if run == self._checkpoints.run else []
                 self._bring_members_to(step)
                 self._send_own_part(self._checkpoints)
             except (InvocationError, CheckpointCorrupt, CheckpointMissing) as error:
@@ -313,7 +312,7 @@ class Steps:
         self, checkpoints: Checkpoints, step: int, answers: Mapping[ProcessId, Any], copied: Mapping[Transfer, str]
     ) -> None:
         try:
-            checkpoints.commit(step, answers, dump_state(self.state, self._left), copied)
+            checkpoints.commit(step, answers, dump_state(self.state, checkpoints.run, self._left), copied)
         except (CheckpointCorrupt, CheckpointMissing) as error:
             raise StepAbandoned(step, error) from error
 
@@ -322,21 +321,22 @@ def _names(members: list[ProcessId]) -> str:
     return ", ".join(map(str, members))
 
 
-def dump_state(state: Mapping[str, Any], left: Sequence[int] = ()) -> dict[str, Any]:
+def dump_state(state: Mapping[str, Any], run: str = "", left: Sequence[int] = ()) -> dict[str, Any]:
     dumped = {
         name: {"object": value.state_dict()} if hasattr(value, "load_state_dict") else {"value": value}
         for name, value in state.items()
     }
-    return {**dumped, _LEFT: {"value": list(left)}} if left else dumped
+    return {**dumped, _LEFT: {"value": [run, list(left)]}} if left else dumped
 
 
-def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> Sequence[int]:
-    """Load objects in place, and replace plain values; returns what was ``left``. Raises CallError if an object is
-    missing from ``state``."""
-    left: Sequence[int] = ()
+def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
+    """Load objects in place, and replace plain values; returns which ``run`` had ``left`` loops. Raises CallError if an
+    object is missing from ``state``."""
+    left: tuple[str, Sequence[int]] = ("", ())
     for name, entry in saved.items():
         if name == _LEFT:
-            left = entry["value"]
+            run, steps = entry["value"]
+            left = run, steps
             continue
         if "value" in entry:
             state[name] = entry["value"]

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.fsdp2.shards import ParameterShard
+from dlrover.python.rl.engine.fsdp2.shards import ParameterShard, to_local_tensor
 
 LARGE = 1 << 18
 """Elements of a gradient that is summed where it is; smaller ones are joined up to as many, since each sum has a
@@ -25,16 +25,14 @@ T = TypeVar("T")
 
 
 class CopySums:
-    """Parts are summed in one order, that of a backward pass, on every rank, whichever gradients come first."""
+    """Parts are summed in one order, that of a backward pass, on every rank, whichever gradients come first. A step
+    sums all of them, also if it fails on some ranks: the sums of the next one would meet what is left of this one."""
 
     def __init__(self, shards: Sequence[ParameterShard], group: Any) -> None:
         self._group = group
         self._parts = list(_join_small(shard for shard in reversed(shards) if not shard.summed))
         if summed := [shard for shard in shards if shard.summed]:  # over tensor-parallel ranks first, after the pass
             self._parts.append(summed)
-        self._is_last_pass = False
-        self._begun: list[_Sum] = []
-        self._missing: list[set[str]] = []
         self._reset()
         for index, part in enumerate(self._parts):
             for shard in part if not part[0].summed else ():
@@ -42,6 +40,7 @@ class CopySums:
 
     def begin_at_last(self, micros: Sequence[T]) -> Iterator[T]:
         """The micro-batches of a step: the backward pass of the last one completes the gradients."""
+        self._is_stepping = True
         for number, micro in enumerate(micros, start=1):
             self._is_last_pass = number == len(micros)
             yield micro
@@ -56,12 +55,22 @@ class CopySums:
         self._reset()
 
     def forget(self) -> None:
-        """After a failed step: gradients whose sums have begun are of no use."""
-        self._is_last_pass = False
+        """The step that has begun, if any, has failed: let the other ranks' sums end."""
+        begun, is_stepping = self._begun, self._is_stepping
+        rest = self._parts[len(begun) :] if is_stepping else []
         self._reset()
+        works = [each.work for each in begun] + [self._sum_zeros(part) for part in rest]
+        for work in works:
+            work.wait()  # waits: for the process group's timeout
+
+    def _sum_zeros(self, part: Sequence[ParameterShard]) -> Any:
+        local = to_local_tensor(part[0].parameter)
+        zeros = local.new_zeros(sum(shard.master.numel() for shard in part), dtype=part[0].master.dtype)
+        return dist.all_reduce(zeros, group=self._group, async_op=True)
 
     def _reset(self) -> None:
-        self._begun = []
+        self._is_stepping = self._is_last_pass = False
+        self._begun: list[_Sum] = []
         self._missing = [{shard.name for shard in part} for part in self._parts]
 
     def _take(self, shard: ParameterShard, index: int, _parameter: Any) -> None:
@@ -86,10 +95,10 @@ class _Sum:
         self._gradients = gradients
         joined = len(gradients) > 1 or not gradients[0].is_contiguous()
         self._flat = torch.cat([gradient.reshape(-1) for gradient in gradients]) if joined else gradients[0]
-        self._work = dist.all_reduce(self._flat, group=group, async_op=True)
+        self.work = dist.all_reduce(self._flat, group=group, async_op=True)
 
     def finish(self) -> None:
-        self._work.wait()  # waits: for the process group's timeout
+        self.work.wait()  # waits: for the process group's timeout
         if self._flat is self._gradients[0]:
             return
         if self._flat.is_cuda:  # FSDP may have begun the sum on a stream of its own

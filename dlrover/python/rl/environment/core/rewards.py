@@ -100,7 +100,8 @@ _FRACTION = re.compile(  # of numbers, behind a whole one or not, and words
     rf"([-+]?)\s?(?:([\d,]{{1,{_DIGITS}}})\s)?({_PART})\s?/\s?({_PART})(?:\s?[A-Za-z%][A-Za-z .%]{{0,{_WORDS}}})?\.?"
 )
 _SIGN_APART = re.compile(r"([-+])\s+(?=[\d.])")
-_CALCULATION = re.compile(r"\\(?:[dt]?frac|sqrt|times|cdot)|\d\}?\s?(?:\*\*?|\^|/)\s?[{(]?\s?[-+]?\d")
+_UNIT_FRACTION = re.compile(rf"\\[dt]?frac\s?\{{[^{{}}\d]{{0,{_WORDS}}}\}}\s?\{{[^{{}}\d]{{0,{_WORDS}}}\}}")
+_CALCULATION = re.compile(r"\\(?:[dt]?frac|sqrt)|\d\}?\s?(?:\\(?:times|cdot)(?![A-Za-z])|\*\*?|\^|/)\s?[{(]?\s?[-+]?\d")
 
 
 def same_answer(text: str, answer: str) -> bool:
@@ -138,11 +139,11 @@ def same_final_number(completion: str, answer: str) -> float:
 
     What ``\boxed{}`` or ``####`` marks counts, or else the whole text, and of it the last number; currencies, units and
     thousands separators do not matter. A fraction has its value; of other calculations that are marked nothing counts
-    but what is behind ``=``. Without a number in ``answer`` it is a ValueError.
+    but what is behind ``=``. Without such a number in ``answer`` it is a ValueError.
     """
     expected = _final_number(marked_answer(answer), answer)
     if expected is None:
-        raise ValueError("the reference answer has no number")
+        raise ValueError("the reference answer has no number, or marks a calculation without its result")
     given = _final_number(_given_answer(completion), completion)
     if isinstance(given, Decimal) and isinstance(expected, Decimal):
         return float(given == expected)
@@ -151,7 +152,7 @@ def same_final_number(completion: str, answer: str) -> float:
 
 def _final_number(marked: str | None, text: str) -> Decimal | Fraction | None:
     """Of what is ``marked``, or of the whole text."""
-    plain = _plain_number_text(marked or text)
+    plain = _UNIT_FRACTION.sub("", _plain_number_text(marked or text))
     if marked:
         result = plain.rpartition("=")[2].replace("$", "").strip() or plain
         plain = _SIGN_APART.sub(r"\1", result, count=1) if _SIGN_APART.match(result) else result

@@ -124,6 +124,10 @@ class StoreCheckpoints:
         self.copying.claim(self.disk_wait, needed=not self._manifests(self._commits, remember=False))
         self.snapshots = Snapshots()
 
+    @property
+    def run(self) -> str:
+        return self.roots.run
+
     def _patiently(self, act: Callable[[], T]) -> T:
         return retry_io(act, self._commits.root, self.disk_wait)
 
