@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError
-from dlrover.python.rl.common.hub import Lookup, current_lookup, hub_fault, is_cached
+from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_cached, is_path
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.engine.model.packing import Head
@@ -88,14 +88,13 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
     cache has it; a hub name is looked up if the check is asked to, else when it is loaded."""
     if not model:
         return []  # reported already: it is required
-    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     folder = Path(model).expanduser()
     if not folder.is_dir():
         siblings = folder.parent.glob("*/config.json") if folder.parent.is_dir() else ()
         close = get_close_matches(folder.name, [path.parent.name for path in siblings], 1, _ALMOST)
         is_meant_so = close and ("/" not in model or not is_cached(model))
-        if looks_like_path or is_meant_so:
-            advice = f"; did you mean '{folder.parent / close[0]}'?" if close else ""
+        if is_meant_so or is_path(model):
+            advice = f"; did you mean '{folder.parent / close[0]}'?" if close else how_to_cache(model)
             return [ConfigError(where, f"no such folder: {model}{advice}")]
         fault = hub_fault("model", model) if current_lookup() is Lookup.ALL else ""
         return [ConfigError(where, f"no folder '{model}', and {fault}")] if fault else []
