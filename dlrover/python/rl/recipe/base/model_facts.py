@@ -4,16 +4,19 @@
 import json
 import math
 import struct
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.errors import ConfigError, EngineError
 from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_cached, is_path
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
-from dlrover.python.rl.engine.model.model_shape import shape_of
+from dlrover.python.rl.engine.model.loading import fingerprint_files
+from dlrover.python.rl.engine.model.model_shape import find_config_file, shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.training.eight_bit import BLOCK
+from dlrover.python.rl.trainer.workload import Setting
 
 _ALMOST = 0.8
 """Similarity from which a name is taken to mean a folder rather than a model of the hub."""
@@ -118,6 +121,14 @@ def parameters_of(model: str, fallback: str | None = None) -> int | None:
     counted = count_parameters(Path(model).expanduser())
     shape = shape_of(model, fallback) if counted is None else None
     return counted if shape is None else shape.parameters
+
+
+def setting_of_weights(model: str) -> Setting:
+    """The weights that training begins with, which are known of safetensors files here or in the hub's cache."""
+    file, fingerprint = find_config_file(model), ""
+    with suppress(EngineError, OSError, ValueError, LookupError):  # of files that are not whole
+        fingerprint = fingerprint_files(None if file is None else file.parent)
+    return Setting(model, fingerprint or None)
 
 
 def validate_model(model: str, where: str = "config.model") -> list[ConfigError]:
