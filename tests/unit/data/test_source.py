@@ -10,10 +10,11 @@ from uuid import UUID
 import pytest
 
 from dlrover.python.rl.common.errors import MissingExtra
+from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.data.conversation import SFT_ROWS, encode_sft
 from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, load_prompts
-from dlrover.python.rl.data.source import scan_rows
+from dlrover.python.rl.data.source import is_left_unread, scan_rows
 from dlrover.python.rl.data.state_tree import dump, load
 from dlrover.python.rl.data.tables import as_plain
 
@@ -239,6 +240,42 @@ def test_a_file_that_is_not_there(tmp_path, kind):
     assert problem.what == f"no such file; did you mean 'rows.{kind}'?"
     _, (problem,) = scan_rows("./nowhere/data")
     assert problem.what == "no such file; there is no folder nowhere"
+
+
+TO_CACHE = "'here' is a folder here: one of the hub has to be in its cache (hf download --repo-type dataset here/train)"
+
+
+@pytest.mark.parametrize(
+    ("name", "what"),
+    [
+        ("ok.txt", "no such file; did you mean 'ok.tsv'?"),
+        ("ok.jsonl.gz", "no such file; did you mean 'ok.tsv'?"),
+        ("test[:5]@none.jsonl.gz", "no such file"),
+        ("here/train", f"no such file; {TO_CACHE}"),
+        ("here/train:main", f"no such file; {TO_CACHE}"),
+    ],
+)
+def test_a_files_name_and_one_in_a_folder_here_are_none_of_the_hubs(tmp_path, monkeypatch, name, what):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "ok.tsv").touch()
+    with looking_up(Lookup.NONE):
+        assert not is_left_unread(name)
+    _, (problem,) = scan_rows(name)
+    assert problem.what == what
+
+
+def test_one_in_a_folder_here_is_the_hubs_if_its_cache_has_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    (tmp_path / "here").mkdir()
+    cached = tmp_path / "hub/datasets--here--train"
+    for file, text in {"refs/main": "1a", "snapshots/1a/README.md": ""}.items():
+        (cached / file).parent.mkdir(parents=True)
+        (cached / file).write_text(text)
+    with looking_up(Lookup.NONE):
+        left = {name: is_left_unread(name) for name in ("here/train", "here/train:main", "here/test", "other/train")}
+    assert left == {"here/train": True, "here/train:main": True, "here/test": False, "other/train": True}
 
 
 def test_a_name_that_the_hub_does_not_have_is_a_problem_not_a_crash():

@@ -337,6 +337,12 @@ def test_a_job_for_gpus_that_is_tried_without_one_says_so(shell, recipe):
         ("name=a/b c", "such as 'a-b-c'"),
         ("model=modell", "config.model: no such folder: modell; did you mean 'model'?"),
         ("model=runs/tinny", "config.model: no such folder: runs/tinny; did you mean 'runs/tiny'?"),
+        (
+            "model=runs/teacher",
+            "config.model: no such folder: runs/teacher; 'runs' is a folder here: one of the hub has",
+        ),
+        ("model=tiny.gguf", "config.model: no such folder: tiny.gguf"),
+        ("data.train=train.txt", "train.txt: no such file; did you mean 'train.jsonl'?"),
         ("model=bare", "config.model: bare holds no tokenizer: it has none of tokenizer.json, "),
         (
             "reward.function=toy_rewards:of_nothing",

@@ -8,7 +8,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 
+from dlrover.python.rl.cli.operate import VERBS as COMMANDS
 from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.state import JobState
@@ -28,6 +30,7 @@ trainer: {{module: {module}, class: Watched, device_type: CPU, device_per_node: 
 workload: {{actor: {{module: {module}, class: Idle}}}}
 """
 WHILE_IT_RUNS = []
+VERBS = {command.name: command for command in COMMANDS}
 
 
 class Idle(BaseWorkload):
@@ -60,9 +63,9 @@ def asked(tmp_path, monkeypatch):
     WHILE_IT_RUNS.clear()
 
 
-def run(*looks):
+def run(*looks, overrides=()):
     WHILE_IT_RUNS.extend(looks)
-    job = load_job_text(TEXT.format(module=__name__), "mine", [], (str(Path(__file__).parent),))
+    job = load_job_text(TEXT.format(module=__name__), "mine", overrides, (str(Path(__file__).parent),))
     status = run_here(check_job(job))
     assert status.phase.value == "finished", status.reason
 
@@ -73,8 +76,15 @@ def test_without_a_cluster_an_ended_job_is_as_its_folder_says(asked):
         view = jobs.get("mine")
         assert (view.phase, view.ended, view.reason) == ("finished", True, "the trainer returned")
         assert jobs.wait("mine", 0.0) == jobs.stop("mine", hard=False) == view
-    with ray_jobs("auto", "another") as jobs, pytest.raises(ClusterUnavailable):
+    with ray_jobs("auto", "another") as jobs, pytest.raises(ClusterUnavailable) as caught:
         jobs.get("another")
+    what = "no run named 'another' in ./runs, and no Ray cluster here; status, explain and logs also take the folder of"
+    assert str(caught.value).startswith(what)
+    with (
+        ray_jobs("auto", "mien") as jobs,
+        pytest.raises(ClusterUnavailable, match=r"cluster here; did you mean 'mine'\?"),
+    ):
+        jobs.get("mien")
     for address, name in (("auto", None), ("10.0.0.1:6379", "mine")):
         with pytest.raises(ClusterUnavailable), ray_jobs(address, name):
             pass
@@ -94,6 +104,46 @@ def test_a_job_that_a_process_here_runs_is_not_lost_and_cannot_be_stopped_from_e
     (view,) = seen
     assert (view.phase, view.ended) == ("running", False)
     assert "resume" not in view.reason
+
+
+def said(verb, *arguments):
+    done = CliRunner().invoke(VERBS[verb], arguments)
+    if done.exception is not None:
+        raise done.exception
+    return done.output
+
+
+def test_the_folder_of_a_run_answers_by_itself(asked):
+    def look(trainer):
+        seen.append((said("status", "out/first"), said("logs", str(Path.cwd() / "out/first"))))
+
+    seen = []
+    run(look, overrides=["job_dir=out/first"])
+    ((running, nothing),) = seen
+    assert running.startswith("mine: running, ") and "(one process, process" in running
+    assert nothing == "no process has written a log; a run in one process writes none\n"
+    assert said("status", "out/first/").startswith("mine: finished, ")
+    assert said("explain", "out/first").startswith("mine: It has finished since ")
+    logs = Path("out/first/logs")
+    logs.mkdir()
+    (logs / "trainer.log").write_text("a line\n")
+    assert said("logs", "out/first", "trainer", "-f") == "a line\n"
+    os.chdir("out")
+    assert "mine: finished" in said("status", "first"), "a job's name, and the folder of another job's run"
+    assert asked == []
+
+
+def test_what_is_no_folder_of_a_run_is_answered_with_the_nearest(asked):
+    run(overrides=["job_dir=out/first"])
+    with pytest.raises(InvalidJob, match=r"out/frist: neither the folder of a run nor .*; did you mean 'out/first'\?"):
+        said("explain", "out/frist")
+    with pytest.raises(InvalidJob, match="--address: a run's folder answers by itself"):
+        said("status", "out/first", "--address", "10.0.0.1:6379")
+    with pytest.raises(InvalidJob, match="'out/first' is not a job name"):
+        said("stop", "out/first")
+    Path("out/first/journal.jsonl").unlink()
+    with pytest.raises(InvalidJob, match="out/first: has no journal: the run has not begun"):
+        said("status", "out/first")
 
 
 def test_the_cluster_where_a_process_here_runs_the_job_is_asked_first(asked, monkeypatch):

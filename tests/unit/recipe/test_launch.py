@@ -4,6 +4,7 @@
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import time
@@ -171,9 +172,8 @@ def test_a_reward_model_is_a_model_beside_the_policy(desk, monkeypatch):
     monkeypatch.chdir(desk)
     scorer = json.loads((desk / "model" / "config.json").read_text())
     scorer |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1}
-    (desk / "scorer").mkdir()
+    shutil.copytree(desk / "model", desk / "scorer")
     (desk / "scorer" / "config.json").write_text(json.dumps(scorer))
-    (desk / "scorer" / "tokenizer.json").write_bytes((desk / "model" / "tokenizer.json").read_bytes())
     given = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8", "reward.model=scorer"]
     judge = "workload.reward.class=ModelRewardWorkload"
     job = describe_job("grpo", None, [*given, judge], LaunchEnv())

@@ -152,7 +152,8 @@ class Sized(Keeping):
             raise KeyError("of the user's own")
         if config["size"] == "invalid":
             raise InvalidJob([ConfigError("config.size", "is reported by check_config")])
-        return {"size": config["size"], "part": config.get("part")}
+        known = None if config.get("of") == "elsewhere" else config.get("of")
+        return {"size": config["size"], "part": config.get("part"), "of": Setting(config.get("of"), known)}
 
 
 class Seeded(Nothing):
@@ -220,6 +221,20 @@ def test_settings_that_a_state_depends_on_stay_as_they_were_once_there_is_one(tm
     assert refusals(other) == ()
     (tmp_path / DESCRIPTION).unlink()
     assert refusals(other) == ()
+
+
+def test_a_setting_that_is_not_known_here_is_said_where_it_is_another(tmp_path):
+    begun = sized(tmp_path, "{size: 4, of: here}")
+    (tmp_path / DESCRIPTION).write_text(job_to_yaml(begun))
+    Run(tmp_path, 2).commit(5)
+    before = earlier_description(begun)
+    found = inspect_job(sized(tmp_path, "{size: 4, of: elsewhere}"), before)
+    what = "config.of: elsewhere, but by its job.yaml the run was begun with here"
+    assert (found.errors, found.about) == ((), (f"{what}: it goes on with what its last commit holds, not with this",))
+    (error,) = inspect_job(sized(tmp_path, "{size: 4, of: there}"), before).errors
+    assert error.where == "config.of"
+    elsewhere = sized(tmp_path, "{size: 4, of: elsewhere}")
+    assert inspect_job(elsewhere, job_to_yaml(elsewhere)).about == (), "it is the same"
 
 
 def test_settings_that_a_trainers_state_depends_on_stay_too(tmp_path):

@@ -14,8 +14,10 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrover.python.rl.cli.explain import explain_lines
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.master.main import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_STOPPED, EXIT_TIMED_OUT
-from dlrover.python.rl.master.operations.jobs import JobOperations, JobView, check_name
+from dlrover.python.rl.master.operations.jobs import JobOperations, JobReports, JobView, check_name
+from dlrover.python.rl.master.operations.saved_runs import SavedRuns, is_run_folder
 from dlrover.python.rl.runtime.process.progress import ProgressView
 
 _ADDRESS = click.option("--address", default="auto", show_default=True, help="A running Ray cluster.")
@@ -40,7 +42,14 @@ def _operation(function: Callable[..., None]) -> click.Command:
     """A verb that is given the jobs of a cluster or of a service."""
 
     def run(address: str, server: str | None, **arguments: Any) -> None:
-        name = arguments.get("name")
+        name, place = arguments.get("name"), arguments.get("name_or_dir")
+        if place is not None and server is None and is_run_folder(place):
+            if address != "auto":
+                what = "a run's folder answers by itself: give the job's name to ask a cluster"
+                raise InvalidJob([ConfigError("--address", what)])
+            function(SavedRuns(), **arguments)
+            return
+        name = name if place is None else place
         if name is not None:
             check_name(name)
         with connect(address, server, name) as jobs:
@@ -74,11 +83,12 @@ def _list(jobs: JobOperations, as_json: bool) -> None:
 
 
 @_operation
-@click.argument("name")
+@click.argument("name_or_dir")
 @_JSON
-def _status(jobs: JobOperations, name: str, as_json: bool) -> None:
-    """Show the status of a job; without a cluster's answer, that of its last run in ./runs."""
-    view = jobs.get(name)
+def _status(jobs: JobReports, name_or_dir: str, as_json: bool) -> None:
+    """Show the status of a job; without a cluster's answer, that of its last run in ./runs. A run's folder answers by
+    itself."""
+    view = jobs.get(name_or_dir)
     click.echo(json.dumps(view.to_plain()) if as_json else "\n".join(status_lines(view)))
 
 
@@ -123,23 +133,27 @@ def _resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
 
 
 @_operation
-@click.argument("name")
+@click.argument("name_or_dir")
 @click.argument("process", default="")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), default=0, help="Only the last lines of each process.")
-def _logs(jobs: JobOperations, name: str, process: str, follow: bool, tail: int) -> None:
-    """Print what the processes of a job have written: of PROCESS, such as rollout-1 or trainer, or of all."""
+def _logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
+    """Print what the processes of a job have written, or of the run in a folder: of PROCESS, such as rollout-1 or
+    trainer, or of all."""
     process = process.lower().replace("[", "-").rstrip("]")
-    for writer, text in jobs.logs(name, process, follow, tail):
+    writer = ""
+    for writer, text in jobs.logs(name_or_dir, process, follow, tail):
         prefix = "" if process else f"[{writer}] "
         click.echo("".join(f"{prefix}{line}\n" for line in text.splitlines()), nl=False)
+    if not writer:
+        click.echo("no process has written a log; a run in one process writes none", err=True)
 
 
 @_operation
-@click.argument("name")
-def _explain(jobs: JobOperations, name: str) -> None:
-    """Tell in words how a job is: its state, since when, why, and what to try."""
-    view = jobs.get(name)
+@click.argument("name_or_dir")
+def _explain(jobs: JobReports, name_or_dir: str) -> None:
+    """Tell in words how a job is, or the run in a folder: its state, since when, why, and what to try."""
+    view = jobs.get(name_or_dir)
     click.echo("\n".join(explain_lines(view, jobs.history(view))))
 
 

@@ -1,12 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names on the Hugging Face hub: which of them a check looks up, and why one cannot be had."""
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from enum import StrEnum
+from pathlib import Path
 
 _TIMEOUT_S = 10.0
+
+_FILE = re.compile(
+    r"\.(jsonl?|[ct]sv|txt|md|ya?ml|xml|parquet|arrow|h5|gz|bz2|xz|zst|zip|tar|tgz|safetensors|bin|pth?|gguf)$"
+)
 
 
 class Lookup(StrEnum):
@@ -49,11 +55,38 @@ def hub_fault(kind: str, name: str) -> str:
     return ""
 
 
-def is_cached(model: str) -> bool:
-    """Whether the hub's cache on this machine has the configuration of a model."""
+def is_cached(name: str, kind: str = "model") -> bool:
+    """Whether the hub's cache on this machine has the configuration of a ``model``, or the card of a ``dataset``."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
-        return isinstance(try_to_load_from_cache(model, "config.json"), str)
+        file = "config.json" if kind == "model" else "README.md"
+        return isinstance(try_to_load_from_cache(name, file, repo_type=kind), str)
     except ValueError:  # no name of the hub
         return False
+
+
+def is_path(name: str, kind: str = "model") -> bool:
+    """Whether a ``model`` or ``dataset`` that is not here can only be a file or folder: by its form, or by a file's
+    suffix or a folder here that it begins with, unless the hub's cache on this machine has it."""
+    if _has_form_of_path(name):
+        return True
+    may_be_file = _FILE.search(name.lower()) is not None or _begins_here(name)
+    return may_be_file and not is_cached(name.partition(":")[0], kind)
+
+
+def how_to_cache(name: str, kind: str = "model") -> str:
+    """The end of a message about a path that has the form of a hub's name as well; else empty."""
+    if _has_form_of_path(name) or not _begins_here(name):
+        return ""
+    command = f"hf download {'' if kind == 'model' else f'--repo-type {kind} '}{name.partition(':')[0]}"
+    return f"; '{name.partition('/')[0]}' is a folder here: one of the hub has to be in its cache ({command})"
+
+
+def _has_form_of_path(name: str) -> bool:
+    return name.startswith((".", "/", "~")) or name.count("/") > 1
+
+
+def _begins_here(name: str) -> bool:
+    first, slash, _ = name.partition("/")
+    return bool(slash) and Path(first).is_dir()

@@ -110,9 +110,13 @@ class ProcessId:
 TRAINER_ID = ProcessId("trainer", 0, ProcessKind.TRAINER)
 
 
+def is_job_name(name: str) -> bool:
+    return _JOB.fullmatch(name) is not None
+
+
 def check_job_name(name: str) -> str:
     """Return ``name`` when it is a DNS label (it becomes part of actor names and paths), else raise ValueError."""
-    if not _JOB.fullmatch(name):
+    if not is_job_name(name):
         close = re.sub("[^a-z0-9]+", "-", name.lower())[:63].strip("-")
         raise ValueError(
             f"'{name}' is not a job name: use 1 to 63 of a-z, 0-9 and '-', beginning and ending with a letter or digit"

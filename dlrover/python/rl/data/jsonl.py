@@ -196,5 +196,7 @@ def describe_unreadable(path: Path, error: OSError) -> str:
         return f"cannot be read: {error.strerror}"
     if not path.parent.is_dir():
         return f"no such file; there is no folder {path.parent}"
-    close = nearest_path(path.name, (file.name for file in path.parent.iterdir()))
+    names = sorted(file.name for file in path.parent.iterdir())
+    same = (name for name in names if path.suffix and name.partition(".")[0] == path.name.partition(".")[0])
+    close = nearest_path(path.name, names) or next(same, None)
     return f"no such file; did you mean '{close}'?" if close else "no such file"

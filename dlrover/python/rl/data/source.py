@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
-from dlrover.python.rl.common.hub import Lookup, current_lookup, hub_fault
+from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_path
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.jsonl import (
@@ -217,12 +217,7 @@ def normalize_rows(rows: SourceRows, normalize: Normalize) -> tuple[SourceRows, 
 def is_left_unread(where: str | Path) -> bool:
     """Return True for a data set on the hub while none is looked up."""
     place = _Address.parse(str(where)).place
-    return current_lookup() is Lookup.NONE and not Path(place).expanduser().exists() and _may_be_on_hub(place)
-
-
-def _may_be_on_hub(place: str) -> bool:
-    is_path = place.startswith((".", "/", "~")) or place.count("/") > 1
-    return not is_path and Path(place).suffix.lower() not in _FILES
+    return current_lookup() is Lookup.NONE and not Path(place).expanduser().exists() and not is_path(place, "dataset")
 
 
 def _restore_name(where: str | Path, address: _Address, place: str) -> str:
@@ -268,8 +263,9 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     if path.is_file():
         kinds = ", ".join(_FILES)
         return [], [ConfigError(address.place, f"a file of kind '{path.suffix}' cannot be read; known: {kinds}")], True
-    if not _may_be_on_hub(address.place):
-        return [], [ConfigError(address.place, describe_unreadable(path, FileNotFoundError()))], True
+    if is_path(address.place, "dataset"):
+        what = describe_unreadable(path, FileNotFoundError())
+        return [], [ConfigError(address.place, what + how_to_cache(address.place, "dataset"))], True
     return *_load(address, address.place), True
 
 

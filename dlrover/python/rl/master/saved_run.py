@@ -13,7 +13,7 @@ import yaml
 
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import hint, resume_command
+from dlrover.python.rl.common.names import hint, nearest, resume_command
 from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import hidden_in, unseal
@@ -45,7 +45,9 @@ def find_saved_run(name_or_dir: str) -> SavedRun:
             if owner is not None and (folder / DESCRIPTION).is_file():
                 return SavedRun(folder.resolve(), owner)
     names = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
-    what = f"neither the folder of a run nor a name under {RUNS.absolute()}{hint(name_or_dir, names)}"
+    beside = [str(path) for path in Path(name_or_dir).parent.glob("*") if newest_owner(path) is not None]
+    near = hint(name_or_dir, names if nearest(name_or_dir, beside) is None else beside)
+    what = f"neither the folder of a run nor a name under {RUNS.absolute()}{near}"
     raise InvalidJob([ConfigError(name_or_dir, what)])
 
 

@@ -2,7 +2,7 @@
 """The arguments of a script's training call as a job's configuration: rows and code become files."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass
 from hashlib import blake2b
 from math import isnan
@@ -111,6 +111,10 @@ def _argument(split: str) -> str:
 
 def _iterated(rows: Any, split: str) -> Any:
     if isinstance(rows, Mapping):
+        if any(_is_column(values) for values in rows.values()):
+            what = f"is a dict of the columns {', '.join(map(str, rows))}: give a list of rows, each a dict, or "
+            what += f"datasets.Dataset.from_dict({_argument(split)})"
+            raise InvalidJob([ConfigError(_argument(split), what)])
         what = f"has the splits {', '.join(map(str, rows))}: give one of them, dataset['train']"
         raise InvalidJob([ConfigError(_argument(split), what)])
     try:
@@ -118,6 +122,13 @@ def _iterated(rows: Any, split: str) -> Any:
     except TypeError as error:
         what = f"must be a file, a hub name or rows, not {type(rows).__name__}"
         raise InvalidJob([ConfigError(_argument(split), what)]) from error
+
+
+def _is_column(value: Any) -> bool:
+    """Whether a value of a dict has no rows, as a split would."""
+    values = value.tolist() if hasattr(value, "tolist") else value
+    is_listed = isinstance(values, Sequence) and not isinstance(values, str)
+    return is_listed and not isinstance(next(iter(values), {}), Mapping)
 
 
 def _without_missing(dataset: Any) -> Any:

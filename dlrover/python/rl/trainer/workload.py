@@ -173,13 +173,19 @@ def member_context(context: MemberContext) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of which a state depends on ``kind`` alone."""
+    """A setting of which a state depends on ``kind`` alone. None: it is not known here; another value is no error, but
+    said."""
 
     value: Any = field(compare=False)
     kind: Any
 
     def __str__(self) -> str:
         return f"[{', '.join(self.value)}]" if isinstance(self.value, list) else str(self.value)
+
+
+def is_unknown(was: Any, now: Any) -> bool:
+    """Whether two settings cannot be compared."""
+    return isinstance(was, Setting) and isinstance(now, Setting) and None in (was.kind, now.kind)
 
 
 class BaseWorkload:

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The size of a state before anything starts, against that of the state itself."""
 
+import shutil
+
 import pytest
 import torch
 
@@ -84,7 +86,7 @@ def test_a_state_depends_on_the_engine_the_adapters_and_the_kind_of_optimizer(mo
         {"name": "adamw", "momentum": Setting(0.0, kind=False)},
     )
     critic = CriticWorkload.settings_of_state({**config, "critic": {"optimizer": {"name": "sgd"}}})
-    assert critic == {"engine": {"train": "fsdp2", "lora": None}, "critic.optimizer": critic["critic.optimizer"]}
+    assert critic["engine"] == {"train": "fsdp2", "lora": None} and "optimizer" not in critic
     assert critic["critic.optimizer"] == {"name": "sgd", "momentum": Setting(0.0, kind=False)}
     faster = {**config, "optimizer": {"lr": 1.0}, "engine": {**config["engine"], "max_batch": 7}}
     assert ActorWorkload.settings_of_state(faster) == named
@@ -105,6 +107,24 @@ def test_a_state_depends_on_the_layers_that_have_adapters_whatever_names_them(mo
     assert settings("all-linear") != settings([*names[:-1], "self_attn.o_proj"])
     assert settings("all-linear", "some/hub-name") != settings(names, "some/hub-name"), "its layers are not known"
     assert str(settings(names[:2])["engine"]["lora"]["targets"]) == "[down_proj, up_proj]"
+
+
+def test_a_state_depends_on_the_weights_that_it_was_trained_from(model, tmp_path, monkeypatch):
+    def weights(folder, workload=ActorWorkload, key="model", **config):
+        return workload.settings_of_state({"model": str(folder), "engine": {}, **config})[key]
+
+    moved = shutil.copytree(model, tmp_path / "hub/models--or--moved/snapshots/1a")
+    other = write_tiny_model(tmp_path / "other", hidden=64, layers=2, max_positions=64, seed=1)
+    assert weights(moved) == weights(model) != weights(other)
+    assert (weights(model).value, weights(tmp_path / "none").kind, weights("or/moved").kind) == (model, None, None)
+    (moved.parents[1] / "refs").mkdir()
+    (moved.parents[1] / "refs/main").write_text("1a")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert weights("or/moved") == weights(model)
+    key = "critic.model"
+    assert weights(model, CriticWorkload, key) == weights(other, CriticWorkload, key, critic={"model": model})
+    (moved / "model.safetensors").write_bytes(b"")
+    assert weights(moved).kind is None
 
 
 def test_a_state_depends_on_whether_there_is_momentum(model):

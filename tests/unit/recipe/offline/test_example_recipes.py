@@ -278,6 +278,8 @@ def test_what_does_not_go_together_is_refused_with_its_place(inputs):
     found = problems_of(DPOTrainer, config_of(inputs, "dpo", algorithm={"name": "dpo", "bta": 1}), ACTOR=1)
     assert "did you mean 'beta'" in found["config.algorithm.bta"]
     assert "'reference' is required" in problems_of(DPOTrainer, config_of(inputs, "dpo"), ACTOR=1)["workload"]
+    found = problems_of(DPOTrainer, config_of(inputs, "dpo", reference_model="./none"))
+    assert found == {"config.reference_model": "no such folder: ./none"}
     found = problems_of(SFTTrainer, config_of(inputs, "sft", keep={"best": "eval/loss", "patience": 1}))
     assert "set config.eval_every" in found["config.keep.best"]
     found = problems_of(SFTTrainer, config_of(inputs, "sft", eval_every=1, keep={"best": "eval_los"}))

@@ -8,7 +8,7 @@ import pytest
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.recipe.base.data_config import PromptData, digest_of_rows
 from dlrover.python.rl.recipe.grpo import GRPOConfig
-from dlrover.python.rl.recipe.online.prompts import PromptSource
+from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data
 
 
 def source(folder, rows, **more):
@@ -157,3 +157,23 @@ def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
     data = PromptData(path, eval=path, eval_rows=3, max_prompt_tokens=4, over_long="drop")
     with pytest.raises(DataError, match=r"was \[None, 'refuse'\] when the run began, and is \[4, 'drop'\]"):
         PromptSource(GRPOConfig("m", data)).load_state_dict(state)
+
+
+@pytest.mark.parametrize(
+    ("row", "what"),
+    [
+        ({}, "has no 'answer', with which the default reward.function compares"),
+        ({"answer": True}, "its 'answer' is true, a bool: the default reward.function compares text or numbers"),
+        ({"answer": ["2"]}, """its 'answer' is ["2"], a list: the default reward.function compares text or numbers"""),
+        ({"extra_info": {"answer": {}}}, "its 'answer' is {}, a dict: the default reward.function compares text"),
+        ({"answer": 2.5}, None),
+    ],
+)
+def test_an_answer_of_another_type_is_not_called_missing(tmp_path, row, what):
+    path = tmp_path / "p.jsonl"
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{at}", **each}) + "\n" for at, each in enumerate([{"answer": "a"}, row]))
+    )
+    errors = validate_data(GRPOConfig("m", PromptData(str(path), eval_rows=1)))
+    assert [error.where for error in errors] == ([] if what is None else [f"{path}:2"])
+    assert what is None or errors[0].what.startswith(what)

@@ -67,6 +67,6 @@ def test_what_is_there_and_has_no_shape_is_something_else(here, given):
 
 def test_a_name_of_the_hub_counts_where_its_configuration_is_in_the_cache(here, monkeypatch):
     found = {"Owner/Model": str(here / "models/small/config.json"), "Owner/Other": str(here / "models/notes.txt")}
-    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file: found.get(model))
+    monkeypatch.setattr("huggingface_hub.try_to_load_from_cache", lambda model, file, **_: found.get(model))
     assert validate_model_config("Owner/Model") == []
     assert what_of("Owner/Other").startswith("Owner/Other is no config.json of a language model")

@@ -16,7 +16,7 @@ from typing import Any, Protocol, TypeAlias
 
 import huggingface_hub
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.hub import hub_fault
@@ -59,7 +59,8 @@ class TensorSource:
 
 
 class SafetensorsSource:
-    """The ``*.safetensors`` files of a folder, of which only the requested bytes are read."""
+    """The ``*.safetensors`` files of a folder, of which only the requested bytes are read; an EngineError if one is not
+    there or not whole."""
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
@@ -69,7 +70,7 @@ class SafetensorsSource:
             names = sorted(path.name for path in folder.glob("*.safetensors"))
         if absent := [name for name in names if not (folder / name).is_file()]:
             raise EngineError(f"'{folder}' lacks {', '.join(absent)}")
-        self._files = [safe_open(folder / name, framework="pt") for name in names]
+        self._files = [_open(folder / name) for name in names]
         self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - no mapping
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -87,6 +88,13 @@ class SafetensorsSource:
             part = self.read(name, first).reshape(-1)
             whole.update(f"{name}|{shape}|{part.dtype}|{zlib.crc32(part.view(torch.uint8).numpy().data)}\n".encode())
         return whole.hexdigest()
+
+
+def _open(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except SafetensorError as error:
+        raise EngineError(f"'{file}' is no whole file of safetensors: {error}") from error
 
 
 def fingerprint_files(folder: Path | None) -> str:

@@ -153,11 +153,11 @@ class ModelShape:
 def shape_of(model: str, fallback: str | None = None) -> ModelShape | None:
     """That of a folder, of a hub's model in this machine's cache, or of ``fallback``, a ``config.json`` or its folder;
     None if there is none, or it is not of a language model."""
-    file = _config_file(model) or (_config_file(fallback) if fallback else None)
+    file = find_config_file(model) or (find_config_file(fallback) if fallback else None)
     return None if file is None else _read_shape(file, file.stat().st_mtime_ns)
 
 
-def _config_file(model: str) -> Path | None:
+def find_config_file(model: str) -> Path | None:
     path = Path(model).expanduser()
     if path.is_file():
         return path

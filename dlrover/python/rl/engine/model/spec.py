@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -138,6 +139,8 @@ class ModelSpec:
                 location, config=self.config, dtype=torch.float32, output_loading_info=True, **options
             )
         except Exception as error:  # as above
+            if isinstance(error, SafetensorError) and self.folder is not None:
+                SafetensorsSource(self.folder)  # its error names the file
             raise EngineError(f"no model can be loaded from '{self.name}': {error}") from error
         absent = {*report["missing_keys"], *map(str, report["mismatched_keys"])}
         if needed := sorted(name for name in absent if self.head == "causal" or not name.startswith("score.")):

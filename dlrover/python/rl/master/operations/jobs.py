@@ -70,17 +70,23 @@ class JobView:
         }
 
 
-class JobOperations(Protocol):
+class JobReports(Protocol):
     """Names that are not there are an InvalidJob or UnknownJob with the nearest one."""
-
-    def list_jobs(self) -> tuple[list[JobView], int]:
-        """All jobs that have not ended, the newest of the others, and the number of older ones that are left out."""
-        ...
 
     def get(self, name: str) -> JobView: ...
 
     def history(self, view: JobView) -> JobHistory | None:
         """What has happened to it; None if that cannot be seen from here."""
+        ...
+
+    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
+        """Whole lines with the process that wrote them; all processes for ""."""
+        ...
+
+
+class JobOperations(JobReports, Protocol):
+    def list_jobs(self) -> tuple[list[JobView], int]:
+        """All jobs that have not ended, the newest of the others, and the number of older ones that are left out."""
         ...
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
@@ -96,10 +102,6 @@ class JobOperations(Protocol):
         ...
 
     def resize(self, name: str, role: str, num: int) -> JobView: ...
-
-    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
-        """Whole lines with the process that wrote them; all processes for ""."""
-        ...
 
 
 def view_of_status(status: JobStatus) -> JobView:

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The jobs of a Ray cluster, and those that have left it but whose folder is here."""
 
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
@@ -10,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob, JournalCorrupt, MasterLost
-from dlrover.python.rl.common.names import master_name
+from dlrover.python.rl.common.names import master_name, nearest
 from dlrover.python.rl.config.spec import RUNS
-from dlrover.python.rl.master.operations.history import JobHistory, read_history
+from dlrover.python.rl.master.operations.history import read_history
 from dlrover.python.rl.master.operations.jobs import (
     JobOperations,
     JobView,
@@ -23,11 +22,11 @@ from dlrover.python.rl.master.operations.jobs import (
     view_of_folder,
     view_of_status,
 )
+from dlrover.python.rl.master.operations.saved_runs import SavedRuns, view_of_run
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.master.ray_run import follow, stop_master
-from dlrover.python.rl.master.saved_run import find_saved_run
+from dlrover.python.rl.master.saved_run import SavedRun, find_saved_run
 from dlrover.python.rl.runtime.owner import ON_RAY
-from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, other_addresses, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
@@ -38,7 +37,6 @@ _ANSWER_S = 30.0
 _RESIZE_S = 240.0
 _STOP_S = 60.0
 _FOLLOWER_S = 3.0
-_POLL_S = 0.5
 _MASTER = "/master"
 
 
@@ -58,15 +56,21 @@ def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
 
 
 def _cluster_of(name: str) -> str:
+    run = _last_run(name)
+    holder = None if run is None else holder_of(run.folder)
+    if run is None or holder is None or holder.runtime != ON_RAY:
+        return "auto"
+    return address_in(run.folder) or "auto"
+
+
+def _last_run(name: str) -> SavedRun | None:
     with suppress(InvalidJob):
         run = find_saved_run(name)
-        holder = holder_of(run.folder)
-        if holder is not None and (holder.job, holder.runtime) == (name, ON_RAY):
-            return address_in(run.folder) or "auto"
-    return "auto"
+        return run if run.owner.job == name else None
+    return None
 
 
-class RayJobs:
+class RayJobs(SavedRuns):
     """Uses the cluster that this process is connected to; without one, which was ``unavailable``, the run folders."""
 
     def __init__(self, unavailable: ClusterUnavailable | None = None) -> None:
@@ -112,24 +116,20 @@ class RayJobs:
         return view
 
     def _saved(self, name: str) -> JobView:
-        """The last run of a name in ``runs/``. Raises InvalidJob if there is none."""
-        with suppress(InvalidJob):
-            run = find_saved_run(name)
-            history = _history(run.folder)
-            if history is not None and run.owner.job == name:
-                return view_of_folder(name, run.folder, history, "" if self._unavailable else current_address())
-        if self._unavailable is not None:
-            raise self._unavailable
+        """The last run of a name in ``runs/``. Raises InvalidJob or ClusterUnavailable if there is none."""
+        run = _last_run(name)
+        if run is not None:
+            return view_of_run(run, "" if self._unavailable else current_address())
         saved = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
+        if self._unavailable is not None:
+            close = nearest(name, saved)
+            more = f"did you mean '{close}'?" if close else "status, explain and logs also take the folder of a run"
+            what = f"no run named '{name}' in ./runs, and {self._unavailable}; {more}"
+            raise ClusterUnavailable(what) from self._unavailable
         others = other_addresses()
         where = "on this cluster, and no run of it in ./runs"
         where += f"; of other clusters on this machine --address takes {', '.join(others)}" if others else ""
         raise no_such_job(name, [*self._names(), *saved], where)
-
-    def history(self, view: JobView) -> JobHistory | None:
-        with suppress(JournalCorrupt, OSError):
-            return JobHistory.of_folder(Path(view.folder)) if view.folder else None
-        return None
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         return self._followed(name, report, announce, None)
@@ -171,17 +171,6 @@ class RayJobs:
         master = self._master(name)
         ask(partial(master.resize.remote, role.upper(), num), _RESIZE_S)
         return view_of_status(ask(master.status.remote, _ANSWER_S))
-
-    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
-        view = self.get(name)
-        reader = LogReader(RunFolder(Path(view.folder)), process, tail)
-        while True:
-            reader.check(view.roles if follow and not view.ended else None)
-            yield from reader.read()
-            if view.ended or not follow:
-                return
-            time.sleep(_POLL_S)
-            view = self.get(name)
 
 
 def _end_of(seen: JobView) -> JobView:

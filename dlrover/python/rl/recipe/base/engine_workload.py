@@ -54,7 +54,7 @@ from dlrover.python.rl.engine.weight_sync.cuda_ipc import shares_memory
 from dlrover.python.rl.engine.weight_sync.transports import check_collocation, make_transport, prepare_folder
 from dlrover.python.rl.recipe.base.config import EngineConfig, SenderConfig
 from dlrover.python.rl.recipe.base.memory_bytes import device_bytes
-from dlrover.python.rl.recipe.base.model_facts import trained_bytes
+from dlrover.python.rl.recipe.base.model_facts import setting_of_weights, trained_bytes
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.runtime.checkpoint.run_files import local_folder
 from dlrover.python.rl.trainer.workload import BaseWorkload, Setting, trainer_invocation
@@ -335,7 +335,8 @@ class TrainedWorkload(EngineWorkload):
             layers = lora.sorted_targets if shape is None else shape.targets_of(lora)
             adapters = {**asdict(lora), "targets": Setting(lora.sorted_targets, layers)}
         moments = {"name": optimizer.name, "momentum": Setting(optimizer.momentum, optimizer.momentum > 0)}
-        return {"engine": {"train": engine.train, "lora": adapters}, cls.optimizer_key: moments}
+        weights = {cls.optimizer_key.replace("optimizer", "model"): setting_of_weights(model)}
+        return {**weights, "engine": {"train": engine.train, "lora": adapters}, cls.optimizer_key: moments}
 
     @classmethod
     def _trained(cls, config: Any) -> tuple[str, OptimizerConfig]:

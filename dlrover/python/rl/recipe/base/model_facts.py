@@ -4,24 +4,31 @@
 import json
 import math
 import struct
-from collections.abc import Iterator
+from contextlib import suppress
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import ConfigError
-from dlrover.python.rl.common.hub import Lookup, current_lookup, hub_fault, is_cached
+from dlrover.python.rl.common.errors import ConfigError, EngineError
+from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_cached, is_path
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
-from dlrover.python.rl.engine.model.model_shape import shape_of
+from dlrover.python.rl.engine.model.loading import fingerprint_files
+from dlrover.python.rl.engine.model.model_shape import find_config_file, shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.training.eight_bit import BLOCK
+from dlrover.python.rl.trainer.workload import Setting
 
 _ALMOST = 0.8
 """Similarity from which a name is taken to mean a folder rather than a model of the hub."""
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
+_INDEX = "model.safetensors.index.json"
+_OLD_WEIGHTS, _OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+"""Files of weights that Transformers reads where there is no safetensors file."""
+
 _HEADER = struct.Struct("<Q")
+_UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 _FLOAT32 = 4
 
 
@@ -32,21 +39,54 @@ def count_parameters(folder: Path) -> int | None:
 
 
 def _shapes(folder: Path) -> dict[str, list[int]] | None:
-    index = folder / "model.safetensors.index.json"
+    index = folder / _INDEX
     try:
         # Folders may have the same weights again, in files that no index names.
-        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
-        return {name: shape for file in files for name, shape in _shapes_in(folder / file)} or None
-    except (OSError, ValueError, KeyError, struct.error):
+        files = _files_of(index) if index.is_file() else ["model.safetensors"]
+        tensors = (item for file in files for item in _read_header(folder / file)[0].items())
+        return {name: tensor["shape"] for name, tensor in tensors} or None
+    except _UNREADABLE:
         return None
 
 
-def _shapes_in(file: Path) -> Iterator[tuple[str, list[int]]]:
-    """See https://github.com/huggingface/safetensors, Format: the length of the header, and the header as JSON."""
+def _files_of(index: Path) -> list[str]:
+    return sorted(set(json.loads(index.read_text())["weight_map"].values()))
+
+
+def _read_header(file: Path) -> tuple[dict[str, Any], int]:
+    """The tensors of a safetensors file, by name, and the bytes that it has if it is whole. See
+    https://github.com/huggingface/safetensors, Format: the length of the header, the header as JSON, the data."""
     with file.open("rb") as source:
         (length,) = _HEADER.unpack(source.read(_HEADER.size))
-        header: dict[str, Any] = json.loads(source.read(length))
-    return ((name, tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+        header: dict[str, Any] = json.loads(source.read(min(length, file.stat().st_size)))
+    tensors = {name: tensor for name, tensor in header.items() if name != "__metadata__"}
+    return tensors, _HEADER.size + length + max((tensor["data_offsets"][1] for tensor in tensors.values()), default=0)
+
+
+def _find_weight_fault(folder: Path) -> str:
+    """What is wrong with the files of a model's weights; empty if nothing is."""
+    files = sorted(path.name for path in folder.glob("*.safetensors"))
+    index = folder / (_INDEX if files or (folder / _INDEX).is_file() else _OLD_INDEX)
+    if index.is_file():
+        try:
+            files = _files_of(index)
+        except _UNREADABLE as error:
+            return f"{index} cannot be read: {error}"
+        if absent := [name for name in files if not (folder / name).is_file()]:
+            return f"{folder} lacks {', '.join(absent)}, which {index.name} names"
+    elif not files and not (folder / _OLD_WEIGHTS).is_file():
+        return f"{folder} holds no weights: no *.safetensors and no {_OLD_WEIGHTS}"
+    return next(filter(None, (_find_file_fault(folder / name) for name in files)), "")
+
+
+def _find_file_fault(file: Path) -> str:
+    if file.suffix != ".safetensors":
+        return ""
+    try:
+        size, whole = file.stat().st_size, _read_header(file)[1]
+    except _UNREADABLE as error:
+        return f"{file} is no whole file of safetensors: its header cannot be read: {error}"
+    return "" if size == whole else f"{file} is not whole: it has {size:,} bytes, and by its header {whole:,}"
 
 
 def moment_bytes(optimizer: OptimizerConfig, lora: LoraSettings | None = None) -> float:
@@ -83,19 +123,26 @@ def parameters_of(model: str, fallback: str | None = None) -> int | None:
     return counted if shape is None else shape.parameters
 
 
+def setting_of_weights(model: str) -> Setting:
+    """The weights that training begins with, which are known of safetensors files here or in the hub's cache."""
+    file, fingerprint = find_config_file(model), ""
+    with suppress(EngineError, OSError, ValueError, LookupError):  # of files that are not whole
+        fingerprint = fingerprint_files(None if file is None else file.parent)
+    return Setting(model, fingerprint or None)
+
+
 def validate_model(model: str, where: str = "config.model") -> list[ConfigError]:
-    """A model given as a path must exist, and a name like that of a folder beside it is none of the hub's, unless its
-    cache has it; a hub name is looked up if the check is asked to, else when it is loaded."""
+    """A model given as a path must exist, with whole files of weights. A name like that of a folder beside it is none
+    of the hub's, unless its cache has it; a hub name is looked up if the check is asked to, else when it is loaded."""
     if not model:
         return []  # reported already: it is required
-    looks_like_path = model.startswith((".", "/", "~")) or model.count("/") > 1
     folder = Path(model).expanduser()
     if not folder.is_dir():
         siblings = folder.parent.glob("*/config.json") if folder.parent.is_dir() else ()
         close = get_close_matches(folder.name, [path.parent.name for path in siblings], 1, _ALMOST)
         is_meant_so = close and ("/" not in model or not is_cached(model))
-        if looks_like_path or is_meant_so:
-            advice = f"; did you mean '{folder.parent / close[0]}'?" if close else ""
+        if is_meant_so or is_path(model):
+            advice = f"; did you mean '{folder.parent / close[0]}'?" if close else how_to_cache(model)
             return [ConfigError(where, f"no such folder: {model}{advice}")]
         fault = hub_fault("model", model) if current_lookup() is Lookup.ALL else ""
         return [ConfigError(where, f"no folder '{model}', and {fault}")] if fault else []
@@ -103,7 +150,8 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
         return [ConfigError(where, f"{model} holds no model: it has no config.json")]
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return [ConfigError(where, f"{model} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}")]
-    return []
+    fault = _find_weight_fault(folder)
+    return [ConfigError(where, fault)] if fault else []
 
 
 def validate_vocabulary(model: str, policy: str, where: str) -> list[ConfigError]:

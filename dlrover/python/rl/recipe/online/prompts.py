@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate, chain
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import numpy as np
@@ -33,6 +34,9 @@ _GAMES, _HELD_OUT_GAMES = 1 << 14, 64
 """Rows of an environment that needs no data, to train on, which come again in another order, and to evaluate on."""
 
 _SET_NAME = re.compile(r"[\w.-]+")
+
+_SHOWN = 60
+"""Characters of a wrong value in an error."""
 
 
 class PromptSource:
@@ -228,8 +232,9 @@ def _find_missing(
     others' samples fail."""
     named = config.reward.function
     if named == RewardConfig().function:
-        message = "has no 'answer', with which the default reward.function compares"
-        return first_errors([ConfigError(f"{path}:{row.line}", message) for row in rows if row.answer is None])
+        return first_errors(
+            [ConfigError(f"{path}:{row.line}", _answer_fault(row)) for row in rows if row.answer is None]
+        )
     present, errors = find_columns(rows), []
     for function in [named] if isinstance(named, str) else named:
         with suppress(VerifierError):  # reported elsewhere
@@ -237,6 +242,14 @@ def _find_missing(
                 what = f"'{readable_name(function)}' asks for {missing} of {path}"
                 errors.append(ConfigError("config.reward.function", what))
     return errors
+
+
+def _answer_fault(row: PromptRow) -> str:
+    given = row.extra_info.get("answer")
+    if given is None:
+        return "has no 'answer', with which the default reward.function compares"
+    shown = shorten(json.dumps(given, ensure_ascii=False, default=str), _SHOWN, placeholder="...")
+    return f"its 'answer' is {shown}, a {type(given).__name__}: the default reward.function compares text or numbers"
 
 
 def _validate_evaluation(config: PolicyConfig) -> list[ConfigError]:

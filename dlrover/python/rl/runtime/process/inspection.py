@@ -29,7 +29,7 @@ from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
 from dlrover.python.rl.runtime.process.executor import load_class
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer
-from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful
+from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, is_unknown
 
 _LOG = get_logger(__name__)
 
@@ -111,7 +111,7 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     errors += _validate_workloads(trainer, loaded)
     stateful = {str(role): num for role, num in roles.items() if role in loaded and is_stateful(loaded[role])}
-    errors += _validate_resume(job, before, stateful, loaded, trainer) if len(methods) == len(roles) else []
+    errors += _validate_resume(job, before, stateful, loaded, trainer, about) if len(methods) == len(roles) else []
     return Inspection(
         tuple(errors),
         methods,
@@ -211,14 +211,14 @@ def _validate_workloads(trainer: Any, loaded: Mapping[str, Any]) -> list[ConfigE
 
 
 def _validate_resume(
-    job: JobSpec, before: str, stateful: Mapping[str, int], loaded: Mapping[str, Any], trainer: Any
+    job: JobSpec, before: str, stateful: Mapping[str, int], loaded: Mapping[str, Any], trainer: Any, about: list[str]
 ) -> list[ConfigError]:
-    """``trainer`` is None if it cannot be loaded."""
+    """``trainer`` is None if it cannot be loaded. ``about`` gets lines on what is not known."""
     classes = [*([] if trainer is None else [trainer]), *(loaded[role] for role in stateful)]
-    return [*_validate_members(job, stateful, loaded), *_validate_settings(job, before, classes)]
+    return [*_validate_members(job, stateful, loaded), *_validate_settings(job, before, classes, about)]
 
 
-def _validate_settings(job: JobSpec, before: str, classes: Iterable[Any]) -> list[ConfigError]:
+def _validate_settings(job: JobSpec, before: str, classes: Iterable[Any], about: list[str]) -> list[ConfigError]:
     """A job goes on from a state with the settings that the states of objects of these classes depend on; ``before``:
     the description of the run that has it."""
     errors: dict[str, ConfigError] = {}
@@ -226,15 +226,21 @@ def _validate_settings(job: JobSpec, before: str, classes: Iterable[Any]) -> lis
         try:
             earlier = load_job_text(before, job.name, search_path=job.search_path)
             was, now = stateful.settings_of_state(earlier.config), stateful.settings_of_state(job.config)
-            changed = [(key, _inline(old), _inline(new)) for key, old, new in _differences(was, now)]
+            changed = [
+                (key, _inline(old), _inline(new), is_unknown(old, new)) for key, old, new in _differences(was, now)
+            ]
         except InvalidJob:
             continue  # check_config reports it
         except Exception as error:  # noqa: BLE001 -- the user's code may raise anything
             _LOG.warning("%s.settings_of_state: %s: %s", stateful.__name__, type(error).__name__, error)
             continue
-        for key, old, new in changed:
-            what = f"{new}, but by its job.yaml the run was begun with {old}, which its state depends on"
-            errors[key] = ConfigError(f"config.{key}", f"{what}: go on with that, or begin another run")
+        for key, old, new, unknown in changed:
+            what = f"{new}, but by its job.yaml the run was begun with {old}"
+            if unknown:
+                about.append(f"config.{key}: {what}: it goes on with what its last commit holds, not with this")
+            else:
+                what += ", which its state depends on: go on with that, or begin another run"
+                errors[key] = ConfigError(f"config.{key}", what)
     return list(errors.values())
 
 
@@ -243,7 +249,7 @@ def _differences(was: Mapping[str, Any], now: Mapping[str, Any], where: str = ""
         old, new = was.get(key), now.get(key)
         if isinstance(old, Mapping) and isinstance(new, Mapping):
             yield from _differences(old, new, f"{where}{key}.")
-        elif old != new:
+        elif old != new or (is_unknown(old, new) and str(old) != str(new)):
             yield f"{where}{key}", old, new
 
 

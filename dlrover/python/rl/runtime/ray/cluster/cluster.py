@@ -210,7 +210,10 @@ def _must_listen(address: str) -> None:
     if address == "auto":
         try:
             address = services.get_ray_address_from_environment(address, None)
-        except (ConnectionError, ValueError) as error:
+        except ConnectionError as error:
+            what = "no Ray cluster runs on this machine (--address or RAY_ADDRESS names one elsewhere)"
+            raise ClusterUnavailable(what) from error
+        except ValueError as error:
             raise ClusterUnavailable(f"no Ray cluster: {error}") from error
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not host or not port.isdigit():
