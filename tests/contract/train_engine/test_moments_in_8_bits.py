@@ -38,8 +38,7 @@ def steps_of(rank, world_size, port, case, path, folder):
     wanted = train(exact, rank, range(4)), weights_of(exact)
     exact.meta()
     engine = make_engine(case, rank, port, path, optimizer=ROUNDED)
-    told = train(engine, rank, range(4))
-    found = told, weights_of(engine)
+    found = train(engine, rank, range(4)), weights_of(engine)
     kinds = [str(kinds["exp_avg"].dtype) for kinds in engine.state_dict()["optimizer"].values()]
     state, held = saved(engine.state_dict()), engine.footprint()
     engine.save_checkpoint(folder / "checkpoint")
@@ -81,4 +80,6 @@ def test_steps_are_near_those_of_adamw_and_go_on_from_the_bits(tmp_path, case):
             assert repr(of_checkpoint) == repr(of_states[0])
         if case.engine in STATE_ONLY:
             planned = state_of(shape_of(str(path)), use, engine)
-            assert held.get("optimizer", 0) == pytest.approx(planned.optimizer, rel=0.2, abs=2000)
+            # Here megatron's rows, each of which has a scale at least, are of 16 or 32 numbers.
+            tolerance = 0.2 if case.engine == "megatron" else 0.1
+            assert held.get("optimizer", 0) == pytest.approx(planned.optimizer, rel=tolerance)

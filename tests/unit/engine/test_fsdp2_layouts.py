@@ -260,7 +260,7 @@ def overlapped(rank, world_size, port, path, precision):
     second = engine.step(share(engine, rank, make_batch(1)), token_loss)
     sizes = [shard.master.numel() for shard in engine._model.shards]
     engine.close()
-    return {"events": events, "told": (first, second), "sizes": sizes}
+    return {"events": events, "steps": (first, second), "sizes": sizes}
 
 
 def fail_on_one_copy(engine, rank, rows):
@@ -279,8 +279,8 @@ def assert_overlapped(path, precision, ranks):
     norms = [alone.step(rows, token_loss).grad_norm for rows in (make_batch(0, TWO_PASSES), make_batch(1))]
     tolerance = 1e-4 if precision == "fp32" else 1e-2
     for rank in ranks:
-        assert rank["told"] == ranks[0]["told"]
-        assert [step.grad_norm for step in rank["told"]] == pytest.approx(norms, rel=tolerance)
+        assert rank["steps"] == ranks[0]["steps"]
+        assert [step.grad_norm for step in rank["steps"]] == pytest.approx(norms, rel=tolerance)
         last_begun = len(rank["events"]) - rank["events"][::-1].index("begin")
         earlier, sums = rank["events"][:last_begun], rank["events"][last_begun:]
         assert earlier == ["begin", "end"] * (len(earlier) // 2) + ["begin"]

@@ -173,8 +173,8 @@ def member_context(context: MemberContext) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of which a state depends on ``kind`` alone. None: it is not known here; another value is no error, but
-    said."""
+    """A setting of which a state depends on ``kind`` alone. None: the kind is not known here, so another value is
+    reported and not refused."""
 
     value: Any = field(compare=False)
     kind: Any

@@ -165,7 +165,7 @@ def _final_number(marked: str | None, text: str) -> Decimal | Fraction | None:
 
 
 def _exact(number: Decimal | Fraction) -> Fraction | None:
-    """None for a number of so many digits that no fraction here has its value."""
+    """None for a number of more digits than any fraction that is read here."""
     if isinstance(number, Decimal) and abs(number.adjusted()) > _MOST_DIGITS:
         return None
     return Fraction(number)
