@@ -166,8 +166,8 @@ example-openrlhf: $(VENV)-openrlhf/ready ## Run OpenRLHF's PPO on DeepSpeed over
 trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (ARGS=--count for the number)
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)
 
-check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \
+check: $(VENV)/dev lint types ## Lint, types, layers, limits of size and language, and the fast tests
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_architecture.py tests/test_shape.py tests/unit/common tests/unit/config \
 		tests/unit/control tests/unit/trainer tests/contract
 
 lint: $(VENV)/dev ## Ruff: rules and format

@@ -69,13 +69,6 @@ ALLOWED_IN_CONTRACT = {
 # Batches cross the port; the runtimes write the state of workloads of either half.
 SHARED_DATA = {"trainer": ("data.batch",), "runtime": ("data.batch", "data.state_tree")}
 
-LONGEST_FILE = 400
-LARGEST_FOLDER = 12
-LARGER_FOLDERS = {
-    "algorithm": "one file per algorithm",
-}
-"""Folders that may hold up to 14 files, and why."""
-
 
 @dataclass(frozen=True)
 class Import:
@@ -124,12 +117,9 @@ def faults(path: str, source: str) -> list[str]:
         source: its text.
     """
     found = []
-    lines = len(source.splitlines())
-    if lines > LONGEST_FILE:
-        found.append(f"{path}: {lines} lines, {LONGEST_FILE} at most")
     package = PurePosixPath(path).parts[0]
     if package not in LAYER_OF:
-        return [*found, f"{path}: '{package}' is not a package of the layers"]
+        return [f"{path}: '{package}' is not a package of the layers"]
     for item in imports_of(ast.parse(source)):
         reasons = [item.fault] if item.fault else _reasons(path, package, item)
         found += [f"{path}:{item.line}: {reason} ({item.name})" for reason in reasons]
@@ -180,16 +170,12 @@ def _outside(path: str, package: str, item: Import) -> list[str]:
 
 
 def faults_of_tree(root: Path) -> list[str]:
-    """:func:`faults` of every file of the package folder ``dlrover``, and the length of those outside the packages."""
-    found = []
+    """Return the :func:`faults` of every file in a package of the folder ``dlrover``."""
     base = root / "python" / "rl"
-    for file in sorted(root.rglob("*.py")):
-        source = file.read_text(encoding="utf-8")
-        if file.is_relative_to(base) and file.parent != base:
-            found += faults(file.relative_to(base).as_posix(), source)
-        elif len(source.splitlines()) > LONGEST_FILE:
-            found.append(f"{file.relative_to(root)}: {len(source.splitlines())} lines, {LONGEST_FILE} at most")
-    return found
+    files = [file for file in sorted(base.rglob("*.py")) if file.parent != base]
+    return [
+        fault for file in files for fault in faults(file.relative_to(base).as_posix(), file.read_text(encoding="utf-8"))
+    ]
 
 
 def folder_cycle(root: Path) -> list[str]:
@@ -219,24 +205,37 @@ def _folder_of(base: Path, name: str) -> str:
     return folder.relative_to(base).as_posix()
 
 
-def class_homes(root: Path) -> dict[str, list[str]]:
-    """Every class name to the files that define a class of that name, nested classes included, private ones not."""
-    homes: dict[str, list[str]] = {}
-    for file in sorted(root.rglob("*.py")):
-        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
-                homes.setdefault(node.name, []).append(file.relative_to(root).as_posix())
-    return homes
+def separate_parts(root: Path) -> dict[str, list[list[str]]]:
+    """Return the groups of modules that no import connects, for each folder of the package that has several.
 
-
-def crowded_folders(root: Path) -> list[str]:
-    """Folders with more files than a reader can take in, ``__init__.py`` not counted."""
+    A sub-folder counts as one module of its folder. Two modules are in one group if either imports the other.
+    """
     base = root / "python" / "rl"
-    found = []
-    for folder in sorted({file.parent for file in base.rglob("*.py")}):
+    imports = {
+        file: {item.inside for item in imports_of(ast.parse(file.read_text(encoding="utf-8"))) if item.inside}
+        for file in sorted(base.rglob("*.py"))
+    }
+    separate = {}
+    for folder in sorted({file.parent for file in imports} - {base}):
         name = folder.relative_to(base).as_posix()
-        count = len([file for file in folder.glob("*.py") if file.name != "__init__.py"])
-        most = 14 if name in LARGER_FOLDERS else LARGEST_FOLDER
-        if count > most:
-            found.append(f"{name}: {count} files, {most} at most")
-    return found
+        links: dict[str, set[str]] = {}
+        for file in (file for file in imports if file.is_relative_to(folder) and file.name != "__init__.py"):
+            module = file.relative_to(folder).parts[0].removesuffix(".py")
+            prefix = name.replace("/", ".") + "."
+            siblings = {
+                other.removeprefix(prefix).partition(".")[0] for other in imports[file] if other.startswith(prefix)
+            }
+            links.setdefault(module, set()).update(siblings)
+        parts = _connected_parts({module: siblings & links.keys() for module, siblings in links.items()})
+        if len(parts) > 1:
+            separate[name] = parts
+    return separate
+
+
+def _connected_parts(links: dict[str, set[str]]) -> list[list[str]]:
+    parts: list[set[str]] = []
+    for module, siblings in links.items():
+        touched = [part for part in parts if part & ({module} | siblings)]
+        parts = [part for part in parts if part not in touched]
+        parts.append({module}.union(siblings, *touched))
+    return sorted(sorted(part) for part in parts)

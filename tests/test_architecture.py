@@ -14,8 +14,6 @@ from import_rules import (
     LAYER_OF,
     LAYERS,
     ROOT,
-    class_homes,
-    crowded_folders,
     faults,
     faults_of_tree,
     folder_cycle,
@@ -44,30 +42,6 @@ def test_a_cycle_between_a_folder_and_its_sub_folder_is_found(tmp_path):
         (base / name).parent.mkdir(parents=True, exist_ok=True)
         (base / name).write_text(source)
     assert set(folder_cycle(tmp_path)) == {"data", "data/readers"}
-
-
-def test_a_class_has_its_name_to_itself():
-    homes = class_homes(REPOSITORY / "dlrover")
-    assert {name: files for name, files in homes.items() if len(files) > 1} == {}
-
-
-def test_a_class_name_is_found_twice_even_when_one_is_nested(tmp_path):
-    (tmp_path / "a.py").write_text("class Slot:\n    class Kind: ...\n")
-    (tmp_path / "b.py").write_text("def make():\n    class Kind: ...\n    return Kind\nclass _Own: ...\n")
-    assert class_homes(tmp_path) == {"Slot": ["a.py"], "Kind": ["a.py", "b.py"]}
-
-
-def test_a_folder_has_at_most_twelve_modules_and_fourteen_where_there_is_a_reason():
-    crowded = crowded_folders(REPOSITORY / "dlrover")
-    assert crowded == []
-
-
-def test_a_crowded_folder_is_found(tmp_path):
-    for number in range(13):
-        for folder in ("data", "algorithm"):
-            (tmp_path / f"python/rl/{folder}").mkdir(parents=True, exist_ok=True)
-            (tmp_path / f"python/rl/{folder}/m{number}.py").touch()
-    assert crowded_folders(tmp_path) == ["data: 13 files, 12 at most"]
 
 
 def test_every_package_exists_and_no_other_does():
@@ -184,13 +158,6 @@ def test_relative_imports_star_imports_and_the_front_door_are_refused():
     assert "star import" in faults("trainer/x.py", f"from {ROOT}.common.errors import *\n")[0]
     assert "front door" in faults("trainer/x.py", "from dlrover.rl import BaseTrainer\n")[0]
     assert "front door" in faults("trainer/x.py", "import dlrover.rl\n")[0]
-
-
-def test_a_file_has_400_lines_at_most_and_the_message_names_it(tmp_path):
-    assert faults("common/x.py", "x = 1\n" * 400) == []
-    assert faults("common/x.py", "x = 1\n" * 401) == ["common/x.py: 401 lines, 400 at most"]
-    (tmp_path / "outside.py").write_text("x = 1\n" * 401)
-    assert faults_of_tree(tmp_path) == ["outside.py: 401 lines, 400 at most"]
 
 
 def test_an_unknown_package_is_refused():
