@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sphinx configuration.
 
-Reference tables are generated from the code: ``<!-- modules: package -->`` on a page becomes the reference of the
-package's modules, ``<!-- fields: module.Class -->`` the table of one configuration class, and
-``<!-- keys: module.Class -->`` the table of all its dotted keys, those of nested classes included.
+Reference tables are generated from the code: ``<!-- fields: module.Class -->`` on a page becomes the table of one
+configuration class, and ``<!-- keys: module.Class -->`` the table of all its dotted keys, with those of nested classes.
+The pages of ``api/`` name each public class and function; all others are internal and have no page.
 """
 
 import dataclasses
 import importlib
+import pkgutil
 import re
 import sys
 from collections.abc import Mapping
@@ -18,8 +19,9 @@ from sphinx.ext.napoleon import Config, GoogleDocstring
 from sphinx.pycode import ModuleAnalyzer
 
 ROOT = Path(__file__).resolve().parent.parent
-PACKAGE = ROOT / "dlrover" / "python" / "rl"
 sys.path.insert(0, str(ROOT))
+
+import dlrover.rl  # noqa: E402
 
 project = "DLRover RL"
 copyright = "The DLRover RL authors, Apache License 2.0"
@@ -40,8 +42,6 @@ autodoc_default_options = {"members": True, "undoc-members": True, "member-order
 autodoc_typehints = "signature"
 autodoc_preserve_defaults = True
 autodoc_inherit_docstrings = False  # those of torch refer to pages of torch
-# Backends live in environments of their own; their engines' pages need no more than their names.
-autodoc_mock_imports = ["deepspeed", "megatron", "vllm"]
 python_use_unqualified_type_names = True
 
 nitpicky = True
@@ -56,33 +56,12 @@ nitpick_ignore_regex = [
     ),
     (r"py:.*", r"(\w+ \| )?(\w+\[)+(str|int|float)"),
     (r"py:class", r"Literal\[.*"),
-    (r"py:class", r"dlrover\..*\.(SampleDataset|LoadedSample|\w+Options|ResultFiles)"),
     (r"py:class", r"(\\n|\n)"),  # a line's end that stands in a default value
 ]
 
-_MODULES = re.compile(r"<!-- modules: (\S+) -->")
 _FIELDS = re.compile(r"<!-- (own )?fields: (\S+)\.(\w+) -->")
 _KEYS = re.compile(r"<!-- keys: (\S+)\.(\w+) -->")
 _COMPARISONS = {"Gt": ">", "Ge": ">=", "Lt": "<", "Le": "<="}
-
-
-def modules_of(package: str) -> list[str]:
-    """Dotted names of the public modules of a package, its packages' own docstrings left to the page's introduction."""
-    files = sorted(file for file in (PACKAGE / package).rglob("*.py") if not file.name.startswith("_"))
-    return [".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files]
-
-
-def list_modules(app, docname, source):
-    """Put the reference of each of its modules where a page says ``<!-- modules: package -->``."""
-
-    def reference(match):
-        blocks = []
-        for name in modules_of(match[1]):
-            title = name.removeprefix("dlrover.python.rl.")
-            blocks.append(f"## `{title}`\n\n```{{eval-rst}}\n.. automodule:: {name}\n```\n")
-        return "\n".join(blocks)
-
-    source[0] = _MODULES.sub(reference, source[0])
 
 
 def type_text(kind: Any) -> str:
@@ -209,21 +188,40 @@ def google_sections(app, what, name, obj, options, lines):
         lines[:] = Sections(list(lines), Config(napoleon_use_ivar=True), app, kind, name, obj, options).lines()
 
 
+def is_defined(name: str) -> bool:
+    """Return True if the dotted ``name`` is a module, or an attribute that can be reached from one."""
+    try:
+        pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError):
+        return False
+    return True
+
+
 def short_names(app, env, node, contnode):
-    """Let ``:class:`InvalidJob` `` link to the only class of that name, whichever module defines it."""
-    domain = env.domains["py"]
-    target = node.get("reftarget", "")
-    if node.get("refdomain") != "py" or "." in target:
+    """Link :class:`InvalidJob` to the only class of that name on an API page, whichever module defines it.
+
+    The name of an internal object is shown without a link; one that does not exist stays a warning.
+    """
+    domain, target = env.domains["py"], node.get("reftarget", "")
+    if node.get("refdomain") != "py":
         return None
-    if len({entry[1].node_id for entry in domain.find_obj(env, None, None, target, None, 1)}) != 1:
-        return None
-    node["refspecific"] = True
-    return domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], target, node, contnode)
+    name = target.rpartition(".")[2]
+    is_class = name[:1].isupper() and target.startswith("dlrover.")
+    entries = domain.find_obj(env, None, None, name, None, 1) if is_class or "." not in target else []
+    if len({entry[1].node_id for entry in entries}) == 1:
+        node["refspecific"] = True
+        link = domain.resolve_xref(env, node["refdoc"], app.builder, node["reftype"], name, node, contnode)
+        if link is not None:
+            return link
+    module, owner = node.get("py:module"), node.get("py:class")
+    places = [target, f"{module}.{target}", f"{module}.{owner}.{target}"]
+    return contnode if any(is_defined(place) for place in places if place.startswith("dlrover.")) else None
 
 
 def setup(app):
     """Called by Sphinx."""
-    app.connect("source-read", list_modules)
+    for name in ("GRPOTrainer", "SFTTrainer"):  # autodoc shows a class of another name as an alias without members
+        getattr(dlrover.rl, name).__name__ = name
     app.connect("source-read", list_fields)
     app.connect("source-read", list_keys)
     app.connect("autodoc-process-docstring", google_sections)

@@ -5,9 +5,12 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
+
+from tests.needs import absent_need
 
 try:
     from hypothesis import settings
@@ -28,14 +31,38 @@ if settings is not None:
     settings.load_profile("here")
 
 
+ABSENT = pytest.StashKey[dict[str, int]]()
+"""The tests that were not collected, by what they need."""
+
+
 def pytest_addoption(parser):
-    parser.addoption("--feature", type=int, help="run the tests that show this feature of docs/features.md")
+    help_text = "run the tests that show this feature of docs/contributing/features.md"
+    parser.addoption("--feature", type=int, help=help_text)
 
 
+@pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config, items):
     number = config.getoption("--feature")
     if number is not None:
         items[:] = [item for item in items if number in _features_of(item)]
+    needs = {item: absent_need(item) for item in items}
+    config.hook.pytest_deselected(items=[item for item in items if needs[item]])
+    items[:] = [item for item in items if not needs[item]]
+    config.stash[ABSENT] = dict(Counter(filter(None, needs.values())))
+    if hasattr(config, "workeroutput"):
+        config.workeroutput["absent"] = config.stash[ABSENT]
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node):
+    """Take the counts of a process of pytest-xdist, which are those of every other."""
+    node.config.stash[ABSENT] = getattr(node, "workeroutput", {}).get("absent", {})
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    if counts := config.stash.get(ABSENT, {}):
+        text = ", ".join(f"{count} need {need}" for need, count in sorted(counts.items()))
+        terminalreporter.write_line(f"not run, see docs/contributing/tests.md: {text}")
 
 
 def _features_of(item):

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``python -m tests.feature_table``: writes ``docs/features.md``, which says of each feature which tests show it.
+"""``python -m tests.feature_table``: writes ``docs/contributing/features.md``, which lists the tests that
+show each feature.
 
 A test names the features that it shows in a marker: ``@pytest.mark.feature(111, 112)``.
 """
@@ -12,7 +13,7 @@ from itertools import pairwise
 from pathlib import Path
 
 TESTS = Path(__file__).parent
-PAGE = TESTS.parent / "docs" / "features.md"
+PAGE = TESTS.parent / "docs" / "contributing" / "features.md"
 
 SECTIONS = {
     "A. Starting and placing": (
@@ -252,6 +253,10 @@ def _says_slow(node: ast.AST) -> bool:
 def page() -> str:
     """The page as it should be."""
     lines = [
+        "---",
+        "orphan: true",
+        "---",
+        "",
         "# What it can do, and which tests show it",
         "",
         "The features that users of RLite, RL2 and RLFusion know. A test names the features it shows in a marker:",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The documentation builds without a warning, and knows every module and every key."""
+"""The documentation builds without a warning, and has every key and every error."""
 
 import os
 import subprocess
@@ -14,7 +14,6 @@ pytest.importorskip("sphinx")
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-PACKAGE = ROOT / "dlrover" / "python" / "rl"
 
 
 @pytest.fixture(scope="module")
@@ -30,21 +29,9 @@ def site(tmp_path_factory):
     return out / "html"
 
 
-def test_every_public_module_has_its_reference(site):
-    text = "".join(page.read_text(encoding="utf-8") for page in (site / "api").glob("*.html"))
-    modules = [
-        ".".join(file.relative_to(ROOT).with_suffix("").parts)
-        for file in PACKAGE.rglob("*.py")
-        if not file.name.startswith("_")
-    ]
-    assert len(modules) > 60
-    assert [module for module in modules if f'id="module-{module}"' not in text] == []
-
-
 def test_no_placeholder_is_left(site):
-    left = [page.name for page in site.rglob("*.html") if "<!-- modules:" in page.read_text(encoding="utf-8")]
-    left += [page.name for page in site.rglob("*.html") if "<!-- fields:" in page.read_text(encoding="utf-8")]
-    assert left == []
+    pages = {page.name: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
+    assert [name for name, text in pages.items() if "<!-- fields:" in text or "<!-- keys:" in text] == []
 
 
 def test_the_tables_of_keys_are_read_off_the_specifications(site):

@@ -208,10 +208,8 @@ def test_rlites_tutorial_in_one_process(tmp_path, monkeypatch, capsys):
 
 @pytest.mark.ray
 @pytest.mark.slow
-@pytest.mark.parametrize("executor", ["hf", "vllm"])
+@pytest.mark.parametrize("executor", ["hf", pytest.param("vllm", marks=pytest.mark.needs("vllm"))])
 def test_rlites_tutorial_step_by_step(tmp_path, executor):
-    if executor == "vllm":
-        pytest.importorskip("vllm", reason="'vllm' is not installed here")
     script = tmp_path / "tutorial.py"
     script.write_text(tutorial("slots_per_node=2", executor), encoding="utf-8")
     assert "the tutorial has ended" in run(tmp_path, script)

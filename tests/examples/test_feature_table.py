@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``docs/features.md`` says which tests show which feature."""
+"""``docs/contributing/features.md`` lists the tests that show each feature."""
 
 from tests.feature_table import ABSENT, PAGE, QUICKLY, SECTIONS, features, page, shown
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rollout engines, one after the other; an engine whose package or device is absent is skipped."""
+"""The rollout engines, one after the other."""
 
 import pytest
 import torch
-from rollouts import KINDS, Reference
+from rollouts import KINDS, Reference, as_parameter
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
@@ -13,16 +13,8 @@ def one_thread():
     torch.set_num_threads(1)
 
 
-def _as_parameter(kind):
-    """vLLM warns of what it uses itself; the server that stands in for SGLang reads everything anew for each token."""
-    marks = {"vllm": [pytest.mark.filterwarnings("default")], "sglang": [pytest.mark.slow]}
-    return pytest.param(kind, id=kind.label, marks=marks.get(kind.name, []))
-
-
-@pytest.fixture(scope="session", params=[_as_parameter(kind) for kind in KINDS])
+@pytest.fixture(scope="session", params=map(as_parameter, KINDS))
 def kind(request):
-    if request.param.missing:
-        pytest.skip(request.param.missing)
     return request.param
 
 

@@ -2,10 +2,10 @@
 """What the contract of rollout engines is run over, and the plain reference it is held against."""
 
 import dataclasses
-import importlib.util
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 import sglang_stand_in
 import torch
 from transformers import AutoModelForCausalLM
@@ -30,8 +30,8 @@ class Kind:
     Attributes:
         label: what the tests call it.
         name: in the registry.
-        package: which has to be installed for it.
-        device: which has to be there for it.
+        needs: what has to be here for it.
+        device: where it computes.
         backend: its own options.
         hidden: width of the model; vLLM's kernels for CPUs want heads of at least 32.
         tells_cut: it gives the log-probs of a distribution that was cut.
@@ -40,22 +40,12 @@ class Kind:
 
     label: str
     name: str
-    package: str = "torch"
+    needs: tuple[str, ...] = ()
     device: str = "cpu"
     backend: dict = field(default_factory=dict)
     hidden: int = 32
     tells_cut: bool = True
     longest: int = 128
-
-    @property
-    def missing(self):
-        """What keeps it from running here; empty if nothing does."""
-        has_cuda = torch.cuda.is_available()
-        if self.device == "cuda" and not has_cuda:
-            return "there is no CUDA device here"
-        if self.name == "vllm" and self.device == "cpu" and has_cuda:
-            return "vLLM's build for CPUs is not installed here"
-        return "" if importlib.util.find_spec(self.package) else f"'{self.package}' is not installed here"
 
     def make(self, model, memory=None, **settings):
         settings = RolloutSettings(**{"max_batch": 8, "device": self.device, "backend": self.backend, **settings})
@@ -77,12 +67,18 @@ class SglangKind(Kind):
 KINDS = (
     Kind("torch", "torch"),
     Kind("torch-huggingface", "torch", backend={"forward": "huggingface"}),
-    Kind("torch-cuda", "torch", device="cuda"),
-    Kind("torch-huggingface-cuda", "torch", device="cuda", backend={"forward": "huggingface"}),
-    Kind("vllm", "vllm", package="vllm", hidden=128),
-    Kind("vllm-cuda", "vllm", package="vllm", device="cuda", hidden=128, backend=ON_CUDA),
+    Kind("torch-cuda", "torch", ("cuda",), "cuda"),
+    Kind("torch-huggingface-cuda", "torch", ("cuda",), "cuda", backend={"forward": "huggingface"}),
+    Kind("vllm", "vllm", ("vllm", "no cuda"), hidden=128),
+    Kind("vllm-cuda", "vllm", ("vllm", "cuda"), "cuda", hidden=128, backend=ON_CUDA),
     SglangKind("sglang", "sglang", backend={"chunk_tokens": 1}, tells_cut=False, longest=122),
 )
+
+
+def as_parameter(kind):
+    """vLLM warns of what it uses itself; the server that stands in for SGLang reads everything anew for each token."""
+    marks = {"vllm": [pytest.mark.filterwarnings("default")], "sglang": [pytest.mark.slow]}
+    return pytest.param(kind, id=kind.label, marks=[pytest.mark.needs(*kind.needs), *marks.get(kind.name, [])])
 
 
 class Reference:

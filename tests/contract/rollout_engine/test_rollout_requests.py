@@ -5,7 +5,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from rollouts import TEXTS, completions, drain, drawn, prompts, requests, sampling
+from rollouts import KINDS, TEXTS, as_parameter, completions, drain, drawn, prompts, requests, sampling
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Request
@@ -88,9 +88,9 @@ def test_an_aborted_request_goes_on_with_the_tokens_it_would_have_got(engine, st
 
 
 @pytest.mark.feature(96)
+@pytest.mark.parametrize("kind", [as_parameter(kind) for kind in KINDS if kind.name == "torch"], indirect=True)
 def test_another_engine_goes_on_with_it_too(kind, engine, model_path, reference):
-    if kind.name != "torch":
-        pytest.skip("a second engine of this kind takes too long to start")
+    """The kinds whose engines start quickly."""
     expected = whole(engine)
     engine.add(requests(samples=3), PARAMS, (6,))
     for _ in range(5):

@@ -2,7 +2,6 @@
 """The engines and layouts that the contract runs on. Another engine plugs in with a line of :data:`ENGINES`."""
 
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from itertools import product
 from typing import Any
 
@@ -34,14 +33,10 @@ class Case:
 
 @dataclass(frozen=True)
 class Engine:
-    """An engine of the registry, what it needs, and where it can run."""
+    """The marks and cases of an engine of the registry."""
 
-    package: str
+    marks: list[pytest.MarkDecorator]
     cases: list[Case]
-
-    @property
-    def missing(self):
-        return "" if find_spec(self.package) else f"{self.package} is not installed"
 
 
 def sizes(tensor, pipeline):
@@ -68,9 +63,9 @@ MEGATRON = [
 ]
 
 ENGINES = {
-    "fsdp2": Engine("torch", FSDP2),
-    "deepspeed": Engine("deepspeed", [Case("deepspeed", *case) for case in DEEPSPEED]),
-    "megatron": Engine("megatron.core" if find_spec("megatron") else "megatron", MEGATRON),
+    "fsdp2": Engine([], FSDP2),
+    "deepspeed": Engine([pytest.mark.needs("deepspeed")], [Case("deepspeed", *case) for case in DEEPSPEED]),
+    "megatron": Engine([pytest.mark.needs("megatron")], MEGATRON),
 }
 
 
@@ -83,13 +78,12 @@ def is_on_host(case):
 
 
 def parameters(slow=is_slow, only=lambda case: True):
-    """The cases as what a test is parametrised with: skipped where the backend is not installed."""
-    for engine in ENGINES.values():
-        for case in filter(only, engine.cases):
-            marks = [pytest.mark.slow] if slow(case) else []
-            if engine.missing:
-                marks.append(pytest.mark.skip(reason=engine.missing))
-            yield pytest.param(case, id=case.name, marks=marks)
+    """The cases as what a test is parametrised with."""
+    return [as_parameter(case, slow(case)) for engine in ENGINES.values() for case in filter(only, engine.cases)]
+
+
+def as_parameter(case, slow=False):
+    return pytest.param(case, id=case.name, marks=[*ENGINES[case.engine].marks, *([pytest.mark.slow] * slow)])
 
 
 def named(name):

@@ -6,7 +6,7 @@ import functools
 import numpy as np
 import pytest
 import torch
-from cases import ENGINES, Case
+from cases import Case
 from exercise import digest, make_engine, share, train, weights_of
 from plain import apart, start_weights, write_model
 from processes import run
@@ -15,7 +15,7 @@ from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.data import state_tree
 
 pytestmark = [
-    pytest.mark.skipif(bool(ENGINES["deepspeed"].missing), reason=ENGINES["deepspeed"].missing),
+    pytest.mark.needs("deepspeed"),
     pytest.mark.parametrize("stage", [1, 2, 3]),
 ]
 

@@ -3,7 +3,7 @@
 
 import pytest
 import torch
-from cases import ENGINES, Case
+from cases import Case
 from exercise import STEPS, make_engine, train, weights_of
 from plain import assert_close, model_config, plain_model, plain_run, reported, write_random
 from processes import run
@@ -32,7 +32,7 @@ CASES = [
     Case("megatron", 4, ParallelSizes(tensor_parallel_size=2, pipeline_parallel_size=2), SHIM),
 ]
 
-pytestmark = pytest.mark.skipif(bool(ENGINES["megatron"].missing), reason=ENGINES["megatron"].missing)
+pytestmark = pytest.mark.needs("megatron")
 
 
 @pytest.fixture(scope="module", params=CONFIGS)

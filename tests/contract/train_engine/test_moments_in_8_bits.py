@@ -4,7 +4,7 @@
 import dataclasses
 
 import pytest
-from cases import ENGINES, Case, sizes
+from cases import Case, as_parameter, sizes
 from exercise import digest, make_engine, train, weights_of
 from plain import CONFIG, write_model
 from processes import run
@@ -56,12 +56,8 @@ def steps_of(rank, world_size, port, case, path, folder):
     return wanted, found, held, kinds, ends
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(case, id=case.name, marks=[pytest.mark.slow] * (case.world_size > 1)) for case in CASES]
-)
+@pytest.mark.parametrize("case", [as_parameter(case, slow=case.world_size > 1) for case in CASES])
 def test_steps_are_near_those_of_adamw_and_go_on_from_the_bits(tmp_path, case):
-    if missing := ENGINES[case.engine].missing:
-        pytest.skip(missing)
     path = write_model(tmp_path / "model")
     engine = EngineConfig(train=case.engine, device="cuda", train_options=case.backend, parallel=case.sizes)
     use = ModelUse("trained", str(path), case.world_size, optimizer=ROUNDED)

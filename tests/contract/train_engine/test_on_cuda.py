@@ -5,7 +5,6 @@ import dataclasses
 import functools
 
 import pytest
-import torch
 from cases import Case
 from exercise import SAVED_AFTER, five_steps, go_on, make_engine, train, weights_of
 from plain import CONFIG, STEPS, apart, plain_run, reported, start_weights, write_model
@@ -24,7 +23,7 @@ CASES = {
     for name in LIMITS
 }
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA here")
+pytestmark = pytest.mark.needs("cuda")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,7 @@
 """What deepspeed and megatron hold beside their passes is what the arithmetic says of them."""
 
 import pytest
-from cases import ENGINES, Case, sizes
+from cases import Case, as_parameter, sizes
 from exercise import make_engine, train
 from plain import write_model
 from processes import run
@@ -34,10 +34,8 @@ def held(rank, world_size, port, case, path, precision):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize("case", map(as_parameter, CASES))
 def test_a_device_holds_what_was_planned(tmp_path, case, precision):
-    if missing := ENGINES[case.engine].missing:
-        pytest.skip(missing)
     path = write_model(tmp_path / "model")
     engine = EngineConfig(
         train=case.engine, device="cuda", precision=precision, train_options=case.backend, parallel=case.sizes

@@ -212,10 +212,10 @@ def rising(scores, columns):
     return -scores.sum(), {}
 
 
-@pytest.mark.parametrize("engine", ["fsdp2", pytest.param("deepspeed", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "engine", ["fsdp2", pytest.param("deepspeed", marks=[pytest.mark.slow, pytest.mark.needs("deepspeed")])]
+)
 def test_a_new_head_of_one_score_is_trained_beside_the_adapters(engine, model_path):
-    if engine == "deepspeed":
-        pytest.importorskip("deepspeed", reason="the extra 'deepspeed' is not installed")
     make = functools.partial(engine_class(TRAIN_ENGINES, engine), model_path, OptimizerConfig(lr=1e-2))
     trained, other = (make(TrainSettings(lora=LORA, head="token")) for _ in range(2))
     before = {name: tensor.clone() for name, tensor in trained.named_weights()}

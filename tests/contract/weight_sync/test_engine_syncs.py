@@ -4,7 +4,6 @@
 import dataclasses
 import pickle
 from contextlib import ExitStack
-from importlib.util import find_spec
 
 import pytest
 import torch
@@ -293,8 +292,7 @@ def two_ranks():
         ],
     }
     for engine, layouts in ways.items():
-        absent = engine != "fsdp2" and find_spec(engine) is None
-        marks = [pytest.mark.skip(reason=f"{engine} is not installed")] if absent else []
+        marks = [pytest.mark.needs(engine)] if engine != "fsdp2" else []
         for layout, settings in layouts:
             yield pytest.param(engine, settings, id=f"{engine}-{layout}", marks=marks)
 

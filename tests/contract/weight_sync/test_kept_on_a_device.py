@@ -145,7 +145,7 @@ def test_a_receiver_of_another_process_that_is_killed_holds_no_version(tmp_path)
 
 
 @pytest.mark.feature(101)
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA IPC needs a CUDA device")
+@pytest.mark.needs("cuda")
 def test_cuda_ipc_gives_the_same_weights(tmp_path):
     settings = SyncSettings(name="ACTOR[0]", device="cuda")
     sender, beside = CudaIpcTransport(settings), CudaIpcTransport(replace(settings, name="ROLLOUT[1]"))

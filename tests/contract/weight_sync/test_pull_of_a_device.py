@@ -15,7 +15,7 @@ from dlrover.python.rl.engine.weight_sync.host_copies import stream_to_host
 CUDA = torch.device("cuda")
 UNDER_WAY = 3000
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA here")
+needs_cuda = pytest.mark.needs("cuda")
 
 
 class Pages:

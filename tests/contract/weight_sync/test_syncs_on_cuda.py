@@ -14,7 +14,7 @@ from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 
 pytestmark = [
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA here"),
+    pytest.mark.needs("cuda"),
     pytest.mark.parametrize("kind", ["pull", "cuda_ipc"]),
     pytest.mark.parametrize("precision", ["fp32", "bf16"]),
 ]

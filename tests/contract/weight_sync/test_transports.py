@@ -344,7 +344,7 @@ def test_names_that_would_meet_others_are_refused(tmp_path, name):
 
 
 @pytest.mark.feature(102)
-@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="nccl needs two CUDA devices")
+@pytest.mark.needs("two cuda devices")
 def test_nccl_gives_the_same_weights():
     source_side, sink_side = (SyncSettings(device=f"cuda:{number}", who=str(number)) for number in (0, 1))
     wire = Wire("broadcast", None, settings=source_side)

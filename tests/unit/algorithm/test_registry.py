@@ -45,7 +45,7 @@ def test_presets_are_what_their_sources_say():
 
 
 def test_the_reference_page_knows_every_name():
-    page = (Path(__file__).parents[3] / "docs/api/algorithm.md").read_text(encoding="utf-8")
+    page = (Path(__file__).parents[3] / "docs/api/algorithms.md").read_text(encoding="utf-8")
     assert [name for name in ALGORITHMS.builtin if f"`{name}`" not in page] == []
 
 

@@ -17,7 +17,7 @@ from dlrover.python.rl.engine.memory.host_pages import HostBlock, HostPages
 NBYTES = 3 * mmap.PAGESIZE
 CUDA = torch.device("cuda", 0)
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no CUDA here")
+needs_cuda = pytest.mark.needs("cuda")
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from dlrover.python.rl.engine.model.outputs import VocabularyShard, token_logpro
 from dlrover.python.rl.engine.model.ranks import Ranks
 
 TOKENS, VOCAB = 7, 11
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs("cuda"))]
 
 
 def problem(dtype=torch.float64):

@@ -12,7 +12,7 @@ from dlrover.python.rl.engine.rollout_torch import graphs
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.rollout_torch.graphs import StepGraphs, rounded_length, rounded_rows
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_cuda = pytest.mark.needs("cuda")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 

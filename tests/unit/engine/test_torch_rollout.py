@@ -26,7 +26,7 @@ from dlrover.python.rl.engine.rollout_torch.fused import FusedDecoder
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
 BOTH = [{"forward": "fused"}, {"forward": "huggingface"}]
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+needs_cuda = pytest.mark.needs("cuda")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
 
 

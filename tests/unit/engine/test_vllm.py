@@ -37,7 +37,7 @@ from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 
 ABSENT = importlib.util.find_spec("vllm") is None
-needs_vllm = pytest.mark.skipif(ABSENT, reason="'vllm' is not installed here")
+needs_vllm = pytest.mark.needs("vllm")
 pytestmark = pytest.mark.filterwarnings("default")  # vLLM warns of what it uses itself
 
 

@@ -29,7 +29,7 @@ def test_windows_of_any_size_and_any_number_of_threads_give_the_same(monkeypatch
     assert tally.crcs == [zlib.crc32(data[start:stop].tobytes()) for start, stop in table.spans()]
 
 
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA here"))]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs("cuda"))]
 
 
 def laid_out(sizes, seed=0):

@@ -137,11 +137,10 @@ def test_whatever_dies_the_end_is_the_same(tmp_path, inputs, undisturbed, seed):
     assert [name for name, value in expected.items() if end[name] != value] == [], f"faults at {sorted(faults)}"
 
 
+@pytest.mark.parametrize("undisturbed", ["ppo"], indirect=True)
 @pytest.mark.parametrize("role", ["CRITIC", pytest.param("ACTOR", marks=pytest.mark.slow)])
 def test_a_critic_that_dies_after_its_update_or_after_the_actors_comes_back(tmp_path, inputs, undisturbed, role):
     recipe, expected, calls = undisturbed
-    if recipe != "ppo":
-        pytest.skip("it has no critic")
     (*_, last) = (at for at, call in enumerate(calls) if call[0] == role and call[2] == "update")
     end = end_of(stage(tmp_path, inputs, recipe), recipe, {(last, "after"): kill("CRITIC", 0)})
     assert [name for name, value in expected.items() if end[name] != value] == []

@@ -73,6 +73,7 @@ class Ragged:
 
 
 Column: TypeAlias = Array | Ragged | list[Any]
+"""The values of one column: dense ``[rows, ...]``, ragged, or a list of objects."""
 
 
 def _column(value: Any) -> Column:

@@ -48,7 +48,7 @@ def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
     announce: Announcer = announce_nothing,
     supervise: bool = False,
 ) -> JobStatus:
-    """Run a checked job under an :class:`RLMaster` and follow it to its end.
+    """Run a checked job under a master actor and follow it to its end.
 
     The first Ctrl-C stops the job in good order. A second one stops waiting for that: a cluster that was started here
     ends at once; on a shared one the master continues to stop the job.

@@ -40,12 +40,12 @@ class Logprob:
 
 @dataclass(frozen=True, eq=False)
 class CompletionOutput:
-    index: int  # its number among those of the prompt
-    text: str  # without special tokens
-    token_ids: list[int]  # the end-of-sequence token included
-    token_logprobs: npt.NDArray[np.float32]  # [tokens]
-    finish_reason: str  # "stop" for an end-of-sequence token or stop string, "length" for max_new_tokens
-    version: int  # of the weights that sampled the last token; -1 for those that the engine was built with
+    index: int  #: its number among those of the prompt
+    text: str  #: without special tokens
+    token_ids: list[int]  #: the end-of-sequence token included
+    token_logprobs: npt.NDArray[np.float32]  #: [tokens]
+    finish_reason: str  #: "stop" for an end-of-sequence token or stop string, "length" for max_new_tokens
+    version: int  #: of the weights that sampled the last token; -1 for those that the engine was built with
 
     @property
     def logprobs(self) -> list[dict[int, Logprob]]:
@@ -59,11 +59,11 @@ class CompletionOutput:
 
 @dataclass(frozen=True, eq=False)
 class RequestOutput:
-    request_id: str  # the prompt's number in the call
-    prompt: Any  # as the script gave it: a text, tokens, or a dict
+    request_id: str  #: the prompt's number in the call
+    prompt: Any  #: as the script gave it: a text, tokens, or a dict
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
-    finished: bool = True  # always: ``generate`` returns when all are done
+    finished: bool = True  #: always: ``generate`` returns when all are done
 
 
 def as_outputs(prompts: Sequence[Any], first: int, completions: Batch) -> list[RequestOutput]:

@@ -23,7 +23,7 @@ WAYS: tuple[Way, ...] = get_args(Way)
 
 @dataclass(frozen=True)
 class SyncReport:
-    stamp: WeightStamp  # of the weights that every rank of the receiver has now, equal to the sender's
+    stamp: WeightStamp  #: of the weights that every rank of the receiver has now, equal to the sender's
     way: Way
 
 

@@ -188,9 +188,9 @@ def gather(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
 
 @dataclass(frozen=True)
 class RestartInfo:
-    count: int = 0  # of the trainer or the job so far, including those inside its process
-    reason: str = ""  # of the last restart, one line; "" for none
-    step: int = 0  # the last committed step, 0 for none
+    count: int = 0  #: of the trainer or the job so far, including those inside its process
+    reason: str = ""  #: of the last restart, one line; "" for none
+    step: int = 0  #: the last committed step, 0 for none
 
 
 @dataclass(frozen=True)

@@ -114,10 +114,10 @@ class UpdateResult:
     """The same on every rank."""
 
     loss: float
-    grad_norm: float  # of the whole gradient, before clipping
+    grad_norm: float  #: of the whole gradient, before clipping
     lr: float
     metrics: dict[str, float] = field(default_factory=dict)
-    skipped: bool = False  # it was not finite, and nothing has changed
+    skipped: bool = False  #: it was not finite, and nothing has changed
 
 
 class BaseTrainEngine(Offloadable, Protocol):
@@ -244,11 +244,11 @@ class Request:
     """
 
     prompt_id: int
-    sample_index: int  # among the samples of its prompt
-    prompt: npt.NDArray[np.int64]  # [prompt]
-    done: npt.NDArray[np.int64]  # [done]: tokens generated before
-    logprobs: npt.NDArray[np.float32]  # [done]
-    versions: npt.NDArray[np.int64]  # [done]: of the weights that generated each
+    sample_index: int  #: among the samples of its prompt
+    prompt: npt.NDArray[np.int64]  #: [prompt]
+    done: npt.NDArray[np.int64]  #: [done]: tokens generated before
+    logprobs: npt.NDArray[np.float32]  #: [done]
+    versions: npt.NDArray[np.int64]  #: [done]: of the weights that generated each
 
     @classmethod
     def fresh(cls, prompt_id: int, sample_index: int, prompt: Any) -> "Request":
@@ -262,9 +262,9 @@ class Request:
 
 @dataclass(frozen=True, eq=False)
 class Completion:
-    request: Request  # has ended: `done` is the whole completion, with the end-of-sequence token
+    request: Request  #: has ended: ``done`` is the whole completion, with the end-of-sequence token
     finish: Finish
-    text: str  # without special tokens, cut before the stop string unless that is kept
+    text: str  #: without special tokens, cut before the stop string unless that is kept
 
 
 class BaseRolloutEngine(Offloadable, Protocol):

@@ -57,22 +57,22 @@ class EngineInfo:
     An engine of this package states it in its folder's ``__init__.py``, which is read without importing the backend.
     """
 
-    options: type | None = None  # dataclass that the `backend` options are read as; None: the engine reads them itself
-    package: str = ""  # import name of the backend, if it is an extra
-    distribution: str = ""  # what to install, if it has another name
-    divides: tuple[str, ...] | None = None  # sizes of parallelism that may be above 1; None: all
-    adapters: bool = True  # trains low-rank adapters
-    quantizes: bool = False  # holds the model under them in 4 bits
-    shares_process: bool = True  # an engine of one rank runs in a process that is a rank of another engine
-    top_token_ids: bool = True  # evaluates with `top`, as teachers of whole distributions do
-    sgd: bool = True  # has SGD besides AdamW
-    adamw_8bit: bool = False  # has AdamW with moments in 8 bits
-    bare_head: bool = True  # trains a token head without a bias, as reward models have
-    may_be_remote: bool = False  # with the option `url` it has the backend elsewhere
-    whole_matrices: tuple[str, ...] = ()  # options of `backend` that exclude tensor parallelism
-    redivides: bool = True  # goes on from the states of another number of ranks, and of another layout
-    fills_device: bool = False  # a cache of no given size takes all that `gpu_memory_utilization` leaves it
-    adds_adapters: bool = False  # takes each weight by ``WeightSnapshot.tensor``; else they come merged
+    options: type | None = None  #: dataclass of the ``backend`` options; None: the engine reads them itself
+    package: str = ""  #: import name of the backend, if it is an extra
+    distribution: str = ""  #: what to install, if it has another name
+    divides: tuple[str, ...] | None = None  #: sizes of parallelism that may be above 1; None: all
+    adapters: bool = True  #: trains low-rank adapters
+    quantizes: bool = False  #: holds the model under them in 4 bits
+    shares_process: bool = True  #: an engine of one rank runs in a process that is a rank of another engine
+    top_token_ids: bool = True  #: evaluates with ``top``, as teachers of whole distributions do
+    sgd: bool = True  #: has SGD besides AdamW
+    adamw_8bit: bool = False  #: has AdamW with moments in 8 bits
+    bare_head: bool = True  #: trains a token head without a bias, as reward models have
+    may_be_remote: bool = False  #: with the option ``url`` it has the backend elsewhere
+    whole_matrices: tuple[str, ...] = ()  #: options of ``backend`` that exclude tensor parallelism
+    redivides: bool = True  #: goes on from the states of another number of ranks, and of another layout
+    fills_device: bool = False  #: a cache of no given size takes all that ``gpu_memory_utilization`` leaves it
+    adds_adapters: bool = False  #: takes each weight by ``WeightSnapshot.tensor``; else they come merged
 
 
 def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:

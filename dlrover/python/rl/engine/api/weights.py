@@ -49,8 +49,8 @@ class WeightStamp:
     """Identifies weights: equal stamps mean the same bits under the same names; where adapters are added to some, the
     same bits of both, whose sums may differ between kinds of devices as far as rounding goes."""
 
-    version: int  # the train engine's
-    fingerprint: str  # 16 hex digits over the names, dtypes, shapes and CRCs of all tensors
+    version: int  #: the train engine's
+    fingerprint: str  #: 16 hex digits over the names, dtypes, shapes and CRCs of all tensors
 
     def __str__(self) -> str:
         return f"version {self.version} ({self.fingerprint})"
@@ -71,11 +71,11 @@ class WeightSnapshot:
     :meth:`tensor` gives a parameter; ``buffers`` and ``file`` have it without the adapter that belongs to it, if any.
     """
 
-    version: int  # the train engine's
-    buffers: Mapping[str, Any]  # bytes of each tensor, `uint8`: numpy arrays, or tensors on a device
+    version: int  #: the train engine's
+    buffers: Mapping[str, Any]  #: bytes of each tensor, ``uint8``: numpy arrays, or tensors on a device
     shapes: Mapping[str, tuple[int, ...]]
-    dtypes: Mapping[str, str]  # torch's names: "float32", "bfloat16"
-    fingerprints: Mapping[str, int]  # CRC-32 of the bytes; on a device as its transport computes them
+    dtypes: Mapping[str, str]  #: torch's names: "float32", "bfloat16"
+    fingerprints: Mapping[str, int]  #: CRC-32 of the bytes; on a device as its transport computes them
     checked: bool = False
     """This process has compared the bytes with the fingerprints, and nothing else writes to them. Not pickled."""
 

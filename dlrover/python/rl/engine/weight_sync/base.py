@@ -136,13 +136,13 @@ class WeightTable:
 class Ticket:
     """Describes a sync without any byte of the weights."""
 
-    id: str  # unique per sync
+    id: str  #: unique per sync
     version: int
-    sender: str  # its name in messages
+    sender: str  #: its name in messages
     table: WeightTable
-    address: Mapping[str, Any] = field(default_factory=dict)  # what receivers need to reach the sender
-    base: "Ticket | None" = None  # of the weights to which these are adapters, which were sent before
-    scale: float = 1.0  # of the product that is added
+    address: Mapping[str, Any] = field(default_factory=dict)  #: what receivers need to reach the sender
+    base: "Ticket | None" = None  #: of the weights to which these are adapters, which were sent before
+    scale: float = 1.0  #: of the product that is added
 
     def __str__(self) -> str:
         return f"version {self.version} from {self.sender}"

@@ -29,7 +29,7 @@ _LONGEST = 2_000
 
 
 def math_equal(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-    """1.0 when the completion gives an answer that equals ``answer`` mathematically, else 0.0.
+    r"""1.0 when the completion gives an answer that equals ``answer`` mathematically, else 0.0.
 
     The last ``\boxed{}`` counts, or else the answer that math-verify reads in the end of the text. Sympy would compute
     ``9^{9^{9}}``, so a forked process compares for at most :data:`LIMIT_S`.

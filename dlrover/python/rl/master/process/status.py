@@ -37,23 +37,23 @@ class RunningProcess(NamedTuple):
 class JobStatus:
     name: str
     phase: Phase
-    incarnation: int  # 1 for its first run, one more for each restart
-    restarts: int  # of the whole job
-    reason: str  # why it ended, one line
-    cause: Cause | None  # of its failure
-    recoveries: Mapping[str, int] = field(default_factory=dict)  # "trainer" or a role to its recoveries
-    masters: int = 0  # processes that the master has had
-    members: tuple[RunningProcess, ...] = ()  # each process that is up
-    last_failure: str = ""  # the last one that was recovered from, one line
-    step: int = 0  # the last reported step, 0 for none
-    total_steps: int = 0  # 0: unknown
-    folder: str = ""  # of the run's files
-    activity: str = ""  # what it does, for people; empty in the end
-    reward: float = nan  # of the last step that reported one
-    started_s: float = 0.0  # Unix time, 0: unknown
-    step_s: float = 0.0  # seconds a step takes, over the last ones; 0: unknown
-    roles: Mapping[str, int] = field(default_factory=dict)  # members by role
-    run: str = ""  # its id; empty in the answers of masters of earlier versions
+    incarnation: int  #: 1 for its first run, one more for each restart
+    restarts: int  #: of the whole job
+    reason: str  #: why it ended, one line
+    cause: Cause | None  #: of its failure
+    recoveries: Mapping[str, int] = field(default_factory=dict)  #: "trainer" or a role to its recoveries
+    masters: int = 0  #: processes that the master has had
+    members: tuple[RunningProcess, ...] = ()  #: each process that is up
+    last_failure: str = ""  #: the last one that was recovered from, one line
+    step: int = 0  #: the last reported step, 0 for none
+    total_steps: int = 0  #: 0: unknown
+    folder: str = ""  #: of the run's files
+    activity: str = ""  #: what it does, for people; empty in the end
+    reward: float = nan  #: of the last step that reported one
+    started_s: float = 0.0  #: Unix time, 0: unknown
+    step_s: float = 0.0  #: seconds a step takes, over the last ones; 0: unknown
+    roles: Mapping[str, int] = field(default_factory=dict)  #: members by role
+    run: str = ""  #: its id; empty in the answers of masters of earlier versions
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ENGINES, Case, sizes
+from cases import Case, sizes
 from exercise import make_engine, share, train, weights_of
 from plain import write_model
 from processes import run
@@ -14,7 +14,7 @@ from processes import run
 from dlrover.python.rl.data import state_tree
 
 pytestmark = [
-    pytest.mark.skipif(bool(ENGINES["megatron"].missing), reason=ENGINES["megatron"].missing),
+    pytest.mark.needs("megatron"),
     pytest.mark.parametrize("precision", ["fp32", "bf16"]),
 ]
 
