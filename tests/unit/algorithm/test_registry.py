@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Algorithms by name."""
 
+import re
 from importlib.metadata import EntryPoint
 from pathlib import Path
 
@@ -44,9 +45,11 @@ def test_presets_are_what_their_sources_say():
     assert make_algorithm("conservative_dpo").label_smoothing == 0.1
 
 
-def test_the_reference_page_knows_every_name():
+def test_reference_page_names_only_algorithms_that_exist():
     page = (Path(__file__).parents[3] / "docs/api/algorithms.md").read_text(encoding="utf-8")
-    assert [name for name in ALGORITHMS.builtin if f"`{name}`" not in page] == []
+    rows = [line.split("|")[1] for line in page.splitlines() if line.startswith("| `")]
+    names = [name for row in rows for name in re.findall(r"`(\w+)`", row)]
+    assert len(names) > 10 and set(names) <= ALGORITHMS.builtin.keys()
 
 
 def test_an_unknown_name_gives_the_nearest():
