@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from dlrover.python.rl.config.typed import Translation
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.recipe.base.data_config import EvalConfig, PromptData
@@ -336,7 +337,7 @@ class LogConfig:
 class PolicyConfig:
     """Settings shared by trainers that learn from samples."""
 
-    other_names: ClassVar[Mapping[str, str]] = POLICY_NAMES
+    other_names: ClassVar[Mapping[str, str | Translation]] = POLICY_NAMES
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     model: str
