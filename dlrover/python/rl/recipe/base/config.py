@@ -194,8 +194,8 @@ class RolloutConfig:
     """Timeout of a call of the environment; its sample then counts as failed."""
 
     env_missing_state: Literal["error", "done"] = "error"
-    """Treatment of a step that is not done and returns no next state: its sample counts as failed; or the episode is
-    over."""
+    """Treatment of a step that is not done and lacks ``next_state``: its sample counts as failed; or the episode is
+    over, as it is with a ``next_state`` of None."""
 
     env_failure_reward: float | None = None
     """Reward of an action on which ``step`` fails, by an exception or its timeout; the episode ends with it. None: its
