@@ -51,9 +51,14 @@ class MeetingTrainer(BaseTrainer):
             time.sleep(600)
 
 
-def job_text(notes):
+def job_text(notes, port):
     return f"""
-trainer: {{module: exposed_jobs, class: MeetingTrainer, device_type: CPU, device_per_node: 2}}
+trainer:
+  module: exposed_jobs
+  class: MeetingTrainer
+  device_type: CPU
+  device_per_node: 2
+  torch_master_port: [{port}]
 workload:
   actor: {{module: exposed_jobs, class: Ranked, num: 2}}
 config: {{notes: {notes}}}

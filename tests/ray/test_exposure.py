@@ -92,11 +92,14 @@ def test_the_sockets_of_a_service_its_ray_and_its_job_are_on_loopback(tmp_path):
 
 @pytest.mark.slow
 def test_the_process_group_and_the_weight_sync_of_a_job_are_on_loopback(tmp_path):
-    (tmp_path / "job.yaml").write_text(exposed_jobs.job_text(tmp_path / "notes"))
+    port = free_port()
+    (tmp_path / "job.yaml").write_text(exposed_jobs.job_text(tmp_path / "notes", port))
     with started(tmp_path, "run", "job.yaml") as job:
         wait_for((tmp_path / "notes").exists, 120)
         addresses = listening([job.pid, *descendants(job.pid)])
-    stores = {f"127.0.0.1:{port}" for port in (tmp_path / "notes").read_text().split()}
+    ports = (tmp_path / "notes").read_text().split()
+    assert ports[0] == str(port)
+    stores = {f"127.0.0.1:{port}" for port in ports}
     assert len(stores) == 2 and stores <= addresses
     assert beyond_loopback(addresses) == set()
 

@@ -181,7 +181,7 @@ def test_sums_are_trained_on_and_evaluated(wide_model, tmp_path):
     short = {"max_new_tokens": 4, "group_size": 2, "eval_steps": 1, "eval_dataset": held_out}
     trainer = grpo(wide_model, tmp_path, train_dataset=dataset, **short)
     trainer.train()
-    assert [row["eval/reward"] for row in metrics(tmp_path)] == [-1e6, -1e6]
+    assert [row["eval/reward"] for row in metrics(tmp_path)] == [-101.0, -101.0]
     assert trainer.test(num_batches=1)["num_samples"] == 2
 
 
@@ -392,10 +392,11 @@ def test_what_has_no_counterpart_is_refused_with_what_has(arguments, words):
 # -- the folder -------------------------------------------------------------------------------------------------------
 
 
-def test_models_that_another_program_has_left_are_replaced_on_request_only(model, tmp_path):
+def test_output_dir_with_models_of_another_program_is_refused(model, tmp_path):
     (tmp_path / "step_10").mkdir()
     (tmp_path / "step_10" / "weights").touch()
-    with pytest.raises(InvalidJob, match=r"has models of another run \(step_10\): pass overwrite=True"):
+    (tmp_path / "metrics.jsonl").touch()
+    with pytest.raises(InvalidJob, match=r"has metrics.jsonl, step_10 of another program: pass overwrite=True"):
         sft(model, tmp_path).train()
     assert (tmp_path / "step_10" / "weights").exists()
     assert sft(model, tmp_path).model_after(10) == tmp_path / "step_10"
@@ -405,7 +406,32 @@ def test_models_that_another_program_has_left_are_replaced_on_request_only(model
         afresh.model_after(10)
 
 
-def test_nothing_is_written_where_another_run_is_under_way(model, tmp_path, monkeypatch):
+def test_output_dir_links_to_the_last_run_and_keeps_earlier_ones(model, tmp_path):
+    def steps():
+        return [json.loads(line)["step"] for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+
+    def runs():
+        return sorted(path for path in tmp_path.glob("runs/*/2*"))
+
+    sft(model, tmp_path, num_steps=2, saving_steps=1).train()
+    (first,) = runs()
+    sft(model, tmp_path, num_steps=1, saving_steps=1).train()
+    assert len(runs()) == 2
+    assert steps() == [1]
+    assert sorted(path.name for path in tmp_path.glob("step_*")) == ["step_1"]
+    assert len((first / "metrics.jsonl").read_text().splitlines()) == 2
+    assert sft(model, tmp_path).model_after() == model
+    again = sft(model, tmp_path, num_steps=3, saving_steps=1, resume=True)
+    assert again.model_after() == tmp_path / "final"
+    again.train()
+    assert steps() == [1, 2, 3]
+    sft(model, tmp_path, num_steps=1, saving_steps=1, overwrite=True).train()
+    assert steps() == [1]
+    assert len(runs()) == 2
+
+
+def test_output_dir_of_a_running_script_is_refused(model, tmp_path, monkeypatch):
+    (tmp_path / "runs" / "sfttrainer" / "latest").mkdir(parents=True)
     monkeypatch.setattr(training, "newest_owner", lambda folder: SimpleNamespace(pid=1, is_here=True))
     monkeypatch.setattr(training, "in_use", lambda folder: True)
     with pytest.raises(JobConflict, match="is in use by"):

@@ -12,6 +12,7 @@ import pytest
         ("driver.main", "dlrover-rl submit"),
         ("api.api", "from dlrover.rl import RLJobBuilder, RLJob"),
         ("common.enums", "from dlrover.rl import RLRoleType"),
+        ("common.roles", "from dlrover.rl import RLRoleType"),
         ("trainer.example.openrlhf", "examples/openrlhf and examples/verl"),
     ],
 )

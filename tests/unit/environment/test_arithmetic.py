@@ -7,7 +7,7 @@ import re
 import pytest
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.environment.verifiers.arithmetic import WORST_REWARD, ArithmeticEnvironment, EnvBase, MathDataset
+from dlrover.python.rl.environment.verifiers.arithmetic import ArithmeticEnvironment, EnvBase, MathDataset
 
 PYTHON = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 
@@ -43,11 +43,13 @@ def test_the_right_answer_has_the_highest_reward(operand):
 @pytest.mark.parametrize(
     ("text", "reward"),
     [
-        ("7", WORST_REWARD),
-        (r"\boxed{seven}", WORST_REWARD),
-        (r"\boxed{9**9**9}", WORST_REWARD),
-        (r"\boxed{1e999999}", WORST_REWARD),
-        (r"\boxed{5000}", WORST_REWARD),
+        ("7", -101.0),
+        (r"\boxed{seven}", -101.0),
+        (r"\boxed{9**9**9}", -101.0),
+        (r"\boxed{1e999999}", -100.0),
+        (r"\boxed{5000}", -100.0),
+        (r"\boxed{10}", -100.0),
+        (r"\boxed{9}", -81.0),
         (r"\boxed{1e-200}", -1e-12),
         (r"\boxed{0.0}", 0.0),
     ],

@@ -206,19 +206,18 @@ def test_impossible_limits_are_refused(limits):
 
 
 @pytest.mark.parametrize(
-    ("rules", "expected"),
+    ("step", "rules", "expected"),
     [
-        (StepRules(), ("step returned no 'next_state'", 0.0, False)),
-        (StepRules(missing_state="done"), (None, 0.0, True)),
-        (StepRules(failure_reward=-1.0), (None, -1.0, True)),
+        ("{'reward': 0.0, 'done': False}", StepRules(), ("step returned no 'next_state'", 0.0, False)),
+        ("{'reward': 0.0, 'done': False}", StepRules(missing_state="done"), (None, 0.0, True)),
+        ("{'reward': 0.0, 'done': False}", StepRules(failure_reward=-1.0), (None, -1.0, True)),
+        ("{'next_state': None, 'reward': 0.0, 'done': False}", StepRules(), (None, 0.0, True)),
     ],
 )
 @pytest.mark.parametrize("isolated", [False, True])
-def test_a_step_without_a_next_state_is_what_the_rules_say(tmp_path, rules, expected, isolated):
+def test_step_without_a_next_state_follows_the_rules(tmp_path, step, rules, expected, isolated):
     path = tmp_path / "rl2.py"
-    path.write_text(
-        "def step(state, action, extra_info):\n    return {'next_state': None, 'reward': 0.0, 'done': False}\n"
-    )
+    path.write_text(f"def step(state, action, extra_info):\n    return {step}\n")
 
     async def one_step():
         guard = Guard(IsolatedEnvironment(str(path)) if isolated else load_environment(str(path)), rules=rules)

@@ -68,7 +68,7 @@ def _forever(state):
 HABITS = {
     "raise": _raise,
     "none": lambda state: None,
-    "fallthrough": lambda state: {"next_state": None, "reward": 0.0, "done": False},
+    "fallthrough": lambda state: {"reward": 0.0, "done": False},
     "nan": lambda state: {"next_state": "x", "reward": float("nan")},
     "misspelt": lambda state: {"next_sate": "x", "reward": 0.0},
     "huge": lambda state: {"next_state": "x" * 10_000_000, "reward": 0.0},

@@ -35,7 +35,7 @@ async def step(state, action, extra_info):
     if habit == "none":
         return None
     if habit == "fallthrough":
-        return {"next_state": None, "reward": 0.0, "done": False}
+        return {"reward": 0.0, "done": False}
     if habit == "sleep":
         await asyncio.sleep(600)
     if habit == "huge":

@@ -73,7 +73,10 @@ def test_too_little_free_is_refused_with_the_numbers():
         train_sizes(4, 1, 1, 3, 2)
     slots = table(4)
     slots.take("A", SlotRequest(group=2, groups=1))
-    with pytest.raises(SessionError, match=r"B asks for 3 x 1 = 3 slots; free are \[2, 3\] of 4 \(A holds \[0, 1\]\)"):
+    shortage = (
+        r"B asks for 3 x 1 = 3 slots; free are \[2, 3\] of 4 \(A holds \[0, 1\]\); init\(slots_per_node=N\) takes"
+    )
+    with pytest.raises(SessionError, match=shortage):
         slots.take("B", SlotRequest(group=1, groups=3))
     assert slots.free == (2, 3)
 

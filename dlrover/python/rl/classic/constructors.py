@@ -228,7 +228,7 @@ class ClassicPolicyTrainer(ClassicTrainer):
     def _read_samples(self, step: int) -> list[dict[str, Any]]:
         """The samples of a step; each call reads only what was appended since the last one."""
         prefix = f'{{"step": {step},'.encode()
-        with open(self.folder / "samples.jsonl", "rb") as file:
+        with open(self._run_folder / "samples.jsonl", "rb") as file:
             if os.fstat(file.fileno()).st_size < self._offset:
                 self._offset = 0  # the run went back to a commit, which shortens the file
             file.seek(self._offset)

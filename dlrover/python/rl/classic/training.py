@@ -27,15 +27,18 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.load import search_folders
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.recipe.launch import check_job, run_together
 from dlrover.python.rl.runtime.owner import newest_owner
-from dlrover.python.rl.runtime.run_folder import in_use
+from dlrover.python.rl.runtime.run_folder import LATEST, folder_name, in_use, new_run
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from dlrover.python.rl.trainer.trainer import StepReport
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
 _LOG = get_logger(__name__)
+
+_LINKED = ("metrics.jsonl", "samples.jsonl", "summary.json", "tensorboard")
+_MODELS = ("final", "step_*")
 
 
 @dataclass
@@ -85,6 +88,8 @@ class ClassicTrainer:
     wandb_project: str = "dlrover-rl"
     wandb_run_name: str | None = None
     output_dir: str | Path = "./outputs"
+    """Each run has a folder in ``output_dir/runs``; the models and metrics in ``output_dir`` are links to the last."""
+
     optimizer: type = torch.optim.AdamW
     """A class of ``torch.optim``."""
 
@@ -106,16 +111,17 @@ class ClassicTrainer:
     """The script runs in every process of ``accelerate launch`` or ``torchrun``."""
 
     resume: bool = False
-    """Go on from the last step that an earlier run has finished in ``output_dir``."""
+    """Continue the last run in ``output_dir`` after its last finished step."""
 
     overwrite: bool = False
-    """Replace the results of an earlier run in ``output_dir``."""
+    """Replace the last run in ``output_dir``, and files there that are not links to a run."""
 
     engine: Mapping[str, Any] | None = None
     """Fields of :class:`~dlrover.python.rl.recipe.base.config.EngineConfig`, ``{"train": "deepspeed"}``."""
 
     def __post_init__(self) -> None:
         self._has_trained = False
+        self._run_folder = self.folder
         check_fields(self)
         if self.eval_steps is not None and self.eval_dataset is None:
             raise ValueError("eval_steps needs an eval_dataset")
@@ -131,7 +137,7 @@ class ClassicTrainer:
         """
         launch = self._read_launch()
         configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "", self.log_level)
-        error = run_together(lambda: check_job(lambda: self._job(launch), launch), launch, self._report)
+        error = run_together(lambda: self._begin_run(launch), launch, self._report)
         if error is not None:
             raise error
         self._has_trained = True
@@ -143,14 +149,16 @@ class ClassicTrainer:
         return Path(self.output_dir)
 
     def model_after(self, step: int | None = None) -> Path | str:
-        """The saved model of a step; by default the trained one, or ``model`` before ``train``. Those of an earlier run
-        do not count with ``overwrite``.
+        """Return the saved model of a step; by default the trained one, or ``model`` before ``train``.
+
+        Models of an earlier run count by their step, or with ``resume``, and never with ``overwrite``.
 
         Raises:
             ValueError: the model of the step was not saved.
         """
         path = self.folder / ("final" if step is None else f"step_{step}")
-        if path.is_dir() and (self._has_trained or not self.overwrite):
+        counts = self._has_trained or self.resume or (step is not None and not self.overwrite)
+        if path.is_dir() and counts:
             return path
         if step is not None:
             raise ValueError(f"no model of step {step} has been saved in {self.folder}")
@@ -165,31 +173,42 @@ class ClassicTrainer:
 
     # -- the recipe's job ---------------------------------------------------------------------------------------------
 
-    def _check_folder(self) -> None:
-        """Before anything is written there. Raises JobConflict, InvalidJob."""
-        folder = self.folder.absolute()
-        owner = newest_owner(folder)
-        if owner is not None and owner.pid and owner.is_here and in_use(folder):
-            raise JobConflict(f"{folder} is in use by {owner}")
-        models = [
-            path.name
-            for name in ("final", "step_*")
-            for path in folder.glob(name)
-            if path.is_dir() and not path.is_symlink()
-        ]
-        if models and not self.overwrite:
-            what = f"{folder} has models of another run ({', '.join(models)}): pass overwrite=True, or another folder"
-            raise InvalidJob([ConfigError("output_dir", what)])
+    def _begin_run(self, launch: LaunchEnv) -> JobSpec:
+        """Return the checked job with its folder, to which ``output_dir`` links from now on."""
+        job = check_job(lambda: self._job(launch), launch)
+        self._run_folder = job.job_dir
+        for path in (path for name in _MODELS for path in self.folder.glob(name)):
+            if not self.resume:
+                self._remove(path)
+        for name in _LINKED:
+            self._link(name, name)
+        return job
 
     def _job(self, launch: LaunchEnv) -> JobSpec:
-        self._check_folder()
+        run_folders = self.folder.absolute() / RUNS / self.recipe.__name__.lower()
+        last_run = (run_folders / LATEST).resolve()
+        self._check_folder(last_run)
         builder = JobBuilder().device_type("CPU").trainer(self.recipe.__module__, self.recipe.__qualname__)
         for role, workload in self._roles().items():
             builder.role(role, workload.__module__, workload.__qualname__)
         builder.config(recipe_config(self, {**self._shared_config(), **self._config(launch)}))
         builder.checkpoint(resume="latest" if self.resume else "never")
-        job = builder.spec(self.recipe.__name__.lower(), search_folders())
-        return replace(job, job_dir=self.folder.absolute(), overwrite=self.overwrite)
+        job = replace(builder.spec(run_folders.name, search_folders()), overwrite=self.overwrite)
+        if (self.resume or self.overwrite) and last_run.is_dir():
+            return replace(job, job_dir=last_run)
+        return replace(job, run=(run := new_run()), job_dir=run_folders / folder_name(run))
+
+    def _check_folder(self, last_run: Path) -> None:
+        """Raise JobConflict where another run writes, InvalidJob where files would be lost."""
+        for run in self.folder.glob(f"{RUNS}/*/{LATEST}"):
+            owner = newest_owner(run.resolve())
+            if owner is not None and owner.pid and owner.is_here and in_use(run.resolve()):
+                raise JobConflict(f"{self.folder} is in use by {owner}")
+        paths = sorted(path for name in (*_MODELS, *_LINKED) for path in self.folder.glob(name))
+        names = [path.name for path in paths if not path.is_symlink()]
+        if names and not self.overwrite:
+            message = f"{self.folder} has {', '.join(names)} of another program: pass overwrite=True, or another folder"
+            raise InvalidJob([ConfigError("output_dir", message)])
 
     def _roles(self) -> Mapping[str, type[BaseWorkload]]:
         raise NotImplementedError
@@ -233,12 +252,16 @@ class ClassicTrainer:
             _LOG.info("step %d%s  %s", report.step, f"/{report.total_steps}" if report.total_steps else "", metrics)
 
     def _link(self, name: str, target: str) -> None:
-        """Give a saved model RLFusion's name."""
-        link = self.folder / name
-        if link.is_dir() and not link.is_symlink():
-            shutil.rmtree(link)
-        link.unlink(missing_ok=True)
-        link.symlink_to(target, target_is_directory=True)
+        """Link ``name`` in ``output_dir`` to a file or folder of the run."""
+        path = self.folder / name
+        self._remove(path)
+        relative = os.path.relpath(self._run_folder / target, self.folder.absolute())
+        path.symlink_to(relative)
+
+    def _remove(self, path: Path) -> None:
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        path.unlink(missing_ok=True)
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 

@@ -12,6 +12,7 @@ _MODULES = {
     "api": "RLJobBuilder, RLJob: from dlrover.rl import RLJobBuilder, RLJob",
     "driver": "the command 'dlrover-rl submit', which takes its options",
     "common.enums": "RLRoleType: from dlrover.rl import RLRoleType",
+    "common.roles": "RLRoleType: from dlrover.rl import RLRoleType",
     "common.args": "the command 'dlrover-rl submit', which takes its options",
     "trainer.example": "the folders examples/openrlhf and examples/verl of the repository",
 }

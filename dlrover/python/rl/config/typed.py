@@ -3,7 +3,8 @@
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+import json
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from pydantic import ValidationError
@@ -29,7 +30,20 @@ _MENDED = 6
 """Rounds in which what stands for a wrong value may be wrong itself."""
 
 OTHER_NAMES = "other_names"
-"""The class variable of a schema that maps dotted keys of other libraries to those of its own fields."""
+"""The class variable of a schema that maps dotted keys of other libraries to those of its own fields: names, or
+:class:`Translation` where the values differ too."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Translation:
+    """A key of another library whose values have other names here."""
+
+    name: str
+    """The key here."""
+
+    values: Mapping[Any, Any]
+    """The value here of each value there."""
+
 
 ELSEWHERE = "elsewhere"
 """The class variable of a schema that maps dotted keys of other libraries to what answers them."""
@@ -286,16 +300,25 @@ def rename_keys(schema: type[Any], values: Any, where: str, later: Sequence[str]
     """``values`` with the schema's own names of its keys, and a line about each that had another one. Of a value with
     two names the one in ``later`` counts. Raises InvalidJob if none of them is; what it salvages has the own names."""
     lines, errors = [], []
-    for alias, name in getattr(schema, OTHER_NAMES, {}).items():
+    for alias, target in getattr(schema, OTHER_NAMES, {}).items():
         value = _pick(values, alias.split("."))
         if value is _MISSING:
             continue
         place = f"{where}.{alias}" if where else alias
+        name = target.name if isinstance(target, Translation) else target
         values, is_double = _without(values, alias.split(".")), _pick(values, name.split(".")) is not _MISSING
         if is_double and alias not in later:
             errors.append(ConfigError(place, f"is another name of {name}, which is given too"))
             continue
-        lines.append(f"{place} is read as {name}, its name here")
+        if isinstance(target, Translation) and value is not None:
+            if not isinstance(value, Hashable) or value not in target.values:
+                allowed = ", ".join(json.dumps(item) for item in target.values)
+                errors.append(ConfigError(place, f"has to be one of {allowed}, got {value!r}; here it is {name}"))
+                continue
+            value = target.values[value]
+            lines.append(f"{place} is read as {name}={value}, its name here")
+        else:
+            lines.append(f"{place} is read as {name}, its name here")
         if value is not None:
             values = _with(values, name.split("."), value)
     if errors:

@@ -10,6 +10,7 @@ from annotated_types import Gt
 
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType, hint
+from dlrover.python.rl.config.typed import Translation
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import PolicyConfig, Positive, RewardConfig, RolloutConfig
@@ -38,7 +39,7 @@ class TeacherConfig:
 class DistillationConfig(PolicyConfig):
     """On-policy distillation. Rewards are only logged."""
 
-    other_names: ClassVar[Mapping[str, str]] = DISTILLATION_NAMES
+    other_names: ClassVar[Mapping[str, str | Translation]] = DISTILLATION_NAMES
     elsewhere: ClassVar[Mapping[str, str]] = DISTILLATION_ELSEWHERE
 
     prompts_per_step: Positive = 64

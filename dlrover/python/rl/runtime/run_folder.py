@@ -64,13 +64,16 @@ def new_run() -> str:
     return os.urandom(4).hex()
 
 
+def folder_name(run: str) -> str:
+    return f"{datetime.now().strftime('%Y%m%d-%H%M%S')}-{run}"
+
+
 def begin(job: JobSpec) -> JobSpec:
     """The job with the id of a new run and the folder that it writes into; one that has an id stays."""
     if job.run:
         return job
     run = new_run()
-    name = f"{datetime.now().strftime('%Y%m%d-%H%M%S')}-{run}"
-    return replace(job, run=run, job_dir=job.run_folders / name if job.run_folders else job.job_dir)
+    return replace(job, run=run, job_dir=job.run_folders / folder_name(run) if job.run_folders else job.job_dir)
 
 
 def has_commits(folder: Path) -> bool:

@@ -124,7 +124,8 @@ class SlotTable:
         held_by = "; ".join(holders) or "no engine holds any"
         is_limited = request.nodes or request.apart_from
         limits = " on the requested nodes and apart from not_colocate_with" if is_limited else ""
-        return f"{asks}{where}; free{limits} are {list(candidates)} of {len(self.devices)} ({held_by})"
+        more = "" if is_limited else "; init(slots_per_node=N) takes more of each node"
+        return f"{asks}{where}; free{limits} are {list(candidates)} of {len(self.devices)} ({held_by}){more}"
 
 
 def _slots_of(engines: Any) -> Slots:

@@ -10,7 +10,7 @@ from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.plain import from_plain, to_plain
-from dlrover.python.rl.config.typed import list_keys, require
+from dlrover.python.rl.config.typed import Translation, list_keys, rename_keys, require
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.auto import complete_config
@@ -128,8 +128,47 @@ def test_gspo_compares_with_the_train_engines_own_log_probs():
 )
 def test_every_key_of_another_library_is_read_as_one_that_exists(schema, names):
     own = {key for key, _ in list_keys(schema)}
-    assert [name for name in names.values() if name not in own and not name.startswith("algorithm.")] == []
+    targets = [name.name if isinstance(name, Translation) else name for name in names.values()]
+    assert [name for name in targets if name not in own and not name.startswith("algorithm.")] == []
     assert not own & names.keys()
+
+
+@pytest.mark.parametrize(
+    ("settings", "algorithm"),
+    [
+        ({"adv": {"norm_var": True}}, {"normalize": "std_unbiased"}),
+        ({"adv": {"norm_var": False}}, {"normalize": "none"}),
+        ({"adv": {"estimator": "gae"}, "kl": {"type": "reward"}}, {"name": "ppo", "kl_in": "reward"}),
+        ({"adv": {"estimator": "reinforce"}}, {"name": "dr_grpo"}),
+    ],
+)
+def test_rl2_values_are_translated(settings, algorithm):
+    values, lines = rename_keys(PolicyConfig, settings, "config")
+    assert values == {"algorithm": algorithm}
+    assert len(lines) == len(algorithm)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"norm_var": "yes"},
+            "config.adv.norm_var: has to be one of true, false, got 'yes'; here it is algorithm.norma",
+        ),
+        (
+            {"norm_var": [1]},
+            "config.adv.norm_var: has to be one of true, false, got [1]; here it is algorithm.normalize",
+        ),
+        (
+            {"estimator": "gea"},
+            """config.adv.estimator: has to be one of "gae", "reinforce", got 'gea'; here it is al""",
+        ),
+    ],
+)
+def test_rl2_values_without_an_equal_are_refused(settings, message):
+    with pytest.raises(InvalidJob) as caught:
+        rename_keys(PolicyConfig, {"adv": settings}, "config")
+    assert str(caught.value.errors[0]).startswith(message)
 
 
 @pytest.mark.parametrize("schema", [PolicyConfig, SFTConfig])

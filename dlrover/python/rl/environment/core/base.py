@@ -20,7 +20,7 @@ class StepRules:
     """How the answers of an environment are read."""
 
     missing_state: Literal["error", "done"] = "error"
-    """Of a step that is not done and has no next state."""
+    """What a step without the key ``next_state`` is that is not done."""
 
     failure_reward: float | None = None
     """Reward of an action on which ``step`` fails, which ends the episode; None: the sample has failed."""
@@ -97,8 +97,8 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
     """Return a step's result, a :class:`StepResult` or a dict of its fields, as a checked :class:`StepResult`.
 
     ``reward`` is required; ``score`` defaults to it, ``done`` to False, ``extra_info`` to the argument. NumPy and torch
-    scalars are accepted: ``reward=x.mean()``, ``done=x.max() > 0``. With ``needs_state`` a step that is not done has a
-    ``next_state``.
+    scalars are accepted: ``reward=x.mean()``, ``done=x.max() > 0``. The key ``next_state`` with None ends the episode,
+    as in RL2. With ``needs_state`` a step that is not done has a ``next_state``.
     """
     if isinstance(returned, StepResult):
         values: dict[str, Any] = {name: getattr(returned, name) for name in _FIELDS}
@@ -117,6 +117,7 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
     if not isinstance(info, dict):
         raise EnvironmentFailed(f"step returned {_kind(info)} as 'extra_info'")
     next_state = values.get("next_state")
+    done = done or (isinstance(returned, Mapping) and "next_state" in returned and next_state is None)
     if next_state is None and not done and needs_state:
         raise EnvironmentFailed("step returned no 'next_state', and is not done (rollout.env_missing_state: done)")
     is_over = done or next_state is None

@@ -301,7 +301,9 @@ class _Server:
                 self._begin(number, arguments[0])
                 returned = [returned, arguments[0]]
             elif call == "step":
-                returned = dict(vars(returned))
+                returned = {
+                    name: value for name, value in vars(returned).items() if name != "next_state" or value is not None
+                }
             reply = _encode(returned)
         except EnvironmentFailed as error:
             reply = error_reply(str(error))

@@ -15,8 +15,9 @@ from dlrover.python.rl.environment.core.rewards import boxed_answer, decimal_val
 Operand: TypeAlias = Literal["add", "mult", "substraction", "subtraction", "division"]
 """The operation asked for; ``substraction`` is another spelling of ``subtraction``."""
 
-WORST_REWARD = -1e6
-"""The reward of an answer that cannot be read, or is wrong by 1000 and more."""
+MAX_ERROR, INVALID_PENALTY = 100.0, 1.0
+"""The largest squared error that counts, and what an answer without a number costs beyond it: RLFusion's ``max_error``
+and ``invalid_penalty``. One unreadable answer must not outweigh all the differences of its group."""
 
 _SYMBOLS: dict[str, tuple[str, Callable[[int, int], int]]] = {
     "add": ("+", operator.add),
@@ -50,16 +51,18 @@ class ArithmeticProblem(EnvBase):
         return self.prompt[-1]["content"]
 
     def get_reward(self, text: str) -> float:
-        r"""Minus the squared error of the last ``\boxed{}`` number, at least -10^6; 0 for the exact answer alone."""
+        r"""Return minus the squared error of the last ``\boxed{}`` number, -100 at least; -101 without a number.
+
+        Only the exact answer has the reward 0."""
         boxed = boxed_answer(text)
         value = None if boxed is None else decimal_value(boxed)
         if value is None:
-            return WORST_REWARD
+            return -(MAX_ERROR + INVALID_PENALTY)
         if value == self.answer:
             return 0.0
         error = float(value) - self.answer
         # The square of a small error may round to the reward of the exact answer.
-        return max(-max(error * error, 1e-12), WORST_REWARD)
+        return -min(max(error * error, 1e-12), MAX_ERROR)
 
 
 class MathDataset(Sequence[ArithmeticProblem]):

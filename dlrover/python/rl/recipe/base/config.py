@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from annotated_types import Ge, Gt, Le
 
+from dlrover.python.rl.config.typed import Translation
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.recipe.base.data_config import EvalConfig, PromptData
@@ -193,8 +194,8 @@ class RolloutConfig:
     """Timeout of a call of the environment; its sample then counts as failed."""
 
     env_missing_state: Literal["error", "done"] = "error"
-    """Treatment of a step that is not done and returns no next state: its sample counts as failed; or the episode is
-    over."""
+    """Treatment of a step that is not done and lacks ``next_state``: its sample counts as failed; or the episode is
+    over, as it is with a ``next_state`` of None."""
 
     env_failure_reward: float | None = None
     """Reward of an action on which ``step`` fails, by an exception or its timeout; the episode ends with it. None: its
@@ -336,7 +337,7 @@ class LogConfig:
 class PolicyConfig:
     """Settings shared by trainers that learn from samples."""
 
-    other_names: ClassVar[Mapping[str, str]] = POLICY_NAMES
+    other_names: ClassVar[Mapping[str, str | Translation]] = POLICY_NAMES
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
 
     model: str

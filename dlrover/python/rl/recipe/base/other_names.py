@@ -4,6 +4,8 @@ metrics."""
 
 from collections.abc import Mapping
 
+from dlrover.python.rl.config.typed import Translation
+
 _RL2_ACTOR = {
     "model_name": "model",
     "ddp_size": "engine.parallel.ddp_size",
@@ -35,7 +37,7 @@ EXAMPLE_NAMES: Mapping[str, str] = {
 }
 """Of recipes that learn from examples."""
 
-POLICY_NAMES: Mapping[str, str] = {
+POLICY_NAMES: Mapping[str, str | Translation] = {
     **_TRAINED,
     # RL2
     "train_data.path": "data.train",
@@ -56,6 +58,8 @@ POLICY_NAMES: Mapping[str, str] = {
     "kl.type": "algorithm.kl_in",
     "kl.loss_estimator": "algorithm.kl_estimator",
     "kl.reward_estimator": "algorithm.kl_estimator",
+    "adv.estimator": Translation("algorithm.name", {"gae": "ppo", "reinforce": "dr_grpo"}),
+    "adv.norm_var": Translation("algorithm.normalize", {True: "std_unbiased", False: "none"}),
     "adv.gamma": "algorithm.gamma",
     "adv.lamda": "algorithm.lam",
     # TRL
@@ -140,8 +144,6 @@ ELSEWHERE: Mapping[str, str] = {
     "actor.tis_coef": "algorithm.correction=truncate and algorithm.correction_high",
     "vllm_importance_sampling_correction": "algorithm.correction=truncate",
     "actor.freeze_steps": "critic.warmup_steps",
-    "adv.norm_var": "algorithm.normalize: std_unbiased for true, none for false",
-    "adv.estimator": "the recipe (ppo for gae) and algorithm.name",
     "loss_type": "algorithm.name and algorithm.averaging",
     "scale_rewards": "algorithm.normalize: std_unbiased for true, none for false",
     "importance_sampling_level": "algorithm.name: gspo for 'sequence'",
@@ -187,7 +189,9 @@ ELSEWHERE: Mapping[str, str] = {
 }
 """What answers a key that has no equal."""
 
-DISTILLATION_NAMES: Mapping[str, str] = {name: ours for name, ours in POLICY_NAMES.items() if name != "beta"}
+DISTILLATION_NAMES: Mapping[str, str | Translation] = {
+    name: ours for name, ours in POLICY_NAMES.items() if name != "beta"
+}
 """Of the recipe that learns from teachers."""
 
 DISTILLATION_ELSEWHERE: Mapping[str, str] = {
