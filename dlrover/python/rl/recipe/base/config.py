@@ -338,6 +338,7 @@ class PolicyConfig:
 
     other_names: ClassVar[Mapping[str, str]] = POLICY_NAMES
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
+    named: ClassVar[tuple[str, ...]] = ("algorithm",)
 
     model: str
     """Folder or hub name of a causal language model."""
