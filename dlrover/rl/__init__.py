@@ -5,6 +5,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
     from dlrover.python.rl.classic import (
         EnvBase,
         Evaluator,
@@ -50,6 +51,7 @@ _HOME = {
     "MathDataset": "dlrover.python.rl.classic",
     "NeedParallel": "dlrover.python.rl.session.split",
     "OnPolicyDistillationTrainer": "dlrover.python.rl.classic",
+    "PolicyGradient": "dlrover.python.rl.algorithm.losses.policy_gradient",
     "RLJob": "dlrover.python.rl.master.job",
     "RLJobBuilder": "dlrover.python.rl.master.job",
     "RLRoleType": "dlrover.python.rl.common.names",
@@ -83,6 +85,7 @@ __all__ = [
     "MathDataset",
     "NeedParallel",
     "OnPolicyDistillationTrainer",
+    "PolicyGradient",
     "RLJob",
     "RLJobBuilder",
     "RLRoleType",
@@ -116,4 +119,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted([*(name for name in globals() if name.startswith("__")), *__all__])

@@ -47,6 +47,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.machine import outstanding
+from dlrover.python.rl.control.recovery import completed_recoveries
 from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, MemberPhase, Phase, processes
 
 LOOSE = replace(TERMS, job_max_restart=99, trainer_max_restart=99, node_max_failures=99)
@@ -62,6 +63,16 @@ def test_a_lost_member_is_replaced_by_its_ready_standby_at_once():
     run(started("ROLLOUT", 1, 2, "d", standby=0))
     assert (run.phase("ROLLOUT[1]"), run.state.members[ProcessId("ROLLOUT", 1)].standby) == ("up", 0)
     assert run.commands == (StartStandby("ROLLOUT", 1),)
+
+
+def test_completed_recoveries_are_without_those_under_way():
+    run = Run(*OPEN, lost("ROLLOUT", 1), terms=LOOSE)
+    assert (run.state.recoveries, completed_recoveries(run.state)) == ({"ROLLOUT": 1}, {})
+    run(started("ROLLOUT", 1, 2, "d", standby=0))
+    assert completed_recoveries(run.state) == {"ROLLOUT": 1}
+    for member in (lost("ROLLOUT", 1, 2), lost("ROLLOUT", 0), lost("ACTOR", 0)):
+        run(member)
+    assert (run.state.recoveries, completed_recoveries(run.state)) == ({"ROLLOUT": 3, "ACTOR": 1}, {"ROLLOUT": 1})
 
 
 def test_without_a_ready_standby_a_new_process_starts():

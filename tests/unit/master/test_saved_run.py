@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.master.saved_run import how_to_go_on
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
@@ -22,7 +23,7 @@ JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}
         ("", "no step was committed; to begin again: "),
         ("elsewhere", "to go on, where its files are: "),
         ("memory", "its commits are in the memory of this machine only, and could not be saved to "),
-        ("copies", "to go on after its last committed step: "),
+        ("copies", "resume after its last committed step: "),
     ],
 )
 def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, monkeypatch, committed, said):
@@ -46,3 +47,6 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, monkeypatch, 
     text = how_to_go_on(job, job.job_dir, step=10 if committed == "elsewhere" else 0)
     assert text.startswith(said)
     assert text.endswith(f"dlrover-rl resume {job.job_dir}")
+    for_users = how_to_go_on(job, job.job_dir, cause=Cause(CauseKind.USER_ERROR, "trainer", "a row is too long"))
+    assert for_users.startswith("once its cause is fixed, resume after" if committed == "copies" else "")
+    assert bool(for_users) == (committed == "copies")

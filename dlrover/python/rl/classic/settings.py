@@ -50,6 +50,10 @@ def recipe_config(arguments: Any, computed: Mapping[str, Any]) -> dict[str, Any]
     return config
 
 
+_TRL_ARGUMENTS = {"args", "reward_funcs", "processing_class", "peft_config", "callbacks", "data_collator"}
+"""Arguments that TRL's trainers have and RLFusion's have not."""
+
+
 def names_arguments(kind: type[T]) -> type[T]:
     """Class decorator: the constructor's error for an unknown argument names the nearest one."""
     original: Callable[..., None] = vars(kind)["__init__"]
@@ -59,7 +63,11 @@ def names_arguments(kind: type[T]) -> type[T]:
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
         unknown = [f"'{name}'{hint(name, names)}" for name in kwargs if name not in names]
         if unknown:
-            raise TypeError(f"{kind.__name__.removeprefix('Classic')} has no argument {', '.join(unknown)}")
+            own_name = kind.__name__.removeprefix("Classic")
+            if foreign := sorted(_TRL_ARGUMENTS & set(kwargs)):
+                functions = "dlrover.rl.train_grpo, train_sft and the others, which read TRL's names"
+                raise TypeError(f"{own_name} is RLFusion's class and has no {', '.join(foreign)}: call {functions}")
+            raise TypeError(f"{own_name} has no argument {', '.join(unknown)}")
         original(self, *args, **kwargs)
 
     kind.__init__ = init  # type: ignore[method-assign]

@@ -10,7 +10,7 @@ A name is ``package.module:Attribute``, or built in, or registered by an install
 import importlib
 import pkgutil
 import sys
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from types import ModuleType
@@ -48,11 +48,15 @@ class ExtensionPoint:
             return name
         place = self.builtin.get(name) or self.places().get(name)
         if place is None:
-            names = sorted(self.places())
-            close = nearest(name, names)
-            message = f"no {self.noun} is called '{name}'" + (f"; did you mean '{close}'?" if close else "")
-            raise ClassNotFound(f"{message}; there are {', '.join(names)}, or give 'package.module:Name'")
+            raise ClassNotFound(self.describe_unknown(name, self.places()))
         return place
+
+    def describe_unknown(self, name: str, names: Collection[str]) -> str:
+        """Return the message about ``name``, with the nearest of the ``names`` that could stand in its place."""
+        module, dot, attribute = name.rpartition(".")
+        near = nearest(name, names) or (f"{module}:{attribute}" if dot else "")
+        message = f"no {self.noun} is called '{name}'" + (f"; did you mean '{near}'?" if near else "")
+        return f"{message}; there are {', '.join(sorted(names))}, or give 'package.module:Name'"
 
     def load(self, name: str) -> Any:
         return load_object(self.place(name))

@@ -59,6 +59,12 @@ def hint(name: str, known: Iterable[str]) -> str:
     return f"; known: {', '.join(names)}" if names else ""
 
 
+def variable_hint(text: str) -> str:
+    """Return how a job file names the environment variable that ``text`` has in a shell's way, ``$HOME/data``."""
+    variable = re.search(r"\$(\w+)", text)
+    return f"; an environment variable is written ${{oc.env:{variable[1]}}}" if variable else ""
+
+
 class ProcessKind(StrEnum):
     MEMBER = "member"
     STANDBY = "standby"

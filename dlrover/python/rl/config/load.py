@@ -135,15 +135,28 @@ def _read(text: str, where: str) -> _Read:
     except AssertionError:
         pass  # OmegaConf raises it for a lone number
     except (YAMLError, OmegaConfBaseException, RecursionError) as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{where}:{mark.line + 1}" if mark is not None else where
-        raise InvalidJob([ConfigError(place, f"not valid YAML: {getattr(error, 'problem', None) or error}")]) from error
+        raise InvalidJob([_yaml_error(text, where, error)]) from error
     if not isinstance(data, DictConfig):
         raise InvalidJob([ConfigError(where, "a job file is a mapping at its top level")])
     if what := _find_config_fault(data):
         errors.append(ConfigError("config", what))
         data["config"] = None
     return data, errors
+
+
+def _yaml_error(text: str, where: str, error: Exception) -> ConfigError:
+    mark = getattr(error, "problem_mark", None)
+    if mark is None:
+        return ConfigError(where, f"not valid YAML: {error}")
+    line = text.splitlines()[mark.line] if mark.line < len(text.splitlines()) else ""
+    fault = str(getattr(error, "problem", None) or error)
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        fault = "the line is indented with a tab; indent it with spaces"
+    elif "${" in line and "{" in line.replace("${", ""):
+        fault += "; put a value with ${...} in quotes where it stands between braces"
+    elif fault == "did not find expected key" or fault.startswith("mapping values are not allowed"):
+        fault += "; indent the keys of one mapping alike, and put text that has ': ' in quotes"
+    return ConfigError(f"{where}:{mark.line + 1}", f"not valid YAML: {fault}")
 
 
 def _find_config_fault(data: DictConfig) -> str:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """From OmegaConf's containers to plain values and back."""
 
+import os
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -61,6 +62,8 @@ def reference_error(container: Any, error: OmegaConfBaseException) -> ConfigErro
     where, what = str(getattr(error, "full_key", "") or "config"), str(error).splitlines()[0]
     missing = _NOT_FOUND.search(what)
     near = _nearest_key(missing[1], container._get_root(), where) if missing is not None else None
+    if missing is not None and missing[1] in os.environ:
+        return ConfigError(where, f"{what}: an environment variable is written ${{oc.env:{missing[1]}}}")
     return ConfigError(where, f"{what}; did you mean '${{{near}}}'?" if near else what)
 
 

@@ -22,6 +22,7 @@ _UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
 _REQUIRED = ("missing", "missing_argument")
 
 _NO_MAPPING = ("dataclass_type",)
+_NO_DICT = ("dict_type", "mapping_type")
 _NO_LIST = ("tuple_type", "list_type")
 _ALMOST = 0.8
 """Similarity from which an unknown key is taken to mean one of another place."""
@@ -47,6 +48,9 @@ class Translation:
 
 ELSEWHERE = "elsewhere"
 """The class variable of a schema that maps dotted keys of other libraries to what answers them."""
+
+NAMED = "named"
+"""The class variable of a schema with the keys of its open mappings that have a ``name``."""
 
 _MISSING = object()
 
@@ -206,7 +210,18 @@ def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigErr
     given = without_secrets(item["input"], place)
     what = _no_mapping(schema, path) if item["type"] in _NO_MAPPING else _lower(item["msg"])
     what = "input should be a list, [...]" if item["type"] in _NO_LIST else what
-    return ConfigError(place, what + (f", got {given!r}" if given != HIDDEN else ""))
+    what = "has to be a mapping" if item["type"] in _NO_DICT else what
+    what += f", got {given!r}" if given != HIDDEN else ""
+    if isinstance(given, str) and given != HIDDEN and _has_name(schema, path, item["type"]):
+        what += f"; did you mean {'.'.join(map(str, path))}.name={given}?"
+    return ConfigError(place, what)
+
+
+def _has_name(schema: Any, path: Sequence[Any], kind: str) -> bool:
+    """Return True for a mapping with a key ``name``, for which a text is a usual short form elsewhere."""
+    if kind in _NO_MAPPING:
+        return "name" in _fields_at(schema, path)
+    return kind in _NO_DICT and ".".join(map(str, path)) in getattr(schema, NAMED, ())
 
 
 def _hint_of_key(schema: Any, path: Sequence[str], where: str) -> str:

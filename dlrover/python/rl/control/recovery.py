@@ -5,6 +5,7 @@ An event names the incarnation or epoch that it concerns. The recovery raises th
 of the same death, in any order and number, concern a number of the past and change nothing.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -200,6 +201,18 @@ def _replace_standby(state: JobState, settings: Submitted, role: str, number: in
         return state, (kill,)
     state, commands = add_standby(state, role, backoff_s(state, settings, subject))
     return state, (kill, *commands)
+
+
+def completed_recoveries(state: JobState) -> dict[str, int]:
+    """Return the recoveries of each subject whose processes came up again."""
+    roles = state.settings.roles if state.settings is not None else {}
+    under_way = Counter(process_id.role for process_id, member in state.members.items() if member.process is None)
+    for role, settings in roles.items():
+        if settings.scope is RecoveryScope.GROUP:
+            under_way[role] = min(under_way[role], 1)
+    under_way["trainer"] = int(state.trainer.process is None)
+    completed = {subject: count - under_way[subject] for subject, count in state.recoveries.items()}
+    return {subject: count for subject, count in completed.items() if count > 0}
 
 
 # -- by scope ---------------------------------------------------------------------------------------------------------

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
-from dlrover.python.rl.common.names import hint, nearest_path
+from dlrover.python.rl.common.names import hint, nearest_path, variable_hint
 from dlrover.python.rl.data.surrogates import surrogate_faults
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -195,7 +195,7 @@ def describe_unreadable(path: Path, error: OSError) -> str:
     if not isinstance(error, FileNotFoundError):
         return f"cannot be read: {error.strerror}"
     if not path.parent.is_dir():
-        return f"no such file; there is no folder {path.parent}"
+        return f"no such file; there is no folder {path.parent}{variable_hint(str(path))}"
     names = sorted(file.name for file in path.parent.iterdir())
     same = (name for name in names if path.suffix and name.partition(".")[0] == path.name.partition(".")[0])
     close = nearest_path(path.name, names) or next(same, None)

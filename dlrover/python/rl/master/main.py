@@ -343,12 +343,17 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     click.echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
     if ended.cause is not None and ended.cause.detail:
         click.echo(f"\n{ended.cause.detail}", err=True)
-    if ended.phase is not Phase.FINISHED and ended.folder:
-        click.echo(how_to_go_on(job, Path(ended.folder), ended.step), err=True)
+    _show_how_to_go_on(job, ended)
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:
         sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
+
+
+def _show_how_to_go_on(job: JobSpec, ended: JobStatus) -> None:
+    if ended.phase is not Phase.FINISHED and ended.folder:
+        line = how_to_go_on(job, Path(ended.folder), ended.step, ended.cause)
+        click.echo(line, err=True, nl=bool(line))
 
 
 def _print_summary(ended: JobStatus) -> None:

@@ -18,7 +18,7 @@ import cloudpickle
 from dlrover.python.rl.common.errors import MasterLost
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.master.checked_job import CheckedJob
-from dlrover.python.rl.master.ray_run import run_on_cluster
+from dlrover.python.rl.master.ray_run import interrupted, run_on_cluster
 from dlrover.python.rl.runtime.ray.cluster.cluster import RAYS_ERRORS, lost_process
 
 _PR_SET_PDEATHSIG = 1
@@ -26,6 +26,9 @@ _LOOK_S = 0.5
 _RAYLET_S = 2.0
 _GCS_S = 30.0  # it is started again
 _LOST = 76
+
+READY = "ready"
+"""The first message: from here on Ctrl-C stops the job, and before it there is nothing to stop."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +63,10 @@ def _end_if_lost(tell: Callable[[Any], None]) -> None:
 
 def _run(errand: Errand, tell: Callable[[Any], None]) -> Any:
     try:
+        tell(READY)
         return run_on_cluster(errand.checked, tell, tell, errand.address, folder=errand.folder, again=errand.again)
+    except KeyboardInterrupt:
+        return interrupted(errand.checked.job)
     except RAYS_ERRORS as error:
         return MasterLost(f"Ray was lost: {type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 -- the supervisor raises it

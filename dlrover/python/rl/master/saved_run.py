@@ -18,6 +18,7 @@ from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import hidden_in, unseal
 from dlrover.python.rl.config.spec import RUNS, JobSpec
+from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
@@ -135,11 +136,17 @@ def last_commit(job: JobSpec, folder: Path, archive: str = "") -> tuple[int | No
     return usable and usable[1].step, any_settings and any_settings[1].step
 
 
-def how_to_go_on(job: JobSpec, folder: Path, step: int = 0) -> str:
-    """What a run that has not finished tells its user; ``step`` is the last one that is known."""
+def how_to_go_on(job: JobSpec, folder: Path, step: int = 0, cause: Cause | None = None) -> str:
+    """Return the line that tells how to resume a run, empty where only a change of the job or its data helps.
+
+    ``step`` is the last one that is known."""
     again = resume_command(job.archive or folder)
+    needs_change = cause is not None and cause.kind in (CauseKind.USER_ERROR, CauseKind.START_FAILED)
     if last_commit(job, folder, job.archive)[0] is not None:
-        return f"to go on after its last committed step: {again}"
+        fixed = "once its cause is fixed, resume" if needs_change else "resume"
+        return f"{fixed} after its last committed step: {again}"
+    if needs_change:
+        return ""
     if has_commits(folder):
         what = f"its commits are in the memory of this machine only, and could not be saved to {folder}"
         return f"{what}: make room there, and go on before the machine restarts: {again}"

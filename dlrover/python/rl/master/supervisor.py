@@ -70,9 +70,10 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
                 again = job.run != checked.job.run
                 return _attempt(replace(checked, job=job), report, announce, address, interrupts, again)
             except _Lost as lost:
-                where = losses.count(lost)
-            announce(f"going on {where}")
-            losses.pause(interrupts)
+                loss = lost
+            if not interrupts.count:
+                announce(f"going on {losses.count(loss)}")
+                losses.pause(interrupts)
             if interrupts.count:
                 return interrupted(job)
             job = replace(job, run=new_run(), overwrite=False, checkpoint=replace(job.checkpoint, resume="latest"))
@@ -150,7 +151,8 @@ class _Child:
         )
         theirs.close()
         self._pumps = [_pump(self._process.stdout, "stdout"), _pump(self._process.stderr, "stderr")]
-        self._ended = False
+        self._ended = self._is_ready = False
+        self._passed_on = 0
 
     def __enter__(self) -> "_Child":
         return self
@@ -169,14 +171,11 @@ class _Child:
         self._connection.close()
 
     def follow(self, report: Reporter, announce: Announcer, interrupts: Interrupts) -> JobStatus:
-        told = 0
         with suppress(BrokenPipeError):
             self._connection.send((sys.path, sys.argv))
             self._connection.send_bytes(cloudpickle.dumps(self._errand))
         while True:
-            if interrupts.count > told:
-                told += 1
-                self._process.send_signal(signal.SIGINT)
+            self._pass_on(interrupts)
             if not self._connection.poll(_POLL_S):
                 continue
             try:
@@ -184,6 +183,8 @@ class _Child:
             except (EOFError, ConnectionError):
                 raise _Lost(f"Ray was lost ({self._how_it_ended()})") from None
             match message:
+                case ray_child.READY:
+                    self._is_ready = True
                 case StepReport():
                     report(message)
                 case str():
@@ -197,6 +198,12 @@ class _Child:
                 case BaseException():
                     self._ended = True
                     raise message
+
+    def _pass_on(self, interrupts: Interrupts) -> None:
+        """Pass a Ctrl-C on; a child that has nothing to stop yet is ended."""
+        if interrupts.count > self._passed_on:
+            self._passed_on += 1
+            self._process.send_signal(signal.SIGINT if self._is_ready else signal.SIGTERM)
 
     def _is_first_refusal(self, error: Exception) -> bool:
         return isinstance(error, ClusterUnavailable) and not self._errand.again

@@ -29,7 +29,7 @@ class Inputs:
         """``keys`` with the named arguments. Raises InvalidJob with what cannot be written."""
         try:
             values = {key: self._plain(value) for key, value in keys.items() if key != "algorithm"}
-            values["model"] = str(given["model"])
+            values["model"] = _model(given["model"])
             for split in ("train", "eval"):
                 if given[split] is not None:
                     values[f"data.{split}"] = self._rows(given[split], split)
@@ -105,6 +105,16 @@ class Inputs:
         return self._name(value) if callable(value) else value
 
 
+def _model(model: Any) -> str:
+    """Return the place of a model; raise InvalidJob for another value."""
+    if isinstance(model, str | Path) and str(model):
+        return str(model)
+    kind = "None" if model is None else f"a {type(model).__name__}"
+    what = f"is {kind}, and has to be a folder or a hub name"
+    saving = "; model.save_pretrained(folder) makes one" if hasattr(model, "save_pretrained") else ""
+    raise InvalidJob([ConfigError("model", what + saving)])
+
+
 def _argument(split: str) -> str:
     return "dataset" if split == "train" else "eval_dataset"
 
@@ -115,6 +125,8 @@ def _iterated(rows: Any, split: str) -> Any:
             what = f"is a dict of the columns {', '.join(map(str, rows))}: give a list of rows, each a dict, or "
             what += f"datasets.Dataset.from_dict({_argument(split)})"
             raise InvalidJob([ConfigError(_argument(split), what)])
+        if all(isinstance(value, str | int | float | None) for value in rows.values()):
+            raise InvalidJob([ConfigError(_argument(split), "is one row: give a list of rows, [{...}, ...]")])
         what = f"has the splits {', '.join(map(str, rows))}: give one of them, dataset['train']"
         raise InvalidJob([ConfigError(_argument(split), what)])
     try:

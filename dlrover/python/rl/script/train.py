@@ -168,7 +168,7 @@ def _run_on_ray(describe: Callable[[], JobSpec], runtime: str) -> TrainResult:
 
 def _show_how_to_go_on(folder: Path) -> None:
     if has_commits(folder):
-        _show(f"to go on after its last committed step: {resume_command(folder)}")
+        _show(f"resume after its last committed step: {resume_command(folder)}")
 
 
 def _describe(recipe: str, keys: Mapping[str, Any], given: Mapping[str, Any], on_ray: bool) -> JobSpec:

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import check_job_name, hint
+from dlrover.python.rl.common.names import check_job_name, hint, resume_command
+from dlrover.python.rl.control.recovery import completed_recoveries
 from dlrover.python.rl.master.operations.history import JobHistory, RunHistory
 from dlrover.python.rl.master.process.status import JobStatus, RunningProcess
 from dlrover.python.rl.runtime.owner import Owner, newest_owner
@@ -133,7 +134,7 @@ def view_of_folder(name: str, folder: Path, history: RunHistory, asked: str = ""
     state, last = history.state, _last_metrics(folder)
     over = state.phase.terminal
     holder = None if over else holder_of(folder, asked)
-    reason = _where(holder) if holder else "its master is gone; the run goes on with: dlrover-rl resume"
+    reason = _where(holder) if holder else f"its master is gone; to resume the run: {resume_command(folder)}"
     return JobView(
         name=name,
         phase=state.phase.value if over else "running" if holder else "lost",
@@ -148,7 +149,7 @@ def view_of_folder(name: str, folder: Path, history: RunHistory, asked: str = ""
         detail=state.failure.detail if state.failure else "",
         folder=str(folder),
         roles=history.roles,
-        recoveries=dict(state.recoveries),
+        recoveries=dict(state.recoveries) if over else completed_recoveries(state),
     )
 
 

@@ -10,7 +10,7 @@ import torch
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.dapo import DAPO
 from dlrover.python.rl.algorithm.dpo import DPO
-from dlrover.python.rl.algorithm.registry import option_names
+from dlrover.python.rl.algorithm.registry import ALGORITHMS, option_names
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import (
@@ -21,7 +21,7 @@ from dlrover.python.rl.common.errors import (
     MissingExtra,
     VerifierError,
 )
-from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.common.names import WELL_KNOWN_ROLES, RLRoleType, nearest
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.api.registry import (
     ROLLOUT_ENGINES,
@@ -57,6 +57,8 @@ _OF_REWARD_ROLES = ("function", "model", "timeout_s", "workers", "memory_mb")
 
 _RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}
 """The recipe whose trainer has a column."""
+
+_FROM_EXAMPLES = (SFT, DPO, RewardModel)
 
 
 def point_to_options(errors: Iterable[ConfigError], algorithm: str) -> list[ConfigError]:
@@ -202,7 +204,11 @@ def validate_roles(trainer: str, cfg: PolicyConfig, roles: Mapping[RLRoleType, i
 
 
 def require_role(trainer: str, role: RLRoleType, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-    return [] if role in roles else [ConfigError("workload", f"the role '{role.lower()}' is required by {trainer}")]
+    if role in roles:
+        return []
+    near = nearest(role, [name for name in roles if name not in WELL_KNOWN_ROLES])
+    also = f", and the job has '{near.lower()}'; did you mean '{role.lower()}'?" if near else ""
+    return [ConfigError("workload", f"the role '{role.lower()}' is required by {trainer}{also}")]
 
 
 def validate_algorithm(
@@ -214,10 +220,14 @@ def validate_algorithm(
         algorithm = make()
     except InvalidJob as error:
         errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+        name = str(cfg.algorithm.get("name", ""))
+        if ":" not in name and name not in (places := ALGORITHMS.places()):
+            names = [other for other in places if not issubclass(ALGORITHMS.load(other), _FROM_EXAMPLES)]
+            errors = [ConfigError("config.algorithm.name", ALGORITHMS.describe_unknown(name, names))]
         if error.salvaged is None:
             return errors
         algorithm = error.salvaged
-    if isinstance(algorithm, SFT | DPO | RewardModel):
+    if isinstance(algorithm, _FROM_EXAMPLES):
         what = "it learns from examples, not from samples as this trainer does"
         return [*errors, ConfigError("config.algorithm.name", what)]
     try:

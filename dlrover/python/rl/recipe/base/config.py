@@ -339,6 +339,7 @@ class PolicyConfig:
 
     other_names: ClassVar[Mapping[str, str | Translation]] = POLICY_NAMES
     elsewhere: ClassVar[Mapping[str, str]] = ELSEWHERE
+    named: ClassVar[tuple[str, ...]] = ("algorithm",)
 
     model: str
     """Folder or hub name of a causal language model."""

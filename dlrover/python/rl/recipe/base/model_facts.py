@@ -11,6 +11,7 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError, EngineError
 from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_cached, is_path
+from dlrover.python.rl.common.names import variable_hint
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.model.loading import fingerprint_files
 from dlrover.python.rl.engine.model.model_shape import find_config_file, shape_of
@@ -141,9 +142,9 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
         siblings = folder.parent.glob("*/config.json") if folder.parent.is_dir() else ()
         close = get_close_matches(folder.name, [path.parent.name for path in siblings], 1, _ALMOST)
         is_meant_so = close and ("/" not in model or not is_cached(model))
-        if is_meant_so or is_path(model):
+        if is_meant_so or is_path(model) or variable_hint(model):
             advice = f"; did you mean '{folder.parent / close[0]}'?" if close else how_to_cache(model)
-            return [ConfigError(where, f"no such folder: {model}{advice}")]
+            return [ConfigError(where, f"no such folder: {model}{variable_hint(model) or advice}")]
         fault = hub_fault("model", model) if current_lookup() is Lookup.ALL else ""
         return [ConfigError(where, f"no folder '{model}', and {fault}")] if fault else []
     if not (folder / "config.json").is_file():

@@ -115,6 +115,9 @@ _LORA_SETTINGS = {
     "lora_target_modules": "engine.lora.targets, the last parts of layers' names",
     "target_modules": "engine.lora.targets, the last parts of layers' names",
     "lora_dropout": "none: adapters have no dropout",
+    "lora.r": "engine.lora.rank",
+    "lora.lora_alpha": "engine.lora.alpha",
+    "lora.target_modules": "engine.lora.targets, the last parts of layers' names",
 }
 """Of TRL, OpenRLHF and verl."""
 
