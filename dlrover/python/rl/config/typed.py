@@ -207,14 +207,14 @@ def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigErr
         return ConfigError(place, f"unknown key '{path[-1]}'{_hint_of_key(schema, [*map(str, path)], where)}")
     if item["type"] in _REQUIRED:
         return ConfigError(place, "is required")
-    given = without_secrets(item["input"], place)
-    what = _no_mapping(schema, path) if item["type"] in _NO_MAPPING else _lower(item["msg"])
-    what = "input should be a list, [...]" if item["type"] in _NO_LIST else what
-    what = "has to be a mapping" if item["type"] in _NO_DICT else what
-    what += f", got {given!r}" if given != HIDDEN else ""
-    if isinstance(given, str) and given != HIDDEN and _has_name(schema, path, item["type"]):
-        what += f"; did you mean {'.'.join(map(str, path))}.name={given}?"
-    return ConfigError(place, what)
+    value = without_secrets(item["input"], place)
+    text = _no_mapping(schema, path) if item["type"] in _NO_MAPPING else _lower(item["msg"])
+    text = "input should be a list, [...]" if item["type"] in _NO_LIST else text
+    text = "has to be a mapping" if item["type"] in _NO_DICT else text
+    text += f", got {value!r}" if value != HIDDEN else ""
+    if isinstance(value, str) and value != HIDDEN and _has_name(schema, path, item["type"]):
+        text += f"; did you mean {'.'.join(map(str, path))}.name={value}?"
+    return ConfigError(place, text)
 
 
 def _has_name(schema: Any, path: Sequence[Any], kind: str) -> bool:

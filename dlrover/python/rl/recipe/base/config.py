@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: all settings that recipes share, each with its text for the reference
 """A job file's ``config`` for the ready recipes."""
 
 import importlib.util
