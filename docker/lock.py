@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print ``requirements.lock``: what the core's image installs, at the versions of the constraints, with the hashes of
-its wheels for Python 3.11 on Linux. ``python docker/lock.py > requirements.lock``, as ``make lock`` does.
+"""Print ``requirements/core.lock``: what the core's image installs, at the versions of the constraints, with the hashes
+of its wheels for Python 3.11 on Linux. ``python docker/lock.py > requirements/core.lock``, as ``make lock`` does.
 
 Without torch, but with what it needs: its builds for CPUs and CUDA are different files of different indexes, and that
 of CUDA brings packages of its own.
@@ -44,7 +44,7 @@ def resolve(machine: str) -> list[dict[str, object]]:
     platforms = [f"--platform=manylinux_{glibc}_{machine}" for glibc in GLIBC]
     platforms += [f"--platform={name}_{machine}" for name in ("manylinux2014", "manylinux1", "linux")]
     target = [*platforms, "--python-version=3.11", "--only-binary=:all:", "--target=/nonexistent"]
-    constraints = f"--constraint={ROOT / 'constraints.txt'}"
+    constraints = f"--constraint={ROOT / 'requirements/constraints.txt'}"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report=-"]
     done = subprocess.run(
         [*command, constraints, *target, *requirements()], stdout=subprocess.PIPE, check=True, timeout=1800

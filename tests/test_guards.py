@@ -271,7 +271,7 @@ def what_is_installed_is_pinned(folder):
 
 
 def constraints():
-    return (ROOT / "constraints.txt").read_text()
+    return (ROOT / "requirements/constraints.txt").read_text()
 
 
 def requirements():
