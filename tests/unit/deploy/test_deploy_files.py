@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images, scripts and manifests pass the checks of the tools that read them."""
 
-import ast
 import copy
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jsonschema
@@ -68,9 +68,8 @@ def test_the_core_is_installed_from_a_lock_with_hashes_of_the_versions_that_are_
     lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements/constraints.txt").read_text(), re.M)
     tested = {name.lower().replace("_", "-"): version for name, version in lines}
     assert locked == {name: tested.get(name) for name in locked}
-    body = ast.parse((ROOT / "setup.py").read_text()).body
-    lists = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign)}
-    asked = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in ast.literal_eval(lists["CORE"])}
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    asked = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in core}
     assert asked - locked.keys() == {"torch"}
     assert "--require-hashes --requirement requirements/core.lock" in (DOCKER / "install.sh").read_text()
 
