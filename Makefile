@@ -25,7 +25,7 @@ export PYTHONDONTWRITEBYTECODE :=
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-commits bench-dispatch bench-async example-trl example-verl example-openrlhf trace-step check lint types docs lock audit format clean
+.PHONY: help demo test test-slow test-backends test-peers test-lower chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-commits bench-dispatch bench-async example-trl example-verl example-openrlhf trace-step check lint types docs lock audit format clean
 
 help: ## List the targets
 	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -79,6 +79,9 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 
+# Tests that take two minutes together.
+FAST := tests/unit/common tests/unit/config tests/unit/control tests/unit/trainer tests/contract
+
 test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
 	$(BIN)/python -m pytest -m slow
 
@@ -98,6 +101,17 @@ $(VENV)-peers/ready: pyproject.toml requirements/constraints.txt requirements/pe
 
 test-peers: $(VENV)-peers/ready ## Compare losses and advantages with those of verl and TRL
 	$(VENV)-peers/bin/python -m pytest tests/unit/algorithm/test_peers.py
+
+.venv-lower/ready: pyproject.toml requirements/lower.py
+	$(PYTHON) -m venv .venv-lower
+	$(PYTHON) requirements/lower.py $(ARGS) > .venv-lower/constraints.txt
+	.venv-lower/bin/python -m pip install --quiet --constraint .venv-lower/constraints.txt --editable '.[test]'
+	@touch $@
+
+test-lower: .venv-lower/ready ## Run the fast tests at the lowest versions that pyproject.toml allows
+	.venv-lower/bin/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' $(FAST) tests/unit/data tests/unit/session \
+		tests/unit/service/test_server.py
+	.venv-lower/bin/python -m pytest -m 'ray and not slow' tests/contract/test_port_contract.py
 
 chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
 	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)
@@ -167,8 +181,7 @@ trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (AR
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_architecture.py tests/unit/common tests/unit/config \
-		tests/unit/control tests/unit/trainer tests/contract
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_architecture.py $(FAST)
 
 lint: $(VENV)/dev ## Ruff: rules and format
 	$(BIN)/ruff check .
