@@ -25,10 +25,14 @@ export PYTHONDONTWRITEBYTECODE :=
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers test-lower chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-commits bench-dispatch bench-async example-trl example-verl example-openrlhf trace-step check lint types docs lock audit format clean
+BENCHES := async commits dispatch recovery rollout training weight-sync
+EXAMPLES := openrlhf trl verl
+.PHONY: help demo test test-slow test-backends test-peers test-lower chaos chaos-outside bench example trace-step \
+	check lint types docs lock audit format clean $(BENCHES:%=bench-%) $(EXAMPLES:%=example-%)
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "ARGS='...' adds arguments to what a target runs: make bench NAME=rollout ARGS=--quick"
 
 $(VENV)/core: pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
@@ -69,7 +73,7 @@ ifeq ($(TRAIN),megatron)
 DEMO_ENGINES += +engine.train_options.cpu_shim=true
 endif
 
-demo: $(DEMO_ENV) ## Train a small model with GRPO on Ray, to a curve and a table (TRAIN= ROLLOUT= SEED=0 ARGS='key=value ...')
+demo: $(DEMO_ENV) ## Train a small model with GRPO on Ray: a curve and a table (TRAIN= ROLLOUT= SEED=0)
 	$(dir $(DEMO_ENV))bin/python examples/arithmetic/demo.py --seed $(SEED) $(DEMO_ENGINES) $(ARGS)
 
 # Where the tests on Ray are: to collect all the others takes as long as several of them.
@@ -82,7 +86,7 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 # Tests that take two minutes together.
 FAST := tests/unit/common tests/unit/config tests/unit/control tests/unit/trainer tests/contract
 
-test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
+test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready ## Run the slow tests: every kind of fault, the demo on three seeds, backends
 	$(BIN)/python -m pytest -m slow
 
 test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Run the contracts on deepspeed, megatron, vllm
@@ -113,19 +117,32 @@ test-lower: .venv-lower/ready ## Run the fast tests at the lowest versions that 
 		tests/unit/service/test_server.py
 	.venv-lower/bin/python -m pytest -m 'ray and not slow' tests/contract/test_port_contract.py
 
-chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
+chaos: $(VENV)/dev ## Inject faults into a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
 	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)
 
-chaos-outside: $(VENV)/dev ## Kill processes of runs from their first second on, by the process table alone (RUNS=20)
+chaos-outside: $(VENV)/dev ## Kill processes of runs, found in the process table only (RUNS=20)
 	$(BIN)/python -m tests.chaos.outside --seeds 1-$(RUNS) $(ARGS)
 
-bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=--quick to try it)
+# `make bench NAME=rollout` runs `make bench-rollout`. An unknown NAME chooses nothing and is an error.
+chosen = $(if $(filter-out $(1),$(NAME)),,$(NAME))
+check_name = $(if $(call chosen,$(1)),,$(error make $@: NAME must be one of: $(1)$(if $(NAME), (not '$(NAME)'))))
+
+bench: $(addprefix bench-,$(call chosen,$(BENCHES))) ## Measure a part: NAME=async|commits|dispatch|recovery|rollout|training|weight-sync
+	@$(call check_name,$(BENCHES)):
+
+example: $(addprefix example-,$(call chosen,$(EXAMPLES))) ## Run another library's training on this package: NAME=openrlhf|trl|verl (SEED=0)
+	@$(call check_name,$(EXAMPLES)):
+
+# Measure detection, recovery and their cost.
+bench-recovery: $(VENV)/dev
 	$(BIN)/python -m benchmarks.recovery $(ARGS)
 
-bench-commits: $(VENV)/dev ## Measure what commits cost, by the size of the model (ARGS=--quick to try it)
+# Measure what commits cost, by the size of the model.
+bench-commits: $(VENV)/dev
 	$(ALONE) $(BIN)/python -m benchmarks.commit_cost $(ARGS)
 
-bench-rollout: $(VENV)/dev ## Measure rollout against transformers, and vLLM if .venv-vllm is there (ARGS=--quick to try it)
+# Measure rollout against transformers, and vLLM if .venv-vllm is there.
+bench-rollout: $(VENV)/dev
 	$(ALONE) $(BIN)/python -m benchmarks.rollout $(addprefix --vllm-python ,$(wildcard .venv-vllm/bin/python)) $(ARGS)
 
 $(VENV)-trl/ready: pyproject.toml requirements/constraints.txt
@@ -133,13 +150,16 @@ $(VENV)-trl/ready: pyproject.toml requirements/constraints.txt
 	$(VENV)-trl/bin/python -m pip install --quiet --constraint requirements/constraints.txt --editable . trl==1.16.0
 	@touch $@
 
-bench-training: $(VENV)-trl/ready ## Measure training against TRL, in an environment that has it (ARGS=--quick to try it)
+# Measure training against TRL, in an environment that has it.
+bench-training: $(VENV)-trl/ready
 	$(ALONE) $(VENV)-trl/bin/python -m benchmarks.training $(ARGS)
 
-bench-weight-sync: $(VENV)/dev ## Measure weight sync against a plain memory copy (ARGS=--quick to try it)
+# Measure weight sync against a plain memory copy.
+bench-weight-sync: $(VENV)/dev
 	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
 
-bench-async: $(VENV)/dev ## Measure how much sooner a run ends whose rollouts run ahead (ARGS=--quick to try it)
+# Measure how much sooner a run ends whose rollouts run ahead.
+bench-async: $(VENV)/dev
 	$(BIN)/python -m benchmarks.running_ahead $(ARGS)
 
 # Both peers' groups of actors, without the versions of everything else that they ask for.
@@ -151,10 +171,12 @@ $(VENV)-groups/ready: pyproject.toml requirements/verl.txt requirements/openrlhf
 	rm -r $(VENV)-groups/lib/python3*/site-packages/tests # both bring a package of this name
 	@touch $@
 
-bench-dispatch: $(VENV)-groups/ready ## Measure calls of role groups against Ray, verl and OpenRLHF (ARGS=--quick to try it)
+# Measure calls of role groups against Ray, verl and OpenRLHF.
+bench-dispatch: $(VENV)-groups/ready
 	$(VENV)-groups/bin/python -m benchmarks.dispatch $(ARGS)
 
-example-trl: $(VENV)-trl/ready ## Run TRL's GRPOTrainer script with its import line changed (SEED=0)
+# Run TRL's GRPOTrainer script with its import line changed.
+example-trl: $(VENV)-trl/ready
 	$(VENV)-trl/bin/python examples/trl/train.py $(SEED)
 
 $(VENV)-verl/ready: pyproject.toml requirements/verl.txt
@@ -163,7 +185,8 @@ $(VENV)-verl/ready: pyproject.toml requirements/verl.txt
 	$(VENV)-verl/bin/python -m pip install --quiet --no-deps --editable . verl==0.9.1
 	@touch $@
 
-example-verl: $(VENV)-verl/ready ## Run verl's PPO on megatron-core over role groups (SEED=0 ARGS='key=value ...')
+# Run verl's PPO on megatron-core over role groups.
+example-verl: $(VENV)-verl/ready
 	$(VENV)-verl/bin/python -m dlrover.python.rl.recipe.tiny --out runs/verl-model --seed $(SEED)
 	$(VENV)-verl/bin/dlrover-rl run examples/verl/job.yaml data.seed=$(SEED) actor_rollout_ref.rollout.seed=$(SEED) $(ARGS)
 
@@ -173,7 +196,8 @@ $(VENV)-openrlhf/ready: pyproject.toml requirements/openrlhf.txt
 	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps --editable . openrlhf==0.11.2
 	@touch $@
 
-example-openrlhf: $(VENV)-openrlhf/ready ## Run OpenRLHF's PPO on DeepSpeed over role groups (SEED=0 ARGS='key=value ...')
+# Run OpenRLHF's PPO on DeepSpeed over role groups.
+example-openrlhf: $(VENV)-openrlhf/ready
 	$(VENV)-openrlhf/bin/python -m dlrover.python.rl.recipe.tiny --out runs/openrlhf-model --seed $(SEED)
 	$(VENV)-openrlhf/bin/dlrover-rl run examples/openrlhf/job.yaml train.seed=$(SEED) $(ARGS)
 
@@ -181,7 +205,7 @@ trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (AR
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers and the fast tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_architecture.py $(FAST)
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_architecture.py tests/test_repository.py $(FAST)
 
 lint: $(VENV)/dev ## Ruff: rules and format
 	$(BIN)/ruff check .
