@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a contributor meets first: the root of the repository, and the make targets."""
+"""What a contributor meets first: the root of the repository, the make targets and the commit hook."""
 
 import os
 import re
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
@@ -99,3 +101,25 @@ def test_unknown_name_runs_nothing_and_lists_names(target, arguments):
     assert (done.returncode, done.stdout) == (2, "")
     (line,) = done.stderr.splitlines()
     assert f"NAME must be one of: {' '.join(sorted(NAMES[target]))}" in line
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("Move the constraints to requirements/\n\nA body ends with a full stop.\n", ""),
+        ("# a comment of git\n\n" + "x" * 72 + "\n", ""),
+        ("ä" * 72, ""),
+        ("x" * 73 + "\n", "the subject has 73 characters, at most 72 are allowed"),
+        ("Move the lock.\n", "the subject ends with a full stop"),
+        ("Merge branch 'main' of a repository with a long name into a branch with a longer name", ""),
+    ],
+)
+def test_commit_subject_is_checked(tmp_path, message, error):
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"][2:]
+    assert hook["stages"] == ["commit-msg"]
+    file = tmp_path / "COMMIT_EDITMSG"
+    file.write_text(message, encoding="utf-8")
+    command = [sys.executable, *hook["entry"].split()[1:], str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    expected = f"commit message: {error}\n" if error else ""
+    assert (done.returncode, done.stderr) == (bool(error), expected)
