@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a contributor meets first: the root of the repository, the make targets and the commit hook."""
+"""What a contributor meets first: the root of the repository, the make targets, the commit hook and CI."""
 
 import os
 import re
@@ -123,3 +123,11 @@ def test_commit_subject_is_checked(tmp_path, message, error):
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
     expected = f"commit message: {error}\n" if error else ""
     assert (done.returncode, done.stderr) == (bool(error), expected)
+
+
+def test_workflows_pin_actions_by_commit():
+    workflows = [path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml")]
+    uses = [line.strip() for text in workflows for line in re.findall(r"uses: .*", text)]
+    assert uses and all(re.fullmatch(r"uses: [\w/-]+@[0-9a-f]{40} # v[\d.]+", line) for line in uses)
+    matrix = yaml.safe_load(workflows[0])["jobs"]["make"]["strategy"]["matrix"]
+    assert {*matrix["target"], *(entry["target"] for entry in matrix["include"])} <= TARGETS
