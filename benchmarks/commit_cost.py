@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commits cost a job, by the size of its model: ``make bench-commits``.
+"""What commits cost a job, by the size of its model: ``make bench NAME=commits``.
 
 GRPO in one process, as many steps with commits (``checkpoint.commit_every: auto``, in memory) as without, in processes
 of their own, in turn. Compared are the wall times of the steps; the first ones are a figure of their own, since unused

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast rollout engines draw tokens: ``make bench-rollout`` (``--quick`` to try it).
+"""How fast rollout engines draw tokens: ``make bench NAME=rollout`` (``--quick`` to try it).
 
 Each round lets every engine do each work once, one after the other in changing order, in one run on one machine. The
 engines have the same model, prompts, lengths and cores, and decode 64 sequences at a time:

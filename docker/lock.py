@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Print ``requirements.lock``: what the core's image installs, at the versions of the constraints, with the hashes of
-its wheels for Python 3.11 on Linux. ``python docker/lock.py > requirements.lock``, as ``make lock`` does.
+"""Print ``requirements/core.lock``: what the core's image installs, at the versions of the constraints, with the hashes
+of its wheels for Python 3.11 on Linux. ``python docker/lock.py > requirements/core.lock``, as ``make lock`` does.
 
 Without torch, but with what it needs: its builds for CPUs and CUDA are different files of different indexes, and that
 of CUDA brings packages of its own.
 """
 
-import ast
 import json
 import subprocess
 import sys
+import tomllib
 from collections import defaultdict
 from importlib import metadata
 from pathlib import Path
@@ -44,7 +44,7 @@ def resolve(machine: str) -> list[dict[str, object]]:
     platforms = [f"--platform=manylinux_{glibc}_{machine}" for glibc in GLIBC]
     platforms += [f"--platform={name}_{machine}" for name in ("manylinux2014", "manylinux1", "linux")]
     target = [*platforms, "--python-version=3.11", "--only-binary=:all:", "--target=/nonexistent"]
-    constraints = f"--constraint={ROOT / 'constraints.txt'}"
+    constraints = f"--constraint={ROOT / 'requirements/constraints.txt'}"
     command = [sys.executable, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--quiet", "--report=-"]
     done = subprocess.run(
         [*command, constraints, *target, *requirements()], stdout=subprocess.PIPE, check=True, timeout=1800
@@ -53,10 +53,10 @@ def resolve(machine: str) -> list[dict[str, object]]:
 
 
 def requirements() -> list[str]:
-    """CORE and PLOT of ``setup.py`` without torch, and what the installed torch needs on every device."""
-    body = ast.parse((ROOT / "setup.py").read_text(encoding="utf-8")).body
-    lists = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign)}
-    own = [item for name in ("CORE", "PLOT") for item in ast.literal_eval(lists[name]) if not item.startswith("torch>")]
+    """The core and its plots without torch, and what the installed torch needs on every device."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    declared = [*project["dependencies"], *project["optional-dependencies"]["plot"]]
+    own = [item for item in declared if not item.startswith("torch>")]
     torch = [item for item in metadata.requires("torch") or [] if ";" not in item]
     return [*own, *torch]
 

@@ -5,7 +5,6 @@ A check fails exactly if what it guards against is possible. Guards that live in
 beside the tests of these: the server's gate and TLS, what confines programs, the sockets of a cluster.
 """
 
-import ast
 import http.client
 import os
 import re
@@ -13,6 +12,7 @@ import ssl
 import subprocess
 import sys
 import time
+import tomllib
 from contextlib import closing, nullcontext, suppress
 from itertools import count
 from pathlib import Path
@@ -271,14 +271,12 @@ def what_is_installed_is_pinned(folder):
 
 
 def constraints():
-    return (ROOT / "constraints.txt").read_text()
+    return (ROOT / "requirements/constraints.txt").read_text()
 
 
 def requirements():
     """What every installation has."""
-    body = ast.parse((ROOT / "setup.py").read_text()).body
-    (core,) = (node.value for node in body if isinstance(node, ast.Assign) and node.targets[0].id == "CORE")
-    return ast.literal_eval(core)
+    return tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
 
 
 # -- the guards, and how they are taken away --------------------------------------------------------------------------

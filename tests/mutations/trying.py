@@ -21,7 +21,7 @@ from seeded_bugs import BUGS, TESTS, Bug
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU_LIMIT_S = 60
-_COPIED = ("dlrover", "tests", "pyproject.toml", "setup.py")
+_COPIED = ("dlrover", "tests", "pyproject.toml")
 
 
 @contextmanager

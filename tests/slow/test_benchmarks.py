@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 def test_a_quick_run_leaves_a_table(tmp_path, target, name):
     arguments = f"ARGS=--quick --out {tmp_path}"
     done = subprocess.run(
-        ["make", f"bench-{target}", arguments], cwd=ROOT, capture_output=True, text=True, timeout=1100
+        ["make", "bench", f"NAME={target}", arguments], cwd=ROOT, capture_output=True, text=True, timeout=1100
     )
     assert done.returncode == 0, done.stderr[-4000:]
     (results,) = tmp_path.glob(f"{name}*.json")
@@ -29,7 +29,8 @@ def test_a_quick_run_leaves_a_table(tmp_path, target, name):
 
 def test_a_run_that_may_run_ahead_ends_sooner_and_learns_as_well(tmp_path):
     arguments = f"ARGS=--seeds 0 --staleness 0 2 --out {tmp_path}"
-    done = subprocess.run(["make", "bench-async", arguments], cwd=ROOT, capture_output=True, text=True, timeout=1100)
+    command = ["make", "bench", "NAME=async", arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1100)
     assert done.returncode == 0, done.stderr[-4000:]
     runs = json.loads((tmp_path / "running_ahead.json").read_text(encoding="utf-8"))["runs"]
     (in_turns,), (ahead,) = runs["0"], runs["2"]

@@ -22,7 +22,7 @@ STEPS = 60
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not ENVIRONMENT.exists(), reason="make example-openrlhf makes its environment"),
+    pytest.mark.skipif(not ENVIRONMENT.exists(), reason="make example NAME=openrlhf makes its environment"),
 ]
 
 

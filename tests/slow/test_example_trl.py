@@ -23,7 +23,7 @@ ENVIRONMENT = ROOT / ".venv-trl" / "bin" / "python"
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not ENVIRONMENT.exists(), reason="make example-trl makes its environment"),
+    pytest.mark.skipif(not ENVIRONMENT.exists(), reason="make example NAME=trl makes its environment"),
 ]
 
 

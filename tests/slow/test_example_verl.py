@@ -25,7 +25,7 @@ STEPS = 60
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.timeout(900),
-    pytest.mark.skipif(not ENVIRONMENT.exists(), reason="make example-verl makes its environment"),
+    pytest.mark.skipif(not ENVIRONMENT.exists(), reason="make example NAME=verl makes its environment"),
 ]
 
 

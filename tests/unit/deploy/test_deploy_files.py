@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """Images, scripts and manifests pass the checks of the tools that read them."""
 
-import ast
 import copy
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import jsonschema
@@ -48,29 +48,30 @@ def test_the_image_passes_hadolint(tmp_path):
 
 def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
     kept = [line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")]
-    assert all(list(ROOT.glob(pattern)) for pattern in kept)
-    copied = re.search(r"^COPY (.*) \./$", (DOCKER / "Dockerfile").read_text(), re.M).group(1).split()
-    assert set(copied) <= {*kept, "constraints*.txt"}
+    assert all((ROOT / path).exists() for path in kept)
+    copies = re.findall(r"^COPY ((?!-).*) \S+$", (DOCKER / "Dockerfile").read_text(), re.M)
+    copied = {path for line in copies for path in line.split()}
+    assert "requirements" in copied and copied <= set(kept)
     install = (DOCKER / "install.sh").read_text()
-    for file in ROOT.glob("constraints-*.txt"):
-        backend = file.stem.removeprefix("constraints-")
-        assert backend in install or backend in ("peers", "verl", "openrlhf"), file
+    for path in re.findall(r"requirements/[\w.-]+", install):
+        assert (ROOT / path).exists(), path
+    for file in (ROOT / "requirements").glob("*.txt"):
+        assert file.stem in install or file.stem in ("peers", "verl", "openrlhf"), file
 
 
 def test_the_core_is_installed_from_a_lock_with_hashes_of_the_versions_that_are_tested():
     entry = r"^([\w.-]+)==(\S+) \\\n((?:    --hash=sha256:[0-9a-f]{64}(?: \\)?\n)+)"
-    text = (ROOT / "requirements.lock").read_text()
+    text = (ROOT / "requirements/core.lock").read_text()
     locked = {name: version for name, version, _ in re.findall(entry, text, re.M)}
     assert len(locked) == len(re.findall(r"==", text)) > 40
     assert re.sub(entry, "", text, flags=re.M).count("\n") == 1, "one line is a comment"
-    lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.M)
+    lines = re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "requirements/constraints.txt").read_text(), re.M)
     tested = {name.lower().replace("_", "-"): version for name, version in lines}
     assert locked == {name: tested.get(name) for name in locked}
-    body = ast.parse((ROOT / "setup.py").read_text()).body
-    lists = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign)}
-    asked = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in ast.literal_eval(lists["CORE"])}
+    core = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    asked = {re.split("[^A-Za-z0-9-]", item)[0].lower() for item in core}
     assert asked - locked.keys() == {"torch"}
-    assert "--require-hashes --requirement requirements.lock" in (DOCKER / "install.sh").read_text()
+    assert "--require-hashes --requirement requirements/core.lock" in (DOCKER / "install.sh").read_text()
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 """Engines whose backend is not installed say which extra brings it."""
 
 import re
+import tomllib
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -25,13 +26,11 @@ def test_a_backend_that_is_missing_is_named_with_its_extra(name, package):
 @pytest.mark.feature(14)
 def test_every_extra_that_is_named_exists():
     """In messages, in the README and in the documentation."""
-    setup = (ROOT / "setup.py").read_text(encoding="utf-8")
-    extras = set(re.findall(r'^    "([\w-]+)": \[', setup, re.MULTILINE))
-    extras |= set(re.findall(r'"(\w+)": \w+', setup[setup.index("extras_require") :]))
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "dlrover").rglob("*.py")]
     texts = [file.read_text(encoding="utf-8") for file in files]
     lists = [names for text in texts for names in re.findall(r"dlrover-rl\[([\w,-]+)\]", text)]
     named = {name for names in lists for name in names.split(",")} | {"sglang"}
     named |= {name for text in texts for name in re.findall(r'MissingExtra\("[\w-]+", "([\w-]+)"\)', text)}
     assert {"lora", "deepspeed", "megatron", "sglang", "vllm"} <= named
-    assert named <= extras
+    assert named <= project["optional-dependencies"].keys()

@@ -11,6 +11,7 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, LlamaConfig, LlamaForC
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.attention import Documents, attend, can_pack
+from dlrover.python.rl.engine.model.loading import prepare_training
 
 SHAPE = {
     "vocab_size": 50,
@@ -88,7 +89,7 @@ def test_packed_gives_the_logits_and_gradients_of_rows_alone(kind, checkpointing
     assert can_pack(model)
     model.set_attn_implementation(attention.NAME)
     if checkpointing:
-        model.train().activation_checkpointing_enable({"use_reentrant": False})
+        prepare_training(model, trained=True, recompute=True)
     packed = logits(model, rows, packed=True)
     assert torch.allclose(packed, alone, atol=1e-5)
     packed.square().mean().backward()

@@ -279,7 +279,7 @@ class RayExecutor:
         emit(MemberStarted(process_id.role, process_id.rank, entry.number, entry.process, entry.standby, entry.born))
 
     async def _locate(self, entry: ProcessEntry) -> Process:
-        """Return where a process runs, and a free TCP port: for rank 0, where all meet, the one that the job prefers."""
+        """Return where a process runs, and a free TCP port: at rank 0, where all meet, the one that the job prefers."""
         meets = entry.process_id.rank == 0 and not entry.is_standby
         ref = entry.handle.dlrover_locate.remote(self._job.preferred_ports(entry.role) if meets else ())
         uses_groups = self.reservations.uses_groups

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a contributor meets first: the root of the repository, the make targets, the commit hook and CI."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+
+ROOT = Path(__file__).resolve().parents[1]
+MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
+TARGETS = set(re.findall(r"^([a-z][a-z-]*):(?!=)", MAKEFILE, re.MULTILINE))
+NAMES = {
+    target: set(re.search(rf"^{variable} := (.*)$", MAKEFILE, re.MULTILINE)[1].split())
+    for target, variable in [("bench", "BENCHES"), ("example", "EXAMPLES")]
+}
+MENTION = re.compile(
+    r"""`make\ ([a-z][a-z-]*)                                                         # in code
+    | \bmake\ ([a-z]+-[a-z-]+)                                                    # in prose, if hyphenated
+    | \bmake\ ([a-z][a-z-]*)(?=\ [A-Z]+=)                                          # before a variable
+    | ^\s*(?:-\ )?(?:run:\ |entry:\ )?make\ ([a-z][a-z-]*)(?=\s*(?:\#.*)?$)        # as a whole line
+    """,
+    re.MULTILINE | re.VERBOSE,
+)
+SOURCES = ("*.md", "*.py", "*.yml", "*.yaml", "*.toml", "*.txt", "*.sh", "*.lock", ".ci/run", "docker/Dockerfile")
+
+
+def git_files(*patterns):
+    if not (ROOT / ".git").exists():
+        pytest.skip("not a git checkout")
+    listed = subprocess.run(["git", "ls-files", "-z", *patterns], cwd=ROOT, capture_output=True, check=True, timeout=60)
+    return [name for name in listed.stdout.decode().split("\0") if name]
+
+
+def make(*arguments):
+    """Run make as from a terminal: without the variables of a make that runs the tests."""
+    environment = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MAKELEVEL", "NAME")}
+    command = ["make", *arguments]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60, check=False)
+
+
+def targets_in(text):
+    """The targets that a text names; ``bench-rollout`` for ``make bench NAME=rollout``."""
+    targets = {next(filter(None, match)) for match in MENTION.findall(text)}
+    named = re.findall(r"\bmake (bench|example) NAME=([a-z|-]+)", text)
+    return targets | {f"{target}-{name}" for target, names in named for name in names.split("|")}
+
+
+def test_root_has_few_files():
+    assert len([name for name in git_files() if "/" not in name]) <= 16
+
+
+@pytest.mark.parametrize(
+    ("text", "targets"),
+    [
+        ("Use `make demo ROLLOUT=vllm`.", {"demo"}),
+        ("make test    # installs", {"test"}),
+        ("      - run: make audit", {"audit"}),
+        ("slow: runs in make test-slow only", {"test-slow"}),
+        ('reason="make example NAME=trl makes its environment"', {"example", "example-trl"}),
+        ("```make bench NAME=rollout|no-such```", {"bench", "bench-rollout", "bench-no-such"}),
+        ("make sure that they make no sense", set()),
+    ],
+)
+def test_targets_in_text_are_found(text, targets):
+    assert targets_in(text) == targets
+
+
+def test_every_make_target_that_is_named_exists():
+    texts = {name: (ROOT / name).read_text(encoding="utf-8") for name in git_files(*SOURCES)}
+    texts.pop("tests/test_repository.py", None)  # it also names targets that do not exist
+    unknown = {name: sorted(targets_in(text) - TARGETS) for name, text in texts.items() if targets_in(text) - TARGETS}
+    assert unknown == {}
+    assert {"demo", "test", "lock"} <= set().union(*map(targets_in, texts.values()))
+
+
+def test_make_help_fits_one_screen():
+    lines = make("help").stdout.splitlines()
+    assert len(lines) <= 24 and max(map(len, lines)) <= 100
+    listed = {line.split()[0] for line in lines if line.startswith("  ")}
+    hidden = {f"{target}-{name}" for target, names in NAMES.items() for name in names}
+    assert listed == TARGETS - hidden
+    for target, names in NAMES.items():
+        (line,) = (line for line in lines if line.split()[0] == target)
+        assert f"NAME={'|'.join(sorted(names))}" in line
+
+
+@pytest.mark.parametrize(("target", "name"), [(target, name) for target in NAMES for name in sorted(NAMES[target])])
+def test_name_chooses_the_target(target, name):
+    chosen, direct = make("--dry-run", target, f"NAME={name}"), make("--dry-run", f"{target}-{name}")
+    assert chosen.returncode == direct.returncode == 0 and direct.stdout in chosen.stdout
+
+
+@pytest.mark.parametrize("target", NAMES)
+@pytest.mark.parametrize("arguments", [[], ["NAME=nothing"], ["NAME=trl rollout"]], ids=["none", "unknown", "mixed"])
+def test_unknown_name_runs_nothing_and_lists_names(target, arguments):
+    done = make("--dry-run", target, *arguments)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert f"NAME must be one of: {' '.join(sorted(NAMES[target]))}" in line
+
+
+@pytest.mark.parametrize(
+    ("message", "error"),
+    [
+        ("Move the constraints to requirements/\n\nA body ends with a full stop.\n", ""),
+        ("# a comment of git\n\n" + "x" * 72 + "\n", ""),
+        ("ä" * 72, ""),
+        ("x" * 73 + "\n", "the subject has 73 characters, at most 72 are allowed"),
+        ("Move the lock.\n", "the subject ends with a full stop"),
+        ("Merge branch 'main' of a repository with a long name into a branch with a longer name", ""),
+    ],
+)
+def test_commit_subject_is_checked(tmp_path, message, error):
+    (hook,) = yaml.safe_load((ROOT / ".pre-commit-config.yaml").read_text())["repos"][0]["hooks"][2:]
+    assert hook["stages"] == ["commit-msg"]
+    file = tmp_path / "COMMIT_EDITMSG"
+    file.write_text(message, encoding="utf-8")
+    command = [sys.executable, *hook["entry"].split()[1:], str(file)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
+    expected = f"commit message: {error}\n" if error else ""
+    assert (done.returncode, done.stderr) == (bool(error), expected)
+
+
+def test_workflows_pin_actions_by_commit():
+    workflows = [path.read_text(encoding="utf-8") for path in (ROOT / ".github/workflows").glob("*.yml")]
+    uses = [line.strip() for text in workflows for line in re.findall(r"uses: .*", text)]
+    assert uses and all(re.fullmatch(r"uses: [\w/-]+@[0-9a-f]{40} # v[\d.]+", line) for line in uses)
+    matrix = yaml.safe_load(workflows[0])["jobs"]["make"]["strategy"]["matrix"]
+    assert {*matrix["target"], *(entry["target"] for entry in matrix["include"])} <= TARGETS
