@@ -233,7 +233,7 @@ audit: $(VENV)-audit/ready ## Look for known vulnerabilities in all versions; wr
 	$(VENV)-audit/bin/pip-audit --require-hashes --disable-pip --requirement requirements/core.lock \
 		--format cyclonedx-json --output build/sbom.json
 
-format: $(VENV)/dev ## Let ruff mend what it can
+format: $(VENV)/dev ## Let ruff fix what it can
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
