@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """When a request ends, and its text: over the byte tokenizer, where a character can be several tokens."""
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from transformers import AddedToken
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Request, SamplingParams
@@ -68,6 +70,15 @@ def test_a_special_token_is_a_stop_string(keep, text):
     assert completion.request.done.tolist() == [*b"ab", 256]
     assert run([*b"aX", 256], stop=("X", TURN))[2].text == "a"
     assert run([*b"ab", 257], stop=(TURN,))[1] is None
+
+
+def test_thought_tags_that_are_special_tokens_stay_in_the_text():
+    tokenizer = make_byte_tokenizer()
+    tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]", "[X]")])
+    tokens = tokenizer("[THINK]a[X] \u00e4[/THINK] b")["input_ids"]
+    request = Request(0, 0, np.array([1]), np.array([*tokens, 256, EOS]), np.zeros(0), np.zeros(0))
+    running = RunningRequest.of(request, SamplingParams(), (0,))
+    assert FinishRules.of(tokenizer, (EOS,)).completion(running, "eos").text == "[THINK]a \u00e4[/THINK] b"
 
 
 def test_a_stop_string_that_no_text_contains_is_refused():

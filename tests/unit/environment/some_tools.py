@@ -28,3 +28,8 @@ def gone():
 
 def judge(completion, answer, extra_info):
     return float(completion.endswith(answer or "nothing")) - 0.25 * extra_info["tool_calls"]
+
+
+def note(text):
+    asked.append(text)
+    return f"noted {text}"

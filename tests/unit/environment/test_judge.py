@@ -123,3 +123,16 @@ def test_a_box_in_a_thought_or_in_a_reply_that_was_cut_is_no_mark(server):
     server.replies = [r"<think>The student says \boxed{10}.</think> Wrong."]
     with pytest.raises(VerifierError, match="no mark from 0 to 10"):
         ask(LLMJudge(server.url, "judge", attempts=1))
+    server.replies = [r"<think>The student says \boxed{10}."]
+    with pytest.raises(VerifierError, match="no mark from 0 to 10"):
+        ask(LLMJudge(server.url, "judge", attempts=1))
+
+
+def test_a_judge_is_asked_about_the_answer_behind_thoughts(server):
+    judge = LLMJudge(server.url, "m", template="{completion}")
+    samples = [Completed("<think>a</think>b"), Completed("c", think_prefix="<think>\n"), Completed("d</think>")]
+    rewards = WeightedRewards({"judge": judge}, {"judge": 1.0})
+    values = [rewards.now([sample])[0].total for sample in [*samples, samples[0]._replace(think_prefix=None)]]
+    assert values == [0.8, 0.0, 0.8, 0.8]
+    assert ask(judge, "<think>e") == 0.0
+    assert [body["messages"][0]["content"] for _, _, body in server.requests] == ["b", "", "<think>a</think>b"]

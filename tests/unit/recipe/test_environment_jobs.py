@@ -188,8 +188,9 @@ def test_an_environment_that_does_not_load_is_refused_before_the_start(tmp_path)
         return problems(tmp_path, rollout=rollout)
 
     assert "did you mean 'hostile.py'" in found(env_path=str(HERE / "hostle.py"))["config.rollout.env_path"]
-    besides = problems(tmp_path, rollout={"env_path": str(HOSTILE)}, reward={"model": "m"})
+    besides = problems(tmp_path, rollout={"env_path": str(HOSTILE)}, reward={"model": "m", "thoughts": "scored"})
     assert "rollout.env_path scores" in besides["config.reward.model"]
+    assert "rollout.env_path scores" in besides["config.reward.thoughts"]
     assert "did you mean 'Bombs'" in found(env_path=f"{HOSTILE}:Bomb")["config.rollout.env_path"]
     wrong = found(env_path=f"{HOSTILE}:Bombs", env_options={"sze": 2})
     assert "takes no arguments" in wrong["config.rollout.env_path"] or "argument" in wrong["config.rollout.env_path"]

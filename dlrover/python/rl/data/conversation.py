@@ -14,6 +14,7 @@ from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row, raise_errors, sort_by_line
+from dlrover.python.rl.data.model_text import THOUGHT_TAGS
 from dlrover.python.rl.data.source import RowReader, SourceRows, normalize_rows
 from dlrover.python.rl.data.surrogates import surrogate_faults
 
@@ -63,6 +64,12 @@ def prompt_text(tokenizer: Tokenizer, prompt: str | Messages, template_kwargs: M
     if isinstance(prompt, str):
         return prompt
     return _render(tokenizer, prompt, generation=True, template_kwargs=template_kwargs)
+
+
+def find_think_prefix(prompt: str) -> str:
+    r"""The end of a rendered prompt that opens thoughts (``<think>\n``), or ""."""
+    end = len(prompt.rstrip())
+    return next((prompt[end - len(tag) :] for tag in THOUGHT_TAGS if prompt.endswith(tag, 0, end)), "")
 
 
 def continue_chat(  # noqa: PLR0913

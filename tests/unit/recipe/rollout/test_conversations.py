@@ -148,7 +148,7 @@ def test_wrong_messages_fail_their_sample(questions, error):
         ("no call", "no call", None),
         (f"a {CALL} b", "a  b", [("call00300", "add", {"first": 2})]),
         (CALL + CALL[:-13], "", [("call00300", "add", {"first": 2}), ("call00301", "add", {"first": 2})]),
-        (f"{CALL}<tool_call>add(1)</tool_call>", f"{CALL}<tool_call>add(1)</tool_call>", None),
+        (f"{CALL}<tool_call>a</tool_call>", f"{CALL}<tool_call>a</tool_call>", [("call00300", "add", {"first": 2})]),
         ('<tool_call>{"name": 1}</tool_call>', '<tool_call>{"name": 1}</tool_call>', None),
     ],
 )

@@ -5,6 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ import numpy.typing as npt
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.model_text import THOUGHT_TAGS
 from dlrover.python.rl.engine.api.base import Completion, Finish, Request, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.model.loading import CausalLM
@@ -144,6 +146,12 @@ class FinishRules:
     def special_ids(self) -> frozenset[int]:
         return frozenset(self.special.values())
 
+    @cached_property
+    def tag_ids(self) -> frozenset[int]:
+        """Special tokens that remain in a completion's text, since they tell its thoughts from its answer."""
+        added, tags = getattr(self.tokenizer, "added_tokens_decoder", {}), {*THOUGHT_TAGS, *THOUGHT_TAGS.values()}
+        return frozenset(number for number, token in added.items() if token.special and str(token) in tags)
+
     def check(self, sampling: SamplingParams) -> None:
         """Raise an ``EngineError`` for a stop string that no text contains."""
         for stop in sampling.stop:
@@ -203,7 +211,8 @@ class FinishRules:
         return Completion(generated, finish, text)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        return str(self.tokenizer.decode(tokens, skip_special_tokens=True))
+        pieces = groupby(tokens, self.tag_ids.__contains__)
+        return "".join(self.tokenizer.decode(list(ids), skip_special_tokens=not shown) for shown, ids in pieces)
 
 
 def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import EnvironmentFailed, MissingExtra
+from dlrover.python.rl.data.conversation import find_think_prefix
+from dlrover.python.rl.data.model_text import split_thoughts
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.functions import run_in_thread
 from dlrover.python.rl.environment.core.rewards import boxed_answer, decimal_value, last_number
@@ -44,7 +46,7 @@ class GymEnvironment:
     Args:
         make: makes a game, when first needed.
         size: number of games, hence of episodes at a time.
-        act: parses an action; raises ValueError for an invalid text.
+        act: parses an action without its thoughts, "" for unfinished ones; raises ValueError for an invalid text.
         opening: the template of the first observation.
         turn: the template of later ones.
         unread: the reward of an invalid action, which ends the episode.
@@ -94,7 +96,7 @@ class GymEnvironment:
         if slot is None or world is None:
             raise EnvironmentFailed("the episode has no world: it is over, or its last turn gave no answer")
         try:
-            move = self._act(action)
+            move = self._act(split_thoughts(action, find_think_prefix(state))[1] or "")
         except ValueError:
             return StepResult(None, self._unread, self._unread, True, extra_info)
         slot.world = None

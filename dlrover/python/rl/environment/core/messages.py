@@ -2,11 +2,11 @@
 """Conversations between the policy and an environment, as OpenAI-style messages."""
 
 import json
-import re
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_message
+from dlrover.python.rl.data.model_text import split_calls, split_thoughts
 from dlrover.python.rl.data.surrogates import replace_surrogates
 
 Message: TypeAlias = dict[str, Any]
@@ -15,27 +15,29 @@ Message: TypeAlias = dict[str, Any]
 State: TypeAlias = str | list[Message]
 """The policy's input: text, or a conversation that the model's chat template renders."""
 
-CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
-
 
 def make_assistant_message(text: str, turn: int = 0) -> Message:
     """The policy's action as a message.
 
     Calls in the format ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` become ``tool_calls``, with
     arguments as an object, and the text around them ``content``. If one of them cannot be parsed, all remain in
-    ``content``.
+    ``content``, too. Thoughts are part of ``content``; calls in them are drafts, which remain there.
     """
-    functions = [_parse_call(call) for call in CALL.findall(text)]
-    if not functions or None in functions:
-        return {"role": "assistant", "content": text}
-    calls = [
+    thoughts, answer = split_thoughts(text)
+    around, calls = split_calls(answer or "")
+    functions = [parse_call(call) for call in calls]
+    parsed = [
         {"id": f"call{turn:03d}{index:02d}", "type": "function", "function": function}
         for index, function in enumerate(functions)
+        if function is not None
     ]
-    return {"role": "assistant", "content": CALL.sub("", text).strip(), "tool_calls": calls}
+    if len(parsed) == len(calls) > 0:
+        return {"role": "assistant", "content": f"{thoughts}{around}".strip(), "tool_calls": parsed}
+    return {"role": "assistant", "content": text, **({"tool_calls": parsed} if parsed else {})}
 
 
-def _parse_call(text: str) -> dict[str, Any] | None:
+def parse_call(text: str) -> dict[str, Any] | None:
+    """The name and the arguments of a call; None if it is malformed."""
     try:
         call = replace_surrogates(json.loads(text))
     except (ValueError, RecursionError):

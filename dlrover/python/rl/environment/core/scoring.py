@@ -7,6 +7,9 @@
     function(completion, prompt=..., <column>=...)      other signatures: the first is the completion, others by name
     function(data_source, solution_str, ground_truth)   verl's, by name: the completion, the answer, other columns
     function(prompts=, completions=, <column>=, ...)    TRL's: lists over a batch, and a list of rewards
+
+Functions get whole completions. The built-in ones, judges, and those that
+:func:`~dlrover.python.rl.data.model_text.ignore_thoughts` decorates get what follows the thoughts.
 """
 
 import asyncio
@@ -21,6 +24,7 @@ from dlrover.python.rl.common.by_value import readable_name
 from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.model_text import split_thoughts
 from dlrover.python.rl.environment.core.functions import load_function, run_in_thread
 
 _BATCH = "completions"
@@ -42,10 +46,13 @@ class Completed(NamedTuple):
     prompt: Any = None
     """Text or messages."""
 
+    think_prefix: str | None = ""
+    """The end of the rendered prompt, if that opens thoughts; None: all functions get the whole completion."""
+
     @property
     def columns(self) -> dict[str, Any]:
         """By the names by which functions ask for them; a column of the row does not take the place of the sample's."""
-        return {**self.extra_info, **self._asdict()}
+        return {**self.extra_info, **{name: getattr(self, name) for name in _OWN}}
 
 
 @dataclass(frozen=True)
@@ -88,10 +95,16 @@ class RewardFunction:
 
     def on(self, sample: Completed) -> Any:
         """The reward of a sample, or an awaitable of it."""
+        function = getattr(self.function, "score_whole", self.function)
+        if function is not self.function and sample.think_prefix is not None:
+            _, answer = split_thoughts(sample.completion, sample.think_prefix)
+            if answer is None:
+                return 0.0
+            sample = sample._replace(completion=answer)
         if self._takes_three(sample):
-            return self.function(sample.completion, sample.answer, dict(sample.extra_info))
+            return function(sample.completion, sample.answer, dict(sample.extra_info))
         completion = [sample.completion] if self._first else []
-        return self.function(*completion, **self._taken(self._by_name(sample), self._first))
+        return function(*completion, **self._taken(self._by_name(sample), self._first))
 
     def _by_name(self, sample: Completed) -> dict[str, Any]:
         """What a sample has by name; verl's names where the function has its ``solution_str``."""

@@ -9,20 +9,23 @@
 Prompts of messages make conversations: the chat template lists the tools, and results are messages of role ``tool``.
 
 A call is data: it is parsed as JSON, and its name is looked up among the tools of the job. Nothing of it is evaluated.
+A call in the policy's thoughts is a draft, which is not made.
 """
 
 import inspect
 import json
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, get_origin
+from typing import Any, Literal, get_origin
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.conversation import find_think_prefix
+from dlrover.python.rl.data.model_text import split_calls, split_thoughts
 from dlrover.python.rl.data.surrogates import replace_surrogates
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.functions import call_async, find_argument_fault, load_function
-from dlrover.python.rl.environment.core.messages import CALL, Message, State
+from dlrover.python.rl.environment.core.messages import Message, State, parse_call
 from dlrover.python.rl.environment.core.scoring import Completed, WeightedRewards
 
 _TURN = "\n{responses}\n"
@@ -47,6 +50,7 @@ class ToolEnvironment:
         longest_result: characters of a result; the rest is cut, with a note.
         turn: the text after an action with calls, with ``{responses}``; may hold a chat template's marks. With it every
             state is text. None: prompts of messages make conversations, and in others it is a line break on both sides.
+        thoughts: as ``reward.thoughts``, for the judge.
     """
 
     def __init__(
@@ -56,6 +60,7 @@ class ToolEnvironment:
         max_calls: int = 8,
         longest_result: int = 4_000,
         turn: str | None = None,
+        thoughts: Literal["ignored", "scored"] = "ignored",
     ) -> None:
         if not tools or max_calls < 1 or longest_result < 1:
             counts = f"{len(tools)} tools, max_calls={max_calls} and longest_result={longest_result}"
@@ -66,6 +71,7 @@ class ToolEnvironment:
         self._tools = {name: load_function(where) for name, where in tools.items()}
         self._judge = WeightedRewards.load({judge: 1.0} if isinstance(judge, str) else judge)
         self._max_calls, self._longest_result, self._turn = max_calls, longest_result, turn or _TURN
+        self._ignores_thoughts = thoughts == "ignored"
         self.chat_template_kwargs = {"tools": [describe_tool(*item) for item in self._tools.items()]}
 
     async def reset(self, extra_info: dict[str, Any]) -> None:
@@ -79,12 +85,16 @@ class ToolEnvironment:
             VerifierError: the judge gave no reward.
         """
         text = action if isinstance(action, str) else action["content"]
+        think_prefix = find_think_prefix(state) if isinstance(state, str) else ""  # a message has it in its content
+        _, calls = split_calls(split_thoughts(text, think_prefix)[1] or "")
         requested = [] if isinstance(action, str) else action.get("tool_calls", [])
-        calls = [json.dumps(call["function"]) for call in requested] or CALL.findall(text)
+        # The content of a message has calls where one is malformed, and then all of them.
+        calls = calls if len(calls) > len(requested) else [json.dumps(call["function"]) for call in requested]
         made = int(extra_info.get(_CALLS_MADE, 0))
         if not calls or made >= self._max_calls:
-            answer = extra_info.get("answer")
-            reward = await self._judge.score(Completed(text, None if answer is None else str(answer), extra_info))
+            answer = None if extra_info.get("answer") is None else str(extra_info["answer"])
+            prefix = think_prefix if self._ignores_thoughts else None
+            reward = await self._judge.score(Completed(text, answer, extra_info, think_prefix=prefix))
             return StepResult(None, reward.total, reward.total, True, extra_info)
         responses = [await self._response(call) for call in calls[: self._max_calls - made]]
         responses += ["error: no call is left: answer now"] * (len(calls) - len(responses))
@@ -93,7 +103,8 @@ class ToolEnvironment:
             shown = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
             return StepResult(f"{state}{text}{self._turn.replace('{responses}', shown)}", 0.0, 0.0, False, extra_info)
         messages = [{"role": "tool", "content": response} for response in responses]
-        for message, call in zip(messages, requested, strict=False):
+        parsed = [message for message, call in zip(messages, calls, strict=True) if parse_call(call) is not None]
+        for message, call in zip(parsed, requested, strict=False):
             message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         return StepResult(messages, 0.0, 0.0, False, extra_info)
 

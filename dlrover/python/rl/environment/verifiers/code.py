@@ -31,6 +31,7 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+from dlrover.python.rl.data.model_text import ignore_thoughts
 from dlrover.python.rl.environment.sandbox.child_process import stand_guard
 from dlrover.python.rl.environment.sandbox.confinement import (
     Confinement,
@@ -337,6 +338,7 @@ def code_block(text: str) -> str | None:
     return textwrap.dedent(found[-1]) if found else None
 
 
+@ignore_thoughts
 def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     """1.0 when the program in the completion's last code block passes every test of ``extra_info["tests"]``, else 0.0.
 

@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 
 from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.data.model_text import split_thoughts
 from dlrover.python.rl.environment.core.rewards import boxed_answer, decimal_value
 
 QUESTION = """\
@@ -69,6 +70,11 @@ class LLMJudge:
     """Further fields of the request."""
 
     async def __call__(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
+        """Score the answer behind the completion's thoughts as :meth:`score_whole`, and unfinished thoughts with 0."""
+        part = split_thoughts(completion)[1]
+        return 0.0 if part is None else await self.score_whole(part, answer, extra_info)
+
+    async def score_whole(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
         """Return the mark divided by ``highest``; raise VerifierError without one in time."""
         values = {"completion": completion, "answer": answer or "(none)", "question": extra_info.get("question", "")}
         text = _PLACEHOLDER.sub(lambda match: str(values[match[1]]), self.template)
@@ -104,7 +110,8 @@ class LLMJudge:
                 choice = dict(json.loads(content)["choices"][0])
                 if choice.get("finish_reason") == "length":
                     raise _TryAgain("the reply was cut off before its end: raise max_tokens")
-                return str(choice["message"]["content"] or "").rpartition(_THOUGHT)[2]
+                # Thoughts before the mark may quote the completion, with its box.
+                return split_thoughts(str(choice["message"]["content"] or ""))[1] or ""
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
         message = f"{reply.status_code} {reply.reason_phrase}: {content[:500].decode(errors='replace')}"
@@ -127,10 +134,6 @@ async def _read_reply(reply: httpx.Response) -> bytes:
         if len(content) > _MAX_REPLY_BYTES:
             raise _TryAgain(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
     return content
-
-
-_THOUGHT = "</think>"
-"""What a model says before may quote the completion, with its box."""
 
 
 class _TryAgain(Exception):

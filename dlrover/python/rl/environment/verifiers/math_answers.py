@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dlrover.python.rl.common.errors import MissingExtra
+from dlrover.python.rl.data.model_text import ignore_thoughts
 from dlrover.python.rl.environment.core.rewards import boxed_answer, marked_answer, same_answer
 
 try:
@@ -28,6 +29,7 @@ _LONGEST = 2_000
 """Characters of a text that are looked at, from its end."""
 
 
+@ignore_thoughts
 def math_equal(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     r"""1.0 when the completion gives an answer that equals ``answer`` mathematically, else 0.0.
 

@@ -52,7 +52,7 @@ _OF_ENVIRONMENTS = (
     "env_failure_reward",
     "max_turns",
 )
-_OF_REWARD_ROLES = ("function", "model", "timeout_s", "workers", "memory_mb")
+_OF_REWARD_ROLES = ("function", "model", "thoughts", "timeout_s", "workers", "memory_mb")
 """Settings of ``reward`` that an environment has no use for; the others are about failed samples."""
 
 _RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}

@@ -220,6 +220,11 @@ class RewardConfig:
     """Folder or hub name of a reward model, as saved by ``recipe.rm``, whose score is the reward; the role REWARD must
     then be of class ``ModelRewardWorkload``. None: use ``function``."""
 
+    thoughts: Literal["ignored", "scored"] = "ignored"
+    """Treatment of what a model thinks before its answer (``<think>...</think>``): built-in functions and judges score
+    the answer, and unfinished thoughts have reward 0; or they score both. Other functions and reward models always get
+    both, except functions that ``ignore_thoughts`` decorates."""
+
     timeout_s: Annotated[float, Gt(0.0)] = 5.0
     """Timeout for each sample of a call; they then count as failed."""
 

@@ -62,6 +62,7 @@ class RewardWorkload(BaseWorkload):
         start = partial(
             DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb, columns=columns
         )
+        self._ignores_thoughts = reward.thoughts == "ignored"
         self._parts = name_parts(reward.function)
         self._verifiers = VerifierPool(reward.workers, start)
         self._shown: set[str] = set()
@@ -70,8 +71,9 @@ class RewardWorkload(BaseWorkload):
     def score(self, rollouts: Batch) -> Batch:
         """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None); of
         several functions also ``reward/<name>``, each one's unweighted value."""
-        completions, answers, infos, prompts = (rollouts.objects(name) for name in Completed._fields)
-        samples = map(Completed, completions, answers, (info or {} for info in infos), prompts)
+        completions, answers, infos, prompts, prefixes = (rollouts.objects(name) for name in Completed._fields)
+        prefixes = prefixes if self._ignores_thoughts else [None] * len(prefixes)
+        samples = map(Completed, completions, answers, (info or {} for info in infos), prompts, prefixes)
         results = self._verifiers.score(samples)
         failures = [result for result in results if isinstance(result, VerifierError)]
         if failures:

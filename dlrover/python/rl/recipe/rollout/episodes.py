@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError, EngineError, EnvironmentFailed
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, prompt_text
+from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.messages import Message
@@ -94,9 +94,9 @@ def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
     Ragged ``[rows, seq]``: ``tokens``, ``action_mask``, ``logprobs``, ``versions`` (int64, -1 outside the mask). Dense:
     ``prompt_id``, ``sample_index``, ``retry``, ``turns`` (of the sample), ``finished``, ``version`` and ``min_version``
     (highest and lowest of the row, -1 without an action token), ``trajectory`` (the same on the rows of one sample),
-    ``digest`` (of the tokens). Objects: ``completion``, ``prompt``, ``answer``, ``extra_info``. If an environment has
-    ``scored`` them, also ``token_rewards``, ``reward`` and ``score`` (float64; of the row's own actions, NaN where the
-    sample failed) and ``error`` (None, or why it failed)."""
+    ``digest`` (of the tokens). Objects: ``completion``, ``prompt``, ``answer``, ``extra_info``, ``think_prefix`` (by
+    ``find_think_prefix``). If an environment has ``scored`` them, also ``token_rewards``, ``reward`` and ``score``
+    (float64; of the row's own actions, NaN where the sample failed) and ``error`` (None, or why it failed)."""
     rows = [(group, sample, row) for group in groups for sample in group.samples for row in sample.sequences]
     sequences = [row for _, _, row in rows]
     tokens = Ragged.from_rows([row.tokens for row in sequences], dtype=np.int64)
@@ -119,6 +119,7 @@ def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
         "prompt": [group.prompt if row.opening == group.text else row.opening for group, _, row in rows],
         "answer": [group.answer for group, _, _ in rows],
         "extra_info": [group.extra_info for group, _, _ in rows],
+        "think_prefix": [find_think_prefix(row.opening) for row in sequences],
     }
     if scored:
         columns |= _reward_columns([sample for _, sample, _ in rows], sequences)
@@ -229,7 +230,8 @@ class EpisodeRunner:
             ending = str(self._tokenizer.decode(columns[0][-1:])) if completion.finish == "eos" else ""
             trajectory.act(completion.text, *columns, ending)
             trajectory.last.finished = _has_finished(completion)
-            result = await self._step(guard, episode, trajectory.action)
+            # A message has no prompt before it that could tell that its thoughts are open.
+            result = await self._step(guard, episode, find_think_prefix(chat.text) + trajectory.action)
             if result is not None:
                 trajectory.reward(result.reward, result.score)
             state = _render_state(guard, episode, chat, trajectory.action)
