@@ -4,6 +4,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.conversation import Encoded, encode_example, encode_prompt, fit_length
@@ -42,6 +43,51 @@ def test_prompts_are_tokenised_as_inference_sees_them(tokenizer):
     expected = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert decode(tokenizer, ids) == expected
     assert all(type(token) is int for token in ids)
+
+
+AROUND = {
+    # what the tokenizer adds to a text: prompts, the tokens of each, and those that were given before
+    "<s> $A": [("hm", "<s>hm", "<s>hm"), ("<s>hm", "<s>hm", "<s><s>hm"), ("", "<s>", "<s>")],
+    "<s> $A </s>": [("hm", "<s>hm", "<s>hm</s>"), ("<s>hm", "<s>hm", "<s><s>hm</s>"), ("", "<s>", "<s></s>")],
+    "$A </s>": [("hm", "hm", "hm</s>"), ("hm</s>", "hm</s>", "hm</s></s>"), ("", "", "</s>")],
+    "</s> $A": [("hm", "</s>hm", "</s>hm"), ("</s>", "</s>", "</s></s>"), ("", "</s>", "</s>")],  # GPT-2's, with a BOS
+    "<s> <t> $A </s>": [("<s><t>hm", "<s><t>hm", "<s><t><s><t>hm</s>"), ("<s>hm", "<s><t><s>hm", "<s><t><s>hm</s>")],
+    "$A": [("hm", "hm", "hm"), ("<s>hm</s>", "<s>hm</s>", "<s>hm</s>"), ("", "", "")],
+}
+
+
+def around(pattern: str, make_tokenizer):
+    tokenizer = make_tokenizer()
+    names = ["<s>", "</s>", "<t>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names, "eos_token": "</s>"})
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=pattern, special_tokens=ids)
+    return tokenizer
+
+
+@pytest.mark.parametrize("pattern", AROUND)
+def test_raw_prompt_gets_one_beginning_and_no_end(make_tokenizer, pattern):
+    tokenizer = around(pattern, make_tokenizer)
+    for prompt, expected, before in AROUND[pattern]:
+        assert decode(tokenizer, encode_prompt(tokenizer, prompt)) == expected
+        assert decode(tokenizer, tokenizer(prompt)["input_ids"]) == before
+
+
+@pytest.mark.parametrize(
+    ("row", "tokens", "before"),
+    [
+        ({"prompt": "hm", "response": "k"}, "<s>hmk</s>", "<s>hm</s>k</s>"),
+        ({"prompt": "<s>hm", "response": "k"}, "<s>hmk</s>", "<s><s>hm</s>k</s>"),
+        ({"prompt": "hm", "response": "k</s>"}, "<s>hmk</s>", "<s>hm</s>k</s></s>"),
+        ({"text": "hm"}, "<s>hm</s>", "<s></s>hm</s>"),
+        ({"text": "<s>hm</s>"}, "<s>hm</s>", "<s></s><s>hm</s></s>"),
+    ],
+)
+def test_raw_example_begins_once_and_ends_once(make_tokenizer, row, tokens, before):
+    tokenizer = around("<s> $A </s>", make_tokenizer)
+    (encoded,) = encode_example(tokenizer, row)
+    assert decode(tokenizer, encoded.tokens) == tokens != before
+    assert trained(tokenizer, encoded).endswith("</s>")
 
 
 @pytest.mark.feature(66)

@@ -54,9 +54,14 @@ class Encoded:
 def encode_prompt(
     tokenizer: Tokenizer, prompt: str | Messages, template_kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> list[int]:
-    """Token ids of a prompt as in inference: raw text, or messages with the generation prompt appended."""
+    """Token ids of a prompt as in inference: raw text, or messages with the generation prompt appended.
+
+    The tokens that a tokenizer puts before a text (a beginning-of-sequence token) come first, once: not again where the
+    text begins with them. Those that it puts behind one (an end-of-sequence token) are left out."""
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
+        tokens = _tokenize(tokenizer, prompt)
+        opening = _find_opening(tokenizer, prompt, tokens)
+        return tokens if tokens[: len(opening)] == opening else [*opening, *tokens]
     return _tokenize(tokenizer, _render(tokenizer, prompt, generation=True, template_kwargs=template_kwargs))
 
 
@@ -171,11 +176,14 @@ def _finish(encoded: Encoded, mask_prompt: bool) -> Encoded:
 
 
 def encode_raw(tokenizer: Tokenizer, prompt: str, response: str) -> Encoded:
-    """Encode a text and its continuation, closed by the end-of-sequence token."""
+    """Encode a text and its continuation, closed by the end-of-sequence token, which the continuation may have."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token to close a response with")
-    context = encode_prompt(tokenizer, prompt)
-    answer = [*_tokenize(tokenizer, response), tokenizer.eos_token_id]
+    context, answer = encode_prompt(tokenizer, prompt), _tokenize(tokenizer, response)
+    if not prompt and answer[: len(context)] == context:
+        context = []  # a whole text, which begins as the tokenizer would
+    if answer[-1:] != [tokenizer.eos_token_id]:
+        answer.append(tokenizer.eos_token_id)
     return Encoded(context + answer, [False] * len(context) + [True] * len(answer))
 
 
@@ -233,6 +241,15 @@ def encode_pieces(tokenizer: Tokenizer, text: str, spans: Sequence[Span]) -> Enc
 
 def _tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+def _find_opening(tokenizer: Tokenizer, text: str, tokens: list[int]) -> list[int]:
+    """The tokens that the tokenizer puts before ``text``, which alone is ``tokens``."""
+    whole = list(tokenizer(text)["input_ids"])
+    if whole and not tokens:  # what is before an empty text looks like what is behind it
+        return _find_opening(tokenizer, _MARK, _tokenize(tokenizer, _MARK))
+    starts = (at for at in range(len(whole) - len(tokens) + 1) if whole[at : at + len(tokens)] == tokens)
+    return whole[: next(starts, 0)]
 
 
 def _render(
