@@ -160,7 +160,73 @@ def test_a_template_that_opens_thoughts_when_generating(make_tokenizer, content,
 
 def test_a_template_without_an_end_marker_keeps_the_contents_own_space(make_tokenizer):
     (encoded,) = encode_example(make_tokenizer(NO_MARKER), {"messages": say("Q", "A \n", "R", "B")})
-    assert trained(make_tokenizer(NO_MARKER), encoded) == "A \nB"
+    assert trained(make_tokenizer(NO_MARKER), encoded) == "A \nB<|im_end|>"
+
+
+ALPACA = (
+    "{% for m in messages %}### {{ 'Response' if m.role == 'assistant' else 'Instruction' }}:\n{{ m.content }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
+)
+OTHER_MARKER = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_MARKER_HIDING = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{{ m.content if loop.last or m.role == 'user' else m.content.split('</t>')[-1] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+OPEN = {"messages": say("Q", "A")}
+ENDS = {
+    # template, row, options, what is trained, and what was trained before an end was appended
+    "an end marker that is the tokenizer's": (None, OPEN, {}, ["A<|im_end|>"], ["A<|im_end|>"]),
+    "roles": (NO_MARKER, OPEN, {}, ["A<|im_end|>"], ["A"]),
+    "Alpaca": (ALPACA, OPEN, {}, ["A<|im_end|>"], ["A"]),
+    "a marker that is plain text": (OTHER_MARKER, OPEN, {}, ["A<end><|im_end|>"], ["A<end>"]),
+    "a marker of the generation config": (
+        OTHER_MARKER.replace("<end>", "<|endoftext|>"), OPEN, {"eos_ids": [256]}, ["A<|endoftext|>"],
+        ["A<|endoftext|>"],
+    ),
+    "a marker that is no end": (
+        OTHER_MARKER.replace("<end>", "<|endoftext|>"), OPEN, {}, ["A<|endoftext|><|im_end|>"], ["A<|endoftext|>"],
+    ),
+    "an answer that brings its end": (NO_MARKER, {"messages": say("Q", "A<|im_end|>")}, {}, *[["A<|im_end|>"]] * 2),
+    "an empty answer": (NO_MARKER, {"messages": say("Q", "")}, {}, ["<|im_end|>"], []),
+    "two answers": (NO_MARKER, {"messages": say("Q", "A", "R", "B")}, {}, ["AB<|im_end|>"], ["AB"]),
+    "a question at the end": (NO_MARKER, {"messages": say("Q", "A", "R")}, {}, ["A<|im_end|>"], ["A"]),
+    "the last answer": (
+        NO_MARKER, {"messages": say("Q", "A", "R", "B", "S")}, {"mode": "last"}, ["B<|im_end|>"], ["B"],
+    ),
+    "hidden thoughts": (
+        NO_MARKER_HIDING, {"messages": say("Q", "<t>x</t>A", "R", "B")}, {}, ["<t>x</t>A<|im_end|>", "B<|im_end|>"],
+        ["<t>x</t>A", "B"],
+    ),
+    "every token": (
+        NO_MARKER, OPEN, {"mask_prompt": False}, ["ser: Q\nassistant: A<|im_end|>"], ["ser: Q\nassistant: A\n"],
+    ),
+    "every token, a question at the end": (
+        NO_MARKER, {"messages": say("Q", "A", "R")}, {"mask_prompt": False}, *[["ser: Q\nassistant: A\nuser: R\n"]] * 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_conversation_trains_an_end_of_sequence(make_tokenizer, name):
+    template, row, options, expected, before = ENDS[name]
+    tokenizer = make_tokenizer(template) if template else make_tokenizer()
+    encoded = encode_example(tokenizer, row, **options)
+    assert [trained(tokenizer, item) for item in encoded] == expected
+    tokenizer.eos_token = None  # nothing is appended, as before
+    options.pop("eos_ids", None)
+    assert [trained(tokenizer, item) for item in encode_example(tokenizer, row, **options)] == before
+
+
+def test_appended_end_follows_the_answer_at_once(make_tokenizer):
+    tokenizer = make_tokenizer(ALPACA)
+    (encoded,) = encode_example(tokenizer, {"messages": say("Q", "A", "R")})
+    assert decode(tokenizer, encoded.tokens) == "### Instruction:\nQ\n\n### Response:\nA<|im_end|>"
+    (cut,) = fit_length([encoded], len(encoded.tokens) - 1, "cut")
+    assert trained(tokenizer, cut) == "A"
 
 
 def test_tokens_that_reach_over_a_border_are_cut_there(make_tokenizer):

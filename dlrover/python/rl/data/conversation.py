@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: prompts, conversations and rows of examples are encoded by the same few functions.
 """Texts and conversations as tokens, with a mask over the trained ones; supervised examples from source to batch."""
 
 from collections.abc import Callable, Mapping, Sequence
@@ -103,21 +104,29 @@ def continue_chat(  # noqa: PLR0913
 
 
 def encode_example(
-    tokenizer: Tokenizer, row: Mapping[str, Any], mode: Turns = "all", mask_prompt: bool = True
+    tokenizer: Tokenizer,
+    row: Mapping[str, Any],
+    mode: Turns = "all",
+    mask_prompt: bool = True,
+    eos_ids: Sequence[int] = (),
 ) -> list[Encoded]:
     """Encode a supervised example, ``{"prompt": text, "response": text}`` or ``{"messages": [...]}``; else DataError.
 
     ``prompt`` may hold messages, and ``response`` or ``answer`` the last answer; other keys are ignored. Raw text
     trains the response and the end-of-sequence token; prompt and response are tokenised separately, as in inference. A
     conversation trains each assistant turn from its first character after the header to its end marker. If the template
-    rewrites history (hides old thoughts), each trained turn becomes a separate sequence, which ends with it."""
+    rewrites history (hides old thoughts), each trained turn becomes a separate sequence, which ends with it.
+
+    If the template ends the last trained turn of a sequence neither with the tokenizer's end-of-sequence token nor with
+    one of ``eos_ids``, those of the model's generation config, the former is appended to the turn and trained, and what
+    follows is cut (TRL appends it since pull request 3091): else the model would never learn to end an answer."""
     row = normalize_sft(row)
     if "messages" not in row:
         encoded = [encode_raw(tokenizer, row["prompt"], row["response"])]
     elif mask_prompt:
-        encoded = _encode_messages(tokenizer, row["messages"], mode)
+        encoded = _encode_messages(tokenizer, row["messages"], mode, eos_ids)
     else:
-        encoded = [_encode_spans(tokenizer, _render(tokenizer, row["messages"]), [])]
+        encoded = [_encode_whole(tokenizer, row["messages"], eos_ids)]
     finished = [_finish(item, mask_prompt) for item in encoded]
     return [item for item in finished if item.trained]
 
@@ -187,15 +196,35 @@ def encode_raw(tokenizer: Tokenizer, prompt: str, response: str) -> Encoded:
     return Encoded(context + answer, [False] * len(context) + [True] * len(answer))
 
 
-def _encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]], mode: Turns) -> list[Encoded]:
+def _encode_whole(tokenizer: Tokenizer, messages: list[dict[str, str]], eos_ids: Sequence[int]) -> Encoded:
+    if not _is_answer(messages[-1]):
+        return _encode_spans(tokenizer, _render(tokenizer, messages), [])
+    text, span = answer_span(tokenizer, messages, len(messages) - 1)
+    return _encode_closed(tokenizer, text, [span], eos_ids)
+
+
+def _encode_messages(
+    tokenizer: Tokenizer, messages: list[dict[str, str]], mode: Turns, eos_ids: Sequence[int]
+) -> list[Encoded]:
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if mode == "last":
         turns = turns[-1:]
     answers = [answer_span(tokenizer, messages, turn) for turn in turns]
     whole = _render(tokenizer, messages)
     if all(whole.startswith(text) for text, _ in answers):
-        return [_encode_spans(tokenizer, whole, [span for _, span in answers])]
-    return [_encode_spans(tokenizer, text, [span]) for text, span in answers]
+        return [_encode_closed(tokenizer, whole, [span for _, span in answers], eos_ids)]
+    return [_encode_closed(tokenizer, text, [span], eos_ids) for text, span in answers]
+
+
+def _encode_closed(tokenizer: Tokenizer, text: str, spans: Sequence[Span], eos_ids: Sequence[int]) -> Encoded:
+    """Mask ``spans``, of which the last ends with an end-of-sequence token: the template's, or else one in place of
+    what follows it."""
+    start, stop = spans[-1]
+    own = tokenizer.eos_token_id
+    if own is None or text[start:stop].endswith(tuple(tokenizer.decode([token]) for token in (own, *eos_ids))):
+        return _encode_spans(tokenizer, text, spans)
+    encoded = _encode_spans(tokenizer, text[:stop], spans)
+    return Encoded([*encoded.tokens, own], [*encoded.action_mask, True])
 
 
 def answer_span(tokenizer: Tokenizer, messages: list[dict[str, str]], turn: int) -> tuple[str, Span]:
@@ -283,6 +312,9 @@ class Encoding:
     mask_prompt: bool = True
     """False trains every token but the first, prompts included."""
 
+    eos_ids: Sequence[int] = ()
+    """Tokens that end a sequence besides the tokenizer's, from the model's generation config."""
+
     def __post_init__(self) -> None:
         if self.over_long not in get_args(OverLong):
             raise ValueError(f"unknown over_long '{self.over_long}'{hint(self.over_long, get_args(OverLong))}")
@@ -330,7 +362,7 @@ def encode_sft(rows: SourceRows, tokenizer: Tokenizer, encoding: Encoding | None
     settings = encoding or Encoding()
 
     def encode(row: Mapping[str, Any]) -> list[Encoded]:
-        return encode_example(tokenizer, row, settings.assistant, settings.mask_prompt)
+        return encode_example(tokenizer, row, settings.assistant, settings.mask_prompt, settings.eos_ids)
 
     def fit(items: list[Encoded]) -> list[Encoded]:
         return fit_length(items, settings.max_length, settings.over_long)

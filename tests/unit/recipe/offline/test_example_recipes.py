@@ -2,6 +2,7 @@
 """SFT, reward model and DPO: the first step by hand, what is learned, what is written, and what is refused."""
 
 import json
+import logging
 import math
 
 import numpy as np
@@ -15,8 +16,9 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.conversation import encode_raw
 from dlrover.python.rl.data.source import SourceRows
 from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.model.loading import read_eos_ids
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
 from dlrover.python.rl.recipe.dpo import DPOConfig, DPOTrainer
 from dlrover.python.rl.recipe.offline.examples import ScoredPairData
 from dlrover.python.rl.recipe.rm import RMConfig, RMTrainer
@@ -64,6 +66,36 @@ def test_the_first_loss_of_sft_is_the_mean_over_the_trained_tokens(inputs, tmp_p
     (first,) = ran("sft", tmp_path, config_of(inputs, "sft"))
     told = np.concatenate(log_probs(str(inputs / "model-0"), EXAMPLES))
     assert first["loss"] == pytest.approx(-told.mean(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "length", "cause"),
+    [("42", 32, ""), ("4" * 40, 32, "2 of 2 rows are cut at data.max_length, now 32"), ("4" * 40, 64, "")],
+)
+def test_sft_that_trains_no_end_warns_before_it_starts(inputs, tmp_path, caplog, answer, length, cause):
+    rows = [{"messages": [{"role": "user", "content": "6*7"}, {"role": "assistant", "content": answer}]}] * 2
+    data = {"train": write_rows(tmp_path / "rows.jsonl", rows), "max_length": length}
+    with caplog.at_level(logging.WARNING):
+        ran("sft", tmp_path, config_of(inputs, "sft", data=data))
+    warnings = [record.message for record in caplog.records if "trains no end" in record.message]
+    consequence = "trains no end of a sequence, so the model will not learn to stop"
+    assert warnings == ([f"{data['train']} {consequence}: {cause}"] if cause else [])
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"generation_config.json": {"eos_token_id": [256, 258]}}, (258, 256)),
+        ({"generation_config.json": {"eos_token_id": 257}, "config.json": {"eos_token_id": 256}}, (258, 257)),
+        ({"config.json": {"eos_token_id": 256}}, (258, 256)),
+        ({"generation_config.json": {}}, (258,)),
+        ({}, (258,)),
+    ],
+)
+def test_eos_ids_are_the_tokenizers_and_the_models(tmp_path, files, ids):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_eos_ids(tmp_path, make_byte_tokenizer()) == ids
 
 
 @pytest.mark.feature(109)

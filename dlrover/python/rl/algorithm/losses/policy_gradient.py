@@ -165,8 +165,8 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEsti
 def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
     """The estimator as a loss per token, ``[tokens]``, differentiated through ``logprobs``.
 
-    On-policy the expected gradient is that of KL(pi || ref) for k2, and that of KL(ref || pi) for k3, whose gradient is
-    0 beyond :data:`MAX_KL_LOG_RATIO`; k1 is refused."""
+    Its expected gradient on-policy is the gradient of KL(pi || ref) for k2, and of KL(ref || pi) for k3, which has none
+    beyond :data:`MAX_KL_LOG_RATIO`; k1 is refused."""
     check_penalty(kind)
     return kl_estimate(logprobs, ref_logprobs, kind)
 

@@ -205,9 +205,23 @@ def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
     """Prepare a float32 Hugging Face model and its tokenizer for engines; switches dropout off."""
     disable_dropout(model)
     model.eval().to(device)
-    ends = _as_ids(tokenizer.eos_token_id) + _as_ids(getattr(model.generation_config, "eos_token_id", None))
+    ends = merge_eos_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
-    return CausalLM(model, tokenizer, tuple(dict.fromkeys(ends)), pad, *find_limits(model))
+    return CausalLM(model, tokenizer, ends, pad, *find_limits(model))
+
+
+def merge_eos_ids(tokenizer: Any, configured: int | list[int] | None) -> tuple[int, ...]:
+    """The ids that end a sequence: the tokenizer's first, then those of a generation config."""
+    return tuple(dict.fromkeys(_as_ids(tokenizer.eos_token_id) + _as_ids(configured)))
+
+
+def read_eos_ids(model: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """:func:`merge_eos_ids` of a model's files, without its weights: like the library, of ``config.json`` where there
+    is no ``generation_config.json``."""
+    folder = find_model_folder(model)
+    files = (folder / name for name in ("generation_config.json", "config.json"))
+    content = next((json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()), {})
+    return merge_eos_ids(tokenizer, content.get("eos_token_id"))
 
 
 def find_limits(model: Any) -> tuple[int, int | None]:

@@ -17,6 +17,7 @@ from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, PairEncoding, encode_pairs
 from dlrover.python.rl.data.source import HELD_OUT_SHARE, RowReader, SourceRows, hold_out, is_left_unread
 from dlrover.python.rl.engine.api.base import BaseTrainEngine
+from dlrover.python.rl.engine.model.loading import merge_eos_ids
 from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.recipe.base.config import Positive
@@ -52,8 +53,9 @@ class ExampleData:
 
     reader: ClassVar[RowReader]
 
-    def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
-        """Rows as ``tokens``, ``action_mask`` and ``row``, the index of the row that a sequence is from."""
+    def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
+        """Rows as ``tokens``, ``action_mask`` and ``row``, the index of the row that a sequence is from. ``eos_ids``
+        end a sequence for the model."""
         raise NotImplementedError
 
 
@@ -69,8 +71,8 @@ class SFTData(ExampleData):
 
     reader: ClassVar[RowReader] = SFT_ROWS
 
-    def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
-        encoding = Encoding(self.max_length, self.over_long, self.assistant, self.mask_prompt)
+    def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
+        encoding = Encoding(self.max_length, self.over_long, self.assistant, self.mask_prompt, eos_ids)
         return encode_sft(rows, tokenizer, encoding)
 
 
@@ -83,7 +85,7 @@ class PairData(ExampleData):
     segment_rows: ClassVar[int] = 2
     masked: ClassVar[Masked] = "answer"
 
-    def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
+    def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
         """Adds ``pair`` (int64) and ``chosen`` (bool)."""
         batch, counts = encode_pairs(rows, tokenizer, PairEncoding(self.max_length, self.over_long, self.masked))
         number = np.arange(len(batch))
@@ -111,21 +113,29 @@ class Examples:
     prompts: Batch | None = None
     digest: str = ""  # of the rows to train on
     evaluated: str = ""  # of those to evaluate on
+    trains_end: bool = True  # an end-of-sequence token is among the trained ones
 
 
-def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int) -> Examples:
-    """Read, divide and encode the examples of a run; DataError names every unusable row (20 at most)."""
+def load_examples(
+    data: ExampleData, tokenizer: Any, evaluates: bool, seed: int, eos_ids: Sequence[int] = ()
+) -> Examples:
+    """Read, divide and encode the examples of a run; DataError names every unusable row (20 at most). ``eos_ids`` end a
+    sequence for the model; empty: the tokenizer's does."""
     rows = data.reader.read(data.train, data.keys)
     held_out: SourceRows | None = None
     if evaluates or data.eval_share is not None:
         rows, held_out = _split(data, rows, seed)
-    train, counts = _encode(data, rows, tokenizer)
+    eos_ids = merge_eos_ids(tokenizer, list(eos_ids))
+    train, counts = _encode(data, rows, tokenizer, eos_ids)
     digest = digest_of_rows(row for _, row in rows.numbered)
+    trained = train.ragged("tokens").values[train.ragged("action_mask").values]
+    trains_end = bool(np.isin(trained, eos_ids).any())
     if held_out is None or not evaluates:
-        return Examples(train, None, counts, digest=digest)
+        return Examples(train, None, counts, digest=digest, trains_end=trains_end)
     prompts = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": [_answer(row) for row in held_out]}
     evaluated = digest_of_rows(row for _, row in held_out.numbered)
-    return Examples(train, _encode(data, held_out, tokenizer)[0], counts, Batch(prompts), digest, evaluated)
+    encoded, _ = _encode(data, held_out, tokenizer, eos_ids)
+    return Examples(train, encoded, counts, Batch(prompts), digest, evaluated, trains_end)
 
 
 def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, SourceRows]:
@@ -136,8 +146,8 @@ def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, 
     return rows.take(train), rows.take(held_out)
 
 
-def _encode(data: ExampleData, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
-    batch, counts = data.encode(rows, tokenizer)
+def _encode(data: ExampleData, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int]) -> tuple[Batch, Counts]:
+    batch, counts = data.encode(rows, tokenizer, eos_ids)
     lines = np.array([line for line, _ in rows.numbered], dtype=np.int64)[batch.dense("row")]
     trained = np.array([int(mask.sum()) for mask in batch.ragged("action_mask")], dtype=np.int64)
     others = {name: batch[name] for name in batch.columns if name not in (*TRAINED, "row")}
