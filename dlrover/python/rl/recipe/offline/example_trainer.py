@@ -3,7 +3,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
@@ -129,9 +129,11 @@ class ExampleTrainer(RecipeTrainer):
 
     def load_models(self) -> list[Pending]:
         cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
-        loading = [self.begin_loading(self.RG_ACTOR, cfg.model, cfg.engine, optimizer, self.algorithm, cfg.seed)]
+        # Nothing is sampled here, and the likelihood of ids that no text has shall fall, as in other libraries.
+        engine = replace(cfg.engine, mask_unknown_ids=False)
+        loading = [self.begin_loading(self.RG_ACTOR, cfg.model, engine, optimizer, self.algorithm, cfg.seed)]
         if _uses_reference(self.algorithm) and RLRoleType.REFERENCE in self.actor_handles:
-            loading.append(self.begin_loading(self.RG_REFERENCE, self.reference_of(cfg), cfg.engine))
+            loading.append(self.begin_loading(self.RG_REFERENCE, self.reference_of(cfg), engine))
         return loading
 
     def fit(self) -> None:

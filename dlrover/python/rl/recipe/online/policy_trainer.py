@@ -281,6 +281,7 @@ class PolicyTrainer(RecipeTrainer):
         metrics["groups/without_signal"] = uniform_share(batch.train_rows)
         metrics |= {"weights/sync_bytes": float(self.collector.synced_bytes), **self.sandbox}
         self.warnings.note_truncated(step, metrics.get("completions/truncated", 0.0))
+        self.warnings.note_unknown_ids(step, int(metrics.get("completions/unknown_ids", 0)))
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
             evaluation = step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))

@@ -19,6 +19,7 @@ from dlrover.python.rl.data.prompts import PromptFaults
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class, engine_info
 from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.engine.model.loading import count_known_ids
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
 from dlrover.python.rl.environment.core.base import Environment, StepRules
@@ -36,7 +37,7 @@ from dlrover.python.rl.recipe.reporting.sample_file import (
     format_rows,
     write_step,
 )
-from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
+from dlrover.python.rl.recipe.rollout.episodes import count_unknown_ids, summarize_rows
 from dlrover.python.rl.recipe.rollout.kept import KeptSamples
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import InlineLoop, ThreadLoop
@@ -74,6 +75,7 @@ class RolloutWorkload(EngineWorkload):
             engine.gpu_memory_utilization,
             engine.rollout_options,
             self.devices if engine.device == "cuda" else (),  # else the device was chosen by number
+            engine.mask_unknown_ids,
         )
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
         info = engine_info(ROLLOUT_ENGINES, engine.rollout)
@@ -84,6 +86,7 @@ class RolloutWorkload(EngineWorkload):
             if rollout.max_staleness and self._device_locks:
                 raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
             self._engine: BaseRolloutEngine = make(model, settings, memory)
+        self._known_ids = None if engine.mask_unknown_ids else count_known_ids(self._engine.tokenizer)
         self._weights = self._make_weight_transport(engine, device)
         guard = _make_guard(rollout) if rollout.env_path else None
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads, own) if rollout.max_staleness else InlineLoop()
@@ -159,7 +162,11 @@ class RolloutWorkload(EngineWorkload):
         """Wait for some groups of the last :meth:`sample` and return their rows, in this order; see
         :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`."""
         with nullcontext() if self._scheduler.are_complete(groups) else self._turn():
-            return self._loop.run(self._scheduler.fetch(groups))
+            return self._with_unknown_ids(self._loop.run(self._scheduler.fetch(groups)))
+
+    def _with_unknown_ids(self, rollouts: Batch) -> Batch:
+        """Count the ids that no reward sees, where the engine may sample some."""
+        return rollouts if self._known_ids is None else count_unknown_ids(rollouts, self._known_ids)
 
     def summarize(self, rollouts: Batch) -> Batch:
         """What the trainer needs of the rows of :meth:`fetch` or :meth:`generate`, with the rewards of an environment;
@@ -199,7 +206,7 @@ class RolloutWorkload(EngineWorkload):
         ``prompts`` has ``prompt_id``, and as objects ``prompt`` (text or messages), ``answer`` and ``extra_info``;
         ``seed`` is the job's, the step and, if any, the retry. Raises EngineError if a prompt cannot be completed or
         the engine cannot generate."""
-        return self._loop.run(self._scheduler.generate(prompts, sampling, seed))
+        return self._with_unknown_ids(self._loop.run(self._scheduler.generate(prompts, sampling, seed)))
 
     def close(self) -> None:
         if hasattr(self, "_scheduler"):

@@ -23,7 +23,7 @@ from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
 
 _SUMMARY = (
     "prompt_id", "sample_index", "retry", "trajectory", "turns", "finished", "version", "min_version", "digest",
-    "reward", "score", "error",
+    "reward", "score", "error", "unknown_ids",
 )  # fmt: skip
 
 _TRAJECTORY_BITS = {"created_step": 14, "retry": 6, "prompt_id": 28, "sample_index": 14}
@@ -129,10 +129,20 @@ def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
 def summarize_rows(rollouts: Batch) -> Batch:
     """The numbers of each row that the trainer needs, with ``action_tokens`` and ``token_count``."""
     actions = rollouts.ragged("action_mask")
-    starts, totals = actions.offsets[:-1], np.concatenate([[0], np.cumsum(actions.values)])
     return rollouts.select(*(name for name in _SUMMARY if name in rollouts)).with_columns(
-        action_tokens=totals[actions.offsets[1:]] - totals[starts], token_count=actions.lengths
+        action_tokens=_count_true(actions), token_count=actions.lengths
     )
+
+
+def count_unknown_ids(rollouts: Batch, known_ids: int) -> Batch:
+    """Add ``unknown_ids`` (int64 ``[rows]``): the generated tokens with ids from ``known_ids`` on."""
+    tokens, actions = rollouts.ragged("tokens"), rollouts.ragged("action_mask")
+    return rollouts.with_columns(unknown_ids=_count_true(actions.like(actions.values & (tokens.values >= known_ids))))
+
+
+def _count_true(flags: Ragged) -> npt.NDArray[np.int64]:
+    totals: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(flags.values)])
+    return totals[flags.offsets[1:]] - totals[flags.offsets[:-1]]
 
 
 def _reward_columns(samples: Sequence[Sample], sequences: Sequence[TokenSequence]) -> dict[str, Any]:
