@@ -187,10 +187,6 @@ class RolloutConfig:
     """Stop strings: a completion ends when its text contains one. With an environment they remain part of the
     action."""
 
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the model's chat template for prompts of messages, such as ``{enable_thinking: false}`` or
-    ``tools``; they take the place of those that an environment declares."""
-
     env_path: str | None = None
     """The environment that rewards completions: ``path/to/script.py`` or ``package.module`` with its functions, or
     ``...:Name`` for a class. None: a single completion per sample, scored by the role REWARD."""

@@ -13,7 +13,7 @@ from dlrover.python.rl.algorithm.base import EngineLoss
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import SFT_ROWS, Counts, Encoding, encode_sft
-from dlrover.python.rl.data.jsonl import first_errors
+from dlrover.python.rl.data.jsonl import first_errors, template_kwargs_of
 from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, PairEncoding, encode_pairs
 from dlrover.python.rl.data.source import HELD_OUT_SHARE, RowReader, SourceRows, hold_out, is_left_unread
 from dlrover.python.rl.engine.api.base import BaseTrainEngine
@@ -48,6 +48,10 @@ class ExampleData:
     keys: Mapping[str, str] = field(default_factory=dict)
     """Column names of the data: ``{prompt: question}``."""
 
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model's chat template, such as ``{enable_thinking: false}`` or ``tools``; a row's own
+    ``chat_template_kwargs`` and ``tools`` take their place."""
+
     segment_rows: ClassVar[int] = 1
     """Consecutive sequences that stay together: a segment."""
 
@@ -72,8 +76,8 @@ class SFTData(ExampleData):
     reader: ClassVar[RowReader] = SFT_ROWS
 
     def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
-        encoding = Encoding(self.max_length, self.over_long, self.assistant, self.mask_prompt, eos_ids)
-        return encode_sft(rows, tokenizer, encoding)
+        options = self.assistant, self.mask_prompt, eos_ids, self.chat_template_kwargs
+        return encode_sft(rows, tokenizer, Encoding(self.max_length, self.over_long, *options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,7 +91,8 @@ class PairData(ExampleData):
 
     def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
         """Adds ``pair`` (int64) and ``chosen`` (bool)."""
-        batch, counts = encode_pairs(rows, tokenizer, PairEncoding(self.max_length, self.over_long, self.masked))
+        encoding = PairEncoding(self.max_length, self.over_long, self.masked, self.chat_template_kwargs)
+        batch, counts = encode_pairs(rows, tokenizer, encoding)
         number = np.arange(len(batch))
         return batch.with_columns(pair=number // 2, chosen=number % 2 == 0), counts
 
@@ -104,8 +109,8 @@ class Examples:
     """The encoded examples of a run; ``held_out`` and ``prompts`` are None if it does not evaluate.
 
     ``train`` and ``held_out`` have ``tokens``, ``action_mask``, ``action_tokens`` (int64 ``[rows]``), ``line`` (int64
-    ``[rows]``, in the source), and the columns of their kind; ``prompts`` has the ``prompt`` and ``answer`` of each
-    held-out row as objects."""
+    ``[rows]``, in the source), and the columns of their kind; ``prompts`` has the ``prompt``, ``answer`` and
+    ``extra_info`` of each held-out row as objects."""
 
     train: Batch
     held_out: Batch | None
@@ -133,6 +138,7 @@ def load_examples(
     if held_out is None or not evaluates:
         return Examples(train, None, counts, digest=digest, trains_end=trains_end)
     prompts = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": [_answer(row) for row in held_out]}
+    prompts["extra_info"] = [{"chat_template_kwargs": template_kwargs_of(row)} for row in held_out]
     evaluated = digest_of_rows(row for _, row in held_out.numbered)
     encoded, _ = _encode(data, held_out, tokenizer, eos_ids)
     return Examples(train, encoded, counts, Batch(prompts), digest, evaluated, trains_end)

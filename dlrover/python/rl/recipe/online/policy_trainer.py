@@ -183,7 +183,7 @@ class PolicyTrainer(RecipeTrainer):
         engine = SenderConfig(**vars(cfg.engine), receivers=len(self.RG_ROLLOUT))
         pending = [
             self.begin_loading(self.RG_ACTOR, cfg.model, engine, optimizer, self.algorithm, cfg.seed),
-            self.begin_loading(self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout),
+            self.begin_loading(self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout, cfg.data.chat_template_kwargs),
         ]
         if cfg.rollout.env_path is None:
             given = Replicate(self.prompts.columns) if cfg.reward.model is None else cfg.engine

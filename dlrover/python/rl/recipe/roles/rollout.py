@@ -3,8 +3,10 @@
 
 import math
 import socket
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,7 +16,7 @@ from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError,
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.conversation import encode_prompt
+from dlrover.python.rl.data.conversation import NO_KWARGS, encode_prompt
 from dlrover.python.rl.data.prompts import PromptFaults
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class, engine_info
@@ -62,7 +64,13 @@ class RolloutWorkload(EngineWorkload):
         name = engine.resolve(torch.cuda.is_available()).rollout
         return not engine_info(ROLLOUT_ENGINES, name).package
 
-    def init_model(self, model: str, engine: EngineConfig, rollout: RolloutConfig = _ONE_COMPLETION) -> str:
+    def init_model(
+        self,
+        model: str,
+        engine: EngineConfig,
+        rollout: RolloutConfig = _ONE_COMPLETION,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    ) -> str:
         """Load the policy and the environment; returns the engine's class. It serves nothing before weights arrive."""
         engine = engine.resolve(torch.cuda.is_available())
         use_threads(engine.threads)
@@ -92,7 +100,7 @@ class RolloutWorkload(EngineWorkload):
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads, own) if rollout.max_staleness else InlineLoop()
         kept = self._kept_samples() if rollout.max_staleness and "/" in self.name else None
         self._scheduler = RolloutScheduler(
-            self._engine, guard, engine.max_batch, rollout.max_turns, rollout.chat_template_kwargs, kept
+            self._engine, guard, engine.max_batch, rollout.max_turns, template_kwargs, kept
         )
         if self._loop.runs_between_calls:
             self._loop.run(self._scheduler.start())
@@ -122,13 +130,15 @@ class RolloutWorkload(EngineWorkload):
         self, prompts: Batch, sampling: SamplingParams, max_prompt_tokens: int | None = None
     ) -> PromptFaults:
         """Report the prompts that this model cannot complete, or with more than ``max_prompt_tokens``; ``place`` names
-        their rows."""
+        their rows, which have ``extra_info`` too."""
         faults = PromptFaults([], [])
-        for place, prompt in zip(prompts.objects("place"), prompts.objects("prompt"), strict=True):
+        rows = zip(*(prompts.objects(name) for name in ("place", "prompt", "extra_info")), strict=True)
+        for place, prompt, extra_info in rows:
             if not prompt and self._scheduler.guard is not None:
                 continue  # the environment gives the first state
             try:
-                tokens = encode_prompt(self._engine.tokenizer, prompt, self._scheduler.template_kwargs)
+                arguments = self._scheduler.arguments_of_template(extra_info)
+                tokens = encode_prompt(self._engine.tokenizer, prompt, arguments)
             except DataError as error:
                 faults.wrong.extend(ConfigError(place, item.what) for item in error.errors)
                 continue

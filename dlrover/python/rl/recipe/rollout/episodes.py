@@ -3,7 +3,7 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -201,10 +201,14 @@ class EpisodeRunner:
     ``generating`` is the number of samples that need the engine; the others wait for the environment."""
 
     def __init__(
-        self, stream: EngineStream, guard: Guard | None, max_turns: int, template_kwargs: Mapping[str, Any]
+        self,
+        stream: EngineStream,
+        guard: Guard | None,
+        max_turns: int,
+        arguments_of_template: Callable[[Mapping[str, Any]], Mapping[str, Any]],
     ) -> None:
         self._stream, self._guard, self._max_turns = stream, guard, max_turns
-        self._tokenizer, self._template_kwargs = stream.engine.tokenizer, template_kwargs
+        self._tokenizer, self._arguments_of_template = stream.engine.tokenizer, arguments_of_template
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
@@ -228,9 +232,9 @@ class EpisodeRunner:
             await self._guard.close(episode)
 
     async def _run_episode(self, guard: Guard, group: Group, sample: Sample, episode: Episode) -> None:
-        chat = ChatText(self._tokenizer, self._template_kwargs)
+        chat = ChatText(self._tokenizer, self._arguments_of_template(group.extra_info))
         state = _render_state(guard, episode, chat)
-        trajectory = self._start_trajectory(group, state, bool(chat.messages))
+        trajectory = self._start_trajectory(group, state, chat)
         fits = partial(self._fits, group.sampling)
         if state is not None and not fits(trajectory.context):
             guard.fail(episode, _first_state_error(len(trajectory.context)))
@@ -255,11 +259,11 @@ class EpisodeRunner:
         if not trajectory.sequences[0].tokens:  # it failed before the first state, and a row needs a token
             trajectory.sequences[0].give([self._tokenizer.eos_token_id or 0])
 
-    def _start_trajectory(self, group: Group, state: str | None, is_chat: bool) -> Trajectory:
+    def _start_trajectory(self, group: Group, state: str | None, chat: ChatText) -> Trajectory:
         state = group.text if state is None else state
-        if is_chat:
+        if chat.messages:
             return Trajectory(self._encode, state)
-        tokens = encode_prompt(self._tokenizer, group.prompt, self._template_kwargs) if state == group.text else None
+        tokens = encode_prompt(self._tokenizer, group.prompt, chat.template_kwargs) if state == group.text else None
         whole = partial(encode_prompt, self._tokenizer) if isinstance(group.prompt, str) else self._encode
         return Trajectory(self._encode, state, tokens, whole)
 
