@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A row's ``tools`` and ``chat_template_kwargs``, and the job's, reach the chat template."""
+"""A row's ``tools`` and ``chat_template_kwargs``, and the job's, reach the chat template; other columns are named."""
 
 import json
 
 import pytest
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.conversation import arguments_of_template, encode_example
-from dlrover.python.rl.data.pairs import encode_pair
+from dlrover.python.rl.data.conversation import SFT_ROWS, arguments_of_template, encode_example
+from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pair
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, load_prompts
 
 TEMPLATE = (
@@ -99,3 +99,18 @@ def test_prompts_keep_the_arguments_of_their_rows(tmp_path, kind):
     assert (text.extra_info, arguments_of_template(text.extra_info)) == ({"tools": "hammer"}, {})
     (error,) = PROMPT_ROWS.validate(write(tmp_path, "jsonl", [{"messages": [ASK], "tools": "hammer"}]))
     assert "'tools' must be a list of" in error.what
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+@pytest.mark.parametrize(
+    ("reader", "row", "keys", "unused"),
+    [
+        (SFT_ROWS, {**SFT, "id": "1", "tool": "x"}, {}, ["id", "tool (did you mean 'tools'?)"]),
+        (SFT_ROWS, {"prompt": "Q", "response": "A", "prompt_id": "1"}, {}, ["prompt_id"]),
+        (PAIR_ROWS, {**PAIR, "score_chosen": 1.0}, {"source": "score_chosen"}, ["source"]),
+        (PAIR_ROWS, PAIR, {}, []),
+        (PROMPT_ROWS, {"prompt": "Q", "answer": "A", "level": "1"}, {}, []),
+    ],
+)
+def test_columns_that_nothing_reads_are_named(tmp_path, kind, reader, row, keys, unused):
+    assert reader.read(write(tmp_path, kind, [row, row]), keys).unused == unused

@@ -202,6 +202,4 @@ def _fault_of_all(pairs: SourceRows) -> str:
     return "in every row 'chosen' equals 'rejected': no pair is left to train on" if are_equal else ""
 
 
-_NAMES = (*_CONTEXT, *_SIDES, *TEMPLATE_KEYS)
-
-PAIR_ROWS = RowReader(normalize_pair, _NAMES, pair_prompt, _fault_of_all, names=_NAMES)
+PAIR_ROWS = RowReader(normalize_pair, pair_prompt, _fault_of_all, names=(*_CONTEXT, *_SIDES, *TEMPLATE_KEYS))

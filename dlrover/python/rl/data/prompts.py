@@ -100,4 +100,4 @@ def _is_answer(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-PROMPT_ROWS = RowReader(_normalize, names=_KEYS)
+PROMPT_ROWS = RowReader(_normalize, names=_KEYS, uses_others=True)

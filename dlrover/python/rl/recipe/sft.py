@@ -9,15 +9,12 @@ from typing import Any, Literal
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import ConfigError
-from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
 from dlrover.python.rl.recipe.offline.examples import Measured, SFTData
 from dlrover.python.rl.recipe.online.answers import METRIC, Answers, AnswersConfig, validate_answers
 from dlrover.python.rl.trainer.port import Pending
-
-_LOG = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,14 +53,6 @@ class SFTTrainer(ExampleTrainer):
     def evaluation_algorithm(self) -> Algorithm:
         """A mean over tokens, for each ``averaging``."""
         return SFT(averaging="token")
-
-    def init(self) -> None:
-        super().init()
-        if not self.examples.trains_end:
-            counts, data = self.examples.counts, self.cfg.data
-            cause = f"{counts.cut} of {counts.rows} rows are cut at data.max_length, now {data.max_length}"
-            cause = cause if counts.cut else "the tokenizer has no such token"
-            _LOG.warning("%s trains no end of a sequence, so the model will not learn to stop: %s", data.train, cause)
 
     def load_models(self) -> list[Pending]:
         loading = super().load_models()

@@ -82,6 +82,8 @@ def test_sft_that_trains_no_end_warns_before_it_starts(inputs, tmp_path, caplog,
     warnings = [record.message for record in caplog.records if "trains no end" in record.message]
     consequence = "trains no end of a sequence, so the model will not learn to stop"
     assert warnings == ([f"{data['train']} {consequence}: {cause}"] if cause else [])
+    columns = [record.message for record in caplog.records if "unused" in record.message]
+    assert columns == [f"{data['train']}: unused columns: id, tool (did you mean 'tools'?)"]
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,8 @@ class Examples:
     prompts: Batch | None = None
     digest: str = ""  # of the rows to train on
     evaluated: str = ""  # of those to evaluate on
-    trains_end: bool = True  # an end-of-sequence token is among the trained ones
+    trains_end: bool = True  # of SFT: an end-of-sequence token is among the trained ones
+    unused: Sequence[str] = ()  # columns that nothing reads
 
 
 def load_examples(
@@ -134,14 +135,14 @@ def load_examples(
     train, counts = _encode(data, rows, tokenizer, eos_ids)
     digest = digest_of_rows(row for _, row in rows.numbered)
     trained = train.ragged("tokens").values[train.ragged("action_mask").values]
-    trains_end = bool(np.isin(trained, eos_ids).any())
+    trains_end = not isinstance(data, SFTData) or bool(np.isin(trained, eos_ids).any())
     if held_out is None or not evaluates:
-        return Examples(train, None, counts, digest=digest, trains_end=trains_end)
+        return Examples(train, None, counts, digest=digest, trains_end=trains_end, unused=rows.unused)
     prompts = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": [_answer(row) for row in held_out]}
     prompts["extra_info"] = [{"chat_template_kwargs": template_kwargs_of(row)} for row in held_out]
     evaluated = digest_of_rows(row for _, row in held_out.numbered)
     encoded, _ = _encode(data, held_out, tokenizer, eos_ids)
-    return Examples(train, encoded, counts, Batch(prompts), digest, evaluated, trains_end)
+    return Examples(train, encoded, counts, Batch(prompts), digest, evaluated, trains_end, rows.unused)
 
 
 def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, SourceRows]:

@@ -201,11 +201,7 @@ class EpisodeRunner:
     ``generating`` is the number of samples that need the engine; the others wait for the environment."""
 
     def __init__(
-        self,
-        stream: EngineStream,
-        guard: Guard | None,
-        max_turns: int,
-        arguments_of_template: Callable[[Mapping[str, Any]], Mapping[str, Any]],
+        self, stream: EngineStream, guard: Guard | None, max_turns: int, arguments_of_template: Callable[..., Any]
     ) -> None:
         self._stream, self._guard, self._max_turns = stream, guard, max_turns
         self._tokenizer, self._arguments_of_template = stream.engine.tokenizer, arguments_of_template
