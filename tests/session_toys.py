@@ -213,7 +213,7 @@ class EchoEngine:
     def __init__(self, model, settings, memory=None):
         self.version, self.model, self.settings, self._place = -1, model, settings, "cuda"
 
-    def tokenizer(self, text):
+    def tokenizer(self, text, add_special_tokens=True):
         return {"input_ids": list(text.encode())}
 
     def generate(self, prompts, sampling, seed):

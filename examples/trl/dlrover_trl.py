@@ -118,7 +118,8 @@ def keys_of(args: GRPOConfig, rows: int) -> dict[str, Any]:
         "betas": [args.adam_beta1, args.adam_beta2],
         "schedule": str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type)),
     }
-    keys["rollout"] |= {"top_k": args.top_k or None, "chat_template_kwargs": args.chat_template_kwargs or {}}
+    keys["rollout"] |= {"top_k": args.top_k or None}
+    _set(keys, "data.chat_template_kwargs", args.chat_template_kwargs or {})
     engine = {"precision": "bf16" if args.bf16 else "fp32", "gradient_checkpointing": bool(args.gradient_checkpointing)}
     if args.use_cpu:
         engine["device"] = "cpu"

@@ -14,6 +14,8 @@ CONFIG = OptimizerConfig(lr=5e-4, warmup_steps=3, weight_decay=0.1, betas=(0.9, 
 STEPS = 5
 TEMPERATURE = 0.8
 CANDIDATES = 3
+TOKENIZER_IDS = 259
+"""The model has a row more, as others have hundreds: its id has probability 0."""
 LENGTHS = [(3, 9), (1, 2), (7, 30), (2, 1), (4, 12), (5, 5), (1, 20), (6, 3)]
 
 NO_GRADIENT = "k_proj.bias"
@@ -90,10 +92,10 @@ class EntropyLoss:
 
 
 def plain_outputs(model, tokens, mask, candidates):
-    """Log-probs and entropies ``[actions]`` of one row, over the whole vocabulary at every position, and the log-probs
+    """Log-probs and entropies ``[actions]`` of one row, over the tokenizer's ids at every position, and the log-probs
     of its candidates ``[actions, n]``."""
     ids, chosen = torch.tensor(tokens), torch.tensor(mask[1:])
-    table = torch.log_softmax(model(ids[None]).logits[0, :-1] / TEMPERATURE, dim=-1)
+    table = torch.log_softmax(model(ids[None]).logits[0, :-1, :TOKENIZER_IDS] / TEMPERATURE, dim=-1)
     logprobs = table[torch.arange(len(ids) - 1), ids[1:]]
     others = table.gather(1, torch.tensor(candidates)[1:])
     return logprobs[chosen], -(table.exp() * table).sum(dim=-1)[chosen], others[chosen]

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.algorithm.losses.policy_gradient import kl_estimate, kl_penalty
+from dlrover.python.rl.algorithm.registry import make_algorithm
 
 KINDS = ("k1", "k2", "k3")
 
@@ -70,3 +71,53 @@ def test_k1_is_no_loss_and_unknown_kinds_are_refused():
         kl_penalty(logprobs, logprobs, "k4")
     with pytest.raises(ValueError, match="unknown KL estimator 'kl'"):
         kl_estimate(logprobs, logprobs, "kl")
+
+
+SURE_OF_OTHERS = [
+    # log-prob of the policy (the reference has -1), k3 and its gradient, and k3 without the bound
+    (-0.5, 0.106531, 0.393469, 0.106531),
+    (-2.0, 0.718282, -1.718282, 0.718282),
+    (-5.0, 49.59815, -53.59815, 49.59815),
+    (-10.5, 13348.23, -13358.73, 13348.23),
+    (-11.5, 22015.47, 0.0, 36304.00),
+    (-25.0, 22015.47, 0.0, 2.6489e10),
+    (-60.0, 22015.47, 0.0, 4.2012e25),
+    (-95.0, 22015.47, 0.0, float("inf")),
+    (-1e30, 22015.47, 0.0, float("inf")),
+]
+
+
+@pytest.mark.parametrize(("policy", "value", "slope", "unbounded"), SURE_OF_OTHERS)
+def test_k3_of_an_unlikely_token_is_bounded(policy, value, slope, unbounded):
+    logprobs, reference = torch.tensor([policy], requires_grad=True), torch.tensor([-1.0])
+    penalty = kl_penalty(logprobs, reference, "k3")
+    penalty.sum().backward()
+    assert penalty.item() == pytest.approx(value, rel=1e-4)
+    assert logprobs.grad.item() == pytest.approx(slope, rel=1e-4)
+    x = logprobs.detach() - reference
+    assert (x + torch.expm1(-x)).item() == pytest.approx(unbounded, rel=1e-4)
+
+
+def test_k1_and_k2_of_an_unlikely_token_are_not_bounded():
+    logprobs, reference = torch.tensor([-95.0]), torch.tensor([-1.0])
+    assert kl_estimate(logprobs, reference, "k1").item() == -94
+    assert kl_estimate(logprobs, reference, "k2").item() == 4418
+
+
+@pytest.mark.parametrize("where", ["loss", "advantage"])
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "rloo", "ppo"])
+def test_unlikely_token_leaves_loss_and_gradient_small(name, where):
+    algorithm = make_algorithm(name, {"kl_coef": 0.001, "kl_in": where, "kl_estimator": "k3"})
+    logprobs = torch.tensor([-95.0, -1.0, -1.0], requires_grad=True)
+    columns = {
+        "old_logprobs": logprobs.detach(),
+        "ref_logprobs": torch.full((3,), -1.0),
+        "advantage": torch.ones(3),
+        "weight": torch.full((3,), 1 / 3),
+        "unit": torch.zeros(3, dtype=torch.int64),
+    }
+    loss, metrics = algorithm.loss(logprobs, columns)
+    loss.backward()
+    assert abs(loss.item()) < 1000  # before the bound: infinite
+    assert logprobs.grad.abs().max() < 10
+    assert metrics["kl"].item() == pytest.approx(22015.47 / 3, rel=1e-4)

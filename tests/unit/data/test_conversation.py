@@ -4,6 +4,7 @@
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
 
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.conversation import Encoded, encode_example, encode_prompt, fit_length
@@ -42,6 +43,51 @@ def test_prompts_are_tokenised_as_inference_sees_them(tokenizer):
     expected = "<|im_start|>system\nbe kind<|im_end|>\n<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert decode(tokenizer, ids) == expected
     assert all(type(token) is int for token in ids)
+
+
+AROUND = {
+    # what the tokenizer adds to a text: prompts, the tokens of each, and those that were given before
+    "<s> $A": [("hm", "<s>hm", "<s>hm"), ("<s>hm", "<s>hm", "<s><s>hm"), ("", "<s>", "<s>")],
+    "<s> $A </s>": [("hm", "<s>hm", "<s>hm</s>"), ("<s>hm", "<s>hm", "<s><s>hm</s>"), ("", "<s>", "<s></s>")],
+    "$A </s>": [("hm", "hm", "hm</s>"), ("hm</s>", "hm</s>", "hm</s></s>"), ("", "", "</s>")],
+    "</s> $A": [("hm", "</s>hm", "</s>hm"), ("</s>", "</s>", "</s></s>"), ("", "</s>", "</s>")],  # GPT-2's, with a BOS
+    "<s> <t> $A </s>": [("<s><t>hm", "<s><t>hm", "<s><t><s><t>hm</s>"), ("<s>hm", "<s><t><s>hm", "<s><t><s>hm</s>")],
+    "$A": [("hm", "hm", "hm"), ("<s>hm</s>", "<s>hm</s>", "<s>hm</s>"), ("", "", "")],
+}
+
+
+def around(pattern: str, make_tokenizer):
+    tokenizer = make_tokenizer()
+    names = ["<s>", "</s>", "<t>"]
+    tokenizer.add_special_tokens({"additional_special_tokens": names, "eos_token": "</s>"})
+    ids = [(name, tokenizer.convert_tokens_to_ids(name)) for name in names]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single=pattern, special_tokens=ids)
+    return tokenizer
+
+
+@pytest.mark.parametrize("pattern", AROUND)
+def test_raw_prompt_gets_one_beginning_and_no_end(make_tokenizer, pattern):
+    tokenizer = around(pattern, make_tokenizer)
+    for prompt, expected, before in AROUND[pattern]:
+        assert decode(tokenizer, encode_prompt(tokenizer, prompt)) == expected
+        assert decode(tokenizer, tokenizer(prompt)["input_ids"]) == before
+
+
+@pytest.mark.parametrize(
+    ("row", "tokens", "before"),
+    [
+        ({"prompt": "hm", "response": "k"}, "<s>hmk</s>", "<s>hm</s>k</s>"),
+        ({"prompt": "<s>hm", "response": "k"}, "<s>hmk</s>", "<s><s>hm</s>k</s>"),
+        ({"prompt": "hm", "response": "k</s>"}, "<s>hmk</s>", "<s>hm</s>k</s></s>"),
+        ({"text": "hm"}, "<s>hm</s>", "<s></s>hm</s>"),
+        ({"text": "<s>hm</s>"}, "<s>hm</s>", "<s></s><s>hm</s></s>"),
+    ],
+)
+def test_raw_example_begins_once_and_ends_once(make_tokenizer, row, tokens, before):
+    tokenizer = around("<s> $A </s>", make_tokenizer)
+    (encoded,) = encode_example(tokenizer, row)
+    assert decode(tokenizer, encoded.tokens) == tokens != before
+    assert trained(tokenizer, encoded).endswith("</s>")
 
 
 @pytest.mark.feature(66)
@@ -114,7 +160,73 @@ def test_a_template_that_opens_thoughts_when_generating(make_tokenizer, content,
 
 def test_a_template_without_an_end_marker_keeps_the_contents_own_space(make_tokenizer):
     (encoded,) = encode_example(make_tokenizer(NO_MARKER), {"messages": say("Q", "A \n", "R", "B")})
-    assert trained(make_tokenizer(NO_MARKER), encoded) == "A \nB"
+    assert trained(make_tokenizer(NO_MARKER), encoded) == "A \nB<|im_end|>"
+
+
+ALPACA = (
+    "{% for m in messages %}### {{ 'Response' if m.role == 'assistant' else 'Instruction' }}:\n{{ m.content }}\n\n"
+    "{% endfor %}{% if add_generation_prompt %}### Response:\n{% endif %}"
+)
+OTHER_MARKER = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}<end>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+NO_MARKER_HIDING = (
+    "{% for m in messages %}{{ m.role }}: "
+    "{{ m.content if loop.last or m.role == 'user' else m.content.split('</t>')[-1] }}\n"
+    "{% endfor %}{% if add_generation_prompt %}assistant: {% endif %}"
+)
+OPEN = {"messages": say("Q", "A")}
+ENDS = {
+    # template, row, options, what is trained, and what was trained before an end was appended
+    "an end marker that is the tokenizer's": (None, OPEN, {}, ["A<|im_end|>"], ["A<|im_end|>"]),
+    "roles": (NO_MARKER, OPEN, {}, ["A<|im_end|>"], ["A"]),
+    "Alpaca": (ALPACA, OPEN, {}, ["A<|im_end|>"], ["A"]),
+    "a marker that is plain text": (OTHER_MARKER, OPEN, {}, ["A<end><|im_end|>"], ["A<end>"]),
+    "a marker of the generation config": (
+        OTHER_MARKER.replace("<end>", "<|endoftext|>"), OPEN, {"eos_ids": [256]}, ["A<|endoftext|>"],
+        ["A<|endoftext|>"],
+    ),
+    "a marker that is no end": (
+        OTHER_MARKER.replace("<end>", "<|endoftext|>"), OPEN, {}, ["A<|endoftext|><|im_end|>"], ["A<|endoftext|>"],
+    ),
+    "an answer that brings its end": (NO_MARKER, {"messages": say("Q", "A<|im_end|>")}, {}, *[["A<|im_end|>"]] * 2),
+    "an empty answer": (NO_MARKER, {"messages": say("Q", "")}, {}, ["<|im_end|>"], []),
+    "two answers": (NO_MARKER, {"messages": say("Q", "A", "R", "B")}, {}, ["AB<|im_end|>"], ["AB"]),
+    "a question at the end": (NO_MARKER, {"messages": say("Q", "A", "R")}, {}, ["A<|im_end|>"], ["A"]),
+    "the last answer": (
+        NO_MARKER, {"messages": say("Q", "A", "R", "B", "S")}, {"mode": "last"}, ["B<|im_end|>"], ["B"],
+    ),
+    "hidden thoughts": (
+        NO_MARKER_HIDING, {"messages": say("Q", "<t>x</t>A", "R", "B")}, {}, ["<t>x</t>A<|im_end|>", "B<|im_end|>"],
+        ["<t>x</t>A", "B"],
+    ),
+    "every token": (
+        NO_MARKER, OPEN, {"mask_prompt": False}, ["ser: Q\nassistant: A<|im_end|>"], ["ser: Q\nassistant: A\n"],
+    ),
+    "every token, a question at the end": (
+        NO_MARKER, {"messages": say("Q", "A", "R")}, {"mask_prompt": False}, *[["ser: Q\nassistant: A\nuser: R\n"]] * 2,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ENDS)
+def test_conversation_trains_an_end_of_sequence(make_tokenizer, name):
+    template, row, options, expected, before = ENDS[name]
+    tokenizer = make_tokenizer(template) if template else make_tokenizer()
+    encoded = encode_example(tokenizer, row, **options)
+    assert [trained(tokenizer, item) for item in encoded] == expected
+    tokenizer.eos_token = None  # nothing is appended, as before
+    options.pop("eos_ids", None)
+    assert [trained(tokenizer, item) for item in encode_example(tokenizer, row, **options)] == before
+
+
+def test_appended_end_follows_the_answer_at_once(make_tokenizer):
+    tokenizer = make_tokenizer(ALPACA)
+    (encoded,) = encode_example(tokenizer, {"messages": say("Q", "A", "R")})
+    assert decode(tokenizer, encoded.tokens) == "### Instruction:\nQ\n\n### Response:\nA<|im_end|>"
+    (cut,) = fit_length([encoded], len(encoded.tokens) - 1, "cut")
+    assert trained(tokenizer, cut) == "A"
 
 
 def test_tokens_that_reach_over_a_border_are_cut_there(make_tokenizer):

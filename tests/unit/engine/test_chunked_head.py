@@ -97,7 +97,7 @@ def train(model, settings=None, candidates=0):
 def test_an_engine_trains_the_same_weights(tmp_path, monkeypatch, settings, candidates):
     if "lora" in settings:
         pytest.importorskip("peft", reason="the extra 'lora' is not installed")
-    model = write_tiny_model(tmp_path / "T", hidden=32, layers=2, max_positions=64)
+    model = write_tiny_model(tmp_path / "T", hidden=32, layers=2, max_positions=64, rows=300)  # some are masked
     expected = train(model, TrainSettings(**settings), candidates)
     monkeypatch.setattr(chunked_head, "CHUNK_ELEMENTS", 7 * 300)
     for found, whole in zip(train(model, TrainSettings(**settings), candidates), expected, strict=True):

@@ -156,6 +156,62 @@ def test_greedy_is_temperature_one():
     assert torch.equal(token_logprobs(logits, targets, 0.0)[0], token_logprobs(logits, targets, 1.0)[0])
 
 
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("known_ids", [4, VOCAB - 1, VOCAB, VOCAB + 3, None])
+def test_unknown_ids_have_no_probability(known_ids, temperature, compiled, monkeypatch):
+    if compiled:
+        monkeypatch.setattr(compiled_logprobs, "applies_to", lambda logits: True)
+        monkeypatch.setattr(compiled_logprobs, "compiled", lambda function: function)
+    (logits, targets, weights), (expected, _, _) = problem(), problem()
+    targets = targets % min(known_ids or VOCAB, VOCAB)
+    with torch.no_grad():
+        logits[:, known_ids or VOCAB :] = 300.0  # the likeliest, were they not masked
+    logprobs, entropies = token_logprobs(logits, targets, temperature, entropy=True, known_ids=known_ids)
+    (weights[0] @ logprobs + weights[1] @ entropies).backward()
+    table = torch.log_softmax(expected[:, :known_ids] / temperature, dim=-1)
+    entropy = -(table.exp() * table).sum(dim=-1)
+    (weights[0] @ table[torch.arange(TOKENS), targets] + weights[1] @ entropy).backward()
+    tolerance = 1e-5 if compiled else 1e-12
+    assert torch.allclose(logprobs, table[torch.arange(TOKENS), targets], rtol=0, atol=tolerance)
+    assert torch.allclose(entropies, entropy, rtol=0, atol=tolerance)
+    assert torch.allclose(logits.grad, expected.grad, rtol=0, atol=tolerance)
+    assert top_token_ids(logits, 4, known_ids=known_ids).max() < (known_ids or VOCAB)
+
+
+def test_logprob_of_an_unknown_id_is_minus_infinity():
+    logits, _, _ = problem()
+    logprobs, _ = token_logprobs(logits, torch.tensor([[4, 5, 10]] * TOKENS), known_ids=5)
+    assert (logprobs == -torch.inf).tolist() == [[False, True, True]] * TOKENS
+
+
+def divided_known(rank, world_size, port, known_ids):
+    """This rank's columns, of which none may be known."""
+    ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))
+    logits, targets, weights = problem()
+    columns = slice(0, 4) if rank == 0 else slice(4, VOCAB)
+    mine = logits.detach()[:, columns].clone().requires_grad_()
+    shard = VocabularyShard(columns.start, dist.group.WORLD)
+    logprobs, _ = token_logprobs(mine, targets % known_ids, 0.7, shard=shard, known_ids=known_ids)
+    (weights[0] @ logprobs).backward()
+    top = top_token_ids(mine.detach(), 3, shard, known_ids)
+    ranks.close()
+    return logprobs.detach().numpy(), mine.grad.numpy(), top.numpy()
+
+
+@pytest.mark.parametrize("known_ids", [3, 4, 6])
+def test_unknown_ids_of_a_divided_vocabulary_have_none_either(known_ids):
+    logits, targets, weights = problem()
+    logprobs, _ = token_logprobs(logits, targets % known_ids, 0.7, known_ids=known_ids)
+    (weights[0] @ logprobs).backward()
+    ranks = run(2, divided_known, known_ids)
+    for values, _, top in ranks:
+        assert abs(torch.from_numpy(values) - logprobs.detach()).max() < 1e-10
+        assert top.tolist() == top_token_ids(logits, 3, known_ids=known_ids).tolist()
+    parts = torch.cat([torch.from_numpy(gradient) for _, gradient, _ in ranks], dim=1)
+    assert abs(parts - logits.grad).max() < 1e-10
+
+
 def divided(rank, world_size, port, temperature):
     """This rank's columns, which are not equally many."""
     ranks = Ranks.connect(Rendezvous(rank, world_size, "127.0.0.1", port, timeout_s=240))

@@ -11,7 +11,7 @@ from dlrover.python.rl.session.members import as_batch, as_outputs, as_prompts, 
 from dlrover.python.rl.session.split import NeedParallel
 
 
-def tokenizer(text):
+def tokenizer(text, add_special_tokens=True):
     return {"input_ids": list(text.encode())}
 
 

@@ -29,6 +29,7 @@ from dlrover.python.rl.data.conversation import Encoding, collect_sft, encode_sf
 from dlrover.python.rl.engine.api.base import Rendezvous
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.model.loading import read_eos_ids
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import train_settings
 from dlrover.python.rl.recipe.distill import DistillationTrainer
@@ -122,11 +123,12 @@ class ClassicSFTTrainer(ClassicTrainer):
         return metrics | self._evaluate(self.model_after(), environments, **sampling)
 
     def _cross_entropy(self, samples: Sequence[LoadedSample]) -> float:
-        config = EngineConfig(**self._engine()).resolve(torch.cuda.is_available())
+        config = EngineConfig(**self._engine(), mask_unknown_ids=False).resolve(torch.cuda.is_available())
         settings = train_settings(config, config.device, ParallelSizes())
         engine = engine_class(TRAIN_ENGINES, config.train)(self.model_after(), None, settings, Rendezvous())
         rows = collect_sft([{"prompt": sample.prompt, "answer": sample.answer} for sample in samples], "dataset")
-        encoding = Encoding(self._max_length(), "drop", self.assistant_loss_mode, self.mask_prompt)
+        eos_ids = read_eos_ids(self.model, engine.tokenizer)
+        encoding = Encoding(self._max_length(), "drop", self.assistant_loss_mode, self.mask_prompt, eos_ids)
         batch = encode_sft(rows, engine.tokenizer, encoding)[0].select("tokens", "action_mask")
         logprobs = engine.evaluate(batch).ragged("logprobs").values[batch.ragged("action_mask").values]
         return -float(logprobs.mean(dtype="float64"))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: prompts, conversations and rows of examples are encoded by the same few functions.
 """Texts and conversations as tokens, with a mask over the trained ones; supervised examples from source to batch."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import takewhile
 from os.path import commonprefix
 from types import MappingProxyType
@@ -13,7 +15,15 @@ import numpy as np
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row, raise_errors, sort_by_line
+from dlrover.python.rl.data.jsonl import (
+    TEMPLATE_KEYS,
+    find_message_faults,
+    find_template_faults,
+    normalize_row,
+    raise_errors,
+    sort_by_line,
+    template_kwargs_of,
+)
 from dlrover.python.rl.data.model_text import THOUGHT_TAGS
 from dlrover.python.rl.data.source import RowReader, SourceRows, normalize_rows
 from dlrover.python.rl.data.surrogates import surrogate_faults
@@ -25,6 +35,9 @@ Turns: TypeAlias = Literal["all", "last"]
 """Which assistant turns are trained."""
 
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
+
+Render: TypeAlias = Callable[..., str]
+"""``render(messages, generation=False)`` by a chat template, if ``generation`` with the generation prompt."""
 
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
@@ -54,9 +67,14 @@ class Encoded:
 def encode_prompt(
     tokenizer: Tokenizer, prompt: str | Messages, template_kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> list[int]:
-    """Token ids of a prompt as in inference: raw text, or messages with the generation prompt appended."""
+    """Token ids of a prompt as in inference: raw text, or messages with the generation prompt appended.
+
+    The tokens that a tokenizer puts before a text (a beginning-of-sequence token) come first, once: not again where the
+    text begins with them. Those that it puts behind one (an end-of-sequence token) are left out."""
     if isinstance(prompt, str):
-        return list(tokenizer(prompt)["input_ids"])
+        tokens = _tokenize(tokenizer, prompt)
+        opening = _find_opening(tokenizer, prompt, tokens)
+        return tokens if tokens[: len(opening)] == opening else [*opening, *tokens]
     return _tokenize(tokenizer, _render(tokenizer, prompt, generation=True, template_kwargs=template_kwargs))
 
 
@@ -98,21 +116,32 @@ def continue_chat(  # noqa: PLR0913
 
 
 def encode_example(
-    tokenizer: Tokenizer, row: Mapping[str, Any], mode: Turns = "all", mask_prompt: bool = True
+    tokenizer: Tokenizer,
+    row: Mapping[str, Any],
+    mode: Turns = "all",
+    mask_prompt: bool = True,
+    eos_ids: Sequence[int] = (),
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
 ) -> list[Encoded]:
     """Encode a supervised example, ``{"prompt": text, "response": text}`` or ``{"messages": [...]}``; else DataError.
 
-    ``prompt`` may hold messages, and ``response`` or ``answer`` the last answer; other keys are ignored. Raw text
+    ``prompt`` may hold messages, and ``response`` or ``answer`` the last answer. ``tools`` and ``chat_template_kwargs``
+    are arguments of the chat template, which precede ``template_kwargs``. Other keys are ignored. Raw text
     trains the response and the end-of-sequence token; prompt and response are tokenised separately, as in inference. A
     conversation trains each assistant turn from its first character after the header to its end marker. If the template
-    rewrites history (hides old thoughts), each trained turn becomes a separate sequence, which ends with it."""
+    rewrites history (hides old thoughts), each trained turn becomes a separate sequence, which ends with it.
+
+    If the template ends the last trained turn of a sequence neither with the tokenizer's end-of-sequence token nor with
+    one of ``eos_ids``, those of the model's generation config, the former is appended to the turn and trained, and what
+    follows is cut (TRL appends it since pull request 3091): else the model would never learn to end an answer."""
     row = normalize_sft(row)
+    render = make_renderer(tokenizer, row, template_kwargs)
     if "messages" not in row:
         encoded = [encode_raw(tokenizer, row["prompt"], row["response"])]
     elif mask_prompt:
-        encoded = _encode_messages(tokenizer, row["messages"], mode)
+        encoded = _encode_messages(tokenizer, render, row["messages"], mode, eos_ids)
     else:
-        encoded = [_encode_spans(tokenizer, _render(tokenizer, row["messages"]), [])]
+        encoded = [_encode_whole(tokenizer, render, row["messages"], eos_ids)]
     finished = [_finish(item, mask_prompt) for item in encoded]
     return [item for item in finished if item.trained]
 
@@ -137,7 +166,7 @@ def normalize_sft(row: Mapping[str, Any]) -> dict[str, Any]:
             answer = str(answer)
         if answer is not None:
             row["messages"] = [*messages, {"role": "assistant", "content": answer}]
-    if faults := _sft_faults(row):
+    if faults := [*_sft_faults(row), *find_template_faults(row)]:
         raise DataError([ConfigError("data", fault) for fault in faults])
     return row
 
@@ -171,29 +200,54 @@ def _finish(encoded: Encoded, mask_prompt: bool) -> Encoded:
 
 
 def encode_raw(tokenizer: Tokenizer, prompt: str, response: str) -> Encoded:
-    """Encode a text and its continuation, closed by the end-of-sequence token."""
+    """Encode a text and its continuation, closed by the end-of-sequence token, which the continuation may have."""
     if tokenizer.eos_token_id is None:
         raise DataError("the tokenizer has no end-of-sequence token to close a response with")
-    context = encode_prompt(tokenizer, prompt)
-    answer = [*_tokenize(tokenizer, response), tokenizer.eos_token_id]
+    context, answer = encode_prompt(tokenizer, prompt), _tokenize(tokenizer, response)
+    if not prompt and answer[: len(context)] == context:
+        context = []  # a whole text, which begins as the tokenizer would
+    if answer[-1:] != [tokenizer.eos_token_id]:
+        answer.append(tokenizer.eos_token_id)
     return Encoded(context + answer, [False] * len(context) + [True] * len(answer))
 
 
-def _encode_messages(tokenizer: Tokenizer, messages: list[dict[str, str]], mode: Turns) -> list[Encoded]:
+def _encode_whole(
+    tokenizer: Tokenizer, render: Render, messages: list[dict[str, str]], eos_ids: Sequence[int]
+) -> Encoded:
+    if not _is_answer(messages[-1]):
+        return _encode_spans(tokenizer, render(messages), [])
+    text, span = answer_span(render, messages, len(messages) - 1)
+    return _encode_closed(tokenizer, text, [span], eos_ids)
+
+
+def _encode_messages(
+    tokenizer: Tokenizer, render: Render, messages: list[dict[str, str]], mode: Turns, eos_ids: Sequence[int]
+) -> list[Encoded]:
     turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
     if mode == "last":
         turns = turns[-1:]
-    answers = [answer_span(tokenizer, messages, turn) for turn in turns]
-    whole = _render(tokenizer, messages)
+    answers = [answer_span(render, messages, turn) for turn in turns]
+    whole = render(messages)
     if all(whole.startswith(text) for text, _ in answers):
-        return [_encode_spans(tokenizer, whole, [span for _, span in answers])]
-    return [_encode_spans(tokenizer, text, [span]) for text, span in answers]
+        return [_encode_closed(tokenizer, whole, [span for _, span in answers], eos_ids)]
+    return [_encode_closed(tokenizer, text, [span], eos_ids) for text, span in answers]
 
 
-def answer_span(tokenizer: Tokenizer, messages: list[dict[str, str]], turn: int) -> tuple[str, Span]:
+def _encode_closed(tokenizer: Tokenizer, text: str, spans: Sequence[Span], eos_ids: Sequence[int]) -> Encoded:
+    """Mask ``spans``, of which the last ends with an end-of-sequence token: the template's, or else one in place of
+    what follows it."""
+    start, stop = spans[-1]
+    own = tokenizer.eos_token_id
+    if own is None or text[start:stop].endswith(tuple(tokenizer.decode([token]) for token in (own, *eos_ids))):
+        return _encode_spans(tokenizer, text, spans)
+    encoded = _encode_spans(tokenizer, text[:stop], spans)
+    return Encoded([*encoded.tokens, own], [*encoded.action_mask, True])
+
+
+def answer_span(render: Render, messages: list[dict[str, str]], turn: int) -> tuple[str, Span]:
     """Render the conversation up to ``turn``; return the text and the span of the assistant's answer in it."""
-    text = _render(tokenizer, messages[: turn + 1])
-    opened = _render(tokenizer, messages[:turn], generation=True)
+    text = render(messages[: turn + 1])
+    opened = render(messages[:turn], generation=True)
     content = messages[turn]["content"]
     start = len(commonprefix([opened, text]))
     if start < len(opened):
@@ -235,6 +289,26 @@ def _tokenize(tokenizer: Tokenizer, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
+def _find_opening(tokenizer: Tokenizer, text: str, tokens: list[int]) -> list[int]:
+    """The tokens that the tokenizer puts before ``text``, which alone is ``tokens``."""
+    whole = list(tokenizer(text)["input_ids"])
+    if whole and not tokens:  # what is before an empty text looks like what is behind it
+        return _find_opening(tokenizer, _MARK, _tokenize(tokenizer, _MARK))
+    starts = (at for at in range(len(whole) - len(tokens) + 1) if whole[at : at + len(tokens)] == tokens)
+    return whole[: next(starts, 0)]
+
+
+def make_renderer(tokenizer: Tokenizer, row: Mapping[str, Any], template_kwargs: Mapping[str, Any]) -> Render:
+    """The chat template with the row's own arguments, which precede ``template_kwargs``."""
+    return partial(_render, tokenizer, template_kwargs={**template_kwargs, **template_kwargs_of(row)})
+
+
+def arguments_of_template(extra_info: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the chat template that a prompt's row has, from its ``extra_info``."""
+    arguments = extra_info.get("chat_template_kwargs")
+    return arguments if isinstance(arguments, dict) else {}
+
+
 def _render(
     tokenizer: Tokenizer,
     messages: Messages,
@@ -265,6 +339,12 @@ class Encoding:
 
     mask_prompt: bool = True
     """False trains every token but the first, prompts included."""
+
+    eos_ids: Sequence[int] = ()
+    """Tokens that end a sequence besides the tokenizer's, from the model's generation config."""
+
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, where a row has no others."""
 
     def __post_init__(self) -> None:
         if self.over_long not in get_args(OverLong):
@@ -313,7 +393,8 @@ def encode_sft(rows: SourceRows, tokenizer: Tokenizer, encoding: Encoding | None
     settings = encoding or Encoding()
 
     def encode(row: Mapping[str, Any]) -> list[Encoded]:
-        return encode_example(tokenizer, row, settings.assistant, settings.mask_prompt)
+        options = settings.assistant, settings.mask_prompt, settings.eos_ids, settings.template_kwargs
+        return encode_example(tokenizer, row, *options)
 
     def fit(items: list[Encoded]) -> list[Encoded]:
         return fit_length(items, settings.max_length, settings.over_long)
@@ -376,5 +457,5 @@ def fit_length(items: Sequence[Encoded], max_length: int | None, over_long: Over
 SFT_ROWS = RowReader(
     normalize_sft,
     prompt_of=sft_prompt,
-    names=("prompt", "messages", "response", "completion", "text", "answer"),
+    names=("prompt", "messages", "response", "completion", "text", "answer", *TEMPLATE_KEYS),
 )

@@ -17,6 +17,9 @@ _TEXTS = _KEYS[1:]
 _CALL_FORM = 'must be {"function": {"name": ..., "arguments": {...}}}'
 _CONVERSATIONS = ("prompt", "messages", "chosen", "rejected")
 
+TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
+"""The keys of a row that are for the chat template."""
+
 
 def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return a row without nulls (in tables they mean an absent column), and with messages moved from ``prompt`` to
@@ -51,7 +54,36 @@ def drop_nulls_of_calls(row: Mapping[str, Any]) -> dict[str, Any]:
         return {**message, "tool_calls": drop(message["tool_calls"])} if has_calls else message
 
     talks = {key: list(map(of_message, row[key])) for key in _CONVERSATIONS if isinstance(row.get(key), list)}
-    return {**row, **talks}
+    return {**row, **talks, **{key: drop(row[key]) for key in TEMPLATE_KEYS if key in row}}
+
+
+def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of the chat template that a row has: ``chat_template_kwargs``, with its ``tools`` among
+    them. Either may be JSON text, as tables have it where the tools of rows differ."""
+    tools, kwargs = (_decode(row.get(key)) for key in TEMPLATE_KEYS)
+    return {**(kwargs or {}), **({"tools": tools} if tools else {})}
+
+
+def find_template_faults(row: Mapping[str, Any]) -> list[str]:
+    """Everything wrong with the arguments of the chat template that a row has, which has to have messages for them."""
+    tools, kwargs = (_decode(row.get(key)) for key in TEMPLATE_KEYS)
+    faults = [fault for key in TEMPLATE_KEYS for fault in surrogate_faults(key, row.get(key))]
+    if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
+        faults.append('\'tools\' must be a list of {"type": "function", "function": {...}}, or its JSON text')
+    if kwargs and not isinstance(kwargs, dict):
+        faults.append("'chat_template_kwargs' must be an object, or its JSON text")
+    if (tools or kwargs) and not any(isinstance(row.get(key), list) for key in _CONVERSATIONS):
+        name = "tools" if tools else "chat_template_kwargs"
+        faults.append(f"'{name}' is for the chat template, which texts do not pass: give 'messages'")
+    return faults
+
+
+def _decode(value: Any) -> Any:
+    """The value of JSON text; anything else as it is."""
+    try:
+        return json.loads(value) if isinstance(value, str) and value else value
+    except (ValueError, RecursionError):
+        return value
 
 
 def find_message_faults(messages: Any, name: str = "messages") -> list[str]:

@@ -2,23 +2,26 @@
 """Pairs of a chosen and a rejected answer, for reward models and for DPO."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import (
+    NO_KWARGS,
     Counts,
     Encoded,
     OverLong,
+    Render,
     Tokenizer,
     answer_span,
     encode_pieces,
     encode_raw,
     encode_rows,
+    make_renderer,
     messages_before_answer,
 )
-from dlrover.python.rl.data.jsonl import find_message_faults, normalize_row
+from dlrover.python.rl.data.jsonl import TEMPLATE_KEYS, find_message_faults, find_template_faults, normalize_row
 from dlrover.python.rl.data.source import RowReader, SourceRows
 from dlrover.python.rl.data.surrogates import surrogate_faults
 
@@ -38,6 +41,9 @@ class PairEncoding:
 
     masked: Masked = "answer"
     """Masked tokens."""
+
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template, where a row has no others."""
 
 
 def encode_pairs(rows: SourceRows, tokenizer: Tokenizer, encoding: PairEncoding | None = None) -> tuple[Batch, Counts]:
@@ -62,21 +68,25 @@ def encode_pairs(rows: SourceRows, tokenizer: Tokenizer, encoding: PairEncoding 
         reasons = {"with equal answers": equal, f"at {settings.max_length} tokens": len(rows) - equal}
         return f"no pair is left; dropped: {', '.join(f'{count} {why}' for why, count in reasons.items() if count)}"
 
-    return encode_rows(rows, lambda row: encode_pair(tokenizer, row), fit, nothing_left)
+    return encode_rows(rows, lambda row: encode_pair(tokenizer, row, settings.template_kwargs), fit, nothing_left)
 
 
-def encode_pair(tokenizer: Tokenizer, row: Mapping[str, Any]) -> list[Encoded]:
-    """Encode the chosen and the rejected sequence of a row, masked on the answers."""
+def encode_pair(
+    tokenizer: Tokenizer, row: Mapping[str, Any], template_kwargs: Mapping[str, Any] = NO_KWARGS
+) -> list[Encoded]:
+    """Encode the chosen and the rejected sequence of a row, masked on the answers. The row's arguments of the chat
+    template precede ``template_kwargs``."""
     row = normalize_pair(row)
     if "prompt" in row:
         return [encode_raw(tokenizer, row["prompt"], row[side]) for side in _SIDES]
     begin = len(_shared(row))
-    return [_encode_side(tokenizer, row[side], begin) for side in _SIDES]
+    render = make_renderer(tokenizer, row, template_kwargs)
+    return [_encode_side(tokenizer, render, row[side], begin) for side in _SIDES]
 
 
 def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a pair as texts ``prompt``, ``chosen``, ``rejected``, or as conversations ``chosen`` and ``rejected``; or
-    DataError.
+    """Return a pair as texts ``prompt``, ``chosen``, ``rejected``, or as conversations ``chosen`` and ``rejected`` with
+    ``tools`` and ``chat_template_kwargs``; or DataError.
 
     Also accepted: shared ``messages`` (or a list under ``prompt``), which each side continues by a text or messages, or
     repeats. Redundant keys must agree: ``messages`` equal to one side, or ``prompt`` equal to the text of a user turn
@@ -98,7 +108,7 @@ def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(row.get("prompt"), str) and row["prompt"].strip() not in questions:
         raise DataError("'prompt' is not a user's text in the shared part of the conversations: leave it out, or give"
                         " 'chosen' and 'rejected' as texts without 'messages'")  # fmt: skip
-    return pair
+    return pair | {key: row[key] for key in TEMPLATE_KEYS if key in row}
 
 
 def pair_prompt(pair: Mapping[str, Any]) -> Any:
@@ -130,9 +140,9 @@ def _shared(pair: Mapping[str, Any]) -> list[Any]:
     return list(chosen[:shared])
 
 
-def _encode_side(tokenizer: Tokenizer, messages: list[Any], begin: int) -> Encoded:
+def _encode_side(tokenizer: Tokenizer, render: Render, messages: list[Any], begin: int) -> Encoded:
     turns = [at for at in range(begin, len(messages)) if messages[at]["role"] == "assistant"]
-    spans = [answer_span(tokenizer, messages, turn) for turn in turns]
+    spans = [answer_span(render, messages, turn) for turn in turns]
     text = spans[-1][0]
     if not all(text.startswith(earlier) for earlier, _ in spans):
         raise DataError("the chat template changes an answer when the conversation continues: give each pair"
@@ -168,7 +178,8 @@ def _faults(row: Mapping[str, Any]) -> list[str]:
     lists = [key for key in _CONTEXT if key in row and not (key == "prompt" and isinstance(row[key], str))]
     faults = [fault for key in lists for fault in find_message_faults(row[key], key)]
     texts = [key for key in ("prompt", *_SIDES) if isinstance(row.get(key), str)]
-    return [*faults, *(fault for key in texts for fault in surrogate_faults(key, row[key])), *_side_faults(row)]
+    faults += [fault for key in texts for fault in surrogate_faults(key, row[key])]
+    return [*faults, *_side_faults(row), *find_template_faults(row)]
 
 
 def _side_faults(row: Mapping[str, Any]) -> list[str]:
@@ -191,4 +202,4 @@ def _fault_of_all(pairs: SourceRows) -> str:
     return "in every row 'chosen' equals 'rejected': no pair is left to train on" if are_equal else ""
 
 
-PAIR_ROWS = RowReader(normalize_pair, (*_CONTEXT, *_SIDES), pair_prompt, _fault_of_all, names=(*_CONTEXT, *_SIDES))
+PAIR_ROWS = RowReader(normalize_pair, pair_prompt, _fault_of_all, names=(*_CONTEXT, *_SIDES, *TEMPLATE_KEYS))

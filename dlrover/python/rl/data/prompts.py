@@ -9,7 +9,8 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.names import hint, nearest
-from dlrover.python.rl.data.jsonl import find_message_faults
+from dlrover.python.rl.data.conversation import arguments_of_template
+from dlrover.python.rl.data.jsonl import find_message_faults, find_template_faults, template_kwargs_of
 from dlrover.python.rl.data.source import RowReader
 from dlrover.python.rl.data.surrogates import surrogate_faults
 
@@ -41,7 +42,8 @@ class PromptRow:
 def load_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> list[PromptRow]:
     """Read rows of ``{"prompt": text}`` or ``{"messages": [...]}`` with ``"answer"`` and ``"extra_info"``; the answer
     may also be ``extra_info["answer"]``, and of any other JSON type is nothing else. Further keys are added to
-    ``extra_info``. Arguments and errors are those of :class:`RowReader`."""
+    ``extra_info``, whose ``chat_template_kwargs`` gets the ``tools`` of a row with messages. Arguments and errors are
+    the same as in :class:`RowReader`."""
     return [PromptRow(**row, line=line) for line, row in PROMPT_ROWS.read(where, keys).numbered]
 
 
@@ -63,6 +65,8 @@ def _normalize(raw: Mapping[str, Any]) -> dict[str, Any]:
         answer = extra.get("answer")
     prompt = raw["prompt"] if "prompt" in raw else raw["messages"]
     further = {key: value for key, value in raw.items() if key not in _KEYS}
+    if "messages" in raw and (arguments := template_kwargs_of(raw)):
+        extra["chat_template_kwargs"] = {**arguments_of_template(extra), **arguments}
     return {"prompt": prompt, "answer": None if answer is None else str(answer), "extra_info": {**further, **extra}}
 
 
@@ -77,7 +81,7 @@ def _faults(raw: Mapping[str, Any]) -> list[str]:
         faults.append("'prompt' must be text and not empty, or a list of messages")
     faults += surrogate_faults("prompt", raw.get("prompt"))
     if "messages" in raw:
-        faults += find_message_faults(raw["messages"])
+        faults += [*find_message_faults(raw["messages"]), *find_template_faults(raw)]
     return faults + _answer_faults(raw)
 
 
@@ -96,4 +100,4 @@ def _is_answer(value: Any) -> bool:
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 
-PROMPT_ROWS = RowReader(_normalize, names=_KEYS)
+PROMPT_ROWS = RowReader(_normalize, names=_KEYS, uses_others=True)

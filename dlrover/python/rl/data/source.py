@@ -6,7 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from itertools import combinations, islice
 from operator import itemgetter
@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
 from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_path
-from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.jsonl import (
     NumberedRow,
@@ -63,13 +62,12 @@ def _digest(prompt: Any, seed: int) -> bytes:
     return blake2b(json.dumps([seed, prompt], sort_keys=True).encode(), digest_size=16).digest()
 
 
-_LOG = get_logger(__name__)
-
 DEFAULT_SPLIT = "train"
 
 _FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _FOLDER_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|zip|tar|h5|xml)\b")  # also compressed: .jsonl.gz
 _MOST_FILES = 10_000
+_ALMOST = 0.75
 _SPLIT = re.compile(r"([\w.-]+)(?:\[(-?[0-9]+%?)?:(-?[0-9]+%?)?\])?")
 
 
@@ -79,6 +77,8 @@ class SourceRows:
 
     where: str
     numbered: Sequence[NumberedRow]
+    unused: Sequence[str] = ()
+    """Keys of rows that have no meaning, each with the key that may be meant."""
 
     def __len__(self) -> int:
         return len(self.numbered)
@@ -94,7 +94,7 @@ class SourceRows:
         return f"{self.where}:{self.numbered[index][0]}"
 
     def take(self, indices: Sequence[int]) -> "SourceRows":
-        return SourceRows(self.where, [self.numbered[index] for index in indices])
+        return replace(self, numbered=[self.numbered[index] for index in indices])
 
 
 @dataclass(frozen=True)
@@ -127,9 +127,7 @@ def _bound(text: str | None, rows: int) -> int | None:
     return round(int(text[:-1]) * rows / 100) if text.endswith("%") else int(text)
 
 
-def scan_rows(
-    where: str | Path, keys: Mapping[str, str] | None = None, columns: Collection[str] = ()
-) -> tuple[SourceRows, list[ConfigError]]:
+def scan_rows(where: str | Path, keys: Mapping[str, str] | None = None) -> tuple[SourceRows, list[ConfigError]]:
     """Return the good rows of a source, normalised (:func:`normalize_row`), and an error for each bad one.
 
     Args:
@@ -138,7 +136,6 @@ def scan_rows(
             ``org/name:configuration``). A prefix ``split@`` selects a split (``train``), ``split[:100]@`` or
             ``split[10%:]@`` a part. A file is ``train``.
         keys: the source's column names: ``{"prompt": "question"}``. Several keys may have one column.
-        columns: those in use. A table's others are dropped and logged; JSON keeps all keys, to report misspelt ones.
     """
     address = _Address.parse(str(where))
     numbered, errors, is_table = _read(address)
@@ -149,8 +146,6 @@ def scan_rows(
     rows = [
         (number, normalize_row(drop_nulls_of_calls(as_plain(row)) if is_table else row)) for number, row in numbered
     ]
-    if is_table and columns and rows:
-        rows = _select_columns(rows, columns, str(where))
     if not rows and not errors:
         errors = [ConfigError(str(where), "holds no rows")]
     errors = [ConfigError(_restore_name(where, address, item.where), item.what) for item in errors]
@@ -163,16 +158,17 @@ Normalize: TypeAlias = Callable[[Mapping[str, Any]], dict[str, Any]]
 
 @dataclass(frozen=True)
 class RowReader:
-    """Reads the rows of one kind; ``where``, ``keys`` and ``columns`` as in :func:`scan_rows`."""
+    """Reads the rows of one kind; ``where`` and ``keys`` as in :func:`scan_rows`."""
 
     normalize: Normalize
-    columns: Collection[str] = ()
     prompt_of: Callable[[Mapping[str, Any]], Any] = itemgetter("prompt")
     """The prompt of a row, text or messages; rows of one prompt are held out together."""
     fault_of_all: Callable[[SourceRows], str] = lambda rows: ""
     """Why rows of the right form are of no use together; empty if they are of use."""
     names: Collection[str] = ()
     """The keys of a row that have a meaning."""
+    uses_others: bool = False
+    """Other keys are for reward functions and environments."""
 
     def read(self, where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
         """Raise DataError if there are no rows, or wrong ones (the first 20 are named)."""
@@ -184,7 +180,7 @@ class RowReader:
         return self._scan(where, keys)[1]
 
     def _scan(self, where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
-        rows, errors = scan_rows(where, keys, self.columns)
+        rows, errors = scan_rows(where, keys)
         misspelt = [name for name in keys or () if name not in self.names and nearest(name, self.names)]
         errors += [
             ConfigError(str(where), f"data.keys: a row has no '{name}'{hint(name, self.names)}") for name in misspelt
@@ -193,7 +189,13 @@ class RowReader:
         checked, faults = normalize_rows(rows, self.normalize)
         if not errors and not faults and (fault := self.fault_of_all(checked)):
             faults = [ConfigError(str(where), fault)]
-        return checked, sort_by_line([*errors, *faults])
+        return replace(checked, unused=self._find_unused(rows)), sort_by_line([*errors, *faults])
+
+    def _find_unused(self, rows: SourceRows) -> list[str]:
+        present = {name for row in rows for name in row}
+        absent, unused = set(self.names) - present, sorted(present - set(self.names))
+        meant = {name: nearest(name, absent, _ALMOST) for name in ([] if self.uses_others else unused)}
+        return [f"{name} (did you mean '{close}'?)" if close else name for name, close in meant.items()]
 
     def _find_shared(self, keys: Mapping[str, str]) -> list[str]:
         """Two keys with a meaning for one column, as of an answer that is its own prompt; others may share one."""
@@ -238,13 +240,6 @@ def _rename_columns(
         for number, row in rows
     ]
     return renamed, errors
-
-
-def _select_columns(rows: Sequence[NumberedRow], columns: Collection[str], where: str) -> list[NumberedRow]:
-    unused = sorted({key for _, row in rows for key in row if key not in columns})
-    if unused:
-        _LOG.info("%s: unused columns: %s", where, ", ".join(unused))
-    return [(number, {key: value for key, value in row.items() if key in columns}) for number, row in rows]
 
 
 def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool]:

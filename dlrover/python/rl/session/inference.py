@@ -92,7 +92,8 @@ class InferenceEngine(HandEngine):
         request = SlotRequest.near(colocate_with, not_colocate_with, nodes)
         request = replace(request, group=tensor_parallel_size, groups=data_parallel_size, one_node=True)
         kind = self._start(request, InferenceMember)
-        own = {"precision": "bf16" if kind == "cuda" else "fp32", **own}
+        # The script computes the log-probs of training, over all of the model's ids unless it masks some itself.
+        own = {"precision": "bf16" if kind == "cuda" else "fp32", "mask_unknown_ids": False, **own}
         complete = RolloutSettings(device=kind, tensor_parallel_size=tensor_parallel_size, backend=backend, **own)
         self._open(self._executor, self.model, complete)
         return self

@@ -18,6 +18,7 @@ import numpy.typing as npt
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.engine.api.base import Rendezvous, RolloutSettings, SamplingParams, TrainSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
@@ -150,8 +151,7 @@ def as_batch(prompts: Sequence[Any], first: int, tokenizer: Any, columns: Collec
                 raise EngineError(f"prompt {first + number} {what}")
             extra.setdefault(name, [None] * len(prompts))[number] = prompt[name]
     rows = [
-        np.asarray(prompt[TOKENS]) if TOKENS in prompt else np.asarray(tokenizer(prompt[TEXT])["input_ids"])
-        for prompt in dicts
+        np.asarray(prompt[TOKENS] if TOKENS in prompt else encode_prompt(tokenizer, prompt[TEXT])) for prompt in dicts
     ]
     texts = {TEXT: [prompt.get(TEXT) for prompt in dicts]} if TEXT in columns else {}
     return Batch(

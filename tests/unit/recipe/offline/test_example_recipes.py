@@ -2,6 +2,7 @@
 """SFT, reward model and DPO: the first step by hand, what is learned, what is written, and what is refused."""
 
 import json
+import logging
 import math
 
 import numpy as np
@@ -15,10 +16,12 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.conversation import encode_raw
 from dlrover.python.rl.data.source import SourceRows
 from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.model.loading import read_eos_ids
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
 from dlrover.python.rl.recipe.dpo import DPOConfig, DPOTrainer
-from dlrover.python.rl.recipe.offline.examples import ScoredPairData
+from dlrover.python.rl.recipe.grpo import GRPOConfig
+from dlrover.python.rl.recipe.offline.examples import PairData, ScoredPairData, SFTData
 from dlrover.python.rl.recipe.rm import RMConfig, RMTrainer
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 
@@ -64,6 +67,68 @@ def test_the_first_loss_of_sft_is_the_mean_over_the_trained_tokens(inputs, tmp_p
     (first,) = ran("sft", tmp_path, config_of(inputs, "sft"))
     told = np.concatenate(log_probs(str(inputs / "model-0"), EXAMPLES))
     assert first["loss"] == pytest.approx(-told.mean(), abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("answer", "length", "cause"),
+    [("42", 32, ""), ("4" * 40, 32, "2 of 2 rows are cut at data.max_length, now 32"), ("4" * 40, 64, "")],
+)
+def test_sft_that_trains_no_end_warns_before_it_starts(inputs, tmp_path, caplog, answer, length, cause):
+    messages = [{"role": "user", "content": "6*7"}, {"role": "assistant", "content": answer}]
+    rows = [{"messages": messages, "id": 1, "tool": ""}] * 2
+    data = {"train": write_rows(tmp_path / "rows.jsonl", rows), "max_length": length}
+    with caplog.at_level(logging.INFO):
+        ran("sft", tmp_path, config_of(inputs, "sft", data=data))
+    warnings = [record.message for record in caplog.records if "trains no end" in record.message]
+    consequence = "trains no end of a sequence, so the model will not learn to stop"
+    assert warnings == ([f"{data['train']} {consequence}: {cause}"] if cause else [])
+    columns = [record.message for record in caplog.records if "unused" in record.message]
+    assert columns == [f"{data['train']}: unused columns: id, tool (did you mean 'tools'?)"]
+
+
+@pytest.mark.parametrize(
+    ("files", "ids"),
+    [
+        ({"generation_config.json": {"eos_token_id": [256, 258]}}, (258, 256)),
+        ({"generation_config.json": {"eos_token_id": 257}, "config.json": {"eos_token_id": 256}}, (258, 257)),
+        ({"config.json": {"eos_token_id": 256}}, (258, 256)),
+        ({"generation_config.json": {}}, (258,)),
+        ({}, (258,)),
+    ],
+)
+def test_eos_ids_are_the_tokenizers_and_the_models(tmp_path, files, ids):
+    for name, content in files.items():
+        (tmp_path / name).write_text(json.dumps(content))
+    assert read_eos_ids(tmp_path, make_byte_tokenizer()) == ids
+
+
+@pytest.mark.parametrize("kind", [SFTData, PairData, ScoredPairData])
+def test_arguments_of_the_template_are_an_option_of_the_data(kind):
+    talk, answer = [{"role": "user", "content": "1"}], [{"role": "assistant", "content": "2"}]
+    row = (
+        {"prompt": talk, "completion": answer}
+        if kind is SFTData
+        else {"messages": talk, "chosen": "2", "rejected": "3"}
+    )
+    tokenizer = make_byte_tokenizer()
+    tokenizer.chat_template = "{{ start }}" + tokenizer.chat_template
+    data, rows = kind(train="", chat_template_kwargs={"start": "go "}), SourceRows("rows", [(1, row)])
+    for settings, opening in ((data, "go <|im_start|>user"), (kind(train=""), "<|im_start|>user")):
+        batch, _ = settings.encode(rows, tokenizer)
+        assert tokenizer.decode(batch.ragged("tokens")[0]).startswith(opening)
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        (GRPOConfig, {"rollout": {"chat_template_kwargs": {"a": 1}}}),  # its former name
+        (GRPOConfig, {"data": {"apply_chat_template_kwargs": {"a": 1}}}),
+        (GRPOConfig, {"chat_template_kwargs": {"a": 1}}),
+        (DPOConfig, {"chat_template_kwargs": {"a": 1}, "data": {"train": "rows.jsonl"}}),
+    ],
+)
+def test_other_names_of_the_templates_arguments(kind, keys):
+    assert require(kind, {"model": "m", **keys}, "config").data.chat_template_kwargs == {"a": 1}
 
 
 @pytest.mark.feature(109)

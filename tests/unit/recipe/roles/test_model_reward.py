@@ -101,6 +101,17 @@ def test_a_score_is_the_same_alone_and_beside_longer_ones(reward_model):
     judge.close()
 
 
+def test_reward_model_sees_the_tools_of_a_row(reward_model):
+    judge = workload(reward_model)
+    judge._engine.tokenizer.chat_template = (
+        "{% if tools %}T{% endif %}{% for m in messages %}{{ m.content }}{% endfor %}"
+    )
+    talk, info = [{"role": "user", "content": "1+1="}], {"chat_template_kwargs": {"tools": [{"name": "add"}]}}
+    texts = [judge._engine.tokenizer.decode(judge._encode(talk, "2", extra)) for extra in (info, {}, None)]
+    assert texts == ["T1+1=2", "1+1=2", "1+1=2"]
+    judge.close()
+
+
 @pytest.mark.feature(109)
 def test_a_completion_that_the_model_cannot_read_has_failed_alone(reward_model):
     judge = workload(reward_model)

@@ -158,3 +158,25 @@ def test_calls_in_the_text_of_an_action(text, content, calls):
     found = [(call["id"], *call["function"].values()) for call in message.get("tool_calls", [])]
     assert found == (calls or [])
     json.dumps(message)
+
+
+@pytest.mark.parametrize("where", [None, ASKING])
+@pytest.mark.parametrize(
+    ("of_job", "of_row", "tools", "ending"),
+    [
+        ({}, {}, "look", "assistant\n"),
+        ({"enable_thinking": False}, {}, "look", "<think></think>"),
+        ({}, {"enable_thinking": False, "tools": [ADD]}, "add", "<think></think>"),
+        ({"tools": None, "enable_thinking": True}, {"enable_thinking": False}, "", "<think></think>"),
+    ],
+)
+def test_rows_arguments_precede_the_jobs_and_the_environments(where, of_job, of_row, tools, ending):
+    prompt, info = [{"role": "user", "content": "one"}], {"questions": ["one"], "chat_template_kwargs": of_row}
+    with rolling(lambda *_: "yes", where, template_kwargs=of_job) as rolled:
+        rolled.engine.tokenizer.chat_template = chat_environments.TEMPLATE
+        taken = rolled.fetch(groups(info, prompt=prompt))
+        (mask,), (tokens,) = taken.ragged("action_mask"), taken.ragged("tokens")
+        text = rolled.engine.tokenizer.decode(tokens[~mask])
+    assert text.endswith(ending)
+    tools = tools if where or tools != "look" else ""  # which the environment declares
+    assert [name for name in ("look", "add") if f'"name": "{name}"' in text] == ([tools] if tools else [])

@@ -8,7 +8,8 @@ from pi_rollout, while the surrogate assumes pi_old, so losses are weighted with
 the policy *before* the update.
 
 KL(policy || reference) of sampled tokens (Schulman, "Approximating KL Divergence", 2020): with x = log pi(a) - log
-ref(a) k1 = x, k2 = x^2 / 2, k3 = x + exp(-x) - 1. k1 and k3 are unbiased; k2 and k3 are never negative.
+ref(a) k1 = x, k2 = x^2 / 2, k3 = x + exp(-x) - 1. k1 and k3 are unbiased; k2 and k3 are never negative. The exponential
+of k3 is bounded by :data:`MAX_KL_LOG_RATIO`.
 """
 
 from collections.abc import Mapping
@@ -41,6 +42,11 @@ from dlrover.python.rl.data.batch import Batch, Column
 
 MAX_LOG_RATIO = 20.0
 """Upper bound of log-ratios, whose exponentials would overflow."""
+
+MAX_KL_LOG_RATIO = 10.0
+"""Upper bound of log ref(a) - log pi(a) in k3. Beyond it the value stays at 22,015 and the gradient is 0, as beyond the
+bound of the surrogate's ratio: one token that the policy has ruled out weighs no more than a batch of others. OpenRLHF
+(pull request 1335) and verl (``kl_penalty``) bound the estimate itself, at 10, which a log-ratio of 2.6 reaches."""
 
 
 def clipped_surrogate(
@@ -151,14 +157,16 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEsti
     if kind == "k2":
         return x.square() / 2
     if kind == "k3":
-        return x + torch.expm1(-x)
+        log_ratio = (-x).clamp(max=MAX_KL_LOG_RATIO)
+        return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLEstimator))}")
 
 
 def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
     """The estimator as a loss per token, ``[tokens]``, differentiated through ``logprobs``.
 
-    On-policy the expected gradient is that of KL(pi || ref) for k2, and that of KL(ref || pi) for k3; k1 is refused."""
+    Its expected gradient on-policy is the gradient of KL(pi || ref) for k2, and of KL(ref || pi) for k3, which has none
+    beyond :data:`MAX_KL_LOG_RATIO`; k1 is refused."""
     check_penalty(kind)
     return kl_estimate(logprobs, ref_logprobs, kind)
 

@@ -84,6 +84,10 @@ class TrainSettings:
     backend: Mapping[str, Any] = field(default_factory=dict)
     """Options of the backend (``zero_stage`` of deepspeed); an unknown one is refused."""
 
+    mask_unknown_ids: bool = True
+    """Log-probs are of the tokenizer's ids only, as rollouts with this setting sample them: others, which fill up the
+    embedding, have probability 0."""
+
 
 @dataclass(frozen=True)
 class Rendezvous:
@@ -335,3 +339,7 @@ class RolloutSettings:
 
     devices: tuple[int, ...] = ()
     """CUDA devices of the backend, as this process numbers them; empty: ``device`` and those after it."""
+
+    mask_unknown_ids: bool = True
+    """Ids that the tokenizer does not have are never sampled, if the backend can mask them (``masks_unknown_ids`` of
+    its ``EngineInfo``); a train engine has to compute log-probs with the same setting."""

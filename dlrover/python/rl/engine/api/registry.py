@@ -72,6 +72,7 @@ class EngineInfo:
     whole_matrices: tuple[str, ...] = ()  #: options of ``backend`` that exclude tensor parallelism
     redivides: bool = True  #: goes on from the states of another number of ranks, and of another layout
     fills_device: bool = False  #: a cache of no given size takes all that ``gpu_memory_utilization`` leaves it
+    masks_unknown_ids: bool = False  #: has the setting of this name, of train and rollout engines
     adds_adapters: bool = False  #: takes each weight by ``WeightSnapshot.tensor``; else they come merged
 
 

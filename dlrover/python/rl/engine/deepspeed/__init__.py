@@ -26,4 +26,5 @@ INFO = EngineInfo(
     sgd=False,
     adamw_8bit=True,
     redivides=False,
+    masks_unknown_ids=True,
 )

@@ -107,7 +107,8 @@ class DeepSpeedBackend:
             )
         if self._sums_otherwise:
             _sum_in_float32(self._zero)
-        self._reader = OutputReader(settings.head, settings.device, self.packs)
+        known_ids = spec.known_ids(self.limits[0], settings.mask_unknown_ids)
+        self._reader = OutputReader(settings.head, settings.device, self.packs, known_ids=known_ids)
         self._masters = self._init_optimizer() if config is not None else []
         parameters = list_parameters(module, None if config is None else self._zero, ranks.rank)
         self._parameters = {parameter.name: parameter for parameter in parameters}

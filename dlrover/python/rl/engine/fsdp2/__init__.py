@@ -24,4 +24,5 @@ INFO = EngineInfo(
     whole_matrices=("compile_layers",),
     quantizes=True,
     adamw_8bit=True,
+    masks_unknown_ids=True,
 )

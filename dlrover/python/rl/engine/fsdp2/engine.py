@@ -89,10 +89,11 @@ class Fsdp2Backend(ShardedBackend):
         self.module, self.shards, self.buffers = module, made.shards, made.buffers
         self.packs = attention.can_pack(module)
         chunked = ChunkedHead.of(module) if self.packs and settings.head == "causal" and not made.vocabulary else None
-        self.reader = OutputReader(
-            settings.head, settings.device, self.packs, 0, grid.context, made.vocabulary, chunked
-        )
         self.limits = find_limits(module)
+        known_ids = spec.known_ids(self.limits[0], settings.mask_unknown_ids)
+        self.reader = OutputReader(
+            settings.head, settings.device, self.packs, 0, grid.context, made.vocabulary, chunked, known_ids
+        )
         self.optimizer = None if config is None else MasterOptimizer(config, made.shards.trained)
         copied = config is not None and grid.copies is not None
         self.copy_sums = CopySums(made.shards.trained, grid.copies) if copied else None

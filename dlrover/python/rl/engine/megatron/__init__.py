@@ -24,4 +24,5 @@ INFO = EngineInfo(
     adamw_8bit=True,
     bare_head=False,
     redivides=False,
+    masks_unknown_ids=True,
 )

@@ -130,7 +130,7 @@ class MegatronBackend(ShardedBackend):
         start = pad_vocab(self._shape.vocab, ranks) // ranks * rank
         shard = VocabularyShard(start, self._stage.tensors) if ranks > 1 else None
         targets = torch.from_numpy(micro.target_ids).to(logits.device)
-        return token_logprobs(logits[0, :, : self._shape.vocab - start], targets, temperature, entropy, shard)
+        return token_logprobs(logits[0], targets, temperature, entropy, shard, self._shape.known_ids)
 
     def outputs(
         self, micros: Sequence[MicroBatch], temperature: float, entropy: bool

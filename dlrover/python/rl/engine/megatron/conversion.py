@@ -35,6 +35,7 @@ class TransformerShape:
     qkv_bias: bool
     qk_norm: bool  # queries and keys are normalised by head (Qwen3)
     head: Literal["causal", "token"]  # a vocabulary projection, or one score for each token
+    known_ids: int  # ids from this one on have no probability, padding among them
 
     @classmethod
     def of(cls, config: Any, head: Literal["causal", "token"]) -> "TransformerShape":
@@ -58,6 +59,7 @@ class TransformerShape:
             qkv_bias=kind == "qwen2",
             qk_norm=kind == "qwen3",
             head=head,
+            known_ids=config.vocab_size,
         )
 
     def check_split(self, tensor: int, pipeline: int) -> None:

@@ -2,6 +2,7 @@
 """The train engine on megatron-core: its process groups and its backend."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,8 @@ class MegatronTrainEngine(BackendTrainEngine):
         settings = self._settings
         self.layout = Layout.of(rendezvous.world_size, settings.parallel)
         self._shape = TransformerShape.of(self._spec.config, settings.head)
+        if (known_ids := self._spec.known_ids(self._shape.vocab, settings.mask_unknown_ids)) is not None:
+            self._shape = replace(self._shape, known_ids=known_ids)
         self._shape.check_split(self.layout.tensor, self.layout.pipeline)
         self._context = self._choose_context()
         ranks = Ranks.connect(rendezvous, settings.device, always=True)

@@ -9,7 +9,7 @@ import shutil
 import uuid
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any, Protocol, TypeAlias
@@ -184,9 +184,14 @@ class CausalLM:
     pad_id: int
     vocab_size: int  # rows of the input embedding
     max_positions: int | None  # None: the model names no limit
+    known_ids: int | None = None  # ids from this one on are never sampled; None: all may be
 
     def named_weights(self) -> Iterator[tuple[str, Any]]:
         return iter(list_saved_tensors(self.model).items())
+
+    def masked(self, is_masked: bool) -> "CausalLM":
+        """The same model without the ids that its tokenizer does not have, if they are to be masked."""
+        return replace(self, known_ids=find_known_ids(self.tokenizer, self.vocab_size, is_masked))
 
     def check(self, snapshot: WeightSnapshot, serving: int) -> None:
         verify_snapshot(snapshot, {name: tuple(tensor.shape) for name, tensor in self.named_weights()}, serving)
@@ -205,15 +210,41 @@ def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
     """Prepare a float32 Hugging Face model and its tokenizer for engines; switches dropout off."""
     disable_dropout(model)
     model.eval().to(device)
-    ends = _as_ids(tokenizer.eos_token_id) + _as_ids(getattr(model.generation_config, "eos_token_id", None))
+    ends = merge_eos_ids(tokenizer, getattr(model.generation_config, "eos_token_id", None))
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else next(iter(ends), 0)
-    return CausalLM(model, tokenizer, tuple(dict.fromkeys(ends)), pad, *find_limits(model))
+    return CausalLM(model, tokenizer, ends, pad, *find_limits(model))
+
+
+def merge_eos_ids(tokenizer: Any, configured: int | list[int] | None) -> tuple[int, ...]:
+    """The ids that end a sequence: the tokenizer's first, then those of a generation config."""
+    return tuple(dict.fromkeys(_as_ids(tokenizer.eos_token_id) + _as_ids(configured)))
+
+
+def read_eos_ids(model: str | Path, tokenizer: Any) -> tuple[int, ...]:
+    """:func:`merge_eos_ids` of a model's files, without its weights: like the library, of ``config.json`` where there
+    is no ``generation_config.json``."""
+    folder = find_model_folder(model)
+    files = (folder / name for name in ("generation_config.json", "config.json"))
+    content: Any = next((json.loads(file.read_text(encoding="utf-8")) for file in files if file.is_file()), {})
+    return merge_eos_ids(tokenizer, content.get("eos_token_id"))
 
 
 def find_limits(model: Any) -> tuple[int, int | None]:
     """Rows of the input embedding, and maximum tokens of a sequence; None if the model names no limit."""
     longest = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     return model.get_input_embeddings().num_embeddings, longest
+
+
+def count_known_ids(tokenizer: Any) -> int:
+    """One more than the highest id that a tokenizer has; where it skips ids, ``len(tokenizer)`` is less."""
+    return 1 + max(tokenizer.get_vocab().values())
+
+
+def find_known_ids(tokenizer: Any, rows: int, is_masked: bool) -> int | None:
+    """:func:`count_known_ids` if a model has ``rows`` beyond them which are to be masked, else None. Such rows fill up
+    an embedding to a round size, as in Qwen's models; their ids have no text."""
+    count = count_known_ids(tokenizer) if is_masked else rows
+    return count if count < rows else None
 
 
 def is_hub_name(text: str) -> bool:

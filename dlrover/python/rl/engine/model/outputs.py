@@ -38,6 +38,7 @@ def token_logprobs(
     temperature: float = 1.0,
     entropy: bool = False,
     shard: VocabularyShard | None = None,
+    known_ids: int | None = None,
 ) -> tuple[Any, Any]:
     """Log-probs of tokens under ``softmax(logits / temperature)``, and that distribution's entropy.
 
@@ -48,13 +49,23 @@ def token_logprobs(
         logits: ``[tokens, vocab]``, or this rank's columns of it.
         targets: int64 ``[tokens]`` or ``[tokens, n]``: ids in the whole vocabulary.
         shard: the columns of this rank; the other ranks have to call too.
+        known_ids: ids from this one on have probability 0 and log-prob minus infinity; None: all have logits.
 
     Returns:
         Log-probs in the shape of ``targets``, and entropies ``[tokens]`` in nats, or None.
     """
     table = targets[:, None] if targets.ndim == 1 else targets
-    logprobs, entropies = _TokenLogprobs.apply(logits, table, temperature or 1.0, entropy, shard)
+    columns = _count_columns(logits, shard, known_ids)
+    logprobs, entropies = _TokenLogprobs.apply(logits, table, temperature or 1.0, entropy, shard, columns)
+    if known_ids is not None:
+        logprobs = logprobs.masked_fill(table >= known_ids, -torch.inf)
     return logprobs.view_as(targets), entropies if entropy else None
+
+
+def _count_columns(logits: Any, shard: VocabularyShard | None, known_ids: int | None) -> int:
+    """The number of this rank's first columns that have a probability."""
+    width = int(logits.shape[1])
+    return width if known_ids is None else min(width, max(0, known_ids - (shard.start if shard else 0)))
 
 
 class _TokenLogprobs(torch.autograd.Function):
@@ -64,8 +75,9 @@ class _TokenLogprobs(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd takes no keywords
-        ctx: Any, logits: Any, targets: Any, temperature: float, entropy: bool, shard: VocabularyShard | None
+        ctx: Any, logits: Any, targets: Any, temperature: float, entropy: bool, shard: Any, columns: int
     ) -> tuple[Any, Any]:
+        every, logits = logits, _select_columns(logits, columns)
         wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
         places = targets - (shard.start if shard else 0)
         mine = (places >= 0) & (places < logits.shape[1])
@@ -92,21 +104,25 @@ class _TokenLogprobs(torch.autograd.Function):
             dist.all_reduce(sums, group=shard.group)
         log_total = sums[0].log()
         entropies = log_total - sums[1] / sums[0]
-        ctx.save_for_backward(logits, places, mine, most, log_total, entropies)
-        ctx.temperature = temperature
+        ctx.save_for_backward(every, places, mine, most, log_total, entropies)
+        ctx.temperature, ctx.columns = temperature, columns
         ctx.set_materialize_grads(False)  # an entropy that is only measured costs nothing here
         return (sums[2:] - log_total).t().contiguous(), entropies
 
     @staticmethod
     def backward(ctx: Any, by_logprob: Any, by_entropy: Any) -> tuple[Any, ...]:
-        logits, places, mine, most, log_total, entropies = ctx.saved_tensors
+        every, places, mine, most, log_total, entropies = ctx.saved_tensors
+        logits = _select_columns(every, ctx.columns)
         if by_logprob is None:
             by_logprob = torch.zeros_like(mine, dtype=log_total.dtype)
         by_target = torch.where(mine, by_logprob, 0.0)
         if places.shape[1] == 1 and compiled_logprobs.applies_to(logits):
-            factors = logits.detach(), most.detach(), log_total.detach(), places, by_target, by_logprob, ctx.temperature
-            return _compiled_gradient(factors, entropies.detach(), by_entropy), None, None, None, None
-        gradient = torch.empty_like(logits)
+            factors = every.detach(), most.detach(), log_total.detach(), places, by_target, by_logprob, ctx.temperature
+            gradient = _compiled_gradient(factors, entropies.detach(), by_entropy)
+            gradient[:, ctx.columns :] = 0.0
+            return gradient, *[None] * 5
+        gradient = torch.empty_like(every)
+        gradient[:, ctx.columns :] = 0.0
         for rows in _chunks(logits):
             part = logits[rows].to(most.dtype) - most[rows, None]
             if ctx.temperature != 1.0:
@@ -116,8 +132,14 @@ class _TokenLogprobs(torch.autograd.Function):
             if by_entropy is not None:
                 slope = part.clamp(min=LOWEST).add_(entropies[rows, None]).mul_(by_entropy[rows, None]).add_(slope)
             part.exp_().mul_(slope).neg_().scatter_add_(1, places[rows], by_target[rows])
-            gradient[rows] = part.div_(ctx.temperature) if ctx.temperature != 1.0 else part
-        return gradient, None, None, None, None
+            part = part.div_(ctx.temperature) if ctx.temperature != 1.0 else part
+            gradient[rows, : ctx.columns] = part[:, : ctx.columns]
+        return gradient, *[None] * 5
+
+
+def _select_columns(logits: Any, columns: int) -> Any:
+    """The first ``columns``; of none, one that has no probability, for the sums over all ranks."""
+    return logits[:, :columns] if columns else logits.new_full((len(logits), 1), -torch.inf)
 
 
 def _compiled_gradient(factors: tuple[Any, ...], entropies: Any, by_entropy: Any) -> Any:
@@ -132,10 +154,11 @@ def _chunks(logits: Any) -> list[slice]:
     return [slice(start, start + size) for start in range(0, rows, size)]
 
 
-def top_token_ids(logits: Any, count: int, shard: VocabularyShard | None = None) -> Any:
-    """The most likely ids of ``[tokens, vocab]`` or this rank's columns of it: int64 ``[tokens, count]``, best
-    first. Raises an ``EngineError`` if the vocabulary has fewer.
+def top_token_ids(logits: Any, count: int, shard: VocabularyShard | None = None, known_ids: int | None = None) -> Any:
+    """The most likely ids, below ``known_ids``, of ``[tokens, vocab]`` or this rank's columns of it: int64 ``[tokens,
+    count]``, best first. Raises an ``EngineError`` if the vocabulary has fewer.
     """
+    logits = logits[:, : _count_columns(logits, shard, known_ids)]
     if shard is None:
         if count > logits.shape[1]:
             raise EngineError(f"the {count} most likely ids were requested, but the vocabulary has {logits.shape[1]}")
@@ -168,6 +191,7 @@ class OutputReader:
     context: Any = None  # process group that divides the tokens (context parallel)
     shard: VocabularyShard | None = None  # this rank's part of the vocabulary
     chunked: ChunkedHead | None = None  # of a model that packs
+    known_ids: int | None = None  # see :func:`token_logprobs`
 
     def read(self, model: Any, micro: MicroBatch, temperature: float = 1.0, entropy: bool = False) -> tuple[Any, ...]:
         """Log-probs or scores, float32 ``[actions]``, and entropies or None. With candidates the log-probs are
@@ -195,9 +219,9 @@ class OutputReader:
             return logits.squeeze(-1).float(), None
         targets = torch.from_numpy(part.targets).to(self.device)
         if micro.top:
-            likely = (top_token_ids(logits, micro.top, self.shard),)
+            likely = (top_token_ids(logits, micro.top, self.shard, self.known_ids),)
             targets = torch.cat([targets[:, None], *likely], dim=1)
-        return *token_logprobs(logits, targets, temperature, entropy, self.shard), *likely
+        return *token_logprobs(logits, targets, temperature, entropy, self.shard, self.known_ids), *likely
 
     def _chunks(  # noqa: PLR0913 - what is read, and how
         self, model: Any, part: "_Part", head: ChunkedHead, rows: int, temperature: float, entropy: bool
@@ -205,7 +229,7 @@ class OutputReader:
         targets = torch.from_numpy(part.targets).to(self.device)
 
         def score(logits: Any, targets: Any) -> tuple[Any, Any]:
-            return token_logprobs(logits, targets, temperature, entropy)
+            return token_logprobs(logits, targets, temperature, entropy, known_ids=self.known_ids)
 
         with head.scoring(targets if targets.ndim > 1 else targets[:, None], score, rows):
             logprobs = self._packed(model, part)

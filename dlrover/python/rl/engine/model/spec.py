@@ -29,6 +29,7 @@ from dlrover.python.rl.engine.model.loading import (
     WeightReader,
     as_causal_lm,
     disable_dropout,
+    find_known_ids,
     find_model_folder,
     fingerprint_files,
     init_normal,
@@ -88,6 +89,10 @@ class ModelSpec:
         if not list(self.folder.glob("*.safetensors")):
             return self._library_source()
         return SafetensorsSource(self.folder)
+
+    def known_ids(self, rows: int, is_masked: bool) -> int | None:
+        """See :func:`~dlrover.python.rl.engine.model.loading.find_known_ids`."""
+        return find_known_ids(self.tokenizer, rows, is_masked)
 
     @cached_property
     def fingerprint(self) -> str:

@@ -61,11 +61,12 @@ def write_tiny_model(  # noqa: PLR0913 - a model's shape is this many numbers
     intermediate: int | None = None,
     max_positions: int = 512,
     seed: int = 0,
+    rows: int | None = None,
 ) -> Path:
     """Write a small Qwen2 with random weights and tied embeddings, and its tokenizer, in Hugging Face format.
 
-    The default shape has 0.6 million parameters; ``intermediate`` is ``3 * hidden`` by default. The process's random
-    state does not change.
+    The default shape has 0.6 million parameters; ``intermediate`` is ``3 * hidden`` by default, and ``rows`` of the
+    embedding the tokenizer's 259. The process's random state does not change.
     """
     tokenizer = make_byte_tokenizer()
     config = tiny_config(
@@ -77,6 +78,7 @@ def write_tiny_model(  # noqa: PLR0913 - a model's shape is this many numbers
         num_key_value_heads=kv_heads,
         max_position_embeddings=max_positions,
     )
+    config.vocab_size = rows or config.vocab_size
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = Qwen2ForCausalLM(config)

@@ -91,11 +91,14 @@ class RunningRequest:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)  # of the weights that generated each token
+    known_ids: int | None = None  # see ``RunningRequests``
 
     @classmethod
-    def of(cls, request: Request, sampling: SamplingParams, seed: tuple[int, ...]) -> "RunningRequest":
+    def of(
+        cls, request: Request, sampling: SamplingParams, seed: tuple[int, ...], known_ids: int | None = None
+    ) -> "RunningRequest":
         columns = request.done.tolist(), request.logprobs.tolist(), request.versions.tolist()
-        return cls(request, sampling, seed, *columns)
+        return cls(request, sampling, seed, *columns, known_ids)
 
     @property
     def sequence(self) -> npt.NDArray[np.int64]:
@@ -237,6 +240,11 @@ class RunningRequests:
     def __len__(self) -> int:
         return len(self.by_number)
 
+    @property
+    def known_ids(self) -> int | None:
+        """Ids from this one on are never sampled; None: all may be."""
+        return self._lm.known_ids
+
     def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
         _check_sampling(sampling)
         self.rules.check(sampling)
@@ -253,7 +261,7 @@ class RunningRequests:
         limits = [limit for limit in (self._lm.max_positions, self._max_length) if limit is not None]
         room = min(limits, default=len(request.prompt) + sampling.max_new_tokens) - len(request.prompt)
         fitting = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        return RunningRequest.of(request, fitting, seed)
+        return RunningRequest.of(request, fitting, seed, self.known_ids)
 
     def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> list[int]:
         """Add all requests or none; returns their numbers in order."""

@@ -28,4 +28,4 @@ def rounded_capacity(length: int) -> int:
     return -(-length // step) * step
 
 
-INFO = EngineInfo(TorchOptions, divides=(), adds_adapters=True)
+INFO = EngineInfo(TorchOptions, divides=(), masks_unknown_ids=True, adds_adapters=True)

@@ -116,7 +116,7 @@ class ContinuousBatch:
                 step, self._ahead = self._ahead or self._begin(), None
                 if self._goes_on(step):
                     draws = self._draws(after=1)
-                    self._ahead = _Step(draws, self._decoder.step(step.tokens))
+                    self._ahead = self._sample(draws, self._decoder.step(step.tokens))
                 new_tokens = step.new_tokens()
             running = self._requests.by_number  # those that were removed meanwhile are not
             return self._requests.append([each for each in new_tokens if each[0] in running], version)
@@ -164,7 +164,10 @@ class ContinuousBatch:
         # What the device needs from the host is there before it computes: a copy would wait until it has done so, and
         # only then could it be given more to do.
         draws = self._draws()
-        return _Step(draws, self._forward(active, admitted))
+        return self._sample(draws, self._forward(active, admitted))
+
+    def _sample(self, draws: Sequence[_Draw], logits: Any) -> _Step:
+        return _Step(draws, logits[:, : self._requests.known_ids])
 
     def _goes_on(self, step: _Step) -> bool:
         """Whether the step after this one has the same requests, as far as is known before its tokens are."""

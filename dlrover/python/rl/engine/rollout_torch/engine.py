@@ -49,7 +49,7 @@ class TorchRolloutEngine(RolloutEngineBase):
         self._memory = memory or DeviceMemory(settings.device)
         if torch.device(self._memory.device) != torch.device(settings.device):
             raise EngineError(f"the engine shall run on {settings.device}, but its memory is of {self._memory.device}")
-        lm = model if isinstance(model, CausalLM) else load_causal_lm(model)
+        lm = (model if isinstance(model, CausalLM) else load_causal_lm(model)).masked(settings.mask_unknown_ids)
         if not lm.eos_ids:
             raise EngineError(f"'{model}' names no end-of-sequence token: its completions would never finish")
         fixed = find_fixed_positions(lm.model)

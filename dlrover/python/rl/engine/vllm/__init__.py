@@ -47,4 +47,4 @@ class VllmOptions:
             raise ValueError(f"arguments of vLLM that the engine sets itself cannot be given: {', '.join(fixed)}")
 
 
-INFO = EngineInfo(VllmOptions, "vllm", fills_device=True, adds_adapters=True)
+INFO = EngineInfo(VllmOptions, "vllm", fills_device=True, masks_unknown_ids=True, adds_adapters=True)

@@ -57,6 +57,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
     def __init__(self, model: str | Path, settings: RolloutSettings, memory: DeviceMemory | None = None) -> None:
         options = read_options(VllmOptions, settings.backend)
         self._lm, folder = load_meta_causal_lm(model)
+        self._lm = self._lm.masked(settings.mask_unknown_ids)
         arguments = engine_arguments(folder, self._lm, settings, options)
         self._requests = RunningRequests(self._lm, arguments["max_model_len"])
         self._names: dict[int, str] = {}

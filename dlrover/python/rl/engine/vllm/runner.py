@@ -89,7 +89,7 @@ class Runner:
             ignore_eos=True,
             stop_token_ids=[] if sampling.ignore_eos else list(eos_ids),
             output_kind=RequestOutputKind.DELTA,
-            extra_args={EXTRA: SamplingPlan(sampling, running.uniform[count:])},
+            extra_args={EXTRA: SamplingPlan(sampling, running.uniform[count:], running.known_ids)},
         )
         with _explained("vLLM refused a request"):
             self.llm.add_request(name, tokens_input(running.sequence.tolist()), params)

@@ -35,6 +35,7 @@ EXTRA = "dlrover_drawing"
 class SamplingPlan:
     sampling: SamplingParams
     uniform: list[float]  # the random numbers of the remaining tokens
+    known_ids: int | None = None  # ids from this one on are not sampled
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,7 +66,8 @@ class PositionSampler(LogitsProcessor):
             index = torch.tensor(rows, device=self._device)
             numbers = [self._uniform(row) for row in rows]
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-            tokens, logprobs = choose(logits[index], sampling, uniform)
+            known_ids = self._rows[rows[0]].plan.known_ids  # the engine's
+            tokens, logprobs = choose(logits[index, :known_ids], sampling, uniform)
             logits[index] = -torch.inf
             logits[index, tokens] = logprobs.to(logits.dtype)
         return logits

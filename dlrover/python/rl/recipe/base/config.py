@@ -11,6 +11,7 @@ from annotated_types import Ge, Gt, Le
 
 from dlrover.python.rl.config.typed import Translation
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, engine_info
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.recipe.base.data_config import EvalConfig, PromptData
 from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, METRIC_NAMES, POLICY_NAMES
@@ -96,6 +97,12 @@ class EngineConfig:
     gpu_memory_utilization: Annotated[float, Gt(0.0), Le(1.0)] = 0.85
     """Fraction of device memory for the weights and the key-value cache of a rollout engine."""
 
+    mask_unknown_ids: bool = True
+    """Recipes that sample: ids that the tokenizer does not have, of rows that fill up the embedding, have
+    probability 0 in rollouts, training, reference and teachers. They have no text, so no reward sees them. False, or
+    with an engine that cannot mask them on one side (``sglang``): on no side, and the metric
+    ``completions/unknown_ids`` counts them."""
+
     threads: Positive | None = None
     """CPU threads of each member, on which the order of some sums depends; None: as ``OMP_NUM_THREADS`` says."""
 
@@ -113,6 +120,10 @@ class EngineConfig:
             precision=self.precision if self.precision != AUTO else "bf16" if on_cuda else "fp32",
             rollout=self.rollout if self.rollout != AUTO else "vllm" if has_vllm else "torch",
         )
+        # Both sides or neither: else the ratio of new to old policy would not begin at 1.
+        infos = engine_info(TRAIN_ENGINES, resolved.train), engine_info(ROLLOUT_ENGINES, resolved.rollout)
+        masks = self.mask_unknown_ids and all(info.masks_unknown_ids for info in infos)
+        resolved = replace(resolved, mask_unknown_ids=masks)
         on_device = resolved.device.startswith("cuda")
         return resolved if on_device else resolved.with_passes(MOST_TOKENS, recompute=False)
 
@@ -175,10 +186,6 @@ class RolloutConfig:
     stop: tuple[str, ...] = ()
     """Stop strings: a completion ends when its text contains one. With an environment they remain part of the
     action."""
-
-    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the model's chat template for prompts of messages, such as ``{enable_thinking: false}`` or
-    ``tools``; they take the place of those that an environment declares."""
 
     env_path: str | None = None
     """The environment that rewards completions: ``path/to/script.py`` or ``package.module`` with its functions, or

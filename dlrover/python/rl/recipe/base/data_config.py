@@ -32,6 +32,10 @@ class PromptData:
     keys: Mapping[str, str] = field(default_factory=dict)
     """Column names of the data: ``{prompt: question}``."""
 
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model's chat template for prompts of messages, such as ``{enable_thinking: false}`` or
+    ``tools``. They take the place of those that an environment declares, and a row's own take theirs."""
+
     max_prompt_tokens: Annotated[int, Gt(0)] | None = None
     """Maximum tokens of a prompt, chat template included. None: the limit of the model."""
 

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: an engine is made, given its device, stepped and saved by the same few classes.
 """The shared part of the ready workloads: how an engine is made, where it runs, and how rows become optimizer steps.
 
 Roles that share a device have it one at a time, each for one call; between its calls an engine's tensors are in host
@@ -80,6 +81,7 @@ def train_settings(engine: EngineConfig, device: str, parallel: ParallelSizes) -
         parallel=parallel,
         save_dtype=engine.save_dtype,
         backend=engine.train_options,
+        mask_unknown_ids=engine.mask_unknown_ids,
     )
 
 

@@ -34,6 +34,7 @@ EXAMPLE_NAMES: Mapping[str, str] = {
     "data.path": "data.train",
     "data.batch_size": "batch_size",
     "num_train_epochs": "epochs",
+    "chat_template_kwargs": "data.chat_template_kwargs",
 }
 """Of recipes that learn from examples."""
 
@@ -70,7 +71,8 @@ POLICY_NAMES: Mapping[str, str | Translation] = {
     "vllm_tensor_parallel_size": "engine.rollout_tensor_parallel_size",
     "max_completion_length": "rollout.max_new_tokens",
     "mask_truncated_completions": "rollout.mask_truncated",
-    "chat_template_kwargs": "rollout.chat_template_kwargs",
+    "chat_template_kwargs": "data.chat_template_kwargs",
+    "rollout.chat_template_kwargs": "data.chat_template_kwargs",  # its former name
     "temperature": "rollout.temperature",
     "top_p": "rollout.top_p",
     "top_k": "rollout.top_k",
@@ -83,7 +85,7 @@ POLICY_NAMES: Mapping[str, str | Translation] = {
     "data.val_files": "data.eval",
     "data.train_batch_size": "prompts_per_step",
     "data.max_prompt_length": "data.max_prompt_tokens",
-    "data.apply_chat_template_kwargs": "rollout.chat_template_kwargs",
+    "data.apply_chat_template_kwargs": "data.chat_template_kwargs",
     "data.max_response_length": "rollout.max_new_tokens",
     "actor_rollout_ref.model.path": "model",
     "actor_rollout_ref.model.enable_gradient_checkpointing": "engine.gradient_checkpointing",

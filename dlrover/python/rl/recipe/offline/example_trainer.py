@@ -3,13 +3,14 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
 from annotated_types import Gt
 
 from dlrover.python.rl.algorithm.base import Algorithm, select_added
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import Partition, partition
@@ -29,6 +30,8 @@ from dlrover.python.rl.recipe.online.batch import annotate_errors_with_samples
 from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
+
+_LOG = get_logger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,6 +120,7 @@ class ExampleTrainer(RecipeTrainer):
         self.examples: Examples
         encode = self.RG_ACTOR.encode.options(target="RANK0")
         (self.examples,) = encode(cfg.model, cfg.data, cfg.evaluates, cfg.seed)
+        self._log_examples()
         self.model_saver.evaluated = self.examples.evaluated
         self.segments_to_train = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * self.segment_count)
         self.cursor = self.state["cursor"] = JobCursor(
@@ -127,11 +131,22 @@ class ExampleTrainer(RecipeTrainer):
             pending.result()  # waits: for models, which the members' limits bound
         (self.machine,) = self.RG_ACTOR.machine()
 
+    def _log_examples(self) -> None:
+        examples, data = self.examples, self.cfg.data
+        if examples.unused:
+            _LOG.info("%s: unused columns: %s", data.train, ", ".join(examples.unused))
+        if not examples.trains_end:
+            cause = f"{examples.counts.cut} of {examples.counts.rows} rows are cut at data.max_length"
+            cause = f"{cause}, now {data.max_length}" if examples.counts.cut else "the tokenizer has no such token"
+            _LOG.warning("%s trains no end of a sequence, so the model will not learn to stop: %s", data.train, cause)
+
     def load_models(self) -> list[Pending]:
         cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
-        loading = [self.begin_loading(self.RG_ACTOR, cfg.model, cfg.engine, optimizer, self.algorithm, cfg.seed)]
+        # Nothing is sampled here, and the likelihood of ids that no text has shall fall, as in other libraries.
+        engine = replace(cfg.engine, mask_unknown_ids=False)
+        loading = [self.begin_loading(self.RG_ACTOR, cfg.model, engine, optimizer, self.algorithm, cfg.seed)]
         if _uses_reference(self.algorithm) and RLRoleType.REFERENCE in self.actor_handles:
-            loading.append(self.begin_loading(self.RG_REFERENCE, self.reference_of(cfg), cfg.engine))
+            loading.append(self.begin_loading(self.RG_REFERENCE, self.reference_of(cfg), engine))
         return loading
 
     def fit(self) -> None:

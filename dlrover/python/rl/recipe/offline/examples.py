@@ -13,10 +13,11 @@ from dlrover.python.rl.algorithm.base import EngineLoss
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import SFT_ROWS, Counts, Encoding, encode_sft
-from dlrover.python.rl.data.jsonl import first_errors
+from dlrover.python.rl.data.jsonl import first_errors, template_kwargs_of
 from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, PairEncoding, encode_pairs
 from dlrover.python.rl.data.source import HELD_OUT_SHARE, RowReader, SourceRows, hold_out, is_left_unread
 from dlrover.python.rl.engine.api.base import BaseTrainEngine
+from dlrover.python.rl.engine.model.loading import merge_eos_ids
 from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.recipe.base.config import Positive
@@ -47,13 +48,18 @@ class ExampleData:
     keys: Mapping[str, str] = field(default_factory=dict)
     """Column names of the data: ``{prompt: question}``."""
 
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model's chat template, such as ``{enable_thinking: false}`` or ``tools``; a row's own
+    ``chat_template_kwargs`` and ``tools`` take their place."""
+
     segment_rows: ClassVar[int] = 1
     """Consecutive sequences that stay together: a segment."""
 
     reader: ClassVar[RowReader]
 
-    def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
-        """Rows as ``tokens``, ``action_mask`` and ``row``, the index of the row that a sequence is from."""
+    def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
+        """Rows as ``tokens``, ``action_mask`` and ``row``, the index of the row that a sequence is from. ``eos_ids``
+        end a sequence for the model."""
         raise NotImplementedError
 
 
@@ -69,9 +75,9 @@ class SFTData(ExampleData):
 
     reader: ClassVar[RowReader] = SFT_ROWS
 
-    def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
-        encoding = Encoding(self.max_length, self.over_long, self.assistant, self.mask_prompt)
-        return encode_sft(rows, tokenizer, encoding)
+    def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
+        options = self.assistant, self.mask_prompt, eos_ids, self.chat_template_kwargs
+        return encode_sft(rows, tokenizer, Encoding(self.max_length, self.over_long, *options))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,9 +89,10 @@ class PairData(ExampleData):
     segment_rows: ClassVar[int] = 2
     masked: ClassVar[Masked] = "answer"
 
-    def encode(self, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
+    def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
         """Adds ``pair`` (int64) and ``chosen`` (bool)."""
-        batch, counts = encode_pairs(rows, tokenizer, PairEncoding(self.max_length, self.over_long, self.masked))
+        encoding = PairEncoding(self.max_length, self.over_long, self.masked, self.chat_template_kwargs)
+        batch, counts = encode_pairs(rows, tokenizer, encoding)
         number = np.arange(len(batch))
         return batch.with_columns(pair=number // 2, chosen=number % 2 == 0), counts
 
@@ -102,8 +109,8 @@ class Examples:
     """The encoded examples of a run; ``held_out`` and ``prompts`` are None if it does not evaluate.
 
     ``train`` and ``held_out`` have ``tokens``, ``action_mask``, ``action_tokens`` (int64 ``[rows]``), ``line`` (int64
-    ``[rows]``, in the source), and the columns of their kind; ``prompts`` has the ``prompt`` and ``answer`` of each
-    held-out row as objects."""
+    ``[rows]``, in the source), and the columns of their kind; ``prompts`` has the ``prompt``, ``answer`` and
+    ``extra_info`` of each held-out row as objects."""
 
     train: Batch
     held_out: Batch | None
@@ -111,21 +118,31 @@ class Examples:
     prompts: Batch | None = None
     digest: str = ""  # of the rows to train on
     evaluated: str = ""  # of those to evaluate on
+    trains_end: bool = True  # of SFT: an end-of-sequence token is among the trained ones
+    unused: Sequence[str] = ()  # columns that nothing reads
 
 
-def load_examples(data: ExampleData, tokenizer: Any, evaluates: bool, seed: int) -> Examples:
-    """Read, divide and encode the examples of a run; DataError names every unusable row (20 at most)."""
+def load_examples(
+    data: ExampleData, tokenizer: Any, evaluates: bool, seed: int, eos_ids: Sequence[int] = ()
+) -> Examples:
+    """Read, divide and encode the examples of a run; DataError names every unusable row (20 at most). ``eos_ids`` end a
+    sequence for the model; empty: the tokenizer's does."""
     rows = data.reader.read(data.train, data.keys)
     held_out: SourceRows | None = None
     if evaluates or data.eval_share is not None:
         rows, held_out = _split(data, rows, seed)
-    train, counts = _encode(data, rows, tokenizer)
+    eos_ids = merge_eos_ids(tokenizer, list(eos_ids))
+    train, counts = _encode(data, rows, tokenizer, eos_ids)
     digest = digest_of_rows(row for _, row in rows.numbered)
+    trained = train.ragged("tokens").values[train.ragged("action_mask").values]
+    trains_end = not isinstance(data, SFTData) or bool(np.isin(trained, eos_ids).any())
     if held_out is None or not evaluates:
-        return Examples(train, None, counts, digest=digest)
+        return Examples(train, None, counts, digest=digest, trains_end=trains_end, unused=rows.unused)
     prompts = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": [_answer(row) for row in held_out]}
+    prompts["extra_info"] = [{"chat_template_kwargs": template_kwargs_of(row)} for row in held_out]
     evaluated = digest_of_rows(row for _, row in held_out.numbered)
-    return Examples(train, _encode(data, held_out, tokenizer)[0], counts, Batch(prompts), digest, evaluated)
+    encoded, _ = _encode(data, held_out, tokenizer, eos_ids)
+    return Examples(train, encoded, counts, Batch(prompts), digest, evaluated, trains_end, rows.unused)
 
 
 def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, SourceRows]:
@@ -136,8 +153,8 @@ def _split(data: ExampleData, rows: SourceRows, seed: int) -> tuple[SourceRows, 
     return rows.take(train), rows.take(held_out)
 
 
-def _encode(data: ExampleData, rows: SourceRows, tokenizer: Any) -> tuple[Batch, Counts]:
-    batch, counts = data.encode(rows, tokenizer)
+def _encode(data: ExampleData, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int]) -> tuple[Batch, Counts]:
+    batch, counts = data.encode(rows, tokenizer, eos_ids)
     lines = np.array([line for line, _ in rows.numbered], dtype=np.int64)[batch.dense("row")]
     trained = np.array([int(mask.sum()) for mask in batch.ragged("action_mask")], dtype=np.int64)
     others = {name: batch[name] for name in batch.columns if name not in (*TRAINED, "row")}

@@ -63,7 +63,7 @@ def validate_answers(
 
 
 class Answers:
-    """The answers to a run's held-out prompts, which have ``prompt`` and ``answer`` as objects."""
+    """The answers to a run's held-out prompts, which have ``prompt``, ``answer`` and ``extra_info`` as objects."""
 
     def __init__(self, trainer: Any, config: AnswersConfig, prompts: Batch, seed: int) -> None:
         self._trainer, self._config, self._seed = trainer, config, seed
@@ -72,14 +72,16 @@ class Answers:
             self._prompts = make_prompt_batch(loaded, range(len(loaded)))
         else:
             loaded, rows = [], min(len(prompts), config.rows)
-            self._prompts = prompts.rows(0, rows).with_columns(prompt_id=np.arange(rows), extra_info=[{}] * rows)
+            self._prompts = prompts.rows(0, rows).with_columns(prompt_id=np.arange(rows))
         self._columns = find_columns(loaded)
         self.last: list[dict[str, Any]] = []  # of the last evaluation, as plain rows
 
     def load_models(self, model: str, engine: EngineConfig) -> list[Pending]:
         init_verifier = self._trainer.RG_REWARD.init_verifier.options(blocking=False)
         return [
-            self._trainer.RG_ROLLOUT.init_model.options(blocking=False)(model, engine),
+            self._trainer.RG_ROLLOUT.init_model.options(blocking=False)(
+                model, engine, template_kwargs=self._trainer.cfg.data.chat_template_kwargs
+            ),
             init_verifier(self._config.reward, Replicate(self._columns)),
         ]
 

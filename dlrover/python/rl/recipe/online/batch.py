@@ -144,6 +144,8 @@ def sample_metrics(rows: Batch) -> dict[str, float]:
         shares |= {f"p{share}": np.percentile(lengths, share) for share in (50, 95)}
         metrics |= {f"completions/length_{name}": value for name, value in shares.items()}
         metrics["completions/truncated"] = 1.0 - finished.mean()
+    if "unknown_ids" in rows:
+        metrics["completions/unknown_ids"] = rows.dense("unknown_ids").sum()
     return {name: float(value) for name, value in metrics.items()}
 
 

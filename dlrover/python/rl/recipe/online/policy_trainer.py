@@ -183,7 +183,7 @@ class PolicyTrainer(RecipeTrainer):
         engine = SenderConfig(**vars(cfg.engine), receivers=len(self.RG_ROLLOUT))
         pending = [
             self.begin_loading(self.RG_ACTOR, cfg.model, engine, optimizer, self.algorithm, cfg.seed),
-            self.begin_loading(self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout),
+            self.begin_loading(self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout, cfg.data.chat_template_kwargs),
         ]
         if cfg.rollout.env_path is None:
             given = Replicate(self.prompts.columns) if cfg.reward.model is None else cfg.engine
@@ -281,6 +281,7 @@ class PolicyTrainer(RecipeTrainer):
         metrics["groups/without_signal"] = uniform_share(batch.train_rows)
         metrics |= {"weights/sync_bytes": float(self.collector.synced_bytes), **self.sandbox}
         self.warnings.note_truncated(step, metrics.get("completions/truncated", 0.0))
+        self.warnings.note_unknown_ids(step, int(metrics.get("completions/unknown_ids", 0)))
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
             evaluation = step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))

@@ -17,6 +17,7 @@ from dlrover.python.rl.common.by_value import readable_name
 from dlrover.python.rl.common.errors import ConfigError, DataError, VerifierError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.conversation import arguments_of_template
 from dlrover.python.rl.data.jsonl import first_errors
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
 from dlrover.python.rl.data.source import hold_out, is_left_unread
@@ -43,9 +44,10 @@ class PromptSource:
     """The prompts to train on, in their order, and those to evaluate on (``held_out``, see :func:`make_prompt_batch`).
 
     ``rows`` and ``held_out_rows`` are the numbers of rows that they were chosen from, ``columns`` the further columns
-    that one of these has. ``places`` are all prompts of the run, as objects ``place`` (``file:line``) and ``prompt``;
-    ``dropped`` the numbers of those that the run does not use, rising. ``changed_sets`` are the sets that are others
-    than those of the state that was loaded. Raises DataError if a file cannot be used."""
+    that one of these has. ``places`` are all prompts of the run, as objects ``place`` (``file:line``), ``prompt`` and,
+    for the chat template, ``extra_info``; ``dropped`` the numbers of those that the run does not use, rising.
+    ``changed_sets`` are the sets that are others than those of the state that was loaded. Raises DataError if a file
+    cannot be used."""
 
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data
@@ -194,8 +196,14 @@ def _number_sets(sets: Mapping[str, Sequence[PromptRow]]) -> dict[str, range]:
 
 
 def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
-    placed = [(f"{path}:{row.line}", row.prompt) for path, rows in files for row in rows]
-    return Batch({"place": [place for place, _ in placed], "prompt": [prompt for _, prompt in placed]})
+    placed = [(f"{path}:{row.line}", row) for path, rows in files for row in rows]
+    return Batch(
+        {
+            "place": [place for place, _ in placed],
+            "prompt": [row.prompt for _, row in placed],
+            "extra_info": [{"chat_template_kwargs": arguments_of_template(row.extra_info)} for _, row in placed],
+        }
+    )
 
 
 def validate_data(config: PolicyConfig) -> list[ConfigError]:

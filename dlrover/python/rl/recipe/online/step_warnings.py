@@ -19,6 +19,7 @@ class StepWarnings:
     max_new_tokens: int
     _without_signal: int = field(default=0, init=False)
     _had_room: bool = field(default=True, init=False)
+    _had_unknown_ids: bool = field(default=False, init=False)
 
     def note_rewards(self, step: int, rows: Batch) -> None:
         """Log steps whose rewards give no gradient: the first, and ever fewer of the later ones."""
@@ -42,3 +43,12 @@ class StepWarnings:
                 self.max_new_tokens,
             )
         self._had_room = share <= _MAX_TRUNCATED
+
+    def note_unknown_ids(self, step: int, count: int) -> None:
+        """Log the first step whose completions have ids that the tokenizer does not have."""
+        if count and not self._had_unknown_ids:
+            self._had_unknown_ids, what = (
+                True,
+                f"{count} sampled ids are none of the tokenizer's, so no reward sees them",
+            )
+            _LOG.warning("step %d: %s: engine.mask_unknown_ids masks them in engines torch and vllm", step, what)

@@ -15,7 +15,7 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.engine.api.weights import WeightStamp
-from dlrover.python.rl.engine.model.loading import load_tokenizer
+from dlrover.python.rl.engine.model.loading import load_tokenizer, read_eos_ids
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
@@ -119,7 +119,8 @@ class ActorWorkload(TrainedWorkload):
     @trainer_invocation(changes_state=False)
     def encode(self, model: str, data: ExampleData, evaluates: bool, seed: int) -> Examples:
         """Tokenise examples, and hold some out if the run ``evaluates``; needs no loaded model."""
-        return load_examples(data, load_tokenizer(model), evaluates, seed)
+        tokenizer = load_tokenizer(model)
+        return load_examples(data, tokenizer, evaluates, seed, read_eos_ids(model, tokenizer))
 
     @trainer_invocation(blocking=False, changes_state=False)
     def publish_weights(self) -> Ticket:

@@ -16,7 +16,7 @@ from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError,
 from dlrover.python.rl.common.log import cut_middle, get_logger
 from dlrover.python.rl.config.typed import salvage
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.conversation import encode_raw
+from dlrover.python.rl.data.conversation import arguments_of_template, encode_raw
 from dlrover.python.rl.data.pairs import encode_pair
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info, find_train_errors
 from dlrover.python.rl.engine.api.settings import ParallelSizes
@@ -158,8 +158,8 @@ class ModelRewardWorkload(EngineWorkload):
     @on_device
     def score(self, rollouts: Batch) -> Batch:
         """A sample fails if it is too long for the model, cannot be encoded, or its score is not finite."""
-        texts = zip(rollouts.objects("prompt"), rollouts.objects("completion"), strict=True)
-        encoded = [self._encode(prompt, completion) for prompt, completion in texts]
+        texts = zip(*(rollouts.objects(name) for name in ("prompt", "completion", "extra_info")), strict=True)
+        encoded = [self._encode(*row) for row in texts]
         rows = [row for row, tokens in enumerate(encoded) if not isinstance(tokens, str)]
         rewards = np.full(len(encoded), np.nan)
         errors = [tokens if isinstance(tokens, str) else None for tokens in encoded]
@@ -171,7 +171,9 @@ class ModelRewardWorkload(EngineWorkload):
             _LOG.warning("a sample failed: %s", errors[row])
         return summarize_rows(rollouts).with_columns(reward=rewards, error=errors)
 
-    def _encode(self, prompt: str | list[Mapping[str, str]], completion: str) -> list[int] | str:
+    def _encode(
+        self, prompt: str | list[Mapping[str, str]], completion: str, extra_info: Mapping[str, Any] | None
+    ) -> list[int] | str:
         """Token ids as in a reward model's training; or why there are none."""
         tokenizer = self._engine.tokenizer
         try:
@@ -179,7 +181,7 @@ class ModelRewardWorkload(EngineWorkload):
                 tokens = encode_raw(tokenizer, prompt, completion).tokens
             else:
                 pair = {"messages": prompt, "chosen": completion, "rejected": completion}
-                tokens = encode_pair(tokenizer, pair)[0].tokens
+                tokens = encode_pair(tokenizer, pair, arguments_of_template(extra_info or {}))[0].tokens
         except DataError as error:
             return f"the reward model cannot read it: {error}"
         if self._longest is not None and len(tokens) > self._longest:

@@ -3,8 +3,10 @@
 
 import math
 import socket
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -14,11 +16,12 @@ from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError,
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.conversation import encode_prompt
+from dlrover.python.rl.data.conversation import NO_KWARGS, encode_prompt
 from dlrover.python.rl.data.prompts import PromptFaults
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class, engine_info
 from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.engine.model.loading import count_known_ids
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
 from dlrover.python.rl.environment.core.base import Environment, StepRules
@@ -36,7 +39,7 @@ from dlrover.python.rl.recipe.reporting.sample_file import (
     format_rows,
     write_step,
 )
-from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
+from dlrover.python.rl.recipe.rollout.episodes import count_unknown_ids, summarize_rows
 from dlrover.python.rl.recipe.rollout.kept import KeptSamples
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import InlineLoop, ThreadLoop
@@ -61,7 +64,13 @@ class RolloutWorkload(EngineWorkload):
         name = engine.resolve(torch.cuda.is_available()).rollout
         return not engine_info(ROLLOUT_ENGINES, name).package
 
-    def init_model(self, model: str, engine: EngineConfig, rollout: RolloutConfig = _ONE_COMPLETION) -> str:
+    def init_model(
+        self,
+        model: str,
+        engine: EngineConfig,
+        rollout: RolloutConfig = _ONE_COMPLETION,
+        template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    ) -> str:
         """Load the policy and the environment; returns the engine's class. It serves nothing before weights arrive."""
         engine = engine.resolve(torch.cuda.is_available())
         use_threads(engine.threads)
@@ -74,6 +83,7 @@ class RolloutWorkload(EngineWorkload):
             engine.gpu_memory_utilization,
             engine.rollout_options,
             self.devices if engine.device == "cuda" else (),  # else the device was chosen by number
+            engine.mask_unknown_ids,
         )
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
         info = engine_info(ROLLOUT_ENGINES, engine.rollout)
@@ -84,12 +94,13 @@ class RolloutWorkload(EngineWorkload):
             if rollout.max_staleness and self._device_locks:
                 raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
             self._engine: BaseRolloutEngine = make(model, settings, memory)
+        self._known_ids = None if engine.mask_unknown_ids else count_known_ids(self._engine.tokenizer)
         self._weights = self._make_weight_transport(engine, device)
         guard = _make_guard(rollout) if rollout.env_path else None
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads, own) if rollout.max_staleness else InlineLoop()
         kept = self._kept_samples() if rollout.max_staleness and "/" in self.name else None
         self._scheduler = RolloutScheduler(
-            self._engine, guard, engine.max_batch, rollout.max_turns, rollout.chat_template_kwargs, kept
+            self._engine, guard, engine.max_batch, rollout.max_turns, template_kwargs, kept
         )
         if self._loop.runs_between_calls:
             self._loop.run(self._scheduler.start())
@@ -119,13 +130,15 @@ class RolloutWorkload(EngineWorkload):
         self, prompts: Batch, sampling: SamplingParams, max_prompt_tokens: int | None = None
     ) -> PromptFaults:
         """Report the prompts that this model cannot complete, or with more than ``max_prompt_tokens``; ``place`` names
-        their rows."""
+        their rows, which have ``extra_info`` too."""
         faults = PromptFaults([], [])
-        for place, prompt in zip(prompts.objects("place"), prompts.objects("prompt"), strict=True):
+        rows = zip(*(prompts.objects(name) for name in ("place", "prompt", "extra_info")), strict=True)
+        for place, prompt, extra_info in rows:
             if not prompt and self._scheduler.guard is not None:
                 continue  # the environment gives the first state
             try:
-                tokens = encode_prompt(self._engine.tokenizer, prompt, self._scheduler.template_kwargs)
+                arguments = self._scheduler.arguments_of_template(extra_info)
+                tokens = encode_prompt(self._engine.tokenizer, prompt, arguments)
             except DataError as error:
                 faults.wrong.extend(ConfigError(place, item.what) for item in error.errors)
                 continue
@@ -159,7 +172,11 @@ class RolloutWorkload(EngineWorkload):
         """Wait for some groups of the last :meth:`sample` and return their rows, in this order; see
         :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`."""
         with nullcontext() if self._scheduler.are_complete(groups) else self._turn():
-            return self._loop.run(self._scheduler.fetch(groups))
+            return self._with_unknown_ids(self._loop.run(self._scheduler.fetch(groups)))
+
+    def _with_unknown_ids(self, rollouts: Batch) -> Batch:
+        """Count the ids that no reward sees, where the engine may sample some."""
+        return rollouts if self._known_ids is None else count_unknown_ids(rollouts, self._known_ids)
 
     def summarize(self, rollouts: Batch) -> Batch:
         """What the trainer needs of the rows of :meth:`fetch` or :meth:`generate`, with the rewards of an environment;
@@ -199,7 +216,7 @@ class RolloutWorkload(EngineWorkload):
         ``prompts`` has ``prompt_id``, and as objects ``prompt`` (text or messages), ``answer`` and ``extra_info``;
         ``seed`` is the job's, the step and, if any, the retry. Raises EngineError if a prompt cannot be completed or
         the engine cannot generate."""
-        return self._loop.run(self._scheduler.generate(prompts, sampling, seed))
+        return self._with_unknown_ids(self._loop.run(self._scheduler.generate(prompts, sampling, seed)))
 
     def close(self) -> None:
         if hasattr(self, "_scheduler"):

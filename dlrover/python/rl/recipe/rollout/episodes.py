@@ -3,7 +3,7 @@
 
 import asyncio
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
@@ -23,7 +23,7 @@ from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
 
 _SUMMARY = (
     "prompt_id", "sample_index", "retry", "trajectory", "turns", "finished", "version", "min_version", "digest",
-    "reward", "score", "error",
+    "reward", "score", "error", "unknown_ids",
 )  # fmt: skip
 
 _TRAJECTORY_BITS = {"created_step": 14, "retry": 6, "prompt_id": 28, "sample_index": 14}
@@ -129,10 +129,20 @@ def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
 def summarize_rows(rollouts: Batch) -> Batch:
     """The numbers of each row that the trainer needs, with ``action_tokens`` and ``token_count``."""
     actions = rollouts.ragged("action_mask")
-    starts, totals = actions.offsets[:-1], np.concatenate([[0], np.cumsum(actions.values)])
     return rollouts.select(*(name for name in _SUMMARY if name in rollouts)).with_columns(
-        action_tokens=totals[actions.offsets[1:]] - totals[starts], token_count=actions.lengths
+        action_tokens=_count_true(actions), token_count=actions.lengths
     )
+
+
+def count_unknown_ids(rollouts: Batch, known_ids: int) -> Batch:
+    """Add ``unknown_ids`` (int64 ``[rows]``): the generated tokens with ids from ``known_ids`` on."""
+    tokens, actions = rollouts.ragged("tokens"), rollouts.ragged("action_mask")
+    return rollouts.with_columns(unknown_ids=_count_true(actions.like(actions.values & (tokens.values >= known_ids))))
+
+
+def _count_true(flags: Ragged) -> npt.NDArray[np.int64]:
+    totals: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(flags.values)])
+    return totals[flags.offsets[1:]] - totals[flags.offsets[:-1]]
 
 
 def _reward_columns(samples: Sequence[Sample], sequences: Sequence[TokenSequence]) -> dict[str, Any]:
@@ -191,10 +201,10 @@ class EpisodeRunner:
     ``generating`` is the number of samples that need the engine; the others wait for the environment."""
 
     def __init__(
-        self, stream: EngineStream, guard: Guard | None, max_turns: int, template_kwargs: Mapping[str, Any]
+        self, stream: EngineStream, guard: Guard | None, max_turns: int, arguments_of_template: Callable[..., Any]
     ) -> None:
         self._stream, self._guard, self._max_turns = stream, guard, max_turns
-        self._tokenizer, self._template_kwargs = stream.engine.tokenizer, template_kwargs
+        self._tokenizer, self._arguments_of_template = stream.engine.tokenizer, arguments_of_template
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
@@ -218,9 +228,9 @@ class EpisodeRunner:
             await self._guard.close(episode)
 
     async def _run_episode(self, guard: Guard, group: Group, sample: Sample, episode: Episode) -> None:
-        chat = ChatText(self._tokenizer, self._template_kwargs)
+        chat = ChatText(self._tokenizer, self._arguments_of_template(group.extra_info))
         state = _render_state(guard, episode, chat)
-        trajectory = self._start_trajectory(group, state, bool(chat.messages))
+        trajectory = self._start_trajectory(group, state, chat)
         fits = partial(self._fits, group.sampling)
         if state is not None and not fits(trajectory.context):
             guard.fail(episode, _first_state_error(len(trajectory.context)))
@@ -245,11 +255,11 @@ class EpisodeRunner:
         if not trajectory.sequences[0].tokens:  # it failed before the first state, and a row needs a token
             trajectory.sequences[0].give([self._tokenizer.eos_token_id or 0])
 
-    def _start_trajectory(self, group: Group, state: str | None, is_chat: bool) -> Trajectory:
+    def _start_trajectory(self, group: Group, state: str | None, chat: ChatText) -> Trajectory:
         state = group.text if state is None else state
-        if is_chat:
+        if chat.messages:
             return Trajectory(self._encode, state)
-        tokens = encode_prompt(self._tokenizer, group.prompt, self._template_kwargs) if state == group.text else None
+        tokens = encode_prompt(self._tokenizer, group.prompt, chat.template_kwargs) if state == group.text else None
         whole = partial(encode_prompt, self._tokenizer) if isinstance(group.prompt, str) else self._encode
         return Trajectory(self._encode, state, tokens, whole)
 

@@ -15,7 +15,7 @@ import numpy as np
 from dlrover.python.rl.common.errors import DataError, EngineError, WeightSyncError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.conversation import NO_KWARGS, encode_prompt, prompt_text
+from dlrover.python.rl.data.conversation import NO_KWARGS, arguments_of_template, encode_prompt, prompt_text
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.core.turns import Guard
@@ -57,16 +57,21 @@ class RolloutScheduler:
         self._kept = kept
         self.engine, self.guard = engine, guard
         declared = guard.traits.chat_template_kwargs if guard is not None else NO_KWARGS
-        self.template_kwargs = {**declared, **template_kwargs}
+        self._template_kwargs = {**declared, **template_kwargs}
         self._max_generating, self._wakeup = max_generating, Wakeup()
         self._stream = EngineStream(engine, self._wakeup)
-        self._runner = EpisodeRunner(self._stream, guard, max_turns, self.template_kwargs)
+        self._runner = EpisodeRunner(self._stream, guard, max_turns, self.arguments_of_template)
         self._groups: dict[GroupKey, Group] = {}
         self._queue: deque[Group] = deque()
         self._cancelled: set[asyncio.Task[None]] = set()
         self._driver: asyncio.Task[None] | None = None
         self._sampling: tuple[SamplingParams, int] | None = None
         self._stamps: dict[int, WeightStamp] = {}
+
+    def arguments_of_template(self, extra_info: Mapping[str, Any]) -> dict[str, Any]:
+        """Arguments of the chat template for a row, of which the last count: the environment's, the job's, the
+        row's."""
+        return {**self._template_kwargs, **arguments_of_template(extra_info)}
 
     async def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
         self._check_weights()
@@ -245,8 +250,9 @@ class RolloutScheduler:
             return
         tokenizer = self.engine.tokenizer
         try:
-            group.text = prompt_text(tokenizer, group.prompt, self.template_kwargs)
-            tokens = [] if self.guard is not None else encode_prompt(tokenizer, group.prompt, self.template_kwargs)
+            arguments = self.arguments_of_template(group.extra_info)
+            group.text = prompt_text(tokenizer, group.prompt, arguments)
+            tokens = [] if self.guard is not None else encode_prompt(tokenizer, group.prompt, arguments)
         except DataError as error:
             group.failure = error
             return
