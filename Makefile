@@ -101,6 +101,7 @@ $(VENV)-peers/ready: pyproject.toml requirements/constraints.txt requirements/pe
 	$(PYTHON) -m venv $(VENV)-peers
 	$(VENV)-peers/bin/python -m pip install --quiet --editable '.[test]' --requirement requirements/peers.txt
 	$(VENV)-peers/bin/python -m pip install --quiet --no-deps verl==0.9.1
+	rm -r $(VENV)-peers/lib/python3*/site-packages/tests # which hides the package of this name here
 	@touch $@
 
 test-peers: $(VENV)-peers/ready ## Compare losses and advantages with those of verl and TRL
