@@ -83,7 +83,7 @@ def test_a_file_that_is_no_text_is_said(tmp_path):
     ("text", "line", "said"),
     [
         ("a: 1\nb: [1, 2\nc: 3\n", 3, "expected ',' or ']'"),
-        ("a: 1\n\tb: 2\n", 2, "found "),  # a tab, which each version of omegaconf calls something else
+        ("a: 1\n\tb: 2\n", 2, "the line is indented with a tab; indent it with spaces"),
         ("a: 1\na: 2\n", 2, "found duplicate key a"),
         ("a: 'x\n", 2, "unexpected end of stream"),
         ("a: b: c\n", 1, "mapping values are not allowed"),

@@ -371,7 +371,7 @@ class Judge:
         ({"api_key": ["canary"]}, "input should be a valid string, got ['***']"),
         ({"limits": {"password": 0.5}}, "input should be a valid integer, got a number with a fractional part"),
         ({"limits": {"rows": 0.5}}, "input should be a valid integer, got a number with a fractional part, got 0.5"),
-        ({"limits": ["https://canary@host"]}, "input should be a valid dictionary, got ['***']"),
+        ({"limits": ["https://canary@host"]}, "has to be a mapping, got ['***']"),
     ],
 )
 def test_the_error_of_a_wrong_secret_does_not_show_it(where, given, fault):
@@ -384,8 +384,8 @@ def test_the_error_of_a_wrong_secret_does_not_show_it(where, given, fault):
     [
         ({"API_KEY": 12345678}, "input should be a valid string"),
         ({"MODE": 3}, "input should be a valid string, got 3"),
-        ("API_KEY=canary", "input should be a valid dictionary"),
-        (["API_KEY=canary"], "input should be a valid dictionary, got ['***']"),
+        ("API_KEY=canary", "has to be a mapping"),
+        (["API_KEY=canary"], "has to be a mapping, got ['***']"),
     ],
 )
 def test_the_error_of_a_wrong_variable_does_not_show_a_secret_one(env, fault):
