@@ -26,6 +26,7 @@ from uuid import uuid4
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import resume_command
+from dlrover.python.rl.common.private_files import share_file
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
@@ -182,7 +183,7 @@ def _write_description(job: JobSpec, description: bytes) -> None:
     path, files = job.job_dir / DESCRIPTION, files_of(job)
     with new_file(path, durable=False) as file:
         file.write(description)
-    path.chmod(0o600)
+    share_file(path)
     try:
         if files is not None:
             files.put(DESCRIPTION)
@@ -248,8 +249,10 @@ class Claim:
         with suppress(OSError, InvalidJob, CheckpointMissing):
             if state == FAILED and self.replaced and not self._has_committed():
                 _write_description(self.job, self.replaced)
-        with suppress(OSError), new_file(self.record, durable=True) as file:
-            file.write(encode_owner(replace(self.owner, state=state)))
+        with suppress(OSError):
+            with new_file(self.record, durable=True) as file:
+                file.write(encode_owner(replace(self.owner, state=state)))
+            share_file(self.record)
 
     def _has_committed(self) -> bool:
         job = self.job
