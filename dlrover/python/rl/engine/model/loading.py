@@ -29,6 +29,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 Ranges: TypeAlias = tuple[slice, ...]
 """One slice for each dimension."""
 
+FileWriter: TypeAlias = Callable[[Path], None]
+"""Writes files into a folder."""
+
 _SAMPLED = 1024
 """Numbers of each tensor that a fingerprint covers."""
 
@@ -316,11 +319,7 @@ def prepare_training(module: Any, trained: bool, recompute: bool, reentrant: boo
 
 
 def write_atomically(
-    path: Path,
-    model: Any,
-    tokenizer: Any,
-    tensors: Mapping[str, Any] | None = None,
-    add: Callable[[Path], None] | None = None,
+    path: Path, model: Any, tokenizer: Any, tensors: Mapping[str, Any] | None = None, add: FileWriter | None = None
 ) -> Path:
     """Write model, tokenizer and what ``add`` writes to the folder ``path``; a reader sees the old folder or the new
     one, never a part.
