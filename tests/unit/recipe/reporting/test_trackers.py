@@ -240,6 +240,16 @@ class Silent:
     def start(self, config, run):
         pass
 
+def test_step_0_reaches_the_trackers_once(modules, tmp_path):
+    log = log_of(tmp_path, **BOTH)
+    for _ in range(2):
+        log.begin_step(1)
+        log.write_step(0, {"eval/reward": 0.25})
+        log.write_step(1, {"loss": 1.0})
+    (run,) = modules["wandb"].runs.values()
+    assert run.steps == [(0, {"eval/reward": 0.25}), (1, {"loss": 1.0})]
+
+
     def log(self, metrics, step):
         pass
 

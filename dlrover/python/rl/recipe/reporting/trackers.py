@@ -58,7 +58,7 @@ class Tracker(Protocol):
         tree."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the finite metrics of a step, from 1. A step comes once, also when it is repeated."""
+        """Record the finite metrics of a step, once even if it is repeated; 0 is the evaluation before training."""
 
     def close(self, outcome: RunEnd) -> None:
         """End the run, which :meth:`start` opens again if it goes on. Of a failed or stopped run it may come from
@@ -135,7 +135,7 @@ class Trackers:
         if not self._options:
             return {}
         state = self._saved_state()
-        self._state = state if state.get("run") == run else {"run": run, "step": 0, "notes": {}}
+        self._state = state if state.get("run") == run else {"run": run, "step": -1, "notes": {}}
         self._state["ended"] = False
         trackers = {}
         for name, options in self._options.items():

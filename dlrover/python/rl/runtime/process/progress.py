@@ -45,10 +45,11 @@ SUMMARY = "summary.json"
 
 
 def print_summary(job: str, text: str) -> None:
-    """``text`` is the content of :data:`SUMMARY`."""
+    """Print the defined values of ``text``, the content of :data:`SUMMARY`, as a table."""
     table = Table("metric", "value", title=job)
     for name, value in json.loads(text).items():
-        table.add_row(str(name), str(value))
+        if value is not None:
+            table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console(width=100).print(table)
 
 
