@@ -33,6 +33,7 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
+from dlrover.python.rl.runtime.environment import describe_origin, record_environment
 from dlrover.python.rl.runtime.owner import (
     FAILED,
     FINISHED,
@@ -74,7 +75,8 @@ def begin(job: JobSpec) -> JobSpec:
     if job.run:
         return job
     run = new_run()
-    return replace(job, run=run, job_dir=job.run_folders / folder_name(run) if job.run_folders else job.job_dir)
+    folder = job.run_folders / folder_name(run) if job.run_folders else job.job_dir
+    return replace(job, run=run, job_dir=folder, origin=describe_origin(job))
 
 
 def has_commits(folder: Path) -> bool:
@@ -142,6 +144,7 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
     for older in records_in(folder):
         if number_of(older) < number_of(record):
             older.unlink(missing_ok=True)
+    record_environment(job, runtime, number_of(record))
     if _is_own_folder(job):
         _link_latest(folder)
         _remove(superseded(job))
