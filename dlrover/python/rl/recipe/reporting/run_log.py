@@ -173,7 +173,8 @@ class RunLog:
     def excerpt(self, step: int) -> Excerpt:
         config = self._config
         has_table = bool(config.samples_every) and (step - 1) % config.samples_every == 0
-        return Excerpt(config.show_samples, config.max_chars, config.samples_rows if has_table else 0)
+        most = {"all": math.inf, "off": 0}.get(str(config.samples), config.samples)
+        return Excerpt(config.show_samples, config.max_chars, config.samples_rows if has_table else 0, float(most))
 
     def show_samples(self, step: int, written: Written) -> None:
         """Print some samples of a step, and keep others for the table of its metrics."""
