@@ -115,6 +115,7 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
 
     def describe() -> JobSpec:
         jobs.append(describe_job(recipe, job_file, overrides, launch))
+        view.title = jobs[0].name
         return jobs[0]
 
     def note_failure(error: BaseException) -> None:
