@@ -49,6 +49,7 @@ class Held(BaseTrainer):
                 with open(self.job_dir.parent / f"{self.job_dir.name}.gate") as gate:
                     gate.read()
             (total,) = self.RG_ACTOR.add(step)
+            self.log(step, {"total": total})
             with (self.job_dir / "steps.jsonl").open("a") as file:
                 file.write(json.dumps([step, total]) + "\\n")
 """

@@ -66,7 +66,7 @@ def accuracy_by_transformers() -> float:
 def check(seconds: float) -> None:
     """Ask the saved model again, without this package, and compare."""
     summary = json.loads((OUT / "grpo" / "summary.json").read_text(encoding="utf-8"))
-    reported, again = summary["held-out accuracy after"], accuracy_by_transformers()
+    reported, again = summary["eval/accuracy"], accuracy_by_transformers()
     print(f"\ntrained in {seconds:.0f} s; reward curve: {OUT / 'grpo' / 'reward.png'}")
     print(f"accuracy of the saved model, by transformers alone: {again:.4f} (reported: {reported:.4f})")
     if abs(again - reported) > 1e-4:

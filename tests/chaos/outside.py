@@ -128,7 +128,7 @@ def digests(folder: Path) -> dict[str, str]:
         found[name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "missing"
     file = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
-    values = [[row[key] for key in ("step", "reward/mean", "loss", "grad_norm")] for row in rows]
+    values = [[row[key] for key in ("step", "reward/mean", "loss", "grad_norm")] for row in rows if row["step"]]
     found["metrics.jsonl"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
     return found
 

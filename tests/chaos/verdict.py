@@ -51,7 +51,7 @@ def differences(oracle: Path, chaos: Path, steps: int) -> list[str]:
 
 def step_faults(job: Path, steps: int) -> Iterator[str]:
     """Steps that a run's metrics lack or repeat."""
-    found = [row["step"] for row in read_rows(job / "metrics.jsonl")]
+    found = [row["step"] for row in read_rows(job / "metrics.jsonl") if row["step"]]
     if found != list(range(1, steps + 1)):
         yield f"metrics.jsonl holds the steps {found}, not 1 to {steps} once each"
 

@@ -38,7 +38,7 @@ def run(folder, model, job, files, *overrides):
     )
     metrics = folder / "out/metrics.jsonl"
     rows = [json.loads(line) for line in metrics.read_text(encoding="utf-8").splitlines()] if metrics.exists() else []
-    return rows, outcome
+    return [row for row in rows if row["step"]], outcome
 
 
 def samples(folder):

@@ -44,8 +44,8 @@ def test_the_loss_of_an_own_algorithm_gets_the_column_of_an_own_role(folder):
     outcome = run(folder, "run", "job.yaml", "--local", "job_dir=out", "+config.engine.threads=1")
     assert outcome.returncode == 0, outcome.stdout + outcome.stderr
     steps = [json.loads(line) for line in (folder / "out/metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    assert [row["step"] for row in steps] == [1, 2]
-    assert all(0 < row["policy/repetition"] < 1 for row in steps)
+    assert [row["step"] for row in steps] == [0, 1, 2]
+    assert all(0 < row["policy/repetition"] < 1 for row in steps[1:])
 
 
 def test_a_job_without_the_role_is_refused_before_the_start(folder):

@@ -38,8 +38,8 @@ def test_the_first_program_of_the_guide_trains_and_shows_its_metrics(tmp_path):
     code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
     said = run(f"{code}print(run.model.is_dir(), len(run.steps), len(run.samples), sorted(run.summary)[0])\n", tmp_path)
     table, last = said.strip().rsplit("\n", 1)
-    assert last == "True 2 16 held-out failed after"
-    assert "'held-out mean reward after': " in table
+    assert last == "True 2 16 before/eval/accuracy"
+    assert "'eval/reward': " in table
     assert len(list((tmp_path / "runs/grpo").glob("*-*-*"))) == 1
 
 
@@ -54,7 +54,7 @@ def test_the_same_program_runs_on_ray(tmp_path):
 def test_the_same_program_runs_under_torchrun(tmp_path):
     code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
     said = run(code, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    assert said.count("'held-out mean reward after': ") == 2
+    assert said.count("'eval/reward': ") == 2
     assert len(list((tmp_path / "runs/grpo").glob("*-*-*"))) == 1
 
 

@@ -106,4 +106,4 @@ def test_own_problems_and_model_go_in_with_nothing_else_changed(folder):
     assert "engines: train fsdp2, rollout torch, on cpu in fp32\n" in done.stderr
     assert "each step: 4 prompts x 8 samples = 32 of up to 4 new tokens; 1 update of 32\n" in done.stderr
     summary = json.loads((folder / "runs/arithmetic-grpo/latest/summary.json").read_text())
-    assert summary["held-out prompts"] == 8
+    assert summary["held_out_prompts"] == 8

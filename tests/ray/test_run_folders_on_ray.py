@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """The folders of runs on clusters of their own, beside runs in one process: real processes, from outside."""
 
+import json
+import re
+
 import pytest
 import ray
 
@@ -59,3 +62,8 @@ def test_on_a_cluster_that_is_shared_the_master_holds_the_folder(desk, ray_sessi
     said = desk.end(first)
     assert first.returncode == 0, said
     wait_for(lambda: desk.owner("out")["state"] == "finished")
+    (start,) = [json.loads(line) for line in (desk.folder / "out/environment.jsonl").read_text().splitlines()]
+    assert "job.yaml" in start["command"] and start["runtime"] == "Ray"
+    assert start["devices"]["nodes"] == 1 and start["devices"]["cpus"] >= 1
+    steps = re.findall(r"^\d\d:\d\d:\d\d step (\d)/6", (desk.folder / "out/logs/trainer.log").read_text(), re.MULTILINE)
+    assert steps == list("123456")

@@ -22,6 +22,6 @@ def test_a_hundred_steps_gain_at_least_ten_points(tmp_path, seed):
     assert done.returncode == 0, done.stderr
     folder = tmp_path / "runs/word-problems-grpo/latest"
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["gain in points"] >= 10
-    assert f"held-out accuracy after: {summary['held-out accuracy after']}" in done.stdout
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 100
+    assert summary["eval/accuracy"] - summary["before/eval/accuracy"] >= 0.10
+    assert f"\neval/accuracy: {summary['eval/accuracy']}" in done.stdout
+    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 101

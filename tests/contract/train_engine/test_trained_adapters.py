@@ -14,7 +14,7 @@ from exercise import digest, make_engine, replica_of, share, train, weights_of
 from plain import TEMPERATURE, assert_close, start_weights, write_model
 from processes import run
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.data import state_tree
@@ -23,8 +23,10 @@ from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.api.weights import Adapters, take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.training.adapters import ADAPTER
 
-pytest.importorskip("peft", reason="the extra 'lora' is not installed")
+PEFT_READS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
+PeftModel = pytest.importorskip("peft", reason="the extra 'lora' is not installed").PeftModel
 
 LORA = LoraSettings(rank=4, alpha=8.0)
 STEPS = 3
@@ -146,6 +148,43 @@ def test_adapters_are_trained_alone_and_leave_merged(case, found, folder, model_
     merged = AutoModelForCausalLM.from_pretrained(folder / case.name / "saved", dtype=torch.float32)
     for name, tensor in merged.named_parameters():
         assert np.array_equal(tensor.detach().numpy(), after[name])
+
+
+def assert_peft_loads(kind, saved, model_path, **options):
+    """PEFT adds what was saved as an adapter to the model at ``model_path``, and that is the merged model."""
+    ids = torch.arange(24).reshape(2, 12)
+    merged = kind.from_pretrained(saved, dtype=torch.float32)(input_ids=ids).logits
+    base = kind.from_pretrained(model_path, dtype=torch.float32, **options)
+    plain = base(input_ids=ids).logits
+    adapted = PeftModel.from_pretrained(base, saved / ADAPTER)
+    assert adapted.peft_config["default"].base_model_name_or_path == str(model_path)
+    assert torch.allclose(adapted(input_ids=ids).logits, merged, atol=1e-5)
+    assert not torch.allclose(plain, merged, atol=1e-3)
+
+
+@PEFT_READS
+@pytest.mark.parametrize("case", cases())
+def test_saved_adapters_with_peft_are_the_merged_model(case, found, folder, model_path):
+    found(case.name)
+    assert_peft_loads(AutoModelForCausalLM, folder / case.name / "saved", model_path)
+
+
+HEADS = [
+    (LORA, False, AutoModelForSequenceClassification),
+    (replace(LORA, targets="all-linear"), True, AutoModelForTokenClassification),
+    (replace(LORA, targets=("v_proj", "score")), False, AutoModelForSequenceClassification),
+]
+
+
+@PEFT_READS
+@pytest.mark.parametrize(("lora", "bias", "kind"), HEADS)
+def test_saved_adapters_of_a_scorer_have_its_head(lora, bias, kind, model_path, tmp_path):
+    settings = TrainSettings(lora=lora, head="token", head_bias=bias)
+    engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), settings)
+    for _ in range(STEPS):
+        engine.step(share(engine, 0, 0), rising)
+    engine.save(tmp_path / "saved")
+    assert_peft_loads(kind, tmp_path / "saved", model_path, num_labels=1, pad_token_id=0)
 
 
 @pytest.mark.feature(145)

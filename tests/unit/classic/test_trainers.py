@@ -39,7 +39,8 @@ def grpo(model, folder, **arguments):
 
 
 def metrics(folder):
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return [row for row in rows if row["step"]]
 
 
 def weights(folder):
@@ -123,7 +124,7 @@ def test_rows_that_are_too_long_are_left_out_and_the_number_of_steps_stays(model
     dataset = [*asked("Ada", "Grace"), EnvBase(asked("Ada")[0].prompt, "x" * 60)]
     sft(model, tmp_path, train_dataset=dataset, max_seq_len=60, num_steps=5).train()
     assert [row["step"] for row in metrics(tmp_path)] == [1, 2, 3, 4, 5]
-    assert json.loads((tmp_path / "summary.json").read_text())["dropped rows"] == 1
+    assert json.loads((tmp_path / "summary.json").read_text())["dropped_rows"] == 1
 
 
 @pytest.mark.slow

@@ -7,12 +7,14 @@ import socket
 import subprocess
 import sys
 import time
+from contextlib import closing
 
 import pytest
 
 from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.environment.sandbox import confinement
 from dlrover.python.rl.environment.sandbox.confinement import SETTING, Confinement
+from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
 from dlrover.python.rl.environment.verifiers import code
 from dlrover.python.rl.environment.verifiers.code import ProgramLimits, run_python
 
@@ -118,6 +120,18 @@ def test_with_bubblewrap_all_files_together_are_limited(monkeypatch):
     program = "for n in range(20): open(str(n), 'wb').write(bytes(1 << 18))\nprint('done')"
     ran = run_python(program, limits=ProgramLimits(output_bytes=1 << 20))
     assert "No space left" in ran.stderr and "done" not in ran.stdout
+
+
+@pytest.mark.parametrize(("function", "is_named"), [("python_tests", True), ("exact", False)])
+def test_level_is_named_where_programs_run_only(capfd, monkeypatch, function, is_named):
+    monkeypatch.delenv(SETTING, raising=False)
+    monkeypatch.setenv("PATH", "")  # without bubblewrap
+    with closing(DeadlineVerifier(function, timeout_s=20.0)) as verifier:
+        assert confinement.sandbox_level() != "bubblewrap"
+        for _ in range(2):
+            verifier.score("```python\nx = 1\n```", "1", {"tests": "assert x == 1"})
+    message = "programs that a model wrote are confined by limits (bubblewrap is not installed)"
+    assert capfd.readouterr().err.count(message) == is_named
 
 
 def test_a_level_that_is_asked_for_and_is_not_there_is_an_error(monkeypatch):

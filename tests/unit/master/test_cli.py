@@ -76,7 +76,8 @@ def test_a_job_that_finishes_exits_with_0(shell):
     assert "step 3/3  loss 12" in err
     folder = Path("runs/job/latest")
     assert f"job: finished, the trainer returned; files in {folder.resolve()}" in err
-    assert {path.name for path in folder.iterdir()} == {"job.yaml", "journal.jsonl", "owner.1.json", "checkpoints"}
+    left = {"job.yaml", "environment.jsonl", "journal.jsonl", "owner.1.json", "checkpoints"}
+    assert {path.name for path in folder.iterdir()} == left
 
 
 @pytest.mark.parametrize(

@@ -69,12 +69,12 @@ def _config(folder):
 
 
 def finished(job):
-    """Run a job in this process; its folder and the metrics of its steps."""
+    """Run a job in this process; its folder and the metrics of its steps from 1 on."""
     status = run_here(check_job(job, local=True))
     assert status.phase is Phase.FINISHED, status.cause
     rows = [json.loads(line) for line in (job.job_dir / "metrics.jsonl").read_text().splitlines()]
     assert undocumented(rows) == []
-    return job.job_dir, rows
+    return job.job_dir, [row for row in rows if row["step"]]
 
 
 def write_teacher(folder, name="teacher", sharper=3.0, seed=0):

@@ -33,8 +33,12 @@ def lines(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+def steps_of(out):
+    return [row for row in lines(out / "metrics.jsonl") if row["step"]]
+
+
 def untimed(out):
-    return [{name: row[name] for name in row if not name.startswith(TIMES)} for row in lines(out / "metrics.jsonl")]
+    return [{name: row[name] for name in row if not name.startswith(TIMES)} for row in steps_of(out)]
 
 
 @pytest.mark.parametrize("reference", [pytest.param(False, marks=pytest.mark.slow), True])
@@ -76,7 +80,7 @@ def groups(rows):
 def test_groups_with_a_failed_sample_are_drawn_again_with_other_seeds(tmp_path, monkeypatch):
     reward = flaky(tmp_path, monkeypatch, ONE_OF_SEVEN) | {"on_failure": "redraw", "max_redraws": 2}
     out = finished(tmp_path, reward=reward, reference=True)
-    rows, metrics = lines(out / "samples.jsonl"), lines(out / "metrics.jsonl")
+    rows, metrics = lines(out / "samples.jsonl"), steps_of(out)
     drawn = groups(rows)
     assert max(len(attempts) for attempts in drawn.values()) == 3
     for attempts in drawn.values():
@@ -120,7 +124,7 @@ AWAY = """\
 def test_a_step_whose_judge_was_away_is_skipped_logged_and_counted(tmp_path, monkeypatch, filtering):
     rollout = {"samples_per_prompt": 8, "max_new_tokens": 12, "dynamic_filtering": filtering}
     out = finished(tmp_path, reward=flaky(tmp_path, monkeypatch, AWAY), rollout=rollout)
-    first, second, third = lines(out / "metrics.jsonl")
+    first, second, third = steps_of(out)
     assert (second["samples/failed"], second["samples/steps_without_reward"], second["reward/mean"]) == (64, 1, None)
     assert "loss" not in second
     for row in (first, third):
@@ -134,7 +138,7 @@ def test_a_step_whose_judge_was_away_is_skipped_logged_and_counted(tmp_path, mon
 def test_a_run_that_fails_has_the_curve_of_its_steps(tmp_path, monkeypatch):
     out, status = run(tmp_path, reward=flaky(tmp_path, monkeypatch, AWAY) | {"give_up_after": 1})
     assert status.phase is Phase.FAILED
-    assert [row["step"] for row in lines(out / "metrics.jsonl")] == [1]
+    assert [row["step"] for row in steps_of(out)] == [1]
     assert (out / "reward.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -144,11 +148,11 @@ def test_an_evaluation_whose_judge_was_away_says_nothing_of_the_model(tmp_path, 
     body = body.replace("len(completion) / 8", "1.0 if len(completion) > 3 else 0.0")
     keep = {"best": "eval/accuracy", "patience": 1}
     out = finished(tmp_path, reward=flaky(tmp_path, monkeypatch, body), steps=2, eval_every=1, keep=keep)
-    first, second = lines(out / "metrics.jsonl")
+    first, second = steps_of(out)
     assert "eval/accuracy" in first
     assert "eval/accuracy" not in second
     assert (second["eval/failed"], second["eval/reward"], second["samples/failed"]) == (4, None, 0)
-    assert json.loads((out / "summary.json").read_text())["best step"] == 1
+    assert json.loads((out / "summary.json").read_text())["best/step"] == 1
 
 
 @pytest.mark.slow
@@ -159,7 +163,7 @@ def test_a_judge_that_stays_away_ends_the_run(tmp_path, monkeypatch):
     cause = status.cause.message + status.cause.detail
     assert "step 3: the reward function failed on all 64 samples, last with: flaky_reward:reward raised" in cause
     assert "the judge is away; it was the last of 2 such steps in a row (reward.give_up_after)" in cause
-    assert [row["step"] for row in lines(out / "metrics.jsonl")] == [1, 2]
+    assert [row["step"] for row in steps_of(out)] == [1, 2]
 
 
 def test_a_step_of_which_every_group_is_lost_ends_the_run(tmp_path, monkeypatch):

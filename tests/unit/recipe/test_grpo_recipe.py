@@ -42,7 +42,10 @@ def lines(file):
 def test_every_step_is_reported_and_written(finished):
     out, reports, _ = finished
     assert [(report.step, report.total_steps) for report in reports] == [(1, 3), (2, 3), (3, 3)]
-    rows = lines(out / "metrics.jsonl")
+    initial, *rows = lines(out / "metrics.jsonl")
+    summary = json.loads((out / "summary.json").read_text())
+    assert initial == {"step": 0, **{name: summary[f"before/{name}"] for name in initial if name != "step"}}
+    assert {"eval/accuracy", "eval/reward", "eval/failed"} == initial.keys() - {"step"}
     assert [row["step"] for row in rows] == [1, 2, 3]
     named = {"reward/mean", "reward/std", "loss", "grad_norm", "lr", "completions/length_p95", "completions/truncated"}
     named |= {f"policy/{name}" for name in ("kl", "entropy", "mismatch_kl", "clip_low", "clip_high")}
@@ -92,8 +95,8 @@ def test_the_model_loads_with_transformers_and_the_held_out_rows_were_never_trai
     assert len(held) == 8
     assert not held & trained
     summary = json.loads((out / "summary.json").read_text())
-    assert summary["held-out prompts"] == 8
-    assert (summary["train engine"], summary["rollout engine"]) == ("Fsdp2TrainEngine", "TorchRolloutEngine")
+    assert summary["held_out_prompts"] == 8
+    assert (summary["train_engine"], summary["rollout_engine"]) == ("Fsdp2TrainEngine", "TorchRolloutEngine")
 
 
 def problems_of(folder, *overrides):

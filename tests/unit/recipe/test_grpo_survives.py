@@ -110,7 +110,7 @@ def undisturbed(tmp_path_factory, inputs):
 
 def test_an_undisturbed_run_has_every_step_once(undisturbed):
     end, calls = undisturbed
-    assert [row["step"] for row in end["metrics"]] == [1, 2, 3]
+    assert [row["step"] for row in end["metrics"]] == [0, 1, 2, 3]
     assert end["samples.jsonl"].count(b"\n") == STEPS * 16
 
 
@@ -146,7 +146,7 @@ def test_prompts_that_were_left_out_stay_so_for_a_trainer_that_takes_over(tmp_pa
     assert end_of(broken, {(last, "before"): kill_trainer}) == expected
     assert broken.epoch == 2
     for made in (whole, broken):
-        assert json.loads((made.folder / "summary.json").read_text())["dropped prompts"] == 8
+        assert json.loads((made.folder / "summary.json").read_text())["dropped_prompts"] == 8
         drawn = (made.folder / "samples.jsonl").read_text().splitlines()
         assert {json.loads(row)["row"] % 2 for row in drawn} == {0}
 
@@ -201,7 +201,7 @@ def test_a_nan_that_stays_ends_the_run_and_names_its_place(tmp_path, inputs):
         end_of(with_states(stage(tmp_path, inputs, Actor)))
     assert Actor.updates == 1 + 4
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in rows] == [1]
+    assert [row["step"] for row in rows] == [0, 1]
     refused = [json.loads(line) for line in (tmp_path / "out" / "refused.jsonl").read_text().splitlines()]
     assert [row["step"] for row in refused] == [2] * 16
 

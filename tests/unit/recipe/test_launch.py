@@ -341,6 +341,7 @@ def test_another_command_of_the_same_name_is_a_new_run_and_the_interrupted_one_c
     before = (first / "metrics.jsonl").read_bytes()
     said = run(desk, f"{SFT} steps=2 optimizer.lr=1e-2 name=shared")
     assert "going on" not in said
+    assert "\nshared  step 2/2  " in said
     other = (desk / "runs" / "shared" / "latest").resolve()
     assert other != first
     assert steps_of(other) == [1, 2]

@@ -266,6 +266,22 @@ def test_a_run_whose_files_are_in_an_object_store_has_the_same_samples(tmp_path,
     assert not calls_to(made.port.calls, "write_samples")
 
 
+@pytest.mark.parametrize("is_local", [False, True], ids=["rollout", "trainer"])
+@pytest.mark.parametrize(("most", "kept"), [(5, 5), (100, 16), ("off", 0)])
+def test_log_samples_keeps_the_first_samples_of_each_step(tmp_path, inputs, undisturbed, most, kept, is_local):
+    made = stage(tmp_path, inputs, log={"samples": most, "samples_rows": 7})
+    if is_local:
+        upath, link = pytest.importorskip("upath"), made._link
+        made._link = lambda: replace(link(), results=upath.UPath("memory://runs/few"))
+    faults = {(calls_to(undisturbed[1], "publish_weights")[2], "after"): kill_trainer}
+    files = files_of(made, faults)
+    rows = [json.loads(line) for line in undisturbed[0]["samples.jsonl"].splitlines()]
+    expected = [row for row in rows if row["trajectory"] < kept]
+    assert [json.loads(line) for line in files["samples.jsonl"].splitlines()] == expected
+    assert len(expected) == STEPS * kept
+    assert files["held_out.jsonl"] == undisturbed[0]["held_out.jsonl"]
+
+
 def test_rows_that_are_filtered_out_are_written_with_their_own_texts():
     def part(ids, rewards):
         columns = {"prompt_id": np.array(ids), "reward": np.array(rewards), "sample_index": np.arange(len(ids))}

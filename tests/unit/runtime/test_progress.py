@@ -64,6 +64,13 @@ def test_the_figures_worth_a_line_in_their_order():
     assert format_metrics({}) == ""
 
 
+def test_headline_of_a_policy_has_no_loss_but_its_completions():
+    metrics = {"reward/mean": 0.5, "loss": -8e-8, "policy/entropy": 2.5, "policy/kl": 0.01}
+    metrics |= {"completions/length_mean": 17.25, "completions/truncated": 0.125, "eval/accuracy": 0.75}
+    expected = "reward 0.5  kl 0.01  entropy 2.5  length 17.25  truncated 0.125  accuracy 0.75"
+    assert format_metrics(metrics) == expected
+
+
 def test_what_a_run_does_between_its_reports_has_a_line_each_without_a_terminal():
     stream = io.StringIO()
     with ProgressView("my-job", stream) as view:

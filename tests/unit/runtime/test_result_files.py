@@ -3,6 +3,7 @@
 
 import os
 import random
+import re
 import subprocess
 import sys
 
@@ -134,6 +135,19 @@ def test_what_is_written_last_is_copied_without_its_end_of_line(tmp_path):
     assert copied(tmp_path) == "one\nthe last words\n"
     copier.stop()
     assert copied(tmp_path) == "one\nthe last words\n"
+
+
+def test_notes_of_a_process_are_in_its_log_with_their_time(tmp_path):
+    source = tmp_path / "worker.out"
+    source.write_text("")
+    copier = LogCopier(tmp_path, "trainer", [source])
+    copier.start("trainer")
+    copier.note("step 1/2  loss 0.5")
+    copier.note("step 2/2  loss 0.25")
+    copier.stop()
+    lines = copied(tmp_path).splitlines()
+    assert [line.partition(" ")[2] for line in lines] == ["step 1/2  loss 0.5", "step 2/2  loss 0.25"]
+    assert all(re.fullmatch(r"\d\d:\d\d:\d\d", line.partition(" ")[0]) for line in lines)
 
 
 @pytest.mark.parametrize("text", ["cannot open the licence file\n", "cannot open\nthe licence file"])

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files that only their owner can read: tokens, and what is known of them."""
+"""Files that only their owner can read, such as tokens, and files that are as readable as their folder."""
 
 import os
 import stat
@@ -35,3 +35,8 @@ def create_private(path: Path, text: str) -> None:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
+
+
+def share_file(path: Path) -> None:
+    """Let those read a file who may list its folder, which a program may have written for its owner alone."""
+    path.chmod(0o600 | path.parent.stat().st_mode & 0o044)

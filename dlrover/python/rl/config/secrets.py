@@ -8,7 +8,7 @@ or a secret parameter, and private keys, are secrets anywhere. None, truth value
 
 import copy
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -105,6 +105,17 @@ def without_secrets(values: Any, where: str = "config") -> Any:
     if is_secret_at(where, values):
         return HIDDEN
     return redacted(values) if type(values) is str else values
+
+
+def hide_in_arguments(arguments: Sequence[str]) -> list[str]:
+    """A command line for people to read: ``env.API_KEY=***``, ``--api-key ***``."""
+    shown, option = list[str](), ""
+    for argument in arguments:
+        name, sign, value = argument.partition("=")
+        is_hidden = is_secret_at(name.lstrip("+~-") if sign else option, value if sign else argument)
+        shown.append(f"{f'{name}=' * bool(sign)}{HIDDEN}" if is_hidden else redacted(argument))
+        option = argument.lstrip("-") if argument.startswith("--") else ""
+    return shown
 
 
 def seal(job: JobSpec) -> tuple[JobSpec, Secrets]:

@@ -232,6 +232,9 @@ class JobSpec:
     given: str = ""
     """Digest of the description without defaults, by which a repeated command is told from another; empty: unknown."""
 
+    origin: Mapping[str, Any] = field(default_factory=dict, repr=False)
+    """The command that began the run, its working directory, and the commit there."""
+
     overwrite: bool = False
     """Replace the results of an earlier run in ``job_dir``."""
 

@@ -50,6 +50,8 @@ def _kept_apart(schema: Any) -> Any:
     parts = {key: part if key in _VALUES else _kept_apart(part) for key, part in schema.items()}
     kind = parts.get("type")
     check = _CHECKS.get(kind) if isinstance(kind, str) else None
+    if kind == "literal" and "off" in parts["expected"]:  # YAML 1.1 reads it as false
+        check = {"type": "no-info", "function": lambda value: "off" if value is False else value}
     return parts if check is None else {"type": "function-before", "function": check, "schema": parts}
 
 

@@ -46,7 +46,7 @@ from dlrover.python.rl.runtime.earlier_run import continued, earlier_description
 from dlrover.python.rl.runtime.process.executor import load_class
 from dlrover.python.rl.runtime.process.inspection import inspect_job
 from dlrover.python.rl.runtime.process.interrupts import hangup_terminates
-from dlrover.python.rl.runtime.process.progress import ProgressView
+from dlrover.python.rl.runtime.process.progress import SUMMARY, ProgressView, print_summary
 from dlrover.python.rl.runtime.run_folder import begin, has_commits
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
 from dlrover.python.rl.runtime.torchrun.run import Leader, open_run, run_follower
@@ -115,6 +115,7 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
 
     def describe() -> JobSpec:
         jobs.append(describe_job(recipe, job_file, overrides, launch))
+        view.title = jobs[0].name
         return jobs[0]
 
     def note_failure(error: BaseException) -> None:
@@ -282,10 +283,9 @@ def _store() -> KeyValueStore:
 
 
 def _print_summary(job: JobSpec) -> None:
-    file = job.job_dir / "summary.json"
+    file = job.job_dir / SUMMARY
     if file.is_file():
-        for name, value in json.loads(file.read_text(encoding="utf-8")).items():
-            click.echo(f"{name}: {value}")
+        print_summary(job.name, file.read_text(encoding="utf-8"))
     click.echo(f"{job.name}: finished; files in {job.job_dir}")
 
 

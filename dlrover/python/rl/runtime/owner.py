@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from dlrover.python.rl.common.private_files import share_file
 from dlrover.python.rl.config.spec import JobSpec
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
@@ -101,7 +102,7 @@ def create_record(record: Path, owner: Owner) -> bool:
     temporary = record.with_name(f".{record.name}.{uuid4().hex}.tmp")
     try:
         temporary.write_bytes(encode_owner(owner))
-        temporary.chmod(0o600)
+        share_file(temporary)
         os.link(temporary, record)
     except FileExistsError:
         return False

@@ -26,12 +26,14 @@ from uuid import uuid4
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import resume_command
+from dlrover.python.rl.common.private_files import share_file
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
+from dlrover.python.rl.runtime.environment import describe_origin, record_environment
 from dlrover.python.rl.runtime.owner import (
     FAILED,
     FINISHED,
@@ -73,7 +75,8 @@ def begin(job: JobSpec) -> JobSpec:
     if job.run:
         return job
     run = new_run()
-    return replace(job, run=run, job_dir=job.run_folders / folder_name(run) if job.run_folders else job.job_dir)
+    folder = job.run_folders / folder_name(run) if job.run_folders else job.job_dir
+    return replace(job, run=run, job_dir=folder, origin=describe_origin(job))
 
 
 def has_commits(folder: Path) -> bool:
@@ -141,6 +144,7 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
     for older in records_in(folder):
         if number_of(older) < number_of(record):
             older.unlink(missing_ok=True)
+    record_environment(job, runtime, number_of(record))
     if _is_own_folder(job):
         _link_latest(folder)
         _remove(superseded(job))
@@ -182,7 +186,7 @@ def _write_description(job: JobSpec, description: bytes) -> None:
     path, files = job.job_dir / DESCRIPTION, files_of(job)
     with new_file(path, durable=False) as file:
         file.write(description)
-    path.chmod(0o600)
+    share_file(path)
     try:
         if files is not None:
             files.put(DESCRIPTION)
@@ -248,8 +252,10 @@ class Claim:
         with suppress(OSError, InvalidJob, CheckpointMissing):
             if state == FAILED and self.replaced and not self._has_committed():
                 _write_description(self.job, self.replaced)
-        with suppress(OSError), new_file(self.record, durable=True) as file:
-            file.write(encode_owner(replace(self.owner, state=state)))
+        with suppress(OSError):
+            with new_file(self.record, durable=True) as file:
+                file.write(encode_owner(replace(self.owner, state=state)))
+            share_file(self.record)
 
     def _has_committed(self) -> bool:
         job = self.job

@@ -29,14 +29,15 @@ class TrainResult:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Scores before and after, and what is known of the data and engines."""
+        """The closing metrics by the names of :attr:`metrics`, with ``before/`` those from before training, and numbers
+        of the data. Undefined values are None."""
         summary: dict[str, Any] = json.loads((self.folder / _SUMMARY).read_text(encoding="utf-8"))
         return summary
 
     @property
     def steps(self) -> list[dict[str, Any]]:
-        """The metrics of each step, none of a run that only evaluated; null values are None."""
-        return self._rows("metrics.jsonl")
+        """The metrics of each training step, none of a run that only evaluated; null values are None."""
+        return [row for row in self._rows("metrics.jsonl") if row["step"]]
 
     @property
     def samples(self) -> list[dict[str, Any]]:
@@ -45,12 +46,13 @@ class TrainResult:
 
     @property
     def metrics(self) -> "DataFrame":
-        """:attr:`steps` as a table, indexed by step. Raises MissingExtra without pandas."""
+        """The metrics as a table, indexed by step. A recipe that samples has step 0, the evaluation before training.
+        Raises MissingExtra without pandas."""
         try:
             import pandas as pd
         except ImportError as error:
             raise MissingExtra("pandas", "data") from error
-        return pd.DataFrame(self.steps or {"step": []}).set_index("step")
+        return pd.DataFrame(self._rows("metrics.jsonl") or {"step": []}).set_index("step")
 
     @property
     def plots(self) -> list[Path]:

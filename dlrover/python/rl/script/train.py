@@ -135,6 +135,7 @@ def _run_here(recipe: str, describe: Callable[[], JobSpec], keys: Mapping[str, A
 
     def check() -> JobSpec:
         started.append(launcher.check_job(describe, launch, _show))
+        view.title = started[0].name
         return started[0]
 
     try:

@@ -106,7 +106,7 @@ def test_held_out_rows_are_never_trained_on(inputs, tmp_path):
     measured = {line for method, lines in batches if method == "measure" for line in lines}
     assert (len(trained), len(measured)) == (36, 4)
     assert not trained & measured
-    assert json.loads((tmp_path / "out/summary.json").read_text())["held-out rows"] == 4
+    assert json.loads((tmp_path / "out/summary.json").read_text())["held_out_rows"] == 4
 
 
 @pytest.mark.feature(76)
@@ -133,7 +133,7 @@ def test_pairs_are_evaluated_by_the_loss_they_are_trained_with(inputs, tmp_path,
     for name in ("loss", "rewards/accuracies", "rewards/margins", "rewards/chosen", "rewards/rejected"):
         assert first[f"eval/{name}"] == pytest.approx(second[name], abs=1e-6), "after a step is before the next"
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert (summary["examples"], summary["held-out rows"]) == (4, 4), "pairs, of two sequences each"
+    assert (summary["examples"], summary["held_out_rows"]) == (4, 4), "pairs, of two sequences each"
 
 
 def test_an_evaluated_policy_is_compared_with_the_reference_it_was_trained_against(inputs, tmp_path):
@@ -245,7 +245,7 @@ def test_the_best_model_by_a_named_figure_is_kept(tmp_path, config, values, best
     assert found == best
     assert set(saved) <= {"best"}
     if best:
-        assert saver.summary()["best step"] == best[-1]
+        assert saver.summary()["best/step"] == best[-1]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +259,7 @@ def test_a_former_name_of_the_figure_is_read_with_a_note(tmp_path, caplog, forme
     saver.update(1, {metric: 2.0})
     saver.update(2, {metric: 1.0})
     assert len(saved) == (2 if metric == "eval/loss" else 1)
-    assert f"best {metric}" in saver.summary()
+    assert f"best/{metric}" in saver.summary()
 
 
 def test_a_figure_that_there_is_not_is_named_with_the_nearest():
@@ -276,7 +276,7 @@ def test_other_rows_to_evaluate_on_begin_without_a_best_model(tmp_path, caplog):
         again, _ = make_saver(tmp_path, best="eval/accuracy", patience=1)
         again.evaluated = evaluated
         again.load_state_dict(saver.state_dict())
-        assert again.summary().get("best eval/accuracy") == best
+        assert again.summary().get("best/eval/accuracy") == best
     assert "the rows to evaluate on are others" in caplog.text
 
 
@@ -341,7 +341,7 @@ def test_a_run_that_gets_no_better_ends_and_its_best_model_is_there(inputs, tmp_
     best = int(np.argmin(losses))
     assert len(rows) == best + 4 < 100
     told = json.loads((tmp_path / "summary.json").read_text())
-    assert (told["best step"], told["steps"]) == (best + 1, len(rows))
+    assert (told["best/step"], told["steps"]) == (best + 1, len(rows))
     again = np.concatenate(log_probs(str(tmp_path / "best"), HELD_OUT))
     assert -again.mean() == pytest.approx(losses[best], abs=1e-5)
     before = (tmp_path / "metrics.jsonl").read_text()

@@ -277,10 +277,10 @@ def test_rows_that_are_cut_or_dropped_are_counted_in_the_summary(inputs, tmp_pat
     config = config_of(inputs, "sft", data={"train": where, "max_length": 12})
     ran("sft", tmp_path / "cut", config)
     told = json.loads((tmp_path / "cut/summary.json").read_text())
-    assert (told["examples"], told["cut rows"], told["dropped rows"]) == (5, 1, 1)
+    assert (told["examples"], told["cut_rows"], told["dropped_rows"]) == (5, 1, 1)
     ran("sft", tmp_path / "drop", config | {"data": {"train": where, "max_length": 12, "over_long": "drop"}})
     told = json.loads((tmp_path / "drop/summary.json").read_text())
-    assert (told["examples"], told["cut rows"], told["dropped rows"]) == (4, 0, 2)
+    assert (told["examples"], told["cut_rows"], told["dropped_rows"]) == (4, 0, 2)
 
 
 @pytest.mark.feature(80)

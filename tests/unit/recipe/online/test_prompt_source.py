@@ -41,7 +41,7 @@ def test_what_is_left_out_is_neither_drawn_nor_evaluated_on_also_by_a_run_that_g
     prompts.drop(too_long(tmp_path, 2, 7))
     assert sorted(prompts.next_rows(6)) == [0, 2, 3, 4, 5, 7]
     assert prompts.held_out.dense("prompt_id").tolist() == [0, 2]
-    assert prompts.summary() == {"held-out prompts": 2, "dropped prompts": 3}
+    assert prompts.summary() == {"held_out_prompts": 2, "dropped_prompts": 3}
     assert "3 of 11 prompts are too long and dropped" in caplog.text
     again = source(tmp_path, 8)
     again.load_state_dict(json.loads(json.dumps(prompts.state_dict())))
@@ -79,7 +79,7 @@ def test_a_run_that_goes_back_to_its_beginning_has_everything_again(tmp_path):
     prompts.drop(too_long(tmp_path, 5))
     prompts.load_state_dict(state)
     assert sorted(prompts.next_rows(8)) == list(range(8))
-    assert prompts.summary() == {"held-out prompts": 3}
+    assert prompts.summary() == {"held_out_prompts": 3, "dropped_prompts": 0}
 
 
 def other_evaluation(folder, prompts, **changes):

@@ -11,11 +11,10 @@ from dlrover.python.rl.recipe.reporting.evaluation import (
     EVALUATED,
     SCORED,
     collect_scores,
-    compare_evaluations,
-    compare_scores,
     evaluation_metrics,
     pass_at_k,
     pass_counts,
+    summarize_evaluations,
 )
 from dlrover.python.rl.recipe.reporting.evaluation import step_metrics as metrics_of_sets
 
@@ -31,28 +30,33 @@ def step_metrics(scores):
     return metrics_of_sets({"": scores})
 
 
+def summarize(before, after, names=EVALUATED):
+    return summarize_evaluations({"": before}, {"": after}, names)
+
+
+@pytest.mark.parametrize("before", [[1.0, 0.0], [0.5, 2.5]])
+@pytest.mark.parametrize("after", [[1.0, 1.0], [0.5, 1.0], [NAN, 0.0], [NAN, NAN]])
+def test_summary_keys_are_the_metrics_whatever_the_rewards(before, after):
+    summary = summarize(worth(*before), worth(*after))
+    assert list(summary) == [*(f"before/{name}" for name in EVALUATED), *EVALUATED]
+    for prefix, rewards in (("before/", before), ("", after)):
+        of_step = step_metrics(worth(*rewards))
+        expected = {f"{prefix}{name}": of_step.get(name, NAN) for name in EVALUATED}
+        assert {name: summary[name] for name in expected} == pytest.approx(expected, nan_ok=True)
+
+
+def test_summary_of_another_number_of_prompts_has_no_scores_from_before():
+    summary = summarize(worth(1.0, 0.0), worth(1.0))
+    assert (summary["eval/reward"], np.isnan(summary["before/eval/reward"])) == (1.0, True)
+
+
 def test_right_and_wrong_make_an_accuracy_and_a_failed_answer_is_wrong():
-    told = compare_scores(worth(0.0, 0.0, 1.0, 0.0), worth(1.0, 1.0, NAN, 0.0))
-    assert told == {
-        "held-out accuracy before": 0.25,
-        "held-out accuracy after": 0.5,
-        "gain in points": 25.0,
-        "held-out failed before": 0,
-        "held-out failed after": 1,
-    }
     told = step_metrics(worth(1.0, 1.0, NAN, 0.0))
     assert told == {"eval/accuracy": 0.5, "eval/reward": pytest.approx(2 / 3), "eval/failed": 1.0}
 
 
 @pytest.mark.parametrize("after", [[0.5, 1.0, NAN], [-1.0, 2.5, NAN]])
 def test_other_rewards_make_a_mean_over_the_judged_ones(after):
-    told = compare_scores(worth(0.0, 1.0, 1.0), worth(*after))
-    assert told == {
-        "held-out mean reward before": 0.6667,
-        "held-out mean reward after": 0.75,
-        "held-out failed before": 0,
-        "held-out failed after": 1,
-    }
     assert step_metrics(worth(*after)) == {"eval/reward": 0.75, "eval/failed": 1.0}
 
 
@@ -71,7 +75,6 @@ def test_an_answer_of_three_rows_is_right_when_they_add_up_to_it():
         }
     )
     assert step_metrics(collect_scores(rows)) == {"eval/accuracy": 0.5, "eval/reward": 0.5, "eval/failed": 0.0}
-    assert compare_scores(collect_scores(rows), collect_scores(rows.rows(0, 3)))["gain in points"] == 50.0
 
 
 @pytest.mark.feature(89)
@@ -79,10 +82,8 @@ def test_the_score_is_among_the_figures_where_there_is_one():
     before, after = ({**worth(0.5, 0.25), "score": np.array([score]).T} for score in ([0.0, 1.0], [1.0, NAN]))
     assert step_metrics(after) == {"eval/reward": 0.375, "eval/failed": 0.0, "eval/score": 1.0}
     assert set(step_metrics(after)) <= {*EVALUATED, SCORED}
-    told = compare_scores(before, after)
-    assert (told["held-out mean score before"], told["held-out mean score after"]) == (0.5, 1.0)
-    right = compare_scores({**before, **worth(1.0, 0.0)}, {**after, **worth(1.0, 1.0)})
-    assert (right["gain in points"], right["held-out mean score after"]) == (50.0, 1.0)
+    summary = summarize(before, after, evaluation_metrics([], 1, scored=True))
+    assert (summary["before/eval/score"], summary["eval/score"]) == (0.5, 1.0)
 
 
 def test_pass_at_k_is_the_share_of_all_choices_of_k_answers_with_a_right_one():
@@ -109,8 +110,8 @@ def test_several_answers_have_their_mean_and_passes_where_a_failed_one_is_wrong(
         "eval/pass@3": 0.5,
     }
     assert set(metrics) == set(evaluation_metrics([], 3, scored=False))
-    closing = compare_scores({"reward": rewards}, {"reward": np.ones((2, 3))})
-    assert (closing["held-out pass@2 before"], closing["held-out pass@2 after"]) == (0.3333, 1.0)
+    summary = summarize({"reward": rewards}, {"reward": np.ones((2, 3))}, metrics)
+    assert (summary["before/eval/pass@2"], summary["eval/pass@2"]) == (pytest.approx(1 / 3), 1.0)
 
 
 def test_other_rewards_have_no_passes_and_scores_of_an_environment_come_before_rewards():
@@ -126,5 +127,5 @@ def test_named_sets_have_metrics_of_their_own():
     metrics = metrics_of_sets(sets)
     assert (metrics["eval/easy/accuracy"], metrics["eval/hard/accuracy"]) == (1.0, 0.5)
     assert set(metrics) == set(evaluation_metrics(["easy", "hard"], 1, scored=False))
-    closing = compare_evaluations({"easy": worth(0.0, 1.0), "hard": worth(0.0, 0.0)}, sets)
-    assert (closing["easy: gain in points"], closing["hard: gain in points"]) == (50.0, 50.0)
+    summary = summarize_evaluations({"easy": worth(0.0, 1.0), "hard": worth(0.0, 0.0)}, sets, metrics)
+    assert (summary["before/eval/easy/accuracy"], summary["eval/hard/accuracy"]) == (0.5, 0.5)

@@ -104,6 +104,21 @@ def test_a_restart_keeps_the_rows_of_committed_steps_and_writes_the_others_once(
     assert [step for step, _ in log._history] == list(range(1, 7))
 
 
+def test_step_0_stays_until_step_1_begins_again(tmp_path, caplog):
+    log = RunLog(tmp_path)
+    for score in (0.25, 0.5):
+        log.begin_step(1)
+        log.write_step(0, {"eval/reward": score})
+        log.write_step(1, {"reward/mean": 0.1})
+    written(RunLog(tmp_path), [2])
+    rows = [json.loads(line) for line in texts(tmp_path)["metrics.jsonl"].splitlines()]
+    assert [(row["step"], row.get("eval/reward")) for row in rows] == [(0, 0.5), (1, None), (2, None)]
+    assert "lacks rows" not in caplog.text
+    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events.Reload()
+    assert [(point.step, point.value) for point in events.Scalars("eval/reward")] == [(0, 0.5)]
+
+
 def test_a_step_between_its_samples_and_its_figures_is_written_anew(tmp_path):
     first = RunLog(tmp_path)
     written(first, [1, 2])

@@ -2,12 +2,17 @@
 """A file of samples: where a step's lines begin, and what repeating a call makes of it."""
 
 import json
+import math
 
 import numpy as np
 import pytest
+import yaml
 
 from dlrover.python.rl.common.errors import DataError, RowsDiffer
+from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.base.config import LogConfig
+from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.reporting.sample_file import Excerpt, cut_at_step, format_rows, write_step
 from dlrover.python.rl.recipe.workloads import RolloutWorkload
 
@@ -79,6 +84,37 @@ def test_what_is_shown_is_cut_and_no_more_than_was_asked_for(tmp_path):
     written = write_step(tmp_path / "samples.jsonl", 1, rows, Excerpt(printed=2, max_chars=10, table=3))
     assert written.printed == [f"prompt {'p' * 10}... (500 characters)  reward 0.5"] * 2
     assert written.table == [{"step": 1, "prompt": "p" * 500, "reward": 0.5}] * 3
+
+
+@pytest.mark.parametrize(("samples", "lines"), [(math.inf, 6), (2, 4), (0, 0), (9, 6)])
+def test_first_samples_are_kept_with_all_their_rows(tmp_path, samples, lines):
+    rows = [{"trajectory": row // 2, "prompt": str(row)} for row in range(6)]
+    excerpt = Excerpt(printed=1, max_chars=10, table=3, samples=samples)
+    written = write_step(tmp_path / "samples.jsonl", 1, rows, excerpt)
+    kept = [json.loads(line) for line in (tmp_path / "samples.jsonl").read_text().splitlines()]
+    assert [row["prompt"] for row in kept] == [str(row) for row in range(lines)]
+    assert (len(written.printed), len(written.table)) == (1, 3)
+
+
+@pytest.mark.parametrize(("text", "most"), [("all", math.inf), ("off", 0), ("false", 0), ("'off'", 0), ("12", 12)])
+def test_log_samples_in_yaml_is_read(tmp_path, text, most):
+    config, errors = parse(LogConfig, yaml.safe_load(f"samples: {text}"), "log")
+    assert (errors, RunLog(tmp_path, config=config).excerpt(1).samples) == ([], most)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("0", "greater than 0, got 0"),
+        ("-3", "greater than 0, got -3"),
+        ("on", "a valid integer, got True"),
+        ("none", "a valid integer, got 'none'"),
+        ("1.5", "a valid integer, got a number with a fractional part, got 1.5"),
+    ],
+)
+def test_other_values_of_log_samples_are_refused(text, error):
+    _, errors = parse(LogConfig, yaml.safe_load(f"samples: {text}"), "log")
+    assert list(map(str, errors)) == [f"log.samples: input should be 'all' or 'off', or {error}"]
 
 
 def test_a_rollout_that_does_not_see_the_folder_of_the_run_says_so(tmp_path):

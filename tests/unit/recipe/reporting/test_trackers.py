@@ -4,6 +4,7 @@
 import json
 import logging
 import math
+import os
 import re
 import sys
 import threading
@@ -81,6 +82,13 @@ class FakeMlflow(types.ModuleType):
 
     def log_dict(self, config, file):
         self.runs[self.now]["config"] = config
+
+    def log_params(self, params):
+        """Refuses what MLflow refuses."""
+        assert len(params) <= 100 and all(len(name) <= 250 for name in params)
+        assert all(isinstance(value, str) and len(value) <= 500 for value in params.values())
+        assert all(re.fullmatch(r"[/\w.\- :]*", name) and os.path.normpath(name) == name for name in params)
+        self.runs[self.now].setdefault("params", {}).update(params)
 
     def log_metrics(self, metrics, step):
         if refused := [name for name in metrics if not re.fullmatch(r"[/\w.\- :]*", name)]:
@@ -181,6 +189,34 @@ def test_a_run_that_goes_on_is_the_same_one_and_no_step_comes_twice(modules, tmp
     assert len(modules["wandb"].runs) == len(modules["mlflow"].runs) == 2, "another run has another name"
 
 
+def test_mlflow_parameters_are_the_dotted_keys_within_its_limits(modules, tmp_path):
+    many = {f"option{number}": number for number in range(150)}
+    settings = {
+        "optimizer": {"lr": 1e-6, "betas": (0.9, 0.95)},
+        "reward": {"function": {"../mod.py:f@1": 0.5}, "model": None, "options": {}, "api_key": "canary"},
+        "prompt": "x" * 1000,
+        "n" * 300: True,
+        "many": many,
+    }
+    first = log_of(tmp_path, settings, **BOTH)
+    written(first, [1])
+    second = log_of(tmp_path, settings | {"prompt": "y"}, **BOTH)
+    second.load_state_dict(first.state_dict())
+    written(second, [2])  # MLflow refuses another value of a parameter
+    (run,) = modules["mlflow"].runs.values()
+    assert run["params"] == {
+        "optimizer.lr": "1e-06",
+        "optimizer.betas": "[0.9, 0.95]",
+        "reward.function..._mod.py:f_at_1": "0.5",
+        "reward.model": "None",
+        "reward.options": "{}",
+        "reward.api_key": "***",
+        "prompt": "x" * 500,
+        "n" * 250: "True",
+        **{f"many.{name}": str(number) for name, number in many.items()},
+    }
+
+
 @pytest.mark.feature(136)
 def test_an_absent_package_is_one_warning(monkeypatch, tmp_path, caplog):
     monkeypatch.setitem(sys.modules, "wandb", None)
@@ -202,6 +238,16 @@ def test_a_tracker_that_fails_is_left_and_the_run_goes_on(modules, tmp_path, cap
     ]
     (run,) = modules["mlflow"].runs.values()
     assert [step for step, _ in run["steps"]] == [1, 2, 3]
+
+
+def test_step_0_reaches_the_trackers_once(modules, tmp_path):
+    log = log_of(tmp_path, **BOTH)
+    for _ in range(2):
+        log.begin_step(1)
+        log.write_step(0, {"eval/reward": 0.25})
+        log.write_step(1, {"loss": 1.0})
+    (run,) = modules["wandb"].runs.values()
+    assert run.steps == [(0, {"eval/reward": 0.25}), (1, {"loss": 1.0})]
 
 
 def test_names_that_mlflow_refuses_are_replaced_there(modules, tmp_path):

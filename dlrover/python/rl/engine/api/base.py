@@ -21,7 +21,8 @@ from dlrover.python.rl.engine.api.weights import Offloadable, WeightSnapshot
 @dataclass(frozen=True)
 class LoraSettings:
     """Low-rank adapters instead of full training. A job needs no role REFERENCE then: the actor is it, without its
-    adapters. Rollouts receive the model once, and then the adapters, which they add; saved weights are merged."""
+    adapters. Rollouts receive the model once, and then the adapters, which they add; saved weights are merged, and the
+    folder ``adapter`` in a saved model has them apart, in PEFT's format."""
 
     rank: Annotated[int, Gt(0)] = 16
     """Rank of the adapters."""

@@ -20,6 +20,7 @@ from safetensors import SafetensorError, safe_open
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.hub import hub_fault
+from dlrover.python.rl.common.private_files import share_file
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, verify_snapshot
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -27,6 +28,9 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Ranges: TypeAlias = tuple[slice, ...]
 """One slice for each dimension."""
+
+FileWriter: TypeAlias = Callable[[Path], None]
+"""Writes files into a folder."""
 
 _SAMPLED = 1024
 """Numbers of each tensor that a fingerprint covers."""
@@ -314,8 +318,11 @@ def prepare_training(module: Any, trained: bool, recompute: bool, reentrant: boo
         enable({"use_reentrant": reentrant})
 
 
-def write_atomically(path: Path, model: Any, tokenizer: Any, tensors: Mapping[str, Any] | None = None) -> Path:
-    """Write model and tokenizer to the folder ``path``; a reader sees the old folder or the new one, never a part.
+def write_atomically(
+    path: Path, model: Any, tokenizer: Any, tensors: Mapping[str, Any] | None = None, add: FileWriter | None = None
+) -> Path:
+    """Write model, tokenizer and what ``add`` writes to the folder ``path``; a reader sees the old folder or the new
+    one, never a part.
 
     Between the two there is an instant without either: a folder that is not empty cannot be replaced in one step.
     """
@@ -325,7 +332,10 @@ def write_atomically(path: Path, model: Any, tokenizer: Any, tensors: Mapping[st
         model.save_pretrained(new, state_dict=tensors)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
-        for file in new.iterdir():
+        if add is not None:
+            add(new)
+        for file in filter(Path.is_file, new.rglob("*")):
+            share_file(file)  # safetensors writes for the owner alone
             sync_to_disk(file)
         if path.exists():
             path.rename(old)

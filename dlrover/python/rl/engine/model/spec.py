@@ -24,6 +24,7 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.loading import (
     CausalLM,
+    FileWriter,
     SafetensorsSource,
     TensorSource,
     WeightReader,
@@ -164,15 +165,17 @@ class ModelSpec:
             return torch.zeros(shape)
         return init_normal(name, shape, getattr(self.config.get_text_config(), "initializer_range", 0.02))
 
-    def save(self, path: Path, tensors: Mapping[str, Any], dtype: torch.dtype | None = None) -> None:
+    def save(
+        self, path: Path, tensors: Mapping[str, Any], dtype: torch.dtype | None = None, add: FileWriter | None = None
+    ) -> None:
         """Write the model with these weights in ``dtype``, by default that of the model's files, and the tokenizer, in
-        Hugging Face format, atomically."""
+        Hugging Face format, atomically, with the files that ``add`` writes into the folder."""
         dtype = dtype or self.dtype
         module = self._classifier() if self.head == "token" and not self.head_bias else self._build()
         if self.folder is not None and (self.folder / "generation_config.json").is_file() and module.can_generate():
             module.generation_config = GenerationConfig.from_pretrained(self.folder)
         cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
-        write_atomically(path, module.to(dtype), self.tokenizer, cast)
+        write_atomically(path, module.to(dtype), self.tokenizer, cast, add)
 
     def _build(self) -> Any:
         try:

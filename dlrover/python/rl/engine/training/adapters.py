@@ -5,16 +5,22 @@ import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra, WeightSyncError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.weights import DOWN, UP, add_adapter
-from dlrover.python.rl.engine.model.loading import init_normal, list_aliases
+from dlrover.python.rl.engine.model.loading import FileWriter, init_normal, list_aliases
 from dlrover.python.rl.engine.model.train_module import empty_weights
+
+ADAPTER = "adapter"
+"""The folder of the adapters, inside the merged model's."""
 
 _BASE, _DOWN, _UP = ".base_layer.", ".lora_A.default.", ".lora_B.default."
 
@@ -139,3 +145,41 @@ def merge(name: str, names: Collection[str], whole: Callable[[str], Any], settin
         return base
     down, up = map(whole, pair)
     return add_adapter(base, down, up, settings.scale, base.device, torch.float32)
+
+
+def take_adapters(
+    tensors: Mapping[str, Any], settings: LoraSettings | None, base: str
+) -> tuple[Mapping[str, Any], FileWriter | None]:
+    """Split ``tensors``, by names in weight sync: the weights, and a function that writes the adapters, if any, to
+    the folder of a saved model, in PEFT's format, for ``PeftModel.from_pretrained`` on the model at ``base``."""
+    adapters = {name: tensor for name, tensor in tensors.items() if name.endswith((DOWN, UP))}
+    if settings is None or not adapters:
+        return tensors, None
+    weights = {name: tensor for name, tensor in tensors.items() if name not in adapters}
+    return weights, partial(_write_adapters, weights, adapters, settings, base)
+
+
+def _write_adapters(
+    weights: Mapping[str, Any], adapters: Mapping[str, Any], settings: LoraSettings, base: str, folder: Path
+) -> None:
+    from peft import LoraConfig
+
+    whole = {name: weights[name] for name in weights if name.startswith("score.")}  # a head is trained beside them
+    named, layers = {f"base_model.model.{name}": tensor for name, tensor in whole.items()}, set[str]()
+    for name, tensor in adapters.items():
+        layer, _, kind = name.rpartition(".weight.")
+        if f"{layer}.weight" not in whole:
+            layers.add(layer)
+            named[f"base_model.model.{layer}.{kind}.weight"] = tensor
+    ends = {layer.rpartition(".")[2] for layer in layers} if settings.targets == "all-linear" else settings.targets
+    config = LoraConfig(
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=sorted(end for end in ends if any(f".{layer}".endswith(f".{end}") for layer in layers)),
+        modules_to_save=["score"] if whole else None,
+        task_type="TOKEN_CLS" if "score.bias" in whole else "SEQ_CLS" if whole else "CAUSAL_LM",
+        base_model_name_or_path=base,
+        inference_mode=True,
+    )
+    config.save_pretrained(folder / ADAPTER)
+    save_file(named, folder / ADAPTER / "adapter_model.safetensors")

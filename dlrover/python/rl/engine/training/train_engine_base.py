@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -38,7 +39,7 @@ from dlrover.python.rl.engine.model.packing import (
 )
 from dlrover.python.rl.engine.model.ranks import Ranks, resolve_device
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.training.adapters import check_adapters, describe_adapters, silenced
+from dlrover.python.rl.engine.training.adapters import check_adapters, describe_adapters, silenced, take_adapters
 from dlrover.python.rl.engine.training.backend import TrainBackend
 from dlrover.python.rl.engine.training.stepping import (
     agree_on_micro_batches,
@@ -196,8 +197,13 @@ class BackendTrainEngine(ABC):
     def adapter_scale(self) -> float | None:
         """See ``AdaptedSource``, as the next three. None for a subclass with weights of its own, and for a head that is
         trained whole: they leave merged."""
-        lora, is_plain = self._settings.lora, type(self).named_weights is BackendTrainEngine.named_weights
-        return lora.scale if lora is not None and is_plain and self._settings.head == "causal" else None
+        lora = self._settings.lora
+        return lora.scale if lora is not None and self._has_own_adapters and self._settings.head == "causal" else None
+
+    @property
+    def _has_own_adapters(self) -> bool:
+        is_plain = type(self).named_weights is BackendTrainEngine.named_weights
+        return self._settings.lora is not None and is_plain
 
     def named_base_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         return self._require_weights("named_base_weights").named_weights(dtype, merged=False)
@@ -226,8 +232,9 @@ class BackendTrainEngine(ABC):
         self.version, self._has_weights = weights.version, True
 
     def save(self, path: Path) -> None:
-        is_writer = self._ranks.rank == 0
-        copies = ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in self.named_weights() if is_writer)
+        is_writer, adapters = self._ranks.rank == 0, self.named_adapters() if self._has_own_adapters else ()
+        tensors = chain(self.named_weights(), adapters)
+        copies = ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors if is_writer)
         self._unsaved = {name: copy.contiguous() for name, copy in copies}
         with nullcontext() if self._saves_again else self.saving():
             self.save_again(path)
@@ -237,7 +244,10 @@ class BackendTrainEngine(ABC):
             return
         if not self._unsaved:
             raise EngineError("save_again() repeats a save() inside of saving(), and there was none")
-        self._spec.save(Path(path), self._unsaved, DTYPES.get(self._settings.save_dtype))
+        name, folder = self._spec.name, self._spec.folder
+        base = str(folder.resolve()) if folder is not None and Path(name).expanduser().is_dir() else name  # of the hub
+        weights, add = take_adapters(self._unsaved, self._settings.lora, base)
+        self._spec.save(Path(path), weights, DTYPES.get(self._settings.save_dtype), add)
 
     @contextmanager
     def saving(self) -> Iterator[None]:

@@ -11,6 +11,7 @@ root), a clean environment, no descriptor but those it is given, no new privileg
 """
 
 import ctypes
+import logging
 import os
 import resource
 import shutil
@@ -57,23 +58,33 @@ class ResourceLimits:
 
 @cache
 def confinement() -> Confinement:
-    """The level here; logged once in each process. Raises VerifierError if the environment asks for more."""
+    """The level of the programs that this process runs; logged once, as a warning where bubblewrap is missing. Raises
+    VerifierError if the environment asks for more."""
+    level, why = _choose_level()
+    severity = logging.WARNING if why and not os.environ.get(SETTING) else logging.INFO
+    because = f" ({why})" if why else ""
+    _LOG.log(severity, "programs that a model wrote are confined by %s%s", level.value, because)
+    return level
+
+
+def _choose_level() -> tuple[Confinement, str]:
+    """The level here, and why it is not bubblewrap. Raises as :func:`confinement`."""
     wanted = os.environ.get(SETTING, "")
     if wanted not in ("", *Confinement):
         raise VerifierError(f"{SETTING}={wanted!r} is neither {' nor '.join(Confinement)}")
     if wanted == Confinement.LIMITS:
-        return _chosen(Confinement.LIMITS, "as asked")
+        return Confinement.LIMITS, f"{SETTING}={wanted}"
     why = _why_not_bubblewrap()
     if why and wanted:
         raise VerifierError(f"{SETTING} is {wanted}, and programs cannot be confined by it: {why}")
-    return _chosen(Confinement.LIMITS, why) if why else _chosen(Confinement.BUBBLEWRAP, "")
+    return (Confinement.LIMITS, why) if why else (Confinement.BUBBLEWRAP, "")
 
 
 def sandbox_level() -> str:
     """``bubblewrap``, ``namespaces`` (limits, no network) or ``limits``; ``none`` where programs are refused, because
     more is asked for."""
     try:
-        level = confinement()
+        level, _ = _choose_level()
     except VerifierError:
         return "none"
     if level is Confinement.BUBBLEWRAP:
@@ -85,11 +96,6 @@ def sandbox_level() -> str:
     except (OSError, subprocess.TimeoutExpired):
         is_apart = False
     return "namespaces" if is_apart else level.value
-
-
-def _chosen(level: Confinement, why: str) -> Confinement:
-    _LOG.info("programs that a model wrote are confined by %s%s", level.value, f" ({why})" if why else "")
-    return level
 
 
 def _why_not_bubblewrap() -> str:

@@ -239,7 +239,8 @@ class RLMaster:
             self._executor.execute(command, self._events.put_nowait)
         self._observer.take(before, after, event)
         if after.phase is not before.phase:
-            _LOG.info("%s is %s %s", self._job.name, after.phase.value, after.reason)
+            reason = f": {after.reason}" if after.reason else ""
+            _LOG.info("%s is %s%s", self._job.name, after.phase.value, reason)
         for line in recoveries(before, after, event):
             _LOG.warning("%s: %s", self._job.name, line)
         if after.phase.terminal and not before.phase.terminal:

@@ -322,6 +322,10 @@ class LogConfig:
     mlflow: MlflowConfig | None = None
     """Short for ``trackers: [{mlflow: {...}}]``."""
 
+    samples: Literal["all", "off"] | Positive = "all"
+    """Samples of a step in ``samples.jsonl``: all, none (``off``), or the first so many in the order of the step's
+    prompts, with all sequences of each."""
+
     samples_every: NonNegative = 20
     """Send samples as a table to TensorBoard and the trackers in step 1 and every this many steps; 0: never."""
 

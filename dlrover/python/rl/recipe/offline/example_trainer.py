@@ -239,9 +239,9 @@ class ExampleTrainer(RecipeTrainer):
 
     def finish(self, steps: int) -> None:
         counts, held_out = self.examples.counts, self.examples.held_out
-        held_out_rows = {} if held_out is None else {"held-out rows": len(held_out) // self.cfg.data.segment_rows}
-        cut_rows = {"cut rows": counts.cut, "dropped rows": counts.dropped}
-        self.write_results({"examples": self.segment_count, **held_out_rows, **cut_rows, "steps": steps})
+        held_out_rows = 0 if held_out is None else len(held_out) // self.cfg.data.segment_rows
+        rows = {"held_out_rows": held_out_rows, "cut_rows": counts.cut, "dropped_rows": counts.dropped}
+        self.write_results({"examples": self.segment_count, **rows, "steps": steps})
 
     @classmethod
     def longest_row(cls, cfg: ExampleConfig) -> int:

@@ -37,9 +37,9 @@ from dlrover.python.rl.recipe.online.sample_log import SampleLog
 from dlrover.python.rl.recipe.online.step_warnings import StepWarnings
 from dlrover.python.rl.recipe.reporting.evaluation import (
     Scores,
-    compare_evaluations,
     evaluation_metrics,
     step_metrics,
+    summarize_evaluations,
 )
 from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.recipe.reporting.rewards import find_cut, merge_rows
@@ -100,7 +100,7 @@ class PolicyTrainer(RecipeTrainer):
         (self.machine,) = self.RG_ACTOR.machine()
         compares = getattr(self.algorithm, "compares_samples", False)
         self.warnings = StepWarnings(compares, cfg.rollout.max_new_tokens)
-        self.engines = {"train engine": names[0][0], "rollout engine": names[1][0]}
+        self.engines = {"train_engine": names[0][0] or None, "rollout_engine": names[1][0] or None}
         levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
         self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
 
@@ -125,7 +125,8 @@ class PolicyTrainer(RecipeTrainer):
             if step == 1:
                 self.announce("evaluating before the training")
                 self.collector.check_prompts()
-                self.state["before"] = self.collector.collect_scores(self.collector.evaluate(0))
+                self.state["before"] = before = self.collector.collect_scores(self.collector.evaluate(0))
+                self.run_log.write_step(0, step_metrics(before))
                 self.announce("step 1")
             self._renew_evaluation()
             batch = self.generate(step)
@@ -304,9 +305,9 @@ class PolicyTrainer(RecipeTrainer):
 
     def finish(self, before: Mapping[str, Scores], after: StepBatch) -> None:
         self.sample_log.write_held_out(after)
-        scores = compare_evaluations(before, self.collector.collect_scores(after))
-        known_engines = {name: engine for name, engine in self.engines.items() if engine}
-        self.write_results({**self.prompts.summary(), **scores, **known_engines})
+        names = self.evaluation_names(self.cfg, {})
+        scores = summarize_evaluations(before, self.collector.collect_scores(after), names)
+        self.write_results({**self.prompts.summary(), **scores, **self.engines})
 
     # -- before the start ---------------------------------------------------------------------------------------------
 

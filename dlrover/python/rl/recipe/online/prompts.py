@@ -123,8 +123,7 @@ class PromptSource:
         self._cursor = JobCursor(self._source, len(self._train), every, seed, digest=self._digest)
 
     def summary(self) -> dict[str, int]:
-        dropped = {"dropped prompts": len(self.dropped)} if self.dropped else {}
-        return {"held-out prompts": len(self.held_out), **dropped}
+        return {"held_out_prompts": len(self.held_out), "dropped_prompts": len(self.dropped)}
 
     def next_rows(self, count: int) -> list[int]:
         return [self._train[index] for index in self._cursor.next(count)]

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.online.batch import StepBatch, select_logged
@@ -44,13 +46,20 @@ class SampleLog:
             (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
 
     def write_step(self, step: int, batch: StepBatch) -> None:
-        """Write all rows of a step."""
-        numbers, texts = select_logged(batch.all_rows, self._prompts.rows), self._texts(batch.rollouts)
-        if self._is_local:
-            self._run_log.write_samples(step, format_rows(numbers, _fetch(texts, batch.all_numbers)))
+        """Write the rows of a step, or of its first samples only."""
+        numbers, rows = select_logged(batch.all_rows, self._prompts.rows), batch.all_numbers
+        shown = self._run_log.excerpt(step)
+        most = max(shown.samples, shown.printed, shown.table)
+        chosen = np.flatnonzero(numbers.dense("trajectory") < most).tolist()
+        if not chosen:
             return
-        place, shown = (self._folder / SAMPLES, step, self._end), self._run_log.excerpt(step)
-        (written,) = self._rollouts.write_samples(*place, numbers, Shard(texts, rows=batch.all_numbers), shown)
+        numbers, rows = numbers.take(chosen), tuple(rows[row] for row in chosen)
+        texts = self._texts(batch.rollouts)
+        if self._is_local:
+            self._run_log.write_samples(step, format_rows(numbers, _fetch(texts, rows)))
+            return
+        place = self._folder / SAMPLES, step, self._end
+        (written,) = self._rollouts.write_samples(*place, numbers, Shard(texts, rows=rows), shown)
         self._end = written.end
         self._run_log.show_samples(step, written)
 

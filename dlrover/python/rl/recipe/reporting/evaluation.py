@@ -100,42 +100,16 @@ def _repeated(scores: Scores) -> dict[str, float]:
     return {f"avg@{samples}": accuracy(values), **passes}
 
 
-def compare_evaluations(before: Mapping[str, Scores], after: Mapping[str, Scores]) -> dict[str, float | int]:
-    """The closing metrics, by set; only those of ``after`` of a set that had other prompts or samples ``before``."""
-    return {
-        f"{of_set}: {name}" if of_set else name: value
-        for of_set in after
-        for name, value in _closing_metrics(before.get(of_set), after[of_set]).items()
-    }
+def summarize_evaluations(
+    before: Mapping[str, Scores], after: Mapping[str, Scores], names: Collection[str]
+) -> dict[str, float]:
+    """The closing metrics: all ``names`` of an evaluation after training, and with ``before/`` the same ones of before.
 
-
-def _closing_metrics(before: Scores | None, after: Scores) -> dict[str, float | int]:
-    if before is not None and before["reward"].shape == after["reward"].shape:
-        return compare_scores(before, after)
-    return {name: value for name, value in compare_scores(after, after).items() if name.endswith(" after")}
-
-
-def compare_scores(before: Scores, after: Scores) -> dict[str, float | int]:
-    rewards = before["reward"], after["reward"]
-    failed = dict(zip(("held-out failed before", "held-out failed after"), map(count_failures, rewards), strict=True))
-    scores = _means("score", before, after) if "score" in before and "score" in after else {}
-    for when, values in (("before", before), ("after", after)):
-        passes = {name: value for name, value in _repeated(values).items() if name.startswith("pass")}
-        scores |= {f"held-out {name} {when}": round(value, 4) for name, value in passes.items()}
-    if is_binary(np.concatenate(rewards)):
-        first, last = map(accuracy, rewards)
-        return {
-            "held-out accuracy before": round(first, 4),
-            "held-out accuracy after": round(last, 4),
-            "gain in points": round(100 * (last - first), 1),
-            **scores,
-            **(failed if any(failed.values()) else {}),
-        }
-    return {**_means("reward", before, after), **scores, **failed}
-
-
-def _means(name: str, before: Scores, after: Scores) -> dict[str, float | int]:
-    return {
-        f"held-out mean {name} before": round(mean_reward(before[name]), 4),
-        f"held-out mean {name} after": round(mean_reward(after[name]), 4),
-    }
+    NaN stands for what is undefined: an accuracy where rewards are not all 0 or 1, and every metric from before
+    training of a set that had other prompts or samples then.
+    """
+    sizes = {of_set: scores["reward"].shape for of_set, scores in after.items()}
+    same = {of_set: scores for of_set, scores in before.items() if scores["reward"].shape == sizes.get(of_set)}
+    undefined = dict.fromkeys(names, math.nan)
+    first, last = (undefined | step_metrics(scores) for scores in (same, after))
+    return {**{f"before/{name}": value for name, value in first.items()}, **last}

@@ -153,11 +153,12 @@ class RunLog:
         rows = (folder / METRICS).read_text(encoding="utf-8").splitlines()
         parsed = (_parse_metrics(json.loads(row)) for row in rows)
         self._history = [(number, _curves_of(values)) for number, values in parsed]
-        if [number for number, _ in self._history] != list(range(1, step + 1)):
+        if [number for number, _ in self._history if number] != list(range(1, step + 1)):
             _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / METRICS, step)
         self._tensorboard = TensorBoardWriter(folder / _TENSORBOARD, step + 1, self._disk_wait)
 
     def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step; step 0 is the evaluation before training, and is written during step 1."""
         values = {name: float(value) for name, value in metrics.items()}
         self._history.append((step, _curves_of(values)))
         self._append(METRICS, [{"step": step, **values}])
@@ -172,7 +173,8 @@ class RunLog:
     def excerpt(self, step: int) -> Excerpt:
         config = self._config
         has_table = bool(config.samples_every) and (step - 1) % config.samples_every == 0
-        return Excerpt(config.show_samples, config.max_chars, config.samples_rows if has_table else 0)
+        most = {"all": math.inf, "off": 0}.get(str(config.samples), config.samples)
+        return Excerpt(config.show_samples, config.max_chars, config.samples_rows if has_table else 0, float(most))
 
     def show_samples(self, step: int, written: Written) -> None:
         """Print some samples of a step, and keep others for the table of its metrics."""
@@ -327,14 +329,11 @@ class ModelSaver:
                 remove_folder(path)
 
     def summary(self) -> dict[str, Any]:
-        """The closing metrics."""
-        if self._best is None:
+        """The closing metrics; null where no evaluation counted."""
+        if self._config.metric is None:
             return {}
-        return {
-            f"best {self._config.metric}": round(self._best, 6),
-            "best step": self._best_step,
-            "best model": str(self._folder / "best"),
-        }
+        step, model = (None, None) if self._best is None else (self._best_step, str(self._folder / "best"))
+        return {f"best/{self._config.metric}": self._best, "best/step": step, "best/model": model}
 
     def state_dict(self) -> dict[str, Any]:
         measured = {"of": self._measure, "evaluated": self.evaluated}

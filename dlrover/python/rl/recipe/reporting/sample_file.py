@@ -35,11 +35,13 @@ _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
 
 class Excerpt(NamedTuple):
-    """How many of a step's first samples the console and a table show; the console at most ``max_chars`` of a text."""
+    """How many of a step's first rows the console and a table show; the console at most ``max_chars`` of a text. The
+    file gets the rows of the first ``samples``."""
 
     printed: int
     max_chars: int
     table: int
+    samples: float = math.inf
 
 
 class Written(NamedTuple):
@@ -72,7 +74,8 @@ def write_step(
 ) -> Written:
     """Write the lines of a step, all or none, at the end of the file or in place of what it has from byte ``at`` on."""
     samples = list(rows)
-    lines = b"".join(format_line({"step": step, **row}) for row in samples)
+    first = (row for row in samples if row.get("trajectory", 0) < excerpt.samples)
+    lines = b"".join(format_line({"step": step, **row}) for row in first)
     end = append(file, lines, disk_wait, at)
     if at is not None and end < at + len(lines):
         _LOG.warning("%s was cut or removed while the run went on: rows before step %d are missing", file, step)

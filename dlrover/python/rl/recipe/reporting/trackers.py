@@ -13,6 +13,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -28,6 +29,8 @@ _LOG = get_logger(__name__)
 
 _STATE_FILE = "trackers.json"
 _REFUSED_BY_MLFLOW = re.compile(r"[^\w/.\-: ]")
+_MOST_PARAMS, _LONGEST_NAME, _LONGEST_VALUE = 100, 250, 500
+"""MLflow's limits of a request and of a parameter. Newer servers take 6000 characters of a value, older ones 500."""
 
 TRACKERS = ExtensionPoint(
     "tracker", "dlrover_rl.trackers", {"wandb": f"{__name__}:WandbTracker", "mlflow": f"{__name__}:MlflowTracker"}
@@ -58,7 +61,7 @@ class Tracker(Protocol):
         tree."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the finite metrics of a step, from 1. A step comes once, also when it is repeated."""
+        """Record the finite metrics of a step, once even if it is repeated; 0 is the evaluation before training."""
 
     def close(self, outcome: RunEnd) -> None:
         """End the run, which :meth:`start` opens again if it goes on. Of a failed or stopped run it may come from
@@ -135,7 +138,7 @@ class Trackers:
         if not self._options:
             return {}
         state = self._saved_state()
-        self._state = state if state.get("run") == run else {"run": run, "step": 0, "notes": {}}
+        self._state = state if state.get("run") == run else {"run": run, "step": -1, "notes": {}}
         self._state["ended"] = False
         trackers = {}
         for name, options in self._options.items():
@@ -206,8 +209,9 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """The options are the fields of :class:`MlflowConfig`. Characters that MLflow refuses in names of metrics are
-    replaced: ``pass@4`` is ``pass_at_4``, others are ``_``."""
+    """The options are the fields of :class:`MlflowConfig`. The parameters are the configuration's dotted keys; all of
+    it is in ``config.json``. Characters that MLflow refuses in names are replaced: ``pass@4`` is ``pass_at_4``, others
+    are ``_``."""
 
     def __init__(self, experiment: str, name: str | None = None, uri: str | None = None) -> None:
         self._experiment, self._name, self._uri = experiment, name, uri
@@ -224,10 +228,12 @@ class MlflowTracker:
             return
         run.notes["run_id"] = mlflow.start_run(run_name=self._name or run.name).info.run_id  # the server chooses it
         mlflow.log_dict(dict(config), "config.json")
+        params = iter(_flatten(config).items())
+        while batch := dict(islice(params, _MOST_PARAMS)):
+            mlflow.log_params(batch)
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        named = {_REFUSED_BY_MLFLOW.sub("_", name.replace("@", "_at_")): value for name, value in metrics.items()}
-        self._mlflow.log_metrics(named, step=step)
+        self._mlflow.log_metrics({_mlflow_name(name): value for name, value in metrics.items()}, step=step)
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         columns = {name: [row[name] for row in rows] for name in rows[0]}
@@ -244,3 +250,19 @@ class MlflowTracker:
         """Whether the run is open in this thread."""
         active = self._mlflow.active_run()
         return active is not None and active.info.run_id == self._notes["run_id"]
+
+
+def _mlflow_name(name: str) -> str:
+    return _REFUSED_BY_MLFLOW.sub("_", name.replace("@", "_at_"))
+
+
+def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The values of a configuration by their dotted keys, as MLflow's parameters; long ones are cut."""
+    params: dict[str, str] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping) and value:
+            params |= _flatten(value, f"{prefix}{key}.")
+        else:
+            name = _mlflow_name(f"{prefix}{key}").replace("/", "_")  # MLflow refuses what resolves to another path
+            params[name[:_LONGEST_NAME]] = str(value)[:_LONGEST_VALUE]
+    return params

@@ -46,11 +46,16 @@ def examine(folder: str, ports: Iterable[int] = ()) -> MachineReport:
     checks = [check_folder(Path(folder)), check_shared_memory(_SHARED_MEMORY), check_open_files(), check_devices()]
     checks.append(check_sandbox())
     checks += [check_port(port) for port in ports]
+    return MachineReport(socket.gethostname(), 0.0, installed_versions(PACKAGES), tuple(checks))
+
+
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of Python and of those ``packages`` that are installed."""
     versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in PACKAGES:
+    for package in packages:
         with suppress(metadata.PackageNotFoundError):
             versions[package] = metadata.version(package)
-    return MachineReport(socket.gethostname(), 0.0, versions, tuple(checks))
+    return versions
 
 
 def read_clock() -> float:

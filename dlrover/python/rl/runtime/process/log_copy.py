@@ -10,6 +10,7 @@ import json
 import os
 import socket
 import threading
+from collections import deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from datetime import datetime
@@ -31,6 +32,7 @@ class LogCopier:
         self._target, self._max_bytes = folder / LOGS / f"{process}{SUFFIX}", max_bytes
         self._offsets = {str(source): _size(source) for source in sources}
         self._dropped = 0
+        self._notes = deque[str]()
         self._lock = threading.Lock()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="log-copier", daemon=True)
@@ -42,6 +44,10 @@ class LogCopier:
         _write_rest(self._target, self._offsets)
         self._thread.start()
 
+    def note(self, line: str) -> None:
+        """Add a line that no source has, with the time, at the next copy; returns at once."""
+        self._notes.append(f"{datetime.now():%H:%M:%S} {line}\n")
+
     def stop(self) -> None:
         self._stopping.set()
         self.copy(is_last=True)
@@ -52,6 +58,8 @@ class LogCopier:
 
     def copy(self, is_last: bool = False) -> None:
         with self._lock:
+            while self._notes:
+                self._append(self._notes.popleft().encode())
             before = dict(self._offsets)
             for source, offset in before.items():
                 self._offsets[source] = self._copy_one(source, offset, is_last)

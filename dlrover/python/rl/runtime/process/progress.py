@@ -31,6 +31,9 @@ _HEADLINE = {
     "reward/score": "score",
     "loss": "loss",
     "policy/kl": "kl",
+    "policy/entropy": "entropy",
+    "completions/length_mean": "length",
+    "completions/truncated": "truncated",
     "eval/accuracy": "accuracy",
     "eval/loss": "eval loss",
     _RATE: "tok/s",
@@ -45,19 +48,27 @@ SUMMARY = "summary.json"
 
 
 def print_summary(job: str, text: str) -> None:
-    """``text`` is the content of :data:`SUMMARY`."""
+    """Print the defined values of ``text``, the content of :data:`SUMMARY`, as a table."""
     table = Table("metric", "value", title=job)
     for name, value in json.loads(text).items():
-        table.add_row(str(name), str(value))
+        if value is not None:
+            table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
     Console(width=100).print(table)
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
     """The headline metrics of a step: ``reward 0.53  kl 0.012  4,812 tok/s``."""
-    values = ((name, label, metrics[name]) for name, label in _HEADLINE.items() if name in metrics)
+    excluded = "loss" if "reward/mean" in metrics else ""  # a policy's is near 0, whatever it learns
+    values = ((name, label, metrics[name]) for name, label in _HEADLINE.items() if name in metrics and name != excluded)
     return "  ".join(
         f"{value:,.0f} {label}" if name == _RATE else f"{label} {value:.4g}" for name, label, value in values
     )
+
+
+def format_step(report: StepReport) -> str:
+    """The number of a step and its headline metrics: ``step 3/500  reward 0.53``."""
+    of = f"/{report.total_steps}" if report.total_steps else ""
+    return f"step {report.step}{of}  {format_metrics(report.metrics)}"
 
 
 class ProgressView:
@@ -65,7 +76,7 @@ class ProgressView:
     ``live`` draws a bar on a terminal. ``opening`` is an activity that stays there as a line."""
 
     def __init__(self, title: str, stream: TextIO | None = None, live: bool = True, opening: str = "") -> None:
-        self._title, self._stream, self._live, self._opening = title, stream or sys.stderr, live, opening
+        self.title, self._stream, self._live, self._opening = title, stream or sys.stderr, live, opening
         self._bar: Progress | None = None
         self._task: int | None = None
         self._printed_s, self._entered_s = 0.0, time.monotonic()
@@ -107,16 +118,16 @@ class ProgressView:
             return
         metrics = format_metrics(report.metrics) + self._rate()
         total = report.total_steps or None
-        self._update(self._bar, description=self._title, completed=report.step, total=total, metrics=metrics)
+        self._update(self._bar, description=self.title, completed=report.step, total=total, metrics=metrics)
 
     def announce(self, activity: str) -> None:
         """Show what the run does, until the next report or activity."""
         if activity == self._opening:
             self._show(activity)
         elif self._bar is not None:
-            self._update(self._bar, description=f"{self._title}  {activity}", refresh=True)
+            self._update(self._bar, description=f"{self.title}  {activity}", refresh=True)
         else:
-            self._show(f"{self._title}  {time.monotonic() - self._entered_s:.0f} s  {activity}")
+            self._show(f"{self.title}  {time.monotonic() - self._entered_s:.0f} s  {activity}")
 
     def _show(self, line: str) -> None:
         if self._bar is not None:
@@ -127,7 +138,7 @@ class ProgressView:
 
     def _update(self, bar: Progress, **values: Any) -> None:
         if self._task is None:
-            self._task = bar.add_task(self._title, total=None, metrics="")
+            self._task = bar.add_task(self.title, total=None, metrics="")
         bar.update(bar.tasks[self._task].id, **values)  # Rich has a separate type for task numbers
 
     def _line(self, report: StepReport) -> None:
@@ -139,9 +150,7 @@ class ProgressView:
         self._print(report)
 
     def _print(self, report: StepReport) -> None:
-        of = f"/{report.total_steps}" if report.total_steps else ""
-        metrics = f"{format_metrics(report.metrics)}{self._rate()}{self._eta(report)}"
-        self._show(f"{self._title}  step {report.step}{of}  {metrics}")
+        self._show(f"{self.title}  {format_step(report)}{self._rate()}{self._eta(report)}")
 
     def _rate(self) -> str:
         return f"  {1 / self._pace.step_s:.3g} steps/s" if self._pace.step_s else ""

@@ -25,6 +25,7 @@ from dlrover.python.rl.runtime.process.executor import cause_of, death_kind, ent
 from dlrover.python.rl.runtime.process.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender, HeartbeatSettings
 from dlrover.python.rl.runtime.process.held_secrets import take_secrets
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
+from dlrover.python.rl.runtime.process.progress import format_step
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
@@ -244,6 +245,8 @@ class TrainerActor:
 
         def report(step: StepReport) -> None:
             nonlocal reported
+            if self._log is not None:
+                self._log.note(format_step(step))
             times, before, reported = port.call_times, reported, checkpoints.committed_bytes
             fresh = reported - before
             master.report.remote(replace(step, calls=times.drain(), pending=times.pending(), commit_bytes=fresh))

@@ -1,0 +1,91 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The record of what each start of a run ran on."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.runtime.environment import ENVIRONMENT, describe_origin, record_environment
+from dlrover.python.rl.runtime.owner import FAILED, IN_PROCESS
+from dlrover.python.rl.runtime.process.health import check_devices
+from dlrover.python.rl.runtime.run_folder import begin, claim
+
+JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, env: {API_KEY: canary-1}}"
+
+
+def job_in(folder, **changes):
+    return replace(load_job_text(JOB, "job"), job_dir=folder / "out", work_dir=str(folder), **changes)
+
+
+def starts(folder):
+    return [json.loads(line) for line in (folder / ENVIRONMENT).read_text().splitlines()]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (["run", "job.yaml", "config.data.max_tokens=12"], "run job.yaml config.data.max_tokens=12"),
+        (["run", "+env.HF_TOKEN=canary-2", "steps=3"], "run '+env.HF_TOKEN=***' steps=3"),
+        (["reward.judge.api_key=canary-3"], "'reward.judge.api_key=***'"),
+        (["train.py", "--api-key", "canary-4", "--lr", "1e-6"], "train.py --api-key '***' --lr 1e-6"),
+        (["train.py", "--hf_token=canary-5"], "train.py '--hf_token=***'"),
+        (["run", "https://me:canary-6@host/job.yaml"], "run '***'"),
+        (["submit", "--rl_config", '{"env": {"X": "canary-1"}}'], """submit --rl_config '{"env": {"X": "***"}}'"""),
+    ],
+)
+def test_command_of_a_start_has_no_secret(tmp_path, monkeypatch, arguments, shown):
+    monkeypatch.setattr(sys, "orig_argv", ["dlrover-rl", *arguments])
+    assert describe_origin(job_in(tmp_path))["command"] == f"dlrover-rl {shown}"
+
+
+def test_commit_of_the_working_directory_is_recorded(tmp_path):
+    def git(*arguments):
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        subprocess.run(["git", "-C", str(tmp_path), *identity, *arguments], check=True, capture_output=True)
+
+    assert describe_origin(job_in(tmp_path))["git"] is None
+    git("init")
+    (tmp_path / "train.py").write_text("first")
+    git("add", "train.py")
+    git("commit", "-m", "first")
+    clean = describe_origin(job_in(tmp_path))["git"]
+    (tmp_path / "new.py").write_text("untracked")
+    assert (len(clean["commit"]), clean["dirty"], describe_origin(job_in(tmp_path))["git"]) == (40, False, clean)
+    (tmp_path / "train.py").write_text("second")
+    assert describe_origin(job_in(tmp_path))["git"] == {**clean, "dirty": True}
+
+
+def test_every_start_in_a_folder_adds_a_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    first = begin(job_in(tmp_path))
+    claim(first, IN_PROCESS, bound=True).end(FAILED)
+    second = begin(replace(job_in(tmp_path), checkpoint=replace(first.checkpoint, resume="latest")))
+    claim(second, IN_PROCESS, bound=True).end(FAILED)
+    lines = starts(first.job_dir)
+    assert [(line["start"], line["run"]) for line in lines] == [(1, first.run), (2, second.run)]
+    assert lines[1]["devices"] == {"nodes": 1, "cpus": os.cpu_count(), "gpus": check_devices().found}
+    assert {"python", "torch", "transformers", "ray", "numpy", "dlrover-rl"} <= lines[0]["versions"].keys()
+    assert {"time", "host", "runtime", "command", "work_dir", "git"} <= lines[0].keys()
+
+
+def test_start_on_another_machine_keeps_the_lines_of_the_store(tmp_path):
+    archive = f"file://{tmp_path}/store"
+    (tmp_path / "store").mkdir()
+    for machine in ("first", "second"):
+        job = replace(begin(job_in(tmp_path / machine, archive=archive)), run=machine)
+        job.job_dir.mkdir(parents=True)
+        record_environment(job, IN_PROCESS, 1)
+    assert [line["run"] for line in starts(tmp_path / "store")] == ["first", "second"]
+    assert starts(tmp_path / "second/out") == starts(tmp_path / "store")
+
+
+def test_start_that_cannot_be_recorded_is_a_warning(tmp_path, caplog):
+    job = begin(job_in(tmp_path))
+    (job.job_dir / ENVIRONMENT).mkdir(parents=True)
+    record_environment(job, IN_PROCESS, 1)
+    assert f"continuing without a line in {job.job_dir / ENVIRONMENT}" in caplog.text
