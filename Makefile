@@ -109,11 +109,11 @@ test-peers: $(VENV)-peers/ready ## Compare losses and advantages with those of v
 
 .venv-lower/ready: pyproject.toml requirements/lower.py
 	$(PYTHON) -m venv .venv-lower
-	$(PYTHON) requirements/lower.py $(ARGS) > .venv-lower/constraints.txt
+	$(PYTHON) requirements/lower.py $(LOWER) > .venv-lower/constraints.txt
 	.venv-lower/bin/python -m pip install --quiet --constraint .venv-lower/constraints.txt --editable '.[test]'
 	@touch $@
 
-test-lower: .venv-lower/ready ## Run the fast tests at the lowest versions that pyproject.toml allows
+test-lower: .venv-lower/ready ## Run the fast tests at the lowest versions (LOWER=torch==2.13.0 changes one)
 	.venv-lower/bin/python -m pytest -n 2 --dist worksteal -m 'not slow and not ray' $(FAST) tests/unit/data tests/unit/session \
 		tests/unit/service/test_server.py
 	.venv-lower/bin/python -m pytest -m 'ray and not slow' tests/contract/test_port_contract.py

@@ -5,7 +5,16 @@ import sys
 from pathlib import Path
 
 LIMIT = 72
-WRITTEN_BY_GIT = ("Merge ", 'Revert "', "fixup! ", "squash! ", "amend! ")
+WRITTEN_BY_GIT = (
+    "Merge branch ",
+    "Merge remote-tracking branch ",
+    "Merge pull request ",
+    "Merge tag ",
+    'Revert "',
+    "fixup! ",
+    "squash! ",
+    "amend! ",
+)
 
 
 def errors_of(message: str) -> list[str]:

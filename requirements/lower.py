@@ -28,7 +28,11 @@ def lowest(requirements: list[str]) -> dict[str, str]:
 
 def main(replacements: list[str]) -> None:
     versions = lowest([*PROJECT["dependencies"], "dlrover-rl[test]"])
-    versions |= dict(item.split("==", 1) for item in replacements)
+    for replacement in replacements:
+        name, equals, version = replacement.partition("==")
+        if not equals:
+            raise SystemExit(f"'{replacement}' replaces no version: write name==version")
+        versions[name] = version
     sys.stdout.writelines(f"{name}=={version}\n" for name, version in versions.items())
 
 

@@ -55,8 +55,9 @@ def pytest_collection_modifyitems(config, items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_testnodedown(node):
-    """Take the counts of a process of pytest-xdist, which are those of every other."""
-    node.config.stash[ABSENT] = getattr(node, "workeroutput", {}).get("absent", {})
+    """Take the counts of one worker of pytest-xdist: all workers collect the same tests."""
+    if hasattr(node, "workeroutput"):
+        node.config.stash[ABSENT] = node.workeroutput.get("absent", {})
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a contributor meets first: the root of the repository, the make targets, the commit hook and CI."""
+"""The root of the repository, the make targets, the commit hook and CI."""
 
 import os
 import re

@@ -8,7 +8,7 @@ import sys
 import pytest
 from import_rules import separate_parts
 
-from tests.shape import LIMITS, REPOSITORY, Place, Tree, excesses, oversized, pages_of, phrases_in
+from tests.shape import LIMITS, REPOSITORY, Place, Tree, changed_files, excesses, oversized, pages_of, phrases_in
 
 SCOPES = ("dlrover", "tests", "benchmarks", "examples")
 
@@ -21,13 +21,13 @@ def package():
 @pytest.mark.parametrize("scope", SCOPES)
 def test_shape_of_the_tree_is_within_its_limits(scope, package):
     tree = package if scope == "dlrover" else Tree(REPOSITORY / scope)
-    messages = excesses(tree.root, tree.measure(), LIMITS[scope])
+    messages = excesses(tree.measure(), LIMITS[scope], changed_files(tree.root))
     assert not messages, f"{scope}:\n" + "\n".join(messages)
 
 
 def test_pages_are_within_their_limits():
     pages = pages_of(REPOSITORY, [*REPOSITORY.glob("*.md"), *sorted((REPOSITORY / "docs").rglob("*.md"))])
-    messages = excesses(REPOSITORY, {"phrases": list(phrases_in(pages))}, LIMITS["pages"])
+    messages = excesses({"phrases": list(phrases_in(pages))}, LIMITS["pages"], changed_files(REPOSITORY))
     assert not messages, "\n".join(messages)
 
 
@@ -49,9 +49,10 @@ def unconnected(root, allowed, families):
         if len(groups) > allowed.get(folder, 1):
             messages.append(f"{folder}: no import connects {'; '.join(', '.join(group) for group in groups)}")
     for folder, number in allowed.items():
-        if len(parts.get(folder, "1")) < number:
+        if len(parts.get(folder, [[]])) < number:
             messages.append(f"[unconnected] allows {folder} {number} parts: lower it")
-    return messages
+    idle = [folder for folder in families if folder not in separate_parts(root)]
+    return messages + [f"[families] names {folder}, whose files are connected: remove it" for folder in idle]
 
 
 def test_one_step_crosses_few_modules():
@@ -104,7 +105,7 @@ def test_excesses_at_the_limits_is_empty(tmp_path):
         "lines": 7, "modules": 2, "functions": 1, "classes": 1,
         "names_twice": 0, "vague_names": 0, "fragments": 0, "phrases": 0,
     }  # fmt: skip
-    assert excesses(tree.root, measures, limits) == []
+    assert excesses(measures, limits) == []
 
 
 @pytest.mark.parametrize(("measure", "file", "addition"), ONE_MORE)
@@ -112,16 +113,34 @@ def test_excesses_one_above_a_limit_names_the_file(tmp_path, measure, file, addi
     tree = write_tree(tmp_path, TREE)
     limits = {name: sum(place.amount for place in places) for name, places in tree.measure().items()}
     tree = write_tree(tmp_path, TREE | {file: TREE.get(file, "") + addition})
-    (message,) = excesses(tree.root, tree.measure(), {measure: limits[measure]})
+    (message,) = excesses(tree.measure(), {measure: limits[measure]})
     assert message.startswith(f"{measure}: {limits[measure] + 1}, and the limit is {limits[measure]}")
     assert file in message
 
 
-def test_excesses_names_ten_places_of_the_newest_files(tmp_path):
-    tree = write_tree(tmp_path, TREE)
-    places = [Place("python/rl/data/rows.py", line, "told") for line in range(1, 13)]
-    (message,) = excesses(tree.root, {"vague_names": places}, {"vague_names": 11})
-    assert message.count("rows.py") == 10
+def test_excesses_names_the_changed_file_before_larger_ones():
+    places = [Place(f"large{file}.py", line, "told") for file in range(12) for line in range(1, 4)]
+    places.append(Place("small.py", 1, "told"))
+    (message,) = excesses({"vague_names": places}, {"vague_names": 36}, {"small.py"})
+    _, first, *others = message.splitlines()
+    assert first == "  small.py:1: told"
+    assert len(others) == 9
+    (unordered,) = excesses({"vague_names": places}, {"vague_names": 36})
+    assert "small.py" not in unordered
+
+
+def test_changed_files_of_a_repository_are_those_of_the_last_commit(tmp_path):
+    def git(*arguments):
+        user = ("-c", "user.name=a", "-c", "user.email=a@b")
+        subprocess.run(["git", *user, *arguments], cwd=tmp_path, check=True, capture_output=True, timeout=60)
+
+    assert changed_files(tmp_path) == set()
+    git("init")
+    for number, name in enumerate(("package/old.py", "package/new.py")):
+        write_tree(tmp_path, {name: f"x = {number}\n"})
+        git("add", ".")
+        git("commit", "-m", "Add a file")
+    assert changed_files(tmp_path / "package") == {"new.py"}
 
 
 LARGEST = {"function_lines": 60, "file_lines": 600, "unexplained_file_lines": 400, "attributes": 12}
@@ -135,6 +154,9 @@ OVERSIZED = [
     ("# Over 400 lines: one table\n" + "x = 1\n" * 600, "a.py: 601 lines, 600 at most"),
     (f"class Big:\n    def __init__(self):\n{MANY}\n", "a.py:1: Big has 13 attributes, 12 at most"),
     (RECORD.format(""), "a.py:4: Record has 13 attributes, 12 at most"),
+    (f"class Big:\n{FIELDS}\n", "a.py:1: Big has 13 attributes, 12 at most"),
+    ("x = 1\n" * 401 + "# Over 400 lines: late\n", "a.py: 402 lines; say why in a comment '# Over 400 lines: ...'"),
+    ("# Over 1 lines: low\n" + "x = 1\n" * 400, "a.py: 401 lines; say why in a comment '# Over 400 lines: ...'"),
 ]
 
 
@@ -170,6 +192,10 @@ def test_unconnected_folder_is_named_with_its_parts(tmp_path):
     assert unconnected(tmp_path, {"data": 2}, {}) == []
     assert unconnected(tmp_path, {"data": 3}, {}) == ["[unconnected] allows data 3 parts: lower it"]
     assert unconnected(tmp_path, {}, {"data": "one file per kind"}) == []
+    write_tree(tmp_path, {"python/rl/data/curve.py": "import dlrover.python.rl.data.files\n"})
+    assert unconnected(tmp_path, {}, {"data": "one file per kind"}) == [
+        "[families] names data, whose files are connected: remove it"
+    ]
 
 
 def test_unconnected_counts_a_sub_folder_as_one_module(tmp_path):
