@@ -174,7 +174,7 @@ def test_a_rollout_whose_sync_was_refused_serves_the_old_weights(model):
 class Foreign(TorchRolloutEngine):
     """It does not say that it adds adapters, and reads the bytes."""
 
-    info = EngineInfo()
+    info = EngineInfo(masks_unknown_ids=True)
 
     def receive(self, weights, rewind=False):
         assert weights.adapters is None
