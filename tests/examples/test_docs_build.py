@@ -29,11 +29,6 @@ def site(tmp_path_factory):
     return out / "html"
 
 
-def test_no_placeholder_is_left(site):
-    pages = {page.name: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
-    assert [name for name, text in pages.items() if "<!-- fields:" in text or "<!-- keys:" in text] == []
-
-
 def test_the_tables_of_keys_are_read_off_the_specifications(site):
     page = (site / "job-file.html").read_text(encoding="utf-8")
     for key in ("node_number", "device_per_node", "per_node", "resource", "workload_max_restart", "backoff_s"):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from docs.generate import remove_generated
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDES = ROOT / "docs" / "guides"
@@ -91,7 +92,7 @@ examples = [{"prompt": f"{n}", "response": f"{n}"} for n in range(8)]
 
 @pytest.mark.slow
 def test_what_the_guide_shows_runs(tmp_path):
-    text = (GUIDES / "python.md").read_text(encoding="utf-8")
+    text = remove_generated((GUIDES / "python.md").read_text(encoding="utf-8"))
     code = "\n".join(re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
     code = code.replace("env=Ask, rollout={", "env=Ask, steps=1, prompts_per_step=4, rollout={'max_new_tokens': 4, ")
     code = code.replace("epochs=1", "steps=1").replace("steps=100", in_small("steps=2,").rstrip(","))

@@ -30,7 +30,7 @@ def test_every_extra_that_is_named_exists():
     files = [ROOT / "README.md", *(ROOT / "docs").glob("*.md"), *(ROOT / "dlrover").rglob("*.py")]
     texts = [file.read_text(encoding="utf-8") for file in files]
     lists = [names for text in texts for names in re.findall(r"dlrover-rl\[([\w,-]+)\]", text)]
-    named = {name for names in lists for name in names.split(",")} | {"sglang"}
+    named = {name for names in lists for name in names.split(",")}
     named |= {name for text in texts for name in re.findall(r'MissingExtra\("[\w-]+", "([\w-]+)"\)', text)}
-    assert {"lora", "deepspeed", "megatron", "sglang", "vllm"} <= named
+    assert {"lora", "deepspeed", "megatron", "vllm"} <= named
     assert named <= project["optional-dependencies"].keys()

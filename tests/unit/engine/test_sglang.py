@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import EngineDied, EngineError, MissingExtra, OutOfDeviceMemory, WeightSyncError
+from dlrover.python.rl.common.errors import EngineDied, EngineError, OutOfDeviceMemory, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.weights import take_snapshot
@@ -63,8 +63,8 @@ def prompts(count=3):
 
 @pytest.mark.feature(14)
 @pytest.mark.skipif(importlib.util.find_spec("sglang") is not None, reason="'sglang' is installed here")
-def test_without_sglang_and_without_a_url_the_extra_is_named(model_path):
-    with pytest.raises(MissingExtra, match=r"dlrover-rl\[sglang\]"):
+def test_without_sglang_the_option_url_is_named(model_path):
+    with pytest.raises(EngineError, match="sglang is not installed here: give the option 'url', the URL of its server"):
         SglangRolloutEngine(model_path, RolloutSettings())
 
 

@@ -161,12 +161,18 @@ def test_algorithms_on_examples_have_trainers_of_their_own(tmp_path, name):
     ]
 
 
-@pytest.mark.parametrize(("kind", "engine"), [("train", "deepspeed"), ("rollout", "vllm")])
-def test_an_engine_that_is_not_installed_is_named_with_its_extra(tmp_path, kind, engine):
+@pytest.mark.parametrize(
+    ("kind", "engine", "where", "message"),
+    [
+        ("train", "deepspeed", "train", "'deepspeed' is not installed: pip install 'dlrover-rl[deepspeed]'"),
+        ("rollout", "vllm", "rollout", "'vllm' is not installed: pip install 'dlrover-rl[vllm]'"),
+        ("rollout", "sglang", "rollout_options.url", "sglang is not installed here: give its server's URL"),
+    ],
+)
+def test_an_engine_that_is_not_installed_is_named_with_a_remedy(tmp_path, kind, engine, where, message):
     if find_spec(engine):
         pytest.skip(f"{engine} is installed")
-    found = problems_of(tmp_path, f"engine.{kind}={engine}")
-    assert found[f"config.engine.{kind}"] == f"'{engine}' is not installed: pip install 'dlrover-rl[{engine}]'"
+    assert problems_of(tmp_path, f"engine.{kind}={engine}")[f"config.engine.{where}"] == message
 
 
 def test_ranks_may_divide_a_base_in_4_bits_which_needs_the_extra_of_moments_in_8_bits(tmp_path, monkeypatch):

@@ -58,7 +58,7 @@ class EngineInfo:
     """
 
     options: type | None = None  #: dataclass of the ``backend`` options; None: the engine reads them itself
-    package: str = ""  #: import name of the backend, if it is an extra
+    package: str = ""  #: import name of the backend, if the core does not have it
     distribution: str = ""  #: what to install, if it has another name
     divides: tuple[str, ...] | None = None  #: sizes of parallelism that may be above 1; None: all
     adapters: bool = True  #: trains low-rank adapters
@@ -68,7 +68,7 @@ class EngineInfo:
     sgd: bool = True  #: has SGD besides AdamW
     adamw_8bit: bool = False  #: has AdamW with moments in 8 bits
     bare_head: bool = True  #: trains a token head without a bias, as reward models have
-    may_be_remote: bool = False  #: with the option ``url`` it has the backend elsewhere
+    may_be_remote: bool = False  #: with the option ``url`` it has the backend elsewhere; no extra brings that
     whole_matrices: tuple[str, ...] = ()  #: options of ``backend`` that exclude tensor parallelism
     redivides: bool = True  #: goes on from the states of another number of ranks, and of another layout
     fills_device: bool = False  #: a cache of no given size takes all that ``gpu_memory_utilization`` leaves it
@@ -183,7 +183,10 @@ def validate_engine(
         return [ConfigError(where, fault)]
     errors = [] if info.options is None else parse(info.options, dict(options), f"{where}_options")[1]
     if runs_here and (absent := absent_package(point, name, options)):
-        return [ConfigError(where, str(MissingExtra(info.distribution or absent, absent))), *errors]
+        missing = ConfigError(where, str(MissingExtra(info.distribution or absent, absent)))
+        if info.may_be_remote:
+            missing = ConfigError(f"{where}_options.url", f"{absent} is not installed here: give its server's URL")
+        return [missing, *errors]
     return errors
 
 

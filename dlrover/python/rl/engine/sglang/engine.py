@@ -46,8 +46,8 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
     released are read from there again.
 
     Raises:
-        MissingExtra: no ``url`` is given and SGLang is not installed.
-        EngineError: there is no such model or option, or the server does not come up.
+        EngineError: there is no such model or option, the server does not come up, or SGLang is not installed and no
+            ``url`` is given.
         OutOfDeviceMemory: it does not fit the free capacity of ``memory``.
     """
 

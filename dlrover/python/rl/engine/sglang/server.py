@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from dlrover.python.rl.common.errors import EngineDied, EngineError, MissingExtra
+from dlrover.python.rl.common.errors import EngineDied, EngineError
 from dlrover.python.rl.common.progress import note_progress
 
 _KEEPER = "dlrover.python.rl.engine.sglang.server"
@@ -54,11 +54,10 @@ class SglangServer:
         If this process is killed, the server is ended and ``folder`` removed.
 
         Raises:
-            MissingExtra: SGLang is not installed.
-            EngineError: it ended, or did not answer in time.
+            EngineError: SGLang is not installed, or the server ended or did not answer in time.
         """
         if importlib.util.find_spec("sglang") is None:
-            raise MissingExtra("sglang", "sglang")
+            raise EngineError("sglang is not installed here: give the option 'url', the URL of its server")
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             tcp_port = free.getsockname()[1]
