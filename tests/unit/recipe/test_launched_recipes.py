@@ -146,7 +146,7 @@ def test_a_recipe_is_the_same_in_one_process_and_in_two(desk, line):
 def test_figures_are_means_over_the_rows_of_both_processes_and_are_written_once(desk):
     line = GRPO.replace("steps=2", "steps=1 job_dir=out").replace("eval_every=1 ", "")
     assert run_ranks(2, launched_rank, desk, line) == [0, 0]
-    (step,) = metrics(desk / "out")
+    _, step = metrics(desk / "out")
     rewards = [json.loads(row)["reward"] for row in (desk / "out/samples.jsonl").read_text().splitlines()]
     assert len(rewards) == 4 * 4
     means = [sum(part) / len(part) for part in (rewards, rewards[:8], rewards[8:])]
