@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.environment.core.rewards import join_groups, last_number, plain_text
-from dlrover.python.rl.environment.verifiers import exact, gsm8k
+from dlrover.python.rl.environment.verifiers import exact, gsm8k, math
 
 # The completion, the reference, the reward before the reader of numbers was shared, and the reward.
 GROUPED = [
@@ -136,8 +136,9 @@ def test_any_spelling_of_a_number_is_that_number(data, number, change):
 
 @given(st.data(), st.integers(1, 10**7), st.integers(1, 10**7), st.sampled_from(["", "-"]))
 def test_any_spelling_of_a_fraction_is_that_fraction(data, above, below, sign):
+    pytest.importorskip("math_verify")
     parts = [data.draw(spellings(str(part), MARKS)) for part in (above, below)]
     completion = rf"\boxed{{{sign}\frac{{{parts[0]}}}{{{parts[1]}}}}}"
     for factor, reward in ((1, 1.0), (2, 0.0)):
         answer = f"{sign}{data.draw(spellings(str(2 * above * factor), MARKS))}/{2 * below}"
-        assert gsm8k(completion, answer, {}) == reward
+        assert gsm8k(completion, answer, {}) == math(completion, answer, {}) == reward
