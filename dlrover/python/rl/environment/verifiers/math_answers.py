@@ -1,20 +1,27 @@
 # SPDX-License-Identifier: Apache-2.0
 
-r"""Mathematical equivalence by math-verify: ``\frac{1}{2}`` is ``0.5``. Needs the extra ``math``."""
+r"""Mathematical equivalence: ``\frac{1}{2}`` is ``0.5``. Needs the extra ``math``.
+
+Numbers, numerals with a base (``132_4``) and words are read here, and compared here if both answers are of these kinds.
+Math-verify compares others. It takes ``7\,25`` for 32 and a word for a product, and its tolerances are absolute."""
 
 import logging
 import os
 import re
 import signal
 from collections.abc import Callable
+from decimal import Decimal
+from fractions import Fraction
 from typing import Any
 
 from dlrover.python.rl.common.errors import MissingExtra
 from dlrover.python.rl.data.model_text import ignore_thoughts
+from dlrover.python.rl.environment.core import rewards
 from dlrover.python.rl.environment.core.rewards import boxed_answer, marked_answer, same_answer
 
 try:
     import math_verify
+    import sympy
 except ImportError:
     raise MissingExtra("math-verify", "math") from None
 
@@ -25,8 +32,16 @@ however busy the machine is."""
 _STUCK_S = 30.0
 """By the clock: a process that waits for what will never come uses no processor."""
 
-_LONGEST = 2_000
-"""Characters of a text that are looked at, from its end."""
+_LONGEST, _MOST_DIGITS = 2_000, 100
+"""Characters of a box, or of the end of a text, and digits of a number, that are looked at."""
+
+_PLACES, _RELATIVE = 5e-7, 1e-4
+"""Two numbers, of which one has decimals, are equal if they differ by at most ``_PLACES``, which is math-verify's
+tolerance, and by at most ``_RELATIVE`` of the smaller one: 0.333333 is 1/3, 0.3333 is not, and 4e-7 is not 1e-7."""
+
+_SMALL, _ROUNDING = 1e-2, 1e-12
+"""Two numbers below ``_SMALL`` that math-verify takes for equal have to agree to ``_ROUNDING`` of the larger one, or to
+``_RELATIVE`` if one has decimals."""
 
 
 @ignore_thoughts
@@ -34,16 +49,93 @@ def math_equal(completion: str, answer: str | None, extra_info: dict[str, Any]) 
     r"""1.0 when the completion gives an answer that equals ``answer`` mathematically, else 0.0.
 
     The last ``\boxed{}`` counts, or else the answer that math-verify reads in the end of the text. Sympy would compute
-    ``9^{9^{9}}``, so a forked process compares for at most :data:`LIMIT_S`.
+    ``9^{9^{9}}``, so a forked process compares for at most :data:`LIMIT_S`. A reference with digits that are no number
+    (``12\,34``), or that its base does not have (``192_8``), is a ValueError.
     """
     if answer is None or not answer.strip():
         raise ValueError("the prompt has no reference answer")
     answer = marked_answer(answer) or answer
+    reference = _tidy(answer)
+    if rewards.GROUPED.search(reference):
+        raise ValueError(f"the reference answer has a number that cannot be read: {answer[:80]!r}")
     boxed = boxed_answer(completion)
-    if same_answer(boxed if boxed is not None else completion, answer):
+    text = boxed if boxed is not None else completion
+    if same_answer(text, answer):
         return 1.0
-    text = rf"\boxed{{{boxed[-_LONGEST:]}}}" if boxed is not None else completion[-_LONGEST:]
-    return float(within(LIMIT_S, lambda: _equal(text, answer)) is True)
+    *unreadable, text = rewards.GROUPED.split(_tidy(text[-_LONGEST:]))
+    if boxed is not None and (unreadable or len(boxed) > _LONGEST):
+        return 0.0
+    value, expected = _read(text), _read(reference, is_reference=True)
+    if value is not None and expected is not None:
+        return float(_agree(value, expected))
+    if boxed is not None or value is not None:
+        text = rf"\boxed{{{_latex(text, value)}}}"
+    return float(within(LIMIT_S, lambda: _equal(text, _latex(reference, expected))) is True)
+
+
+_PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{2,}\s+[A-Za-z]{2,}")
+_END = re.compile(r"(.*[^\s.,;\u3002\uff0c\uff1b])(?<!\\right)\s*[.,;\u3002\uff0c\uff1b]?\s*", re.DOTALL)
+_DELIMITED = re.compile(r"\${1,2}([^$]+)\${1,2}|\\[(\[]((?:(?!\\[)\]]).)+)\\[)\]]", re.DOTALL)
+_MONEY = rf"(?:\\\$|(?!\$){rewards.CURRENCY}|\\(?:euro|pounds)(?![A-Za-z]))"
+_CURRENCY = re.compile(
+    rf"(?is)\A([-+]?)\s?(?:{_MONEY}|\$(?!.*\$))\s?(?=[\d.])"
+    rf"|(?<=\d)\s?(?:{_MONEY}|(?:US )?dollars?|euros?|pounds?|USD|EUR|GBP)\Z"
+)
+_BRACKETED = re.compile(r"(?:\\(?:text|mathrm)\s?\{|\()([0-9A-Z.]+)[})](?=_)")
+_NUMERAL = re.compile(
+    r"(?<![\w\\.}])([0-9A-Z][0-9A-Z\u00a0]{0,60})(?:\.([0-9A-Z]{1,60}))?_(?:(\d\d?)|\{\(?(\d\d?)\)?\})(?!\w)"
+)
+_POWER_OF_TEN = re.compile(r"(?<=\d)\s?(?:\\times|\\cdot|[\u00d7*])\s?10\s?\^\s?(?:\{([-+]?\d{1,3})\}|(\d)(?!\d))")
+_WORD = re.compile(r"\\(?:text(?:bf|it|rm)?|math(?:bf|it|rm)|mbox)\s?\{\s*([A-Za-z]+)\s*\}|([A-Z]{2,}|[A-Za-z]{4,})")
+_LETTERS = re.compile(r"[A-Z](?:(?:-|\s*(?:[,;\u2192]|\\(?:to|rightarrow)(?![a-z]))\s*|\s+)[A-Z])+")
+
+
+def _tidy(answer: str) -> str:
+    """Write numbers plainly, and remove the punctuation behind an answer that is no prose."""
+    text = _BRACKETED.sub(r"\1", rewards.plain_text(answer).strip())
+    text = rewards.join_groups(_NUMERAL.sub(_decode_numeral, text))
+    end = None if _PROSE.search(text) else _END.fullmatch(text)
+    return text if end is None else end[1]
+
+
+def _decode_numeral(match: re.Match[str]) -> str:
+    whole, places, base = match[1].replace("\u00a0", ""), match[2] or "", int(match[3] or match[4])
+    if whole.isalpha() and (base <= 10 or len(whole) == 1):  # a symbol
+        return match.group()
+    try:
+        return _latex("", Fraction(int(whole + places, base or 1), base ** len(places)))
+    except ValueError:  # No base, or digits that it does not have.
+        return f"{whole}_{base}" if whole.isdigit() else match.group()
+
+
+def _read(answer: str, is_reference: bool = False) -> Decimal | Fraction | str | None:
+    """The value of a number, or the letters of a word or of a list of capital letters; None for any other answer. A
+    reference of letters in alphabetical order, with commas, is a set of choices, and None."""
+    delimited = _DELIMITED.fullmatch(answer)
+    answer = _CURRENCY.sub(r"\1", (delimited[1] or delimited[2]).strip() if delimited else answer)
+    if _LETTERS.fullmatch(answer):
+        letters = re.findall("[A-Z]", answer)
+        return None if is_reference and "," in answer and letters == sorted(set(letters)) else "".join(letters).lower()
+    if word := _WORD.fullmatch(answer):
+        return (word[1] or word[2]).lower()
+    number = rewards.number_value(_POWER_OF_TEN.sub(r"e\1\2", answer))
+    return None if isinstance(number, Decimal) and abs(number.adjusted()) > _MOST_DIGITS else number
+
+
+def _agree(value: Decimal | Fraction | str, expected: Decimal | Fraction | str) -> bool:
+    if isinstance(value, str) or isinstance(expected, str):
+        return value == expected
+    number, target = Fraction(value), Fraction(expected)
+    if not any(isinstance(side, Decimal) and Fraction(side).denominator > 1 for side in (value, expected)):
+        return number == target
+    return abs(number - target) <= min(_PLACES, _RELATIVE * float(min(abs(number), abs(target))))
+
+
+def _latex(text: str, value: Decimal | Fraction | str | None) -> str:
+    """The number as math-verify reads it, or ``text`` if ``value`` is none."""
+    if isinstance(value, Fraction):
+        return rf"\frac{{{value.numerator}}}{{{value.denominator}}}" if value.denominator > 1 else str(value)
+    return f"{value:f}" if isinstance(value, Decimal) else text
 
 
 _MATH_MODE = re.compile(r"(?<!\\)\$")  # an escaped one is a currency
@@ -51,13 +143,26 @@ _MATH_MODE = re.compile(r"(?<!\\)\$")  # an escaped one is a currency
 
 def _equal(text: str, answer: str) -> bool:
     is_marked = _MATH_MODE.search(answer) or r"\boxed" in answer
-    expected = answer if is_marked else rf"\boxed{{{answer}}}"
-    return bool(math_verify.verify(_parse(expected), _parse(text), timeout_seconds=None))
+    expected, parsed = _parse(answer if is_marked else rf"\boxed{{{answer}}}"), _parse(text)
+    return bool(math_verify.verify(expected, parsed, timeout_seconds=None)) and not _differ(expected[0], parsed[0])
+
+
+def _differ(expected: Any, parsed: Any) -> bool:
+    """Return True for two small numbers that differ relatively, and for pairs of which the first or second ones do."""
+    if isinstance(expected, sympy.Tuple | sympy.Interval) and isinstance(parsed, sympy.Tuple | sympy.Interval):
+        return any(map(_differ, expected.args, parsed.args))
+    sides = [side.rhs if isinstance(side, sympy.Eq) else side for side in (expected, parsed)]
+    if not all(isinstance(side, sympy.Expr) and side.is_comparable for side in sides):
+        return False
+    first, second = (side.evalf(30) for side in sides)
+    size = max(abs(first), abs(second))
+    has_decimals = any(side.has(sympy.Float) for side in sides)
+    return bool(size < _SMALL and abs(first - second) > size * (_RELATIVE if has_decimals else _ROUNDING))
 
 
 def _parse(text: str) -> Any:
     # Its own time limits are SIGALRM's, which the process of a verifier has another use for.
-    return math_verify.parse(text, parsing_timeout=None)
+    return math_verify.parse(text.replace("\u00a0", " "), parsing_timeout=None)
 
 
 def within(limit_s: float, function: Callable[[], bool]) -> bool | None:
