@@ -4,14 +4,14 @@
 It is confined as :mod:`~dlrover.python.rl.environment.sandbox.confinement` describes, and no process is left behind.
 
 A program cannot easily score itself. Expected outputs and literals are never in its process, file, arguments or
-environment: ``assert double(2) == 4`` becomes ``__compare__(0, double(2))``, and this process compares. The other tests
-are sent after the program has run, and it must answer with a token that is unread in its connection until the tests
-end; see ``code_tests``. A determined program may still replace a function that a test calls (``close``), return an
-object that equals everything, read the token from a function under test, read the data set or trace other processes.
+environment: ``assert double(2) == 4`` becomes ``__compare__(0, double(2))``, and this process compares. The other
+assertions are sent after the program has run, compare data by its own class, and each that surely runs has to be
+reported before a token that is unread in the program's connection until the tests end; see ``hidden_tests`` and
+``code_tests``. A determined program may still look for other expected values in its callers' frames, replace a function
+that a test calls while it runs, read the token from a function under test, read the data set or trace other processes.
 Prefer ``assert f(2) == 4``, or cases of input and output.
 """
 
-import ast
 import json
 import os
 import re
@@ -23,11 +23,9 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -41,148 +39,12 @@ from dlrover.python.rl.environment.sandbox.confinement import (
 )
 from dlrover.python.rl.environment.sandbox.scratch import scratch_folder
 from dlrover.python.rl.environment.verifiers.code_tests import SIZE_BYTES
+from dlrover.python.rl.environment.verifiers.hidden_tests import HiddenTests, hide_expected
 
-_BLOCK = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)```", re.DOTALL)
+_FENCE = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})[ \t]*(\w*)")
+_LIST_MARKER = re.compile(r"(?:[-+*]|\d{1,9}[.)])(?: {1,4}(?=\S)|[ \t])")
 _EXIT_S = 10.0
 _TESTED = Path(__file__).with_name("code_tests.py")
-
-
-COMPARE = "__compare__"
-"""What tests call with a number and a value in the place of an assertion."""
-
-_NO_LITERAL = object()
-
-
-@dataclass(frozen=True)
-class HiddenTests:
-    """Tests without their expected values.
-
-    ``text`` calls :data:`COMPARE` with the index of a value in ``expected``; ``due`` are the indices that tests which
-    run to their end always compare.
-    """
-
-    text: str
-    expected: tuple[Any, ...]
-    due: frozenset[int]
-
-    def agrees(self, number: int, shown: str) -> bool:
-        """Return True if ``shown``, the ``repr`` of plain data, equals the expected value."""
-        try:
-            return 0 <= number < len(self.expected) and bool(ast.literal_eval(shown) == self.expected[number])
-        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-            return False
-
-
-def hide_expected(tests: str) -> HiddenTests:
-    """Remove expected values from assertions of ``tests`` that compare with a literal by ``==``, or with None by
-    ``is``.
-
-    Assertions inside ``try`` and ``with`` stay: a test may expect their error. Raises ValueError for invalid Python."""
-    try:
-        tree = ast.parse(tests)
-    except SyntaxError as error:
-        raise ValueError(f"the tests are not Python: line {error.lineno}: {error.msg}") from error
-    if all(isinstance(item, _DEFINES) or _is_constant(item) for item in tree.body):
-        tree.body += ast.parse("\n".join(f"{name}()" for name in _test_functions(tree))).body
-        if not any(_called(item) for item in tree.body):
-            raise ValueError("the tests call nothing that could fail: call the functions that they define")
-    values = _ExpectedValues()
-    rewritten = ast.fix_missing_locations(values.visit(tree))
-    due = {values.numbers[statement] for statement in _always_run(tree) if statement in values.numbers}
-    return HiddenTests(ast.unparse(rewritten), tuple(values.expected), frozenset(due))
-
-
-_DEFINES = (ast.Pass, ast.Import, ast.ImportFrom, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
-
-
-def _is_constant(statement: ast.stmt) -> bool:
-    value = statement.value if isinstance(statement, ast.Expr | ast.Assign | ast.AnnAssign) else statement
-    return value is None or (isinstance(value, ast.expr) and _literal(value) is not _NO_LITERAL)
-
-
-def _test_functions(tree: ast.Module) -> Iterator[str]:
-    for item in tree.body:
-        if isinstance(item, ast.FunctionDef) and item.name.startswith("test"):
-            given = item.args
-            if len(given.defaults) == len([*given.posonlyargs, *given.args]) and None not in given.kw_defaults:
-                yield item.name
-
-
-class _ExpectedValues(ast.NodeTransformer):
-    def __init__(self) -> None:
-        self.expected: list[Any] = []
-        self.numbers: dict[ast.stmt, int] = {}
-
-    def visit_Assert(self, node: ast.Assert) -> ast.stmt:
-        value, expected = _comparison(node.test)
-        if value is None:
-            return node
-        call = ast.Call(ast.Name(COMPARE, ast.Load()), [ast.Constant(len(self.expected)), value], [])
-        statement = ast.copy_location(ast.Expr(call), node)
-        self.numbers[statement] = len(self.expected)
-        self.expected.append(expected)
-        return statement
-
-    def visit_Try(self, node: ast.stmt) -> ast.stmt:
-        return node
-
-    visit_TryStar = visit_With = visit_AsyncWith = visit_Try
-
-
-def _comparison(test: ast.expr) -> tuple[ast.expr | None, Any]:
-    if not isinstance(test, ast.Compare) or len(test.ops) != 1 or not isinstance(test.ops[0], ast.Eq | ast.Is):
-        return None, None
-    none_only = isinstance(test.ops[0], ast.Is)  # 1 equals True, and is not it
-    left, right = test.left, test.comparators[0]
-    for value, literal in ((left, right), (right, left)):
-        expected = _literal(literal)
-        if expected is not _NO_LITERAL and (expected is None or not none_only):
-            return value, expected
-    return None, None
-
-
-def _literal(node: ast.expr) -> Any:
-    try:
-        return ast.literal_eval(node)
-    except (ValueError, TypeError, MemoryError, RecursionError):
-        return _NO_LITERAL
-
-
-def _always_run(tree: ast.Module) -> Iterator[ast.stmt]:
-    """Yield statements that always run: of the module, and of plain functions that it calls, up to their first
-    return."""
-    yield from tree.body
-    functions = [item for item in tree.body if isinstance(item, ast.FunctionDef)]
-    defined, called = Counter(_bound(tree)), set(map(_called, tree.body))
-    for function in functions:
-        if function.name not in called or defined[function.name] > 1 or function.decorator_list:
-            continue
-        if not _holds(function, ast.Yield | ast.YieldFrom):
-            yield from takewhile(lambda statement: not _holds(statement, ast.Return), function.body)
-
-
-def _bound(tree: ast.Module) -> Iterator[str]:
-    """Yield every assigned name, once per assignment."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load):
-            yield node.id
-        elif isinstance(node, ast.alias):
-            yield (node.asname or node.name).partition(".")[0]
-
-
-def _holds(node: ast.AST, kind: Any) -> bool:
-    return any(isinstance(item, kind) for item in ast.walk(node))
-
-
-def _called(statement: ast.stmt) -> str | None:
-    """The function if the statement is only a call: ``check(double)``."""
-    call = statement.value if isinstance(statement, ast.Expr) else None
-    return call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
-
-
-# -- running programs --------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -246,7 +108,7 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
     connection, channel = socket.socketpair()
     with connection, scratch_folder("program-") as folder:
         with channel:
-            process = _start(folder, source, "", limits, channel.fileno())
+            process = _start(folder, source, "", limits, [str(channel.fileno()), *tests.modules])
         try:
             return _compare_values(connection, tests, time.monotonic() + limits.timeout_s, limits.output_bytes)
         except OSError:  # It ended, or its time was up.
@@ -256,46 +118,47 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
 
 
 def _start(
-    folder: Path, source: str, stdin: str, limits: ProgramLimits, channel: int | None = None
+    folder: Path, source: str, stdin: str, limits: ProgramLimits, tested: Sequence[str] = ()
 ) -> "subprocess.Popen[bytes]":
-    """``folder`` will hold the program's output; a ``channel`` sends tests."""
+    """``folder`` will hold the program's output; ``tested`` is a channel that sends tests, and the modules of these."""
     (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
     (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
     # sys.path goes along so that this module is found; the program itself starts isolated from it.
     start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import become; become(*sys.argv[1:])"
     sizes = [str(limits.memory_mb), str(limits.output_bytes), str(int(limits.timeout_s) + 1)]
-    channels = [] if channel is None else [channel]
     with ExitStack() as files:
         stdin_file = files.enter_context((folder / "stdin").open("rb"))
         out, err = (files.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
         return subprocess.Popen(
-            [sys.executable, "-c", start, str(folder), confinement().value, *sizes, *map(str, channels)],
+            [sys.executable, "-c", start, str(folder), confinement().value, *sizes, *tested],
             stdin=stdin_file,
             stdout=out,
             stderr=err,
-            pass_fds=channels,
+            pass_fds=[int(channel) for channel in tested[:1]],
             start_new_session=True,
         )
 
 
 def _compare_values(connection: socket.socket, tests: HiddenTests, deadline_s: float, most: int) -> bool:
-    """Hand a program its tests, and hear what comes of them; OSError: its end closed, or the time was up."""
+    """Hand a program its tests, and hear what comes of them; OSError: its end closed, or the time was up; ValueError: a
+    module of the tests could not be imported, before the program ran."""
     lines = _read_lines(connection, deadline_s, most)
+    if missing := next(lines, "").partition(" ")[2]:
+        raise ValueError(f"the tests import {missing.rstrip()}, which fails in the program's process")
     if next(lines, "") != "ran":
         return False
     token = secrets.token_hex(16)
-    for text in (tests.text, token):
+    for text in (tests.text, tests.calls, token):
         body = text.encode("utf-8", "surrogatepass")
         connection.sendall(len(body).to_bytes(SIZE_BYTES, "little") + body)
-    compared: set[int] = set()
+    reached: set[int] = set()
     for line in lines:
-        word, _, rest = line.partition(" ")
-        if word == "over":
-            return secrets.compare_digest(rest.encode(), token.encode()) and tests.due <= compared
-        number, _, shown = rest.partition(" ")
-        if word != "compared" or not number.isdecimal() or not tests.agrees(int(number), shown):
+        report, number, value = [*line.split(" ", 2), "", ""][:3]
+        if report == "over":
+            return secrets.compare_digest(number.encode(), token.encode()) and bool(reached) and tests.due <= reached
+        if not (number.isdecimal() and len(number) < 9 and tests.accepts(report, int(number), value)):
             return False
-        compared.add(int(number))
+        reached.add(int(number))
     return False
 
 
@@ -321,49 +184,81 @@ def _end(process: "subprocess.Popen[bytes]") -> int:
     return process.wait(_EXIT_S)
 
 
-def become(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str, *channel: str) -> None:
-    """Become the warden of the program in ``folder``, its child; a ``channel`` sends tests."""
-    stand_guard(*map(int, channel))
+def become(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str, *tested: str) -> None:
+    """Become the warden of the program in ``folder``, its child; ``tested`` as in :func:`_start`."""
+    stand_guard(*map(int, tested[:1]))
     limits = ResourceLimits(int(memory_mb), int(file_bytes), int(cpu_s))
-    command = [sys.executable, "-I", *([str(_TESTED), *channel] if channel else ["program.py"])]
-    shown = [Path(folder, "program.py"), *([_TESTED] if channel else [])]
+    command = [sys.executable, "-I", *([str(_TESTED), *tested] if tested else ["program.py"])]
+    shown = [Path(folder, "program.py"), *([_TESTED] if tested else [])]
     become_confined(command, Path(folder), shown, limits, Confinement(level))
 
 
 def code_block(text: str) -> str | None:
     """The last fenced block of Python, or else the last of no named language, in ``text``; None when there is none."""
-    blocks = _BLOCK.findall(text)
+    blocks = list(_fenced_blocks(text))
     named = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
     found = named or [body for language, body in blocks if not language]
     return textwrap.dedent(found[-1]) if found else None
+
+
+def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Yield language and content of each block by CommonMark's rule for fences, in linear time; quotes are not read.
+
+    A fence has up to three columns of indentation in its list item; a block without an end extends to the text's."""
+    items = [0]  # the columns where the content of open list items begins
+    fence, language, body, margin = "", "", [""], 0
+    for line in re.split("\r\n|\n|\r", text):
+        content = line.strip()
+        column = len(line.expandtabs(4)) - len(line.expandtabs(4).lstrip())
+        if fence:
+            if len(content) >= len(fence) and set(content) == {fence[0]} and column < items[-1] + 4:
+                yield language, "".join(body)
+                fence = ""
+            else:
+                body.append(line[min(margin, len(line) - len(line.lstrip(" "))) :] + "\n")
+            continue
+        while column < items[-1] and content:
+            items.pop()
+        position = line.find(content)
+        while column < items[-1] + 4 and (marker := _LIST_MARKER.match(line, position)):
+            position, column = marker.end(), column + len(marker[0].expandtabs(4))
+            items.append(column)
+        if column < items[-1] + 4 and (opening := _FENCE.match(line, position)):
+            fence, language, body, margin = opening[1], opening[2], [], column
+    if fence:
+        yield language, "".join(body)
 
 
 @ignore_thoughts
 def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     """1.0 when the program in the completion's last code block passes every test of ``extra_info["tests"]``, else 0.0.
 
-    Tests are either Python text, which runs after the program in the same module and fails by raising, and whose
-    functions ``test_...`` are called if it only defines; or a list, which may be JSON, of
-    ``{"input": ..., "output": ...}``, what the program reads from standard input and has to print (white space at the
-    ends of lines and of the text aside). ``assert f(2) == 4`` compares plain data: only numbers, texts, containers and
-    objects of classes derived from these can equal a literal.
+    Tests are either Python text, or a list, which may be JSON, of ``{"input": ..., "output": ...}``, what the program
+    reads from standard input and has to print (white space at the ends of lines and of the text aside).
+
+    Text runs after the program in the same module, as a script; then what pytest and unittest would find in it, and
+    HumanEval's ``check`` with the function that ``extra_info["entry_point"]`` names. It may import the program by the
+    names in ``PROGRAM_MODULES``. It passes if it asserts something, and if no assertion fails, caught or not.
+    ``assert f(2) == 4`` compares plain data: only numbers, texts, containers and objects of classes derived from these
+    can equal a literal.
 
     All tests together have ``extra_info["timeout_s"]``, 4 seconds by default: a program that needs longer gets 0. Keep
     it below ``reward.timeout_s``, which ends the verifier without a reward. Each case starts an interpreter.
 
     Raises:
-        ValueError: there are no tests, or they are neither.
+        ValueError: there are no tests, they are neither, nothing in them could fail, or they need what is not here.
     """
     tests = _as_cases(extra_info.get("tests"))
     if not tests or not (isinstance(tests, str) or all(_is_case(case) for case in tests)):
         raise ValueError("extra_info['tests'] must be Python text, or a list of {'input': ..., 'output': ...}")
+    hidden = hide_expected(tests, str(extra_info.get("entry_point") or "")) if isinstance(tests, str) else None
     program = code_block(completion)
     if program is None:
         return 0.0
     limits = ProgramLimits()
     limits = replace(limits, timeout_s=float(extra_info.get("timeout_s") or limits.timeout_s))
-    if isinstance(tests, str):
-        return float(passes_tests(program, hide_expected(tests), limits))
+    if hidden is not None:
+        return float(passes_tests(program, hidden, limits))
     deadline_s = time.monotonic() + limits.timeout_s
     return float(all(_prints(program, case, limits, deadline_s) for case in tests))
 

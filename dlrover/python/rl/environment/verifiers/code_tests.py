@@ -1,22 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The process of a tested program: it runs the program, receives the tests, and reports their end.
+"""The process of a tested program: it runs the program, then the tests, and reports every assertion.
 
 Runs as a script, isolated, in the program's folder, with the standard library only. One inherited descriptor::
 
-    program runs -> "ran" -> <tests, token> -> tests run, "compared <number> <value>" each -> "over <token>"
+    modules of the tests are imported: "loaded <what failed>" -> program runs: "ran" -> <tests, calls, token>
+    -> tests run, each assertion is "passed <number>", "failed" or "compared <number> <value>" -> "over <token>"
 
-Tests arrive after the program has run; the token stays unread until they end. The functions used here are bound before
-the program runs, so replacing ``builtins`` and ``os`` has no effect.
+Tests arrive after the program has run; the token stays unread until they end. What is used here is bound before the
+program runs; functions and modules that it replaced are put back before the tests run.
 """
 
+import builtins
+import math
+import operator
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, ItemsView, Iterator, KeysView
+from contextlib import contextmanager, suppress
 from numbers import Number
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
+globals()["__builtins__"] = _BUILTINS = dict(vars(builtins))  # what is defined below uses these, not the module
+
 SIZE_BYTES = 8
+
+PROGRAM_MODULES = ("program", "solution", "main", "submission", "your_module", "your_solution", "my_solution")
+"""Names by which tests may import the program."""
 
 _EXACT: dict[type[Any], Callable[[Any], Any]] = {
     bool: bool,
@@ -29,45 +39,262 @@ _EXACT: dict[type[Any], Callable[[Any], Any]] = {
 }
 """How a value of a class derived from one of these becomes one of it; what they make of themselves is not asked."""
 
-
-def run_tested(file: str, channel: int) -> None:
-    os.set_inheritable(channel, False)
-    run, build, read, leave = exec, compile, os.read, os._exit
-    say = _speaker(channel)
-    with open(file, encoding="utf-8") as opened:
-        source = opened.read()
-    program = ModuleType("program")  # what it does as a script is not tested
-    program.__file__ = os.path.abspath(file)
-    names = vars(program)
-    sys.modules["__main__"] = sys.modules["program"] = program
-    sys.argv = [file]
-    run(build(source, file, "exec", dont_inherit=True), names)
-    say("ran")
-    names["__compare__"] = lambda number, value: say(f"compared {number} {plain(value)!r}")
-    run(build(_receive(read, channel), "tests", "exec", dont_inherit=True), names)
-    say(f"over {_receive(read, channel).decode()}")
-    leave(0)
+_SCALARS = {*_EXACT, type(None)}
+_CONTAINERS = (list, tuple, dict, set, frozenset)
+_read_flags = vars(type)["__flags__"].__get__
+_HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE, which built-in classes lack
+_RELATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    **{"Eq": operator.eq, "NotEq": operator.ne, "Is": operator.is_, "IsNot": operator.is_not},
+    **{"Lt": operator.lt, "LtE": operator.le, "Gt": operator.gt, "GtE": operator.ge},
+    "In": lambda left, right: left in right,
+    "NotIn": lambda left, right: left not in right,
+}
 
 
-def plain(value: Any) -> Any:
-    """``value`` as numbers, text and containers of these; TypeError for others, which equal no literal."""
-    if value is None:
-        return None
+class Opaque(TypeError):
+    """Raised for an object whose own methods would decide whether an assertion holds."""
+
+
+class Approximate:
+    """Equals numbers, and containers of numbers, within a tolerance: ``pytest.approx``."""
+
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
+        self._expected = expected
+        self._relative = rel if rel is not None else 0.0 if abs is not None else 1e-6
+        self._absolute = abs if abs is not None else 1e-12
+
+    def __eq__(self, actual: object) -> bool:
+        return self._is_near(actual, self._expected)
+
+    def _is_near(self, actual: Any, expected: Any) -> bool:
+        actual, expected = (value.tolist() if hasattr(value, "tolist") else value for value in (actual, expected))
+        if isinstance(expected, dict):
+            return actual.keys() == expected.keys() and all(self._is_near(actual[key], expected[key]) for key in actual)
+        if isinstance(expected, list | tuple):
+            return len(actual) == len(expected) and all(map(self._is_near, actual, expected))
+        tolerance = max(self._relative * abs(expected), self._absolute)
+        return bool(actual == expected or abs(actual - expected) <= tolerance < math.inf)
+
+
+def raises(kinds: Any, call: Any = None, *arguments: Any, match: Any = None, **named: Any) -> Any:
+    """Expect an exception, as ``pytest.raises``, ``assertRaises`` and ``assertRaisesRegex`` do."""
+    expected = _expect(kinds, match)
+    if call is None:
+        return expected
+    with expected as raised:
+        call(*arguments, **named)
+    return raised
+
+
+@contextmanager
+def _expect(kinds: Any, match: Any) -> Iterator[SimpleNamespace]:
+    raised = SimpleNamespace()
+    try:
+        yield raised
+    except kinds as error:
+        if match is not None and not __import__("re").search(match, str(error)):
+            raise
+        vars(raised).update(value=error, exception=error, type=type(error))
+    else:
+        raise AssertionError("nothing was raised")
+
+
+def plain(value: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
+    """``value`` as numbers, text and containers of these; ``otherwise`` takes what is none, or raises Opaque."""
+    if type(value) in _SCALARS:
+        return value
     for kind, exact in _EXACT.items():
         if isinstance(value, kind):
             return exact(value)
     if isinstance(value, list | tuple):
-        items = [plain(item) for item in value]
+        items = list(value)
+        if not set(map(type, items)) <= _SCALARS:
+            items = [plain(item, otherwise) for item in items]
         return items if isinstance(value, list) else tuple(items)
     if isinstance(value, dict):
-        return {plain(key): plain(item) for key, item in value.items()}
-    if isinstance(value, set | frozenset):
-        return {plain(item) for item in value}
+        return {plain(key, otherwise): plain(item, otherwise) for key, item in value.items()}
+    if isinstance(value, set | frozenset | KeysView | ItemsView):
+        return (frozenset if otherwise is not None else set)(plain(item, otherwise) for item in value)
     if getattr(value, "shape", None) == ():  # numpy's numbers
         return plain(value.item())
-    if isinstance(value, Number):  # Fraction, Decimal
-        return float(value)  # type: ignore[arg-type]
-    raise TypeError(f"no literal equals a {type(value).__name__}")
+    number = _exact_number(value) if isinstance(value, Number) else None
+    return number if number is not None else (otherwise or _refuse)(value)
+
+
+def _exact_number(value: Any) -> int | float | None:
+    """Return what a Fraction or Decimal equals, if a float or an integer does."""
+    for exact in (float, int):
+        with suppress(OverflowError, ValueError, TypeError):
+            if exact(value) == value:
+                return exact(value)
+    return None
+
+
+def _refuse(value: Any) -> Any:
+    raise Opaque(f"no literal equals a {type(value).__name__}")
+
+
+class Assertions:
+    """What rewritten tests call, by names such as ``__check__``."""
+
+    def __init__(self, say: Callable[[str], None], program: ModuleType) -> None:
+        self._say, self._program, self._modules = say, program, dict(sys.modules)
+        self._passed: set[int] = set()
+        self._unittest = sys.modules.get("unittest")
+        if self._unittest is not None:
+            case = self._case = self._unittest.TestCase
+            self._copy = type("Copy", (case,), dict(vars(case)))()
+            self._suite, self._load = self._unittest.TestSuite, self._unittest.TestLoader().loadTestsFromTestCase
+
+    def passed(self, number: int, value: Any = None) -> Any:
+        """Report an assertion; ``value`` is of an expression that raises where it fails."""
+        if number not in self._passed:
+            self._passed.add(number)
+            self._say(f"passed {number}")
+        return value
+
+    def check(self, number: int, value: Any) -> bool:
+        try:
+            value = self.known(value)
+        except Opaque:
+            if hasattr(type(value), "__getattr__"):  # it may be anything, as a Mock is
+                raise
+        holds = bool(value)
+        self.passed(number) if holds else self._say("failed")
+        return holds
+
+    def compare(self, number: int, value: Any) -> None:
+        self._say(f"compared {number} {plain(value)!r}")
+
+    def assertion(self, name: str, *arguments: Any, **named: Any) -> Any:
+        """Call a method of ``TestCase`` that the program cannot reach."""
+        return getattr(self._copy, name)(*(arguments if "Is" in name else map(self.known, arguments)), **named)
+
+    def holds(self, left: Any, relation: str, right: Any, *chained: Any) -> Any:
+        """Compare data as data; only objects of one class are compared by methods of the program."""
+        if chained:
+            return self.holds(left, relation, right) and self.holds(right, *chained)
+        compare = _RELATIONS[relation]
+        if (type(left) in _SCALARS and type(right) in _SCALARS) or relation in ("Is", "IsNot"):
+            return compare(left, right)
+        with suppress(Opaque):
+            return compare(self.known(left), self.known(right))
+        if relation in ("Eq", "NotEq"):
+            return self._are_equal(left, right) is (relation == "Eq")
+        if relation in ("In", "NotIn") and isinstance(right, _CONTAINERS):
+            return any(self.holds(left, "Eq", item) for item in right) is (relation == "In")
+        is_one_class = type(left) is type(right) and not isinstance(left, _CONTAINERS)
+        return (is_one_class or relation in ("In", "NotIn")) and compare(left, right)
+
+    def _are_equal(self, left: Any, right: Any) -> bool:
+        kind = next((kind for kind in _CONTAINERS if isinstance(left, kind)), None)
+        if kind is None:
+            return type(left) is type(right) and bool(left == right)
+        if not issubclass(type(right), kind) or len(left) != len(right):
+            return False
+        if kind in (list, tuple):
+            return all(self.holds(one, "Eq", other) for one, other in zip(left, right, strict=True))
+        has_items = all(self.holds(item, "In", list(right)) for item in left)
+        return has_items and (kind is not dict or all(self.holds(left[key], "Eq", right[key]) for key in left))
+
+    def known(self, value: Any) -> Any:
+        """Reduce ``value`` to plain data and objects of libraries that the tests import; others raise Opaque."""
+        return plain(value, self._find_library)
+
+    def _find_library(self, value: Any) -> Any:
+        kind = type(value)
+        is_owned = getattr(self._modules.get(kind.__module__), kind.__qualname__, None) is kind
+        is_library = is_owned and kind.__module__ != "unittest.mock"
+        if is_library or kind is Approximate or not _read_flags(kind) & _HEAP_TYPE:
+            return value
+        raise Opaque(f"a {kind.__name__} is no data")
+
+    def collect(self, tests: Any) -> None:
+        """Call a function or the methods of a class, as pytest and unittest do."""
+        if not isinstance(tests, type):
+            return _call(tests)
+        if self._unittest is not None and issubclass(tests, self._case):
+            self._suite(self._load(tests)).run(result := self._unittest.TestResult())
+            return self._say("failed") if result.errors or result.failures or result.skipped else None
+        is_case = tests.__name__.startswith("Test") and tests.__init__ is object.__init__  # type: ignore[misc]
+        for name, value in [(name, getattr(tests, name)) for name in dir(tests)] if is_case else ():
+            if isinstance(value, type) and name.startswith("Test"):
+                self.collect(value)
+            elif name.startswith("test"):
+                instance = tests()
+                for method in ("setup_class", "setup_method", name, "teardown_method"):
+                    _call(getattr(instance, method, list))
+        return None
+
+    def run(self, *texts: str) -> bool:
+        """Run tests, then what pytest and unittest would call; return False if a helper was replaced."""
+        helpers: dict[str, Any] = {f"__{name}__": getattr(self, name) for name in _HELPERS}
+        helpers["__raises__"] = raises
+        scope: dict[str, Any] = vars(self._program)
+        # Tests that patch the module patch it for the program, too.
+        scope.update(helpers, __builtins__=vars(builtins) if "builtins." in texts[0] else _BUILTINS.copy())
+        for text in texts:
+            exec(compile(text, "tests", "exec", dont_inherit=True), scope)
+        return all(scope.get(name) is helper for name, helper in helpers.items())
+
+
+_HELPERS = ("passed", "check", "compare", "assertion", "holds", "known", "collect")
+
+
+def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
+    result = function(*arguments, **named)
+    if hasattr(result, "cr_frame"):
+        __import__("asyncio").run(result)
+
+
+def _parametrize(names: Any, table: Any, ids: object = None) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    keys = names.replace(",", " ").split() if isinstance(names, str) else list(names)
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        def call(*owner: Any, **named: Any) -> None:
+            for row in table:
+                _call(function, *owner, **named, **dict(zip(keys, row if len(keys) > 1 else [row], strict=True)))
+
+        return call
+
+    return decorate
+
+
+_PYTEST = ModuleType("pytest")
+vars(_PYTEST).update(raises=raises, approx=Approximate, mark=SimpleNamespace(parametrize=_parametrize))
+vars(_PYTEST).update(param=lambda *row, **_: row if len(row) > 1 else row[0])
+
+
+def run_tested(file: str, channel: int, modules: list[str]) -> None:
+    os.set_inheritable(channel, False)
+    say, receive, leave, untraced = _speaker(channel), _receiver(channel), os._exit, (sys.settrace, sys.setprofile)
+    with open(file, encoding="utf-8") as opened:
+        code = compile(opened.read(), file, "exec", dont_inherit=True)
+    missing = ""
+    for module in modules:
+        try:
+            __import__(module.rstrip("?"))
+        except Exception as error:  # noqa: BLE001 - modules may raise anything
+            missing = missing if module.endswith("?") else f"{module} ({error})"
+    say(f"loaded {missing}")
+    program = ModuleType("program")  # what it does as a script is not tested
+    vars(program).update(__file__=os.path.abspath(file), __builtins__=builtins)  # not this module's
+    assertions, loaded = Assertions(say, program), sys.modules
+    modules_before = {**loaded, "pytest": _PYTEST, "__main__": program, **dict.fromkeys(PROGRAM_MODULES, program)}
+    places = [vars(module) for module in loaded.values() if isinstance(module, ModuleType)]
+    functions = [{name: value for name, value in names.items() if callable(value)} for names in places]
+    loaded["__main__"] = loaded["program"] = program
+    sys.argv = [file]
+    exec(code, vars(program))
+    say("ran")
+    for stop in untraced:
+        stop(None)
+    for names, values in zip(places, functions, strict=True):
+        names.update(values)
+    loaded.update(modules_before)
+    if assertions.run(*(receive().decode("utf-8", "surrogatepass") for _ in range(2))):
+        say(f"over {receive().decode()}")
+    leave(0)
 
 
 def _speaker(channel: int) -> Callable[[str], None]:
@@ -81,20 +308,21 @@ def _speaker(channel: int) -> Callable[[str], None]:
     return say
 
 
-def _receive(read: Callable[[int, int], bytes], channel: int) -> bytes:
-    """The next text that was sent, behind its size."""
-    return _read_exactly(read, channel, int.from_bytes(_read_exactly(read, channel, SIZE_BYTES), "little"))
+def _receiver(channel: int) -> Callable[[], bytes]:
+    """Return what reads the next text that was sent, behind its size."""
+    read = os.read
 
+    def read_exactly(size: int) -> bytes:
+        content = b""
+        while len(content) < size:
+            part = read(channel, size - len(content))
+            if not part:
+                raise EOFError("the other end closed")
+            content += part
+        return content
 
-def _read_exactly(read: Callable[[int, int], bytes], channel: int, size: int) -> bytes:
-    content = b""
-    while len(content) < size:
-        part = read(channel, size - len(content))
-        if not part:
-            raise EOFError("the other end closed")
-        content += part
-    return content
+    return lambda: read_exactly(int.from_bytes(read_exactly(SIZE_BYTES), "little"))
 
 
 if __name__ == "__main__":
-    run_tested("program.py", int(sys.argv[1]))
+    run_tested("program.py", int(sys.argv[1]), sys.argv[2:])
