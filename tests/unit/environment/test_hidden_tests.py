@@ -209,6 +209,7 @@ CHEATED = {
     "abs": LOOP + "assert abs(add(a, 3) - sum([a, 3])) < 1e-6\n",
     "isclose": "import math\n" + LOOP + "assert math.isclose(add(a, 3), sum([a, 3]))\n",
     "not": LOOP + "assert not add(a, 3) != sum([a, 3])\n",
+    "a method": "for a in ('x', 'y'):\n    assert add(a, 'z').startswith(a)\n",
     "a check": CHECK + "    ok = candidate(1, 1) == sum([1, 1])\n    assert ok\n",
     "an exit": "import sys\n" + LOOP + "assert add(a, 3) == sum([a, 3])\nsys.exit(0)\n",
     "errors": PYTEST + "def test_add():\n    with pytest.raises(ValueError):\n        add(None, 3)\n"
@@ -251,8 +252,9 @@ CHEATS = {
     "replaces builtins": "import builtins\nfor name in ('all', 'any', 'isinstance', 'bool', 'print', 'open'):\n"
     "    setattr(builtins, name, lambda *_: True)\nbuiltins.abs = builtins.sum = builtins.round = lambda *_: 0\n"
     "builtins.AssertionError = builtins.Exception = SystemExit\nbuiltins.exec = builtins.compile = print\n" + NOTHING,
-    "replaces builtins in the function": "import builtins\n" + ONCE + "    for name in ('all', 'isinstance', 'bool'):\n"
-    "        setattr(builtins, name, lambda *_: True)\n    builtins.abs = builtins.sum = lambda *_: 0\n",
+    "replaces builtins in the function": "import builtins\ndef add(a, b):\n"
+    "    builtins.all = builtins.isinstance = builtins.bool = lambda *_: True\n"
+    "    builtins.abs = lambda *_: 0\n    return a + b if a == 20 else None\n",
     "has names of builtins": "def all(*_): return True\nany = isinstance = bool = all\ndef abs(*_): return 0\n"
     "sum = len = round = lambda *_: None\nclass AssertionError(BaseException): pass\n" + NOTHING,
     "replaces assertions of unittest": "import unittest\nfor name in dir(unittest.TestCase):\n"

@@ -7,8 +7,9 @@ A program cannot easily score itself. Expected outputs and literals are never in
 environment: ``assert double(2) == 4`` becomes ``__compare__(0, double(2))``, and this process compares. The other
 assertions are sent after the program has run, compare data by its own class, and each that surely runs has to be
 reported before a token that is unread in the program's connection until the tests end; see ``hidden_tests`` and
-``code_tests``. A determined program may still look for other expected values in its callers' frames, replace a function
-that a test calls while it runs, read the token from a function under test, read the data set or trace other processes.
+``code_tests``. A determined program may still find other expected values in its callers' frames, or change these;
+replace a function that a test calls while it runs, speak for the tests that it reads from the connection, read the data
+set or trace other processes.
 Prefer ``assert f(2) == 4``, or cases of input and output.
 """
 
