@@ -197,13 +197,14 @@ def tutorial(here, executor):
     return subprocess.run(["sed", *shlex.split(line)], input=code, capture_output=True, text=True, check=True).stdout
 
 
-def test_rlites_tutorial_in_one_process(tmp_path, monkeypatch, capsys):
+def test_rlites_tutorial_twice_in_one_process_and_folder(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    try:
-        exec(compile(tutorial("local=True", "hf"), "tutorial", "exec"), {"__name__": "__main__"})
-    finally:
-        rl.shutdown()
-    assert "the tutorial has ended" in capsys.readouterr().out
+    for _ in range(2):
+        try:
+            exec(compile(tutorial("local=True", "hf"), "tutorial", "exec"), {"__name__": "__main__"})
+        finally:
+            rl.shutdown()
+        assert "the tutorial has ended" in capsys.readouterr().out
 
 
 @pytest.mark.ray

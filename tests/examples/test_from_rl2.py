@@ -49,14 +49,16 @@ def test_the_presets_are_what_the_readme_says_of_them():
 @pytest.mark.feature(4)
 @pytest.mark.slow
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda line: line.split("recipe.")[1].split()[0])
-def test_the_command_lines_of_the_guide_run(tmp_path, command):
+def test_each_command_of_the_guide_runs_twice_in_one_folder(tmp_path, command):
     write_tiny_model(tmp_path / "runs" / "tiny", hidden=32, layers=2)
     shutil.copytree(DATA, tmp_path / "docs" / "guides" / "from_rl2")
-    line = [sys.executable, "-m", "torch.distributed.run", f"--master_port={free_port()}", *shlex.split(command)]
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=DEADLINE_S, check=False)
-    assert done.returncode == 0, done.stderr
-    assert list((tmp_path / "runs").glob("*/*/model/*.safetensors"))
+    options = {"cwd": tmp_path, "env": env, "capture_output": True, "text": True, "timeout": DEADLINE_S, "check": False}
+    for count in (1, 2):
+        line = [sys.executable, "-m", "torch.distributed.run", f"--master_port={free_port()}", *shlex.split(command)]
+        done = subprocess.run(line, **options)
+        assert done.returncode == 0, done.stderr
+        assert len(list((tmp_path / "runs").glob("*/*/model/*.safetensors"))) == count
 
 
 @pytest.mark.slow

@@ -23,9 +23,10 @@ def guide_job(tmp_path):
     return replace(spec, job_dir=tmp_path)
 
 
-def test_the_guides_blocks_run_in_one_process(tmp_path):
-    status = run_here(check_job(guide_job(tmp_path), local=True))
-    assert status.phase is Phase.FINISHED, status.cause
+def test_the_guides_blocks_run_twice_in_one_folder(tmp_path):
+    for name in ("first", "second"):
+        status = run_here(check_job(guide_job(tmp_path / name), local=True))
+        assert status.phase is Phase.FINISHED, status.cause
 
 
 @pytest.mark.slow

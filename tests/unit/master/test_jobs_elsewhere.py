@@ -170,8 +170,10 @@ def test_a_job_of_a_master_elsewhere_runs_while_it_shows_life_unless_its_cluster
     folder, history = run_elsewhere
     (record,) = folder.glob("owner.*.json")
     os.utime(record, (time.time() - shown_s,) * 2)
+    (folder / "metrics.jsonl").write_text('{"step": 3, "reward/mean": 0.25}\n', encoding="utf-8")
     view = view_of_folder("mine", folder, history, asked)
     assert (view.phase, view.ended) == (phase, phase == "lost")
+    assert (view.step, view.reward) == (3, 0.25)
     assert ("(Ray, on " in view.reason and view.reason.endswith("alive within the last 60 s")) == (phase == "running")
 
 

@@ -17,7 +17,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import check_job_name, hint, resume_command
 from dlrover.python.rl.control.recovery import completed_recoveries
 from dlrover.python.rl.master.operations.history import JobHistory, RunHistory
-from dlrover.python.rl.master.process.status import JobStatus, RunningProcess
+from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, reward_of
 from dlrover.python.rl.runtime.owner import Owner, newest_owner
 from dlrover.python.rl.runtime.run_folder import CLUSTER, in_use
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter
@@ -140,7 +140,7 @@ def view_of_folder(name: str, folder: Path, history: RunHistory, asked: str = ""
         phase=state.phase.value if over else "running" if holder else "lost",
         ended=holder is None,
         step=int(last.get("step", 0)),
-        reward=float(last.get("reward", nan)),
+        reward=float(reward_of(last)),
         started_s=history.began_s,
         elapsed_s=history.last_s - history.began_s,
         restarts=state.restarts,
