@@ -56,7 +56,7 @@ def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_p
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "dlrover", tmp_path / "dlrover", ignore=shutil.ignore_patterns("__pycache__"))
     sources = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover").rglob("*.py")}
-    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover/python/rl/recipe").glob("*.yaml")}
+    recipes = {path.relative_to(ROOT).as_posix() for path in (ROOT / "dlrover/python/rl/recipe").rglob("*.yaml")}
     command = [sys.executable, "-c", BUILD, str(tmp_path / "out")]
     ran = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 0, ran.stderr
