@@ -129,23 +129,15 @@ _SHOWN = 20
 _MARK = b"\xef\xbb\xbf"
 
 
-def scan_jsonl(path: str | Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Return the good rows of a JSON Lines file with their line numbers, and an error for each bad line."""
+def scan_jsonl(path: str | Path, may_be_array: bool = False) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """Return the good rows of a JSON Lines file with their line numbers, and an error for each bad line. A file that
+    ``may_be_array`` is, if it begins with ``[``, an array of objects, which are numbered from 1."""
     path = Path(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        return [], [ConfigError(str(path), describe_unreadable(path, error))]
-    return _lines(path, content.removeprefix(_MARK))
-
-
-def scan_json(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """The same for a JSON file: an array of objects, numbered from 1, or JSON Lines under another name."""
     try:
         content = path.read_bytes().removeprefix(_MARK)
     except OSError as error:
         return [], [ConfigError(str(path), describe_unreadable(path, error))]
-    if not content.lstrip().startswith(b"["):
+    if not may_be_array or not content.lstrip().startswith(b"["):
         return _lines(path, content)
     try:
         items = _parse(content)
