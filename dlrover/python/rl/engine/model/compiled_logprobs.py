@@ -35,7 +35,7 @@ def gradient(  # noqa: PLR0913 - the factors of the formula
     entropies: Any,
     by_entropy: Any,
 ) -> Any:
-    """Of log-probs at one place of each row, and of the entropies unless ``by_entropy`` is None; see
+    """The gradient of log-probs at one place of each row, and of entropies unless ``by_entropy`` is None; see
     ``outputs._TokenLogprobs``. ``by_target`` is 0 where another rank has the place."""
     at_target = torch.arange(logits.shape[1], device=logits.device)[None] == places
     logprobs = (logits.float() - most[:, None]) / temperature - log_total[:, None]

@@ -133,7 +133,7 @@ def _check_step(target: Any, name: str) -> None:
 
 
 def find_argument_fault(function: Callable[..., Any], named: Mapping[str, Any], *positions: str) -> str:
-    """Why ``function`` does not take these arguments, with the nearest name; "" if it does."""
+    """Say why ``function`` does not take these arguments, with the nearest name; "" if it does."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Some C functions have no signature.
