@@ -57,7 +57,7 @@ def test_arguments_of_a_row_and_of_the_job_reach_the_template(make_tokenizer, ki
 
 
 @pytest.mark.parametrize(
-    ("row", "fault"),
+    ("row", "fault"),  # before, each row was taken, and its arguments were dropped
     [
         ({**SFT, "tools": "hammer"}, "'tools' must be a list of"),
         ({**SFT, "tools": ["hammer"]}, "'tools' must be a list of"),
@@ -103,14 +103,15 @@ def test_prompts_keep_the_arguments_of_their_rows(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet"])
 @pytest.mark.parametrize(
-    ("reader", "row", "keys", "unused"),
+    ("reader", "row", "keys", "unused", "before"),
     [
-        (SFT_ROWS, {**SFT, "id": "1", "tool": "x"}, {}, ["id", "tool (did you mean 'tools'?)"]),
-        (SFT_ROWS, {"prompt": "Q", "response": "A", "prompt_id": "1"}, {}, ["prompt_id"]),
-        (PAIR_ROWS, {**PAIR, "score_chosen": 1.0}, {"source": "score_chosen"}, ["source"]),
-        (PAIR_ROWS, PAIR, {}, []),
-        (PROMPT_ROWS, {"prompt": "Q", "answer": "A", "level": "1"}, {}, []),
+        # "before": what the commit before the first of these rows logged of Parquet files, of JSON Lines nothing
+        (SFT_ROWS, {**SFT, "id": "1", "tool": "x"}, {}, ["id", "tool (did you mean 'tools'?)"], []),
+        (SFT_ROWS, {"prompt": "Q", "response": "A", "prompt_id": "1"}, {}, ["prompt_id"], []),
+        (PAIR_ROWS, {**PAIR, "score_chosen": 1.0}, {"source": "score_chosen"}, ["source"], ["source"]),
+        (PAIR_ROWS, PAIR, {}, [], []),
+        (PROMPT_ROWS, {"prompt": "Q", "answer": "A", "level": "1"}, {}, [], []),
     ],
 )
-def test_columns_that_nothing_reads_are_named(tmp_path, kind, reader, row, keys, unused):
-    assert reader.read(write(tmp_path, kind, [row, row]), keys).unused == unused
+def test_columns_that_nothing_reads_are_named(tmp_path, kind, reader, row, keys, unused, before):
+    assert reader.read(write(tmp_path, kind, [row, row]), keys).unused == unused, f"before: {before}"

@@ -1,13 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The arithmetic task."""
 
-import asyncio
 import re
 
 import pytest
 
-from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.environment.verifiers.arithmetic import ArithmeticEnvironment, EnvBase, MathDataset
+from dlrover.python.rl.environment.verifiers.arithmetic import EnvBase, MathDataset
 
 PYTHON = {"+": int.__add__, "-": int.__sub__, "*": int.__mul__, "/": int.__floordiv__}
 
@@ -90,29 +88,3 @@ def test_a_problem_of_ones_own():
     assert Shout([{"role": "user", "content": "shout"}]).get_reward("HEY") == 1.0
     with pytest.raises(NotImplementedError, match=r"EnvBase must define get_reward"):
         EnvBase(prompt=[], answer=3).get_reward("3")
-
-
-def test_one_turn_of_the_environment():
-    dataset = MathDataset(3)
-
-    async def episode():
-        environment = ArithmeticEnvironment(dataset)
-        states = [await environment.reset(info) for info in ({}, {}, {"idx": 5}, {})]
-        right = await environment.step(states[1], rf"\boxed{{{dataset[1].answer}}}", {"idx": 1})
-        wrong = await environment.step(states[1], rf"\boxed{{{dataset[1].answer + 3}}}", {})
-        with pytest.raises(DataError, match="no question of this environment: 'what'"):
-            await environment.step("what", "", {})
-        await environment.close({})
-        await environment.shutdown()
-        return states, right, wrong
-
-    states, right, wrong = asyncio.run(episode())
-    assert states == [dataset[index].question for index in (0, 1, 2, 2)]
-    assert (right.reward, right.score, right.done, right.next_state) == (0.0, 1.0, True, None)
-    assert right.extra_info == {"idx": 1}
-    assert (wrong.reward, wrong.score) == (-9.0, 0.0)
-
-
-def test_an_environment_needs_problems():
-    with pytest.raises(ValueError, match="at least one problem"):
-        ArithmeticEnvironment([])

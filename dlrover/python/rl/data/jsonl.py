@@ -60,13 +60,13 @@ def drop_nulls_of_calls(row: Mapping[str, Any]) -> dict[str, Any]:
 def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments of the chat template that a row has: ``chat_template_kwargs``, with its ``tools`` among
     them. Either may be JSON text, as tables have it where the tools of rows differ."""
-    tools, kwargs = (_decode(row.get(key)) for key in TEMPLATE_KEYS)
+    tools, kwargs = (decode_json(row.get(key)) for key in TEMPLATE_KEYS)
     return {**(kwargs or {}), **({"tools": tools} if tools else {})}
 
 
 def find_template_faults(row: Mapping[str, Any]) -> list[str]:
     """Everything wrong with the arguments of the chat template that a row has, which has to have messages for them."""
-    tools, kwargs = (_decode(row.get(key)) for key in TEMPLATE_KEYS)
+    tools, kwargs = (decode_json(row.get(key)) for key in TEMPLATE_KEYS)
     faults = [fault for key in TEMPLATE_KEYS for fault in surrogate_faults(key, row.get(key))]
     if tools and not (isinstance(tools, list) and all(isinstance(tool, dict) for tool in tools)):
         faults.append('\'tools\' must be a list of {"type": "function", "function": {...}}, or its JSON text')
@@ -78,8 +78,8 @@ def find_template_faults(row: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def _decode(value: Any) -> Any:
-    """The value of JSON text; anything else as it is."""
+def decode_json(value: Any) -> Any:
+    """The value of JSON text, as tables have it; anything else as it is."""
     try:
         return json.loads(value) if isinstance(value, str) and value else value
     except (ValueError, RecursionError):
@@ -129,23 +129,15 @@ _SHOWN = 20
 _MARK = b"\xef\xbb\xbf"
 
 
-def scan_jsonl(path: str | Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Return the good rows of a JSON Lines file with their line numbers, and an error for each bad line."""
+def scan_jsonl(path: str | Path, may_be_array: bool = False) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """Return the good rows of a JSON Lines file with their line numbers, and an error for each bad line. A file that
+    ``may_be_array`` is, if it begins with ``[``, an array of objects, which are numbered from 1."""
     path = Path(path)
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        return [], [ConfigError(str(path), describe_unreadable(path, error))]
-    return _lines(path, content.removeprefix(_MARK))
-
-
-def scan_json(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """The same for a JSON file: an array of objects, numbered from 1, or JSON Lines under another name."""
     try:
         content = path.read_bytes().removeprefix(_MARK)
     except OSError as error:
         return [], [ConfigError(str(path), describe_unreadable(path, error))]
-    if not content.lstrip().startswith(b"["):
+    if not may_be_array or not content.lstrip().startswith(b"["):
         return _lines(path, content)
     try:
         items = _parse(content)

@@ -18,6 +18,7 @@ from dlrover.python.rl.data.conversation import (
     encode_pieces,
     encode_raw,
     encode_rows,
+    fit_length,
     make_renderer,
     messages_before_answer,
 )
@@ -62,7 +63,12 @@ def encode_pairs(rows: SourceRows, tokenizer: Tokenizer, encoding: PairEncoding 
     def fit(pair: list[Encoded]) -> list[Encoded]:
         nonlocal equal
         equal += pair[0] == pair[1]
-        return [_mask(item, settings.masked) for item in _fit(pair, settings)]
+        fitting = fit_length(pair, settings.max_length, settings.over_long)
+        if len(fitting) < 2 or fitting[0] == fitting[1]:
+            return []
+        if settings.masked == "answer":
+            return [item.with_mask(item.action_mask) for item in fitting]
+        return [Encoded(item.tokens, [False] * (len(item.tokens) - 1) + [True]) for item in fitting]
 
     def nothing_left() -> str:
         reasons = {"with equal answers": equal, f"at {settings.max_length} tokens": len(rows) - equal}
@@ -149,25 +155,6 @@ def _encode_side(tokenizer: Tokenizer, render: Render, messages: list[Any], begi
                         " one answer")  # fmt: skip
     # In pieces: the text before the answer has the same tokens on both sides, and as in inference.
     return encode_pieces(tokenizer, text[: spans[-1][1][1]], [span for _, span in spans])
-
-
-def _fit(pair: list[Encoded], settings: PairEncoding) -> list[Encoded]:
-    """The pair, cut; empty if it is dropped."""
-    longest = max(len(item.tokens) for item in pair)
-    if settings.max_length is not None and longest > settings.max_length:
-        if settings.over_long == "refuse":
-            raise DataError(f"{longest} tokens, {settings.max_length} at most")
-        if settings.over_long == "drop":
-            return []
-        pair = [item.cut(settings.max_length) for item in pair]
-    chosen, rejected = pair
-    return pair if chosen != rejected and chosen.trained and rejected.trained else []
-
-
-def _mask(item: Encoded, masked: Masked) -> Encoded:
-    if masked == "last":
-        return Encoded(item.tokens, [False] * (len(item.tokens) - 1) + [True])
-    return Encoded(item.tokens, [False, *item.action_mask[1:]])
 
 
 def _faults(row: Mapping[str, Any]) -> list[str]:

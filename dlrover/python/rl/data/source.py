@@ -7,6 +7,7 @@ import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from hashlib import blake2b
 from itertools import combinations, islice
 from operator import itemgetter
@@ -22,7 +23,6 @@ from dlrover.python.rl.data.jsonl import (
     drop_nulls_of_calls,
     normalize_row,
     raise_errors,
-    scan_json,
     scan_jsonl,
     sort_by_line,
 )
@@ -247,6 +247,7 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     path = Path(address.place).expanduser()
     if path.is_dir():
         return *_load(address, str(path)), True
+    scan_json = partial(scan_jsonl, may_be_array=True)
     readers = dict(zip(_FILES, (scan_json, scan_jsonl, scan_csv, scan_arrow, scan_arrow), strict=True))
     read = readers.get(path.suffix.lower())
     if read is not None:

@@ -18,10 +18,3 @@ def write_address(state: Path, address: str) -> None:
     temporary = state / f"{ADDRESS}.{os.getpid()}"
     temporary.write_text(f"{address}\n", encoding="ascii")
     temporary.replace(state / ADDRESS)
-
-
-def read_address(state: Path) -> str | None:
-    try:
-        return (state / ADDRESS).read_text(encoding="ascii").strip() or None
-    except OSError:
-        return None

@@ -25,16 +25,6 @@ def sums(logits: Any, most: Any, temperature: float) -> tuple[Any, Any]:
 
 
 def gradient(  # noqa: PLR0913 - the factors of the formula
-    logits: Any, most: Any, log_total: Any, places: Any, by_target: Any, by_logprob: Any, temperature: float
-) -> Any:
-    """Of log-probs at one place of each row; see ``outputs._TokenLogprobs``. ``by_target`` is 0 where another rank has
-    the place."""
-    at_target = torch.arange(logits.shape[1], device=logits.device)[None] == places
-    shares = ((logits.float() - most[:, None]) / temperature - log_total[:, None]).exp()
-    return ((torch.where(at_target, by_target, 0.0) - shares * by_logprob) / temperature).to(logits.dtype)
-
-
-def gradient_with_entropy(  # noqa: PLR0913 - the factors of the formula
     logits: Any,
     most: Any,
     log_total: Any,
@@ -45,10 +35,13 @@ def gradient_with_entropy(  # noqa: PLR0913 - the factors of the formula
     entropies: Any,
     by_entropy: Any,
 ) -> Any:
-    """The same, and of the entropies."""
+    """The gradient of log-probs at one place of each row, and of entropies unless ``by_entropy`` is None; see
+    ``outputs._TokenLogprobs``. ``by_target`` is 0 where another rank has the place."""
     at_target = torch.arange(logits.shape[1], device=logits.device)[None] == places
     logprobs = (logits.float() - most[:, None]) / temperature - log_total[:, None]
-    slope = by_logprob + (logprobs.clamp(min=LOWEST) + entropies[:, None]) * by_entropy[:, None]
+    slope = by_logprob
+    if by_entropy is not None:
+        slope = slope + (logprobs.clamp(min=LOWEST) + entropies[:, None]) * by_entropy[:, None]
     return ((torch.where(at_target, by_target, 0.0) - logprobs.exp() * slope) / temperature).to(logits.dtype)
 
 

@@ -117,8 +117,9 @@ class _TokenLogprobs(torch.autograd.Function):
             by_logprob = torch.zeros_like(mine, dtype=log_total.dtype)
         by_target = torch.where(mine, by_logprob, 0.0)
         if places.shape[1] == 1 and compiled_logprobs.applies_to(logits):
-            factors = every.detach(), most.detach(), log_total.detach(), places, by_target, by_logprob, ctx.temperature
-            gradient = _compiled_gradient(factors, entropies.detach(), by_entropy)
+            saved = every.detach(), most.detach(), log_total.detach(), places, by_target, by_logprob
+            compute = compiled_logprobs.compiled(compiled_logprobs.gradient)
+            gradient = compute(*saved, ctx.temperature, entropies.detach(), by_entropy)
             gradient[:, ctx.columns :] = 0.0
             return gradient, *[None] * 5
         gradient = torch.empty_like(every)
@@ -140,12 +141,6 @@ class _TokenLogprobs(torch.autograd.Function):
 def _select_columns(logits: Any, columns: int) -> Any:
     """The first ``columns``; of none, one that has no probability, for the sums over all ranks."""
     return logits[:, :columns] if columns else logits.new_full((len(logits), 1), -torch.inf)
-
-
-def _compiled_gradient(factors: tuple[Any, ...], entropies: Any, by_entropy: Any) -> Any:
-    if by_entropy is None:
-        return compiled_logprobs.compiled(compiled_logprobs.gradient)(*factors)
-    return compiled_logprobs.compiled(compiled_logprobs.gradient_with_entropy)(*factors, entropies, by_entropy)
 
 
 def _chunks(logits: Any) -> list[slice]:

@@ -105,7 +105,8 @@ def find_environment(where: str, options: Mapping[str, Any] | None = None) -> An
     target, is_member = _import_target(where)
     where = readable_name(where)
     if _is_made(target):
-        _check_options(where, target, options or {})
+        if fault := find_argument_fault(target, options or {}):
+            raise EnvironmentFailed(f"{where} does not take its options: {fault}")
     elif options:
         reason = "is an object, which takes" if is_member else "is made of functions, which take"
         raise EnvironmentFailed(f"{where} {reason} no options: {', '.join(options)}")
@@ -125,36 +126,22 @@ def _check_step(target: Any, name: str) -> None:
         raise EnvironmentFailed(f"{name} has no function 'step'{hint('step', names)}")
     for call, arguments in _CALLS.items():
         function = getattr(target, call, None)
-        if callable(function) and (fault := _find_position_fault(target, call, function, arguments)):
+        is_unbound = isinstance(target, type) and inspect.isfunction(inspect.getattr_static(target, call, None))
+        positions = ("self", *arguments) if is_unbound else arguments
+        if callable(function) and (fault := find_argument_fault(function, {}, *positions)):
             raise EnvironmentFailed(f"{name}: {call} is called with ({', '.join(arguments)}): {fault}")
 
 
-def _find_position_fault(target: Any, call: str, function: Callable[..., Any], arguments: tuple[str, ...]) -> str:
-    is_unbound = isinstance(target, type) and inspect.isfunction(inspect.getattr_static(target, call, None))
-    try:
-        inspect.signature(function).bind(*(("self",) if is_unbound else ()), *arguments)
-    except TypeError as error:
-        return str(error)
-    except ValueError:  # Some C functions have no signature.
-        pass
-    return ""
-
-
-def _check_options(where: str, maker: Callable[..., Any], options: Mapping[str, Any]) -> None:
-    if fault := find_argument_fault(maker, options):
-        raise EnvironmentFailed(f"{where} does not take its options: {fault}")
-
-
-def find_argument_fault(function: Callable[..., Any], arguments: Mapping[str, Any]) -> str:
-    """Why ``function`` does not take these keyword arguments, with the nearest name; "" if it does."""
+def find_argument_fault(function: Callable[..., Any], named: Mapping[str, Any], *positions: str) -> str:
+    """Say why ``function`` does not take these arguments, with the nearest name; "" if it does."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # Some C functions have no signature.
         return ""
     try:
-        signature.bind(**arguments)
+        signature.bind(*positions, **named)
     except TypeError as error:
-        unknown = next((name for name in arguments if name not in signature.parameters), "")
+        unknown = next((name for name in named if name not in signature.parameters), "")
         return f"{error}{hint(unknown[:100], signature.parameters) if unknown else ''}"
     return ""
 

@@ -29,23 +29,25 @@ def make_assistant_message(text: str, turn: int = 0) -> Message:
     parsed = [
         {"id": f"call{turn:03d}{index:02d}", "type": "function", "function": function}
         for index, function in enumerate(functions)
-        if function is not None
+        if isinstance(function, dict)
     ]
     if len(parsed) == len(calls) > 0:
         return {"role": "assistant", "content": f"{thoughts}{around}".strip(), "tool_calls": parsed}
     return {"role": "assistant", "content": text, **({"tool_calls": parsed} if parsed else {})}
 
 
-def parse_call(text: str) -> dict[str, Any] | None:
-    """The name and the arguments of a call; None if it is malformed."""
+def parse_call(text: str) -> dict[str, Any] | str:
+    """The name and the arguments of a call; or why it is malformed."""
     try:
         call = replace_surrogates(json.loads(text))
-    except (ValueError, RecursionError):
-        return None
+    except (ValueError, RecursionError) as error:
+        return f"the call is no JSON: {error}"
     if not isinstance(call, dict) or not isinstance(call.get("name"), str):
-        return None
-    arguments = call.get("arguments", {})
-    return {"name": call["name"], "arguments": arguments} if isinstance(arguments, dict) else None
+        return 'a call is {"name": ..., "arguments": {...}}'
+    name, arguments = call["name"], call.get("arguments", {})
+    if not isinstance(arguments, dict):
+        return f"the arguments of '{name[:100]}' must be an object, not {type(arguments).__name__}"
+    return {"name": name, "arguments": arguments}
 
 
 def validate_messages(name: str, messages: list[Any], max_length: int) -> list[Message]:

@@ -13,7 +13,6 @@ elsewhere it separates numbers (``in 2024 100 people``), as the other two always
 The text is hostile: nothing is evaluated, and time is linear in its length."""
 
 import re
-from array import array
 from decimal import Decimal, InvalidOperation
 from fractions import Fraction
 
@@ -56,22 +55,17 @@ _NO_WORDS = re.compile(r"(?:[^\w\\]|_|\\(?:times|cdot|div|pm|ast|q?quad)(?![A-Za
 
 def boxed_answer(text: str) -> str | None:
     """The content of the last ``\boxed{...}`` with a closing brace, nested braces included; None without one."""
-    starts, depths = array("q"), array("q")  # Of the boxes still open; compact, for there may be a million of them.
-    depth = 0
     last = (-1, -1)
+    starts: list[int] = []  # of the contents of the braces that are open; -1 for those of no box
     for match in _BRACES.finditer(text, max(text.find(r"\boxed"), 0)):
         token = match.group()
         if token == "}":
-            depth = max(depth - 1, 0)
-            if depths and depths[-1] == depth:
-                depths.pop()
-                last = max(last, (starts.pop(), match.start()))
+            start = starts.pop() if starts else -1
+            last = max(last, (start, match.start())) if start >= 0 else last
         elif token == "{":
-            depth += 1
-        elif token[-1] == "{" and len(token) > 2:
+            starts.append(-1)
+        elif token.endswith("{") and len(token) > 2:
             starts.append(match.end())
-            depths.append(depth)
-            depth += 1
     return text[slice(*last)] if last[0] >= 0 else None
 
 
@@ -150,12 +144,10 @@ def _given_answer(completion: str) -> str | None:
     boxed = boxed_answer(completion)
     if boxed is not None:
         return boxed
-    end = len(completion)
-    while (at := completion.rfind("####", 0, end)) >= 0:
-        line = completion[at:end].lstrip("#").partition("\n")[0]
+    for part in reversed(completion.split("####")[1:]):
+        line = part.lstrip("#").partition("\n")[0]
         if _MARKED_NUMBER.match(line):
             return line.strip()
-        end = at
     return None
 
 

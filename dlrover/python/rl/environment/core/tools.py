@@ -22,7 +22,6 @@ from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.conversation import find_think_prefix
 from dlrover.python.rl.data.model_text import split_calls, split_thoughts
-from dlrover.python.rl.data.surrogates import replace_surrogates
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.functions import call_async, find_argument_fault, load_function
 from dlrover.python.rl.environment.core.messages import Message, State, parse_call
@@ -103,7 +102,7 @@ class ToolEnvironment:
             shown = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
             return StepResult(f"{state}{text}{self._turn.replace('{responses}', shown)}", 0.0, 0.0, False, extra_info)
         messages = [{"role": "tool", "content": response} for response in responses]
-        parsed = [message for message, call in zip(messages, calls, strict=True) if parse_call(call) is not None]
+        parsed = [message for message, call in zip(messages, calls, strict=True) if isinstance(parse_call(call), dict)]
         for message, call in zip(parsed, requested, strict=False):
             message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         return StepResult(messages, 0.0, 0.0, False, extra_info)
@@ -116,10 +115,9 @@ class ToolEnvironment:
 
     async def _response(self, call: str) -> str:
         """Return the result of a call, or the error."""
-        try:
-            function = self._bound(call)
-        except _BadCall as error:
-            return f"error: {error}"
+        function = self._bound(call)
+        if isinstance(function, str):
+            return f"error: {function}"
         try:
             result = await call_async(function)
             shown = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
@@ -131,21 +129,16 @@ class ToolEnvironment:
             return shown
         return f"{shown[: self._longest_result]}\n(cut: {self._longest_result} of {len(shown)} characters)"
 
-    def _bound(self, call: str) -> Callable[[], Any]:
-        """The tool with the arguments of a call, or _BadCall."""
-        try:
-            request = replace_surrogates(json.loads(call))
-        except (ValueError, RecursionError) as error:
-            raise _BadCall(f"the call is no JSON: {error}") from error
-        if not isinstance(request, dict) or not isinstance(request.get("name"), str):
-            raise _BadCall('a call is {"name": ..., "arguments": {...}}')
-        name, arguments = request["name"], request.get("arguments", {})
+    def _bound(self, text: str) -> Callable[[], Any] | str:
+        """The tool with the arguments of a call; or why the call cannot be made."""
+        call = parse_call(text)
+        if isinstance(call, str):
+            return call
+        name, arguments = call["name"], call["arguments"]
         if name not in self._tools:
-            raise _BadCall(f"there is no tool '{name[:100]}'{hint(name[:100], self._tools)}")
-        if not isinstance(arguments, dict):
-            raise _BadCall(f"the arguments of '{name}' must be an object, not {type(arguments).__name__}")
+            return f"there is no tool '{name[:100]}'{hint(name[:100], self._tools)}"
         if fault := find_argument_fault(self._tools[name], arguments):
-            raise _BadCall(f"'{name}' does not take these arguments: {fault}")
+            return f"'{name}' does not take these arguments: {fault}"
         return partial(self._tools[name], **arguments)
 
 
@@ -171,7 +164,3 @@ def describe_tool(name: str, function: Callable[..., Any]) -> dict[str, Any]:
 def _describe_type(annotation: Any) -> dict[str, str]:
     kind = _TYPES.get(get_origin(annotation) or annotation) or _NAMED_TYPES.get(annotation)
     return {"type": kind} if kind else {}
-
-
-class _BadCall(Exception):
-    """What the policy wrote is no call of a tool."""

@@ -5,11 +5,9 @@ import operator
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias, overload
+from typing import Literal, TypeAlias, overload
 
-from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.rewards import boxed_answer, decimal_value
 
 Operand: TypeAlias = Literal["add", "mult", "substraction", "subtraction", "division"]
@@ -94,35 +92,6 @@ class MathDataset(Sequence[ArithmeticProblem]):
 
     def __getitem__(self, index: int | slice) -> ArithmeticProblem | list[ArithmeticProblem]:
         return self._problems[index]
-
-
-class ArithmeticEnvironment:
-    """One turn: a question of ``dataset``, the policy's answer, its reward. ``score`` is 1.0 for the exact answer."""
-
-    def __init__(self, dataset: Sequence[ArithmeticProblem]) -> None:
-        if not dataset:
-            raise ValueError("an environment needs a dataset with at least one problem")
-        self._dataset = dataset
-        self._by_question = {problem.question: problem for problem in dataset}
-        self._next = 0
-
-    async def reset(self, extra_info: dict[str, Any]) -> str:
-        """The question ``extra_info["idx"]`` modulo the dataset's size; by default the next one."""
-        index = extra_info.get("idx")
-        if index is None:
-            index, self._next = self._next, self._next + 1
-        return self._dataset[index % len(self._dataset)].question
-
-    async def step(self, state: str, action: str, extra_info: dict[str, Any]) -> StepResult:
-        problem = self._by_question.get(state)
-        if problem is None:
-            raise DataError(f"no question of this environment: {state[:200]!r}")
-        reward = problem.get_reward(action)
-        return StepResult(next_state=None, reward=reward, score=float(reward == 0.0), done=True, extra_info=extra_info)
-
-    async def close(self, extra_info: dict[str, Any]) -> None: ...
-
-    async def shutdown(self) -> None: ...
 
 
 def _draw(rng: random.Random, low: int, high: int, operand: str) -> ArithmeticProblem:

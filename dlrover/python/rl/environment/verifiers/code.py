@@ -13,7 +13,6 @@ set or trace other processes.
 Prefer ``assert f(2) == 4``, or cases of input and output.
 """
 
-import json
 import os
 import re
 import secrets
@@ -30,6 +29,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from dlrover.python.rl.data.jsonl import decode_json
 from dlrover.python.rl.data.model_text import ignore_thoughts
 from dlrover.python.rl.environment.sandbox.child_process import stand_guard
 from dlrover.python.rl.environment.sandbox.confinement import (
@@ -42,8 +42,6 @@ from dlrover.python.rl.environment.sandbox.scratch import scratch_folder
 from dlrover.python.rl.environment.verifiers.code_tests import SIZE_BYTES
 from dlrover.python.rl.environment.verifiers.hidden_tests import HiddenTests, hide_expected
 
-_FENCE = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})[ \t]*(\w*)")
-_LIST_MARKER = re.compile(r"(?:[-+*]|\d{1,9}[.)])(?: {1,4}(?=\S)|[ \t])")
 _EXIT_S = 10.0
 _TESTED = Path(__file__).with_name("code_tests.py")
 
@@ -195,39 +193,20 @@ def become(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str,
 
 
 def code_block(text: str) -> str | None:
-    """The last fenced block of Python, or else the last of no named language, in ``text``; None when there is none."""
-    blocks = list(_fenced_blocks(text))
-    named = [body for language, body in blocks if language.lower() in ("python", "py", "python3")]
-    found = named or [body for language, body in blocks if not language]
-    return textwrap.dedent(found[-1]) if found else None
+    """The last fenced block of Python, or else the last of no named language, in ``text``; None when there is none.
 
+    Blocks in quotes are not read. Time is linear in the text's length: at worst some seconds for a million characters.
+    """
+    from markdown_it import MarkdownIt  # imported on demand: the process of each program imports this module
 
-def _fenced_blocks(text: str) -> Iterator[tuple[str, str]]:
-    """Yield language and content of each block by CommonMark's rule for fences, in linear time; quotes are not read.
-
-    A fence has up to three columns of indentation in its list item; a block without an end extends to the text's."""
-    items = [0]  # the columns where the content of open list items begins
-    fence, language, body, margin = "", "", [""], 0
-    for line in re.split("\r\n|\n|\r", text):
-        content = line.strip()
-        column = len(line.expandtabs(4)) - len(line.expandtabs(4).lstrip())
-        if fence:
-            if len(content) >= len(fence) and set(content) == {fence[0]} and column < items[-1] + 4:
-                yield language, "".join(body)
-                fence = ""
-            else:
-                body.append(line[min(margin, len(line) - len(line.lstrip(" "))) :] + "\n")
-            continue
-        while column < items[-1] and content:
-            items.pop()
-        position = line.find(content)
-        while column < items[-1] + 4 and (marker := _LIST_MARKER.match(line, position)):
-            position, column = marker.end(), column + len(marker[0].expandtabs(4))
-            items.append(column)
-        if column < items[-1] + 4 and (opening := _FENCE.match(line, position)):
-            fence, language, body, margin = opening[1], opening[2], [], column
-    if fence:
-        yield language, "".join(body)
+    markdown = MarkdownIt("zero").enable(["code", "fence", "list"]).disable("inline")
+    blocks: dict[str, str] = {}
+    for token in markdown.parse(f"{text}\n"):
+        if token.type == "fence":
+            language = re.split(r"\W", token.info.strip().lower(), maxsplit=1)[0]
+            blocks["python" if language in ("py", "python3") else language] = token.content
+    program = blocks.get("python", blocks.get(""))
+    return None if program is None else textwrap.dedent(program)
 
 
 @ignore_thoughts
@@ -249,7 +228,7 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     Raises:
         ValueError: there are no tests, they are neither, nothing in them could fail, or they need what is not here.
     """
-    tests = _as_cases(extra_info.get("tests"))
+    tests = decode_json(extra_info.get("tests"))
     if not tests or not (isinstance(tests, str) or all(_is_case(case) for case in tests)):
         raise ValueError("extra_info['tests'] must be Python text, or a list of {'input': ..., 'output': ...}")
     hidden = hide_expected(tests, str(extra_info.get("entry_point") or "")) if isinstance(tests, str) else None
@@ -262,14 +241,6 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
         return float(passes_tests(program, hidden, limits))
     deadline_s = time.monotonic() + limits.timeout_s
     return float(all(_prints(program, case, limits, deadline_s) for case in tests))
-
-
-def _as_cases(tests: Any) -> Any:
-    """The value of JSON, as tables have it; other text as it is."""
-    try:
-        return json.loads(tests) if isinstance(tests, str) and tests.lstrip()[:1] in ("[", "{") else tests
-    except ValueError:
-        return tests
 
 
 def _is_case(case: Any) -> bool:

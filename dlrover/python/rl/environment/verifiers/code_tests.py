@@ -103,9 +103,9 @@ def plain(value: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
     """``value`` as numbers, text and containers of these; ``otherwise`` takes what is none, or raises Opaque."""
     if type(value) in _SCALARS:
         return value
-    for kind, exact in _EXACT.items():
-        if isinstance(value, kind):
-            return exact(value)
+    scalar = _exact_scalar(value)
+    if scalar is not None:
+        return scalar
     if isinstance(value, list | tuple):
         items = list(value)
         if not set(map(type, items)) <= _SCALARS:
@@ -115,27 +115,29 @@ def plain(value: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
         return {plain(key, otherwise): plain(item, otherwise) for key, item in value.items()}
     if isinstance(value, set | frozenset | KeysView | ItemsView):
         return (frozenset if otherwise is not None else set)(plain(item, otherwise) for item in value)
+    if otherwise is None:
+        raise Opaque(f"no literal equals a {type(value).__name__}")
+    return otherwise(value)
+
+
+def _exact_scalar(value: Any) -> Any:
+    """Return the text or the number that ``value`` is, or equals as a Fraction may; else None."""
+    for kind, exact in _EXACT.items():
+        if isinstance(value, kind):
+            return exact(value)
     if getattr(value, "shape", None) == ():  # numpy's numbers
         return plain(value.item())
-    number = _exact_number(value) if isinstance(value, Number) else None
-    return number if number is not None else (otherwise or _refuse)(value)
-
-
-def _exact_number(value: Any) -> int | float | None:
-    """Return what a Fraction or Decimal equals, if a float or an integer does."""
-    for exact in (float, int):
+    for exact in (float, int) if isinstance(value, Number) else ():
         with suppress(OverflowError, ValueError, TypeError):
             if exact(value) == value:
                 return exact(value)
     return None
 
 
-def _refuse(value: Any) -> Any:
-    raise Opaque(f"no literal equals a {type(value).__name__}")
-
-
 class Assertions:
     """What rewritten tests call, by names such as ``__check__``."""
+
+    raises = staticmethod(raises)
 
     def __init__(self, say: Callable[[str], None], program: ModuleType) -> None:
         self._say, self._program, self._modules = say, program, dict(sys.modules)
@@ -228,17 +230,13 @@ class Assertions:
 
     def run(self, *texts: str) -> bool:
         """Run tests, then what pytest and unittest would call; return False if a helper was replaced."""
-        helpers: dict[str, Any] = {f"__{name}__": getattr(self, name) for name in _HELPERS}
-        helpers["__raises__"] = raises
+        helpers = {f"__{name}__": getattr(self, name) for name in vars(Assertions) if not name.startswith("_")}
         scope: dict[str, Any] = vars(self._program)
         # Tests that patch the module patch it for the program, too.
         scope.update(helpers, __builtins__=vars(builtins) if "builtins." in texts[0] else _BUILTINS.copy())
         for text in texts:
             exec(compile(text, "tests", "exec", dont_inherit=True), scope)
         return all(scope.get(name) is helper for name, helper in helpers.items())
-
-
-_HELPERS = ("passed", "check", "compare", "assertion", "holds", "known", "collect")
 
 
 def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
@@ -267,7 +265,11 @@ vars(_PYTEST).update(param=lambda *row, **_: row if len(row) > 1 else row[0])
 
 def run_tested(file: str, channel: int, modules: list[str]) -> None:
     os.set_inheritable(channel, False)
-    say, receive, leave = _speaker(channel), _receiver(channel), os._exit
+    write, receive, leave = os.write, _receiver(channel), os._exit
+
+    def say(line: str) -> None:
+        write(channel, f"{line}\n".encode())
+
     with open(file, encoding="utf-8") as opened:
         code = compile(opened.read(), file, "exec", dont_inherit=True)
     missing = ""
@@ -293,17 +295,6 @@ def run_tested(file: str, channel: int, modules: list[str]) -> None:
     if assertions.run(*(receive().decode("utf-8", "surrogatepass") for _ in range(2))):
         say(f"over {receive().decode()}")
     leave(0)
-
-
-def _speaker(channel: int) -> Callable[[str], None]:
-    write = os.write
-
-    def say(line: str) -> None:
-        pending = f"{line}\n".encode()
-        while pending:
-            pending = pending[write(channel, pending) :]
-
-    return say
 
 
 def _receiver(channel: int) -> Callable[[], bytes]:

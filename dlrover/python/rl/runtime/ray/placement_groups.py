@@ -166,12 +166,6 @@ def has_resources(row: GroupRow | None, excluded: Iterable[str] = ()) -> bool:
     return row is not None and row.state == CREATED and row.nodes.isdisjoint(excluded)
 
 
-def find_groups(cluster: ClusterApi, prefix: str) -> list[str]:
-    """The newest group of each of the plan's nodes."""
-    newest = sorted(_newest_by_node(_list_groups(cluster), prefix).items())
-    return [group.id for _, group in newest if group.state != REMOVED]
-
-
 def release_groups(cluster: ClusterApi, prefix: str) -> list[str]:
     """Remove all groups below ``prefix``; returns the names of those that were there."""
     rows = [row for row in cluster.list_groups() if row.name.startswith(f"{prefix}/") and row.state != REMOVED]
