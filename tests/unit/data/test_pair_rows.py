@@ -190,15 +190,15 @@ def test_a_source_of_equal_pairs_alone_is_refused_when_it_is_read(tmp_path):
         ({"prompt": 3, "chosen": "a", "rejected": "b"}, "'prompt' must be text or a list of messages"),
         (
             {"messages": [*ASK, answer("a")], "chosen": "a", "rejected": "b"},
-            "'messages' end with the assistant's turn, and 'chosen' goes on with another",
+            "'messages' end with the assistant's turn, and 'chosen' begins with another",
         ),
         (
             {"messages": WHOLE["chosen"], "chosen": WHOLE["chosen"], "rejected": "b"},
-            "'messages' end with the assistant's turn, and 'rejected' goes on with another",
+            "'messages' end with the assistant's turn, and 'rejected' begins with another",
         ),
         (
             {"messages": [{"role": "user", "content": "R"}], **WHOLE},
-            "'chosen' neither begins with 'messages' nor goes on from them with an answer",
+            "'chosen' neither begins with 'messages' nor continues them with an answer",
         ),
         ({"prompt": "R", **WHOLE}, "'prompt' is not a user's text in the shared part"),
         ({"prompt": "R", "messages": ASK, "chosen": "a", "rejected": "b"}, "'prompt' is not a user's text"),

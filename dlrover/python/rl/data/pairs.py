@@ -130,9 +130,9 @@ def _complete(side: str, answer: Any, context: list[Any]) -> list[Any]:
         if answer[: len(context)] == context:
             return answer
         if answer[0]["role"] != "assistant":
-            raise DataError(f"'{side}' neither begins with 'messages' nor goes on from them with an answer")
+            raise DataError(f"'{side}' neither begins with 'messages' nor continues them with an answer")
     if not context or context[-1]["role"] == "assistant":
-        raise DataError(f"'messages' end with the assistant's turn, and '{side}' goes on with another")
+        raise DataError(f"'messages' end with the assistant's turn, and '{side}' begins with another")
     return [*context, *(answer if isinstance(answer, list) else [{"role": "assistant", "content": answer}])]
 
 

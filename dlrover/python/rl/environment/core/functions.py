@@ -223,7 +223,7 @@ async def call_async(function: Callable[..., Any], *arguments: Any) -> Any:
 
 async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run in a daemon thread: an abandoned call blocks neither other calls nor the end of the process. It is
-    interrupted by SystemExit at its next line of Python, so that it does not go on computing."""
+    interrupted by SystemExit at its next line of Python, so that it stops computing."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
     lock, has_returned = threading.Lock(), False
