@@ -62,6 +62,8 @@ def _digest(prompt: Any, seed: int) -> bytes:
     return blake2b(json.dumps([seed, prompt], sort_keys=True).encode(), digest_size=16).digest()
 
 
+_Scan: TypeAlias = Callable[[Path], tuple[list[NumberedRow], list[ConfigError]]]
+
 DEFAULT_SPLIT = "train"
 
 _FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
@@ -247,8 +249,8 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     path = Path(address.place).expanduser()
     if path.is_dir():
         return *_load(address, str(path)), True
-    scan_json = partial(scan_jsonl, may_be_array=True)
-    readers = dict(zip(_FILES, (scan_json, scan_jsonl, scan_csv, scan_arrow, scan_arrow), strict=True))
+    scanners = (partial(scan_jsonl, may_be_array=True), scan_jsonl, scan_csv, scan_arrow, scan_arrow)
+    readers: dict[str, _Scan] = dict(zip(_FILES, scanners, strict=True))
     read = readers.get(path.suffix.lower())
     if read is not None:
         if address.split != DEFAULT_SPLIT:
