@@ -172,6 +172,7 @@ def test_a_job_of_a_master_elsewhere_runs_while_it_shows_life_unless_its_cluster
     os.utime(record, (time.time() - shown_s,) * 2)
     view = view_of_folder("mine", folder, history, asked)
     assert (view.phase, view.ended) == (phase, phase == "lost")
+    assert view.reason.endswith(f"to resume the run: dlrover-rl resume {folder}") == (phase == "lost")
     assert ("(Ray, on " in view.reason and view.reason.endswith("alive within the last 60 s")) == (phase == "running")
 
 

@@ -109,6 +109,7 @@ WRONG = {
     "a key of PEFT": (["engine.lora.r=8"], "config.engine.lora.r: unknown key; here it is engine.lora.rank"),
     "text for a number": (["steps=many"], "config.steps: input should be a valid integer, got 'many'"),
     "an algorithm": (["algorithm.name=grp0"], "did you mean 'grpo'?"),
+    "an algorithm of examples": (["algorithm.name=dpoo"], "did you mean 'dapo'?"),
     "an algorithm by its name alone": (["algorithm=dapo"], "algorithm.name=dapo"),
     "a model": (["model=modell"], "config.model: no such folder: modell; did you mean 'model'?"),
     "more than the machine has": (["workload.rollout.num=100"], "do not fit"),
