@@ -298,6 +298,7 @@ def test_a_count_that_is_not_positive_names_its_argument(kind, name, value):
     ("kind", "arguments", "error", "words"),
     [
         (SFTTrainer, {"num_step": 2}, TypeError, "SFTTrainer has no argument 'num_step'; did you mean 'num_steps'"),
+        (GRPOTrainer, {"reward_funcs": len}, TypeError, "has no reward_funcs: call dlrover.rl.train_grpo, train_sft"),
         (GRPOTrainer, {"group_size": 1}, ValueError, "group_size must be at least 2, not 1"),
         (GRPOTrainer, {"do_sample": False}, ValueError, "do_sample=False draws the same completion"),
         (SFTTrainer, {"assistant_loss_mode": "first"}, ValueError, "must be one of 'all', 'last', not 'first'"),

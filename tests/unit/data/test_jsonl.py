@@ -37,11 +37,22 @@ def test_every_malformed_line_is_reported_at_once(tmp_path):
 
 def test_twenty_problems_are_shown_and_the_others_counted(tmp_path):
     path = tmp_path / "rows.jsonl"
-    path.write_text("x\n" * 25)
+    path.write_text("".join(f"{{{' ' * row}x\n" for row in range(25)))
     with pytest.raises(DataError) as caught:
         read_jsonl(path)
     assert len(caught.value.errors) == 21
     assert str(caught.value.errors[-1]) == f"{path}: and 5 more errors"
+
+
+@pytest.mark.parametrize(("rows", "errors"), [(3, 3), (4, 1), (5000, 1)])
+def test_first_errors_of_equal_rows_are_one_with_a_count(tmp_path, rows, errors):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("x\n" * rows)
+    with pytest.raises(DataError) as caught:
+        read_jsonl(path)
+    assert len(caught.value.errors) == errors
+    expected = f"not JSON: Expecting value at column 1 (the same in {rows - 1:,} more rows)"
+    assert errors > 1 or str(caught.value.errors[0]) == f"{path}:1: {expected}"
 
 
 def test_a_missing_file_is_named_with_the_nearest(tmp_path):

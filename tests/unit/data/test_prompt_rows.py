@@ -39,7 +39,7 @@ def test_rows_of_both_kinds(tmp_path):
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({"answer": "2"}, "give 'prompt' or 'messages', not neither"),
+        ({"answer": "2"}, "has no 'prompt' or 'messages'; it has answer"),
         ({"prompt": "a", "messages": USER}, "give 'prompt' or 'messages', not both"),
         ({"promt": "a"}, "unknown key 'promt'; did you mean 'prompt'?"),
         ({"prompt": 3}, "'prompt' must be text and not empty, or a list of messages"),

@@ -14,19 +14,24 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForTokenClassification,
+    Gemma2Config,
+    Gemma2ForCausalLM,
     GPT2Config,
     GPT2LMHeadModel,
+    GptOssConfig,
+    GptOssForCausalLM,
     MambaConfig,
     MambaForCausalLM,
 )
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
+from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams, TrainSettings
 from dlrover.python.rl.engine.api.weights import UP
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.loading import write_atomically
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 
 CONFIG = OptimizerConfig(lr=1e-3, max_grad_norm=None)
 
@@ -228,11 +233,19 @@ def logprobs_of(model, batch):
     return rows
 
 
+CAPPED = {
+    "vocab_size": 259, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 8, "sliding_window": 4, "eos_token_id": 258, "pad_token_id": 256,
+}  # fmt: skip
+"""Models whose scores are capped or have a sink, which is no SDPA."""
+
 OTHERS = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(vocab_size=259, n_positions=64, n_embd=16, n_layer=2, n_head=2)),
     "mamba": lambda: MambaForCausalLM(
         MambaConfig(vocab_size=259, hidden_size=16, state_size=4, num_hidden_layers=2, use_mambapy=True)
     ),
+    "gemma2": lambda: Gemma2ForCausalLM(Gemma2Config(**CAPPED)),
+    "gpt_oss": lambda: GptOssForCausalLM(GptOssConfig(**CAPPED, num_local_experts=4, num_experts_per_tok=2)),
 }
 
 
@@ -246,6 +259,19 @@ def test_models_built_otherwise_are_right_too(kind, tmp_path):
     for row, expected in zip(found, logprobs_of(model.eval(), make_batch()), strict=True):
         assert np.allclose(row[1:], expected, atol=1e-4)
     assert engine.step(make_batch(), token_loss).grad_norm > 0
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gpt_oss"])
+def test_sampled_logprobs_of_capped_scores_are_the_trained(kind, tmp_path):
+    path = write_atomically(tmp_path / kind, OTHERS[kind](), make_byte_tokenizer())
+    trained, engine = Fsdp2TrainEngine(path, CONFIG), TorchRolloutEngine(path)
+    trained.step(make_batch(), token_loss)
+    engine.receive(trained.publish())
+    prompts = Batch({"prompt_id": np.arange(2), "tokens": Ragged.from_rows([np.arange(12) + 60, np.arange(5) + 90])})
+    drawn = engine.generate(prompts, SamplingParams(max_new_tokens=8, samples_per_prompt=2), (0,))
+    computed = trained.evaluate(drawn.select("tokens", "action_mask")).ragged("logprobs").values
+    actions = drawn.ragged("action_mask").values
+    assert np.allclose(computed[actions], drawn.ragged("logprobs").values[actions], atol=1e-5)
 
 
 @pytest.mark.feature(35)

@@ -55,6 +55,7 @@ GENERIC = {
     "llama, longrope": {"rope_parameters": _LONGROPE},
     "llama, gelu": {"hidden_act": "gelu"},
     "gemma2": {"sliding_window": 8, "head_dim": 8},
+    "gpt_oss": {"sliding_window": 8, "head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2},
     "gpt2": {},
     "gpt_neox": {},
 }
@@ -65,7 +66,7 @@ def family_model(label):
     """A model with random weights, biases and norms included, that generates as it is told."""
     family, changes = label.partition(",")[0], {**FUSED, **GENERIC}[label]
     config = transformers.AutoConfig.for_model(family, **{**_for(family), **changes})
-    attention = "eager" if family == "gemma2" else "sdpa"
+    attention = "eager" if family in ("gemma2", "gpt_oss") else "sdpa"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(7)
         made = AutoModelForCausalLM.from_config(config, attn_implementation=attention)

@@ -174,6 +174,7 @@ def test_a_job_of_a_master_elsewhere_runs_while_it_shows_life_unless_its_cluster
     view = view_of_folder("mine", folder, history, asked)
     assert (view.phase, view.ended) == (phase, phase == "lost")
     assert (view.step, view.reward) == (3, 0.25)
+    assert view.reason.endswith(f"to resume the run: dlrover-rl resume {folder}") == (phase == "lost")
     assert ("(Ray, on " in view.reason and view.reason.endswith("alive within the last 60 s")) == (phase == "running")
 
 

@@ -147,6 +147,8 @@ def test_a_lone_surrogate_is_an_error_of_its_row(config):
         ({"train": COLUMNS}, r"a dict of the columns prompt, size: give a list of rows, .*from_dict\(dataset\)"),
         ({"eval": {"extra_info": [{}], "a": np.ones(2)}}, r"columns extra_info, a: .*from_dict\(eval_dataset\)"),
         ({"train": [{"prompt": object()}]}, "dataset: row 1: object is not JSON"),
+        ({"model": None}, "model: is None, and has to be a folder or a hub name"),
+        ({"model": GRPO()}, "model: is a GRPO, and has to be a folder or a hub name"),
     ],
 )
 def test_what_is_no_rows_is_said(config, given, said):

@@ -17,6 +17,7 @@ from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.jsonl import (
     TEMPLATE_KEYS,
+    describe_columns,
     find_message_faults,
     find_template_faults,
     normalize_row,
@@ -188,7 +189,7 @@ def _sft_faults(row: Mapping[str, Any]) -> list[str]:
     if "prompt" not in row or "response" not in row:
         absent = [key for key in ("prompt", "response") if key not in row]
         close = next((key for key in row if nearest(key, absent)), "")
-        advice = hint(close, absent) if close else f"; it has {', '.join(row) or 'nothing'}"
+        advice = hint(close, absent) if close else describe_columns(row, *absent)
         return [f"needs 'prompt' and 'response', or 'messages'{f': unknown key {close!r}' if close else ''}{advice}"]
     texts = ("prompt", "response")
     faults = [f"'{key}' must be text" for key in texts if not isinstance(row[key], str)]

@@ -2,6 +2,7 @@
 """Conversations in data files, and their faults; JSON and JSON Lines files, with an error for each malformed line."""
 
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
@@ -126,6 +127,16 @@ NumberedRow: TypeAlias = tuple[int, dict[str, Any]]
 """A row and its line, from 1."""
 
 _SHOWN = 20
+_ALIKE = 3
+"""Equal errors of rows of a file up to which each is named."""
+
+_OTHER_NAMES = {
+    "prompt": ("question", "instruction", "problem", "query", "input", "text"),
+    "messages": ("conversations", "conversation"),
+    "response": ("output", "answer", "solution", "target"),
+    "answer": ("solution", "ground_truth", "target", "label", "output", "response"),
+}
+"""Columns of other formats by the keys that can read them; Alpaca has ``instruction`` and ``output``."""
 _MARK = b"\xef\xbb\xbf"
 
 
@@ -169,13 +180,39 @@ def raise_errors(errors: Sequence[ConfigError]) -> None:
 
 
 def first_errors(errors: Sequence[ConfigError]) -> list[ConfigError]:
-    """The first 20 ``errors``, and the number of the others as one more."""
-    shown = list(errors[:_SHOWN])
-    hidden = len(errors) - len(shown)
+    """The first 20 ``errors``, and the number of the others as one more. One that many rows have is one with a
+    count."""
+    kinds = [(error.where.rpartition(":")[0], error.what) for error in errors]
+    alike, single = Counter(kinds), dict[tuple[str, ...], ConfigError]()
+    for error, kind in zip(errors, kinds, strict=True):
+        if alike[kind] > _ALIKE:
+            message = f"{error.what} (the same in {alike[kind] - 1:,} more rows)"
+            single.setdefault(kind, ConfigError(error.where, message))
+        else:
+            single[error.where, *kind] = error
+    shown = list(single.values())[:_SHOWN]
+    hidden = len(single) - len(shown)
     if hidden:
         file = shown[0].where.rsplit(":", 1)[0]
         shown.append(ConfigError(file, f"and {hidden} more error{'s' if hidden > 1 else ''}"))
     return shown
+
+
+def describe_columns(row: Mapping[str, Any], *absent: str) -> str:
+    """The columns that a row has in place of ``absent`` ones, and the settings or the change that make it readable."""
+    for name in _OTHER_NAMES["messages"]:
+        turns = row.get(name)
+        if isinstance(turns, list) and turns and isinstance(turns[0], Mapping):
+            if "role" in turns[0]:
+                return f"; it has {', '.join(row)}: write data.keys.messages={name}"
+            advice = "are ShareGPT's, which no key reads: write 'messages' with 'role' and 'content' into the file for"
+            return f"; its '{name}' {advice} 'from' (human: user, gpt: assistant) and 'value'"
+    names = {key: next((name for name in _OTHER_NAMES.get(key, ()) if name in row), None) for key in absent}
+    settings = " ".join(f"data.keys.{key}={name}" for key, name in names.items() if name)
+    advice = f": write {settings}" if settings else ""
+    if row.get("input") and names.get("prompt") == "instruction":
+        advice += ", and join 'input' to 'instruction' in the file: a prompt is one column"
+    return f"; it has {', '.join(row) or 'nothing'}{advice}"
 
 
 def sort_by_line(errors: Sequence[ConfigError]) -> list[ConfigError]:

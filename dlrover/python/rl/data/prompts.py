@@ -1,17 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prompts with reference answers."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import isfinite
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError
 from dlrover.python.rl.common.names import hint, nearest
-from dlrover.python.rl.data.conversation import arguments_of_template
-from dlrover.python.rl.data.jsonl import find_message_faults, find_template_faults, template_kwargs_of
-from dlrover.python.rl.data.source import RowReader
+from dlrover.python.rl.data.conversation import arguments_of_template, encode_prompt
+from dlrover.python.rl.data.jsonl import describe_columns, find_message_faults, find_template_faults, template_kwargs_of
+from dlrover.python.rl.data.source import RowReader, SourceRows
 from dlrover.python.rl.data.surrogates import surrogate_faults
 
 _PROMPTS = ("prompt", "messages")
@@ -44,7 +44,33 @@ def load_prompts(where: str | Path, keys: Mapping[str, str] | None = None) -> li
     may also be ``extra_info["answer"]``, and of any other JSON type is nothing else. Further keys are added to
     ``extra_info``, whose ``chat_template_kwargs`` gets the ``tools`` of a row with messages. Arguments and errors are
     the same as in :class:`RowReader`."""
-    return [PromptRow(**row, line=line) for line, row in PROMPT_ROWS.read(where, keys).numbered]
+    return to_prompts(PROMPT_ROWS.read(where, keys))
+
+
+def to_prompts(rows: SourceRows) -> list[PromptRow]:
+    return [PromptRow(**row, line=line) for line, row in rows.numbered]
+
+
+def find_prompt_faults(
+    tokenizer: Any, prompts: Iterable[tuple[str, Any, Any]], limit: int | None, check: Callable[[list[int]], None]
+) -> PromptFaults:
+    """Report the prompts with more than ``limit`` tokens, and those that ``check`` refuses by an EngineError. A prompt
+    comes with its place before it, and the arguments of the chat template after it."""
+    faults = PromptFaults([], [])
+    for place, prompt, arguments in prompts:
+        try:
+            tokens = encode_prompt(tokenizer, prompt, arguments)
+        except DataError as error:
+            faults.wrong.extend(ConfigError(place, item.what) for item in error.errors)
+            continue
+        if limit is not None and len(tokens) > limit:
+            faults.too_long.append(ConfigError(place, f"{len(tokens)} tokens, {limit} at most"))
+            continue
+        try:
+            check(tokens)
+        except EngineError as error:
+            faults.wrong.append(ConfigError(place, f"{len(tokens)} tokens leave no room for new ones: {error}"))
+    return faults
 
 
 def empty_prompts(count: int) -> list[PromptRow]:
@@ -74,9 +100,10 @@ def _faults(raw: Mapping[str, Any]) -> list[str]:
     faults = []
     if "prompt" not in raw and "messages" not in raw:
         close = [key for key in raw if key not in _KEYS and nearest(key, _PROMPTS)]
-        faults = [f"unknown key '{key}'{hint(key, _PROMPTS)}" for key in close]
-    if not faults and ("prompt" in raw) == ("messages" in raw):
-        faults.append(f"give 'prompt' or 'messages', not {'both' if 'prompt' in raw else 'neither'}")
+        absent = [f"has no 'prompt' or 'messages'{describe_columns(raw, 'prompt', 'answer')}"]
+        faults = [f"unknown key '{key}'{hint(key, _PROMPTS)}" for key in close] or absent
+    elif "prompt" in raw and "messages" in raw:
+        faults.append("give 'prompt' or 'messages', not both")
     if "prompt" in raw and (not isinstance(raw["prompt"], str) or not raw["prompt"]):
         faults.append("'prompt' must be text and not empty, or a list of messages")
     faults += surrogate_faults("prompt", raw.get("prompt"))

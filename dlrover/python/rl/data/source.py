@@ -174,14 +174,15 @@ class RowReader:
 
     def read(self, where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
         """Raise DataError if there are no rows, or wrong ones (the first 20 are named)."""
-        rows, errors = self._scan(where, keys)
+        rows, errors = self.scan(where, keys)
         raise_errors(errors)
         return rows
 
     def validate(self, where: str | Path, keys: Mapping[str, str] | None = None) -> list[ConfigError]:
-        return self._scan(where, keys)[1]
+        return self.scan(where, keys)[1]
 
-    def _scan(self, where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
+    def scan(self, where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
+        """The good rows, and the errors of the others."""
         rows, errors = scan_rows(where, keys)
         misspelt = [name for name in keys or () if name not in self.names and nearest(name, self.names)]
         errors += [
@@ -189,7 +190,9 @@ class RowReader:
         ]
         errors += [ConfigError(str(where), fault) for fault in self._find_shared(keys or {})]
         checked, faults = normalize_rows(rows, self.normalize)
-        if not errors and not faults and (fault := self.fault_of_all(checked)):
+        if any(error.where == str(where) for error in errors):
+            faults = []  # the rows lack what the file, or data.keys, has under another name
+        elif not errors and not faults and (fault := self.fault_of_all(checked)):
             faults = [ConfigError(str(where), fault)]
         return replace(checked, unused=self._find_unused(rows)), sort_by_line([*errors, *faults])
 

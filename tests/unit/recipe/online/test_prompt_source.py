@@ -10,6 +10,8 @@ from dlrover.python.rl.recipe.base.data_config import PromptData, digest_of_rows
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data
 
+EXACT = "'dlrover.python.rl.environment.verifiers:exact'"
+
 
 def source(folder, rows, **more):
     path = folder / "p.jsonl"
@@ -162,10 +164,10 @@ def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ({}, "has no 'answer', with which the default reward.function compares"),
-        ({"answer": True}, "its 'answer' is true, a bool: the default reward.function compares text or numbers"),
-        ({"answer": ["2"]}, """its 'answer' is ["2"], a list: the default reward.function compares text or numbers"""),
-        ({"extra_info": {"answer": {}}}, "its 'answer' is {}, a dict: the default reward.function compares text"),
+        ({}, f"has no 'answer', which reward.function {EXACT} needs; it has prompt"),
+        ({"answer": True}, f"its 'answer' is true, a bool: reward.function {EXACT} needs text or a number"),
+        ({"answer": ["2"]}, f"""its 'answer' is ["2"], a list: reward.function {EXACT} needs text or a number"""),
+        ({"extra_info": {"answer": {}}}, "its 'answer' is {}, a dict: reward.function "),
         ({"answer": 2.5}, None),
     ],
 )

@@ -74,6 +74,9 @@ class EngineInfo:
     fills_device: bool = False  #: a cache of no given size takes all that ``gpu_memory_utilization`` leaves it
     masks_unknown_ids: bool = False  #: has the setting of this name, of train and rollout engines
     adds_adapters: bool = False  #: takes each weight by ``WeightSnapshot.tensor``; else they come merged
+    limit_option: str = ""  #: the option of ``backend`` that bounds the tokens of a sequence
+    find_model_fault: Callable[[Mapping[str, Any], str], str] = lambda content, head: ""
+    """Why it cannot have a model, by its ``config.json`` and its head (``causal`` or ``token``); "" if it can."""
 
 
 def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from dlrover.python.rl.engine.api.registry import EngineInfo
+from dlrover.python.rl.engine.model.families import by_library, find_class_fault
 
 
 @dataclass(frozen=True)
@@ -27,4 +28,5 @@ INFO = EngineInfo(
     adamw_8bit=True,
     redivides=False,
     masks_unknown_ids=True,
+    find_model_fault=by_library(find_class_fault),
 )

@@ -4,6 +4,7 @@
 from dataclasses import dataclass
 
 from dlrover.python.rl.engine.api.registry import EngineInfo
+from dlrover.python.rl.engine.model.families import by_library, find_class_fault
 
 
 @dataclass(frozen=True)
@@ -25,4 +26,5 @@ INFO = EngineInfo(
     quantizes=True,
     adamw_8bit=True,
     masks_unknown_ids=True,
+    find_model_fault=by_library(find_class_fault),
 )

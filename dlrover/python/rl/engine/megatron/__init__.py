@@ -2,14 +2,22 @@
 """A train engine on megatron-core: tensor and pipeline parallel, for models built like Llama."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from dlrover.python.rl.engine.api.registry import EngineInfo
+from dlrover.python.rl.engine.model.families import by_library
 
 
 @dataclass(frozen=True)
 class MegatronOptions:
     cpu_shim: bool = False
     """Run on a machine without CUDA, for tests: calls of megatron-core that name CUDA go to the host."""
+
+
+def _find_fault(config: Any, head: str) -> str:
+    from dlrover.python.rl.engine.megatron.conversion import find_faults  # on demand, for it imports torch
+
+    return "; ".join(f"megatron cannot run this model: {fault}" for fault in find_faults(config))
 
 
 INFO = EngineInfo(
@@ -25,4 +33,5 @@ INFO = EngineInfo(
     bare_head=False,
     redivides=False,
     masks_unknown_ids=True,
+    find_model_fault=by_library(_find_fault),
 )

@@ -40,7 +40,7 @@ class TransformerShape:
     @classmethod
     def of(cls, config: Any, head: Literal["causal", "token"]) -> "TransformerShape":
         """Read a Hugging Face configuration; an ``EngineError`` lists everything that Megatron's GPT cannot compute."""
-        if faults := list(_find_faults(config)):
+        if faults := list(find_faults(config)):
             raise EngineError(f"megatron cannot run this model: {'; '.join(faults)}")
         kind, heads, rope = config.model_type, config.num_attention_heads, config.rope_parameters
         return cls(
@@ -71,7 +71,7 @@ class TransformerShape:
             raise EngineError(f"{self.layers} layers cannot be divided by pipeline_parallel_size {pipeline}")
 
 
-def _find_faults(config: Any) -> Iterator[str]:
+def find_faults(config: Any) -> Iterator[str]:
     if config.model_type not in TYPES:
         yield f"its type is '{config.model_type}', and the supported ones are {', '.join(TYPES)}"
         return

@@ -54,7 +54,8 @@ def can_pack(model: Any) -> bool:
     kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
     if not getattr(model, "_supports_attention_backend", False) or getattr(model, "_is_stateful", False):
         return False
-    if find_fixed_positions(model) is not None:
+    # Scores that are capped, or have a sink, are no SDPA: the model's own attention computes these.
+    if not getattr(model, "_supports_sdpa", False) or find_fixed_positions(model) is not None:
         return False
     return kinds <= LAYER_TYPES and getattr(config, "attn_logit_softcapping", None) is None
 

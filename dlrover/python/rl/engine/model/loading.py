@@ -202,12 +202,17 @@ class CausalLM:
 
     def check_tokens(self, tokens: Any, longest: int) -> None:
         """Raise an ``EngineError`` if flat ids are not in the vocabulary, or ``longest`` exceeds the positions."""
-        if self.max_positions is not None and longest > self.max_positions:
-            raise EngineError(f"a sequence of {longest} tokens does not fit the model's {self.max_positions} positions")
+        check_positions(longest, self.max_positions)
         if len(tokens) and not 0 <= tokens.min() <= tokens.max() < self.vocab_size:
             raise EngineError(
                 f"token ids from {tokens.min()} to {tokens.max()}, but the model has 0 to {self.vocab_size - 1}"
             )
+
+
+def check_positions(longest: int, positions: int | None) -> None:
+    """Raise an ``EngineError`` if a sequence of ``longest`` tokens has more than the model's ``positions``."""
+    if positions is not None and longest > positions:
+        raise EngineError(f"a sequence of {longest} tokens does not fit the model's {positions} positions")
 
 
 def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:

@@ -4,6 +4,7 @@
 import json
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -15,12 +16,15 @@ import torch
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.model.chunked_head import RAW_LOGITS
+from dlrover.python.rl.engine.model.families import find_class
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
 DENSE = ("llama", "mistral", "qwen2", "qwen3")
 """Types of models whose shape follows from the configuration alone, which takes no time."""
 
 _OUTPUT = "lm_head"
+
+_POSITIONS = ("max_position_embeddings", "n_positions")
 
 _MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
@@ -170,6 +174,22 @@ def find_config_file(model: str) -> Path | None:
     return Path(cached) if isinstance(cached, str) else None
 
 
+def read_config(model: str, fallback: str | None = None) -> Mapping[str, Any]:
+    """The ``config.json`` that :func:`shape_of` reads; empty if there is none."""
+    file = find_config_file(model) or (find_config_file(fallback) if fallback else None)
+    content = None
+    with suppress(OSError, ValueError):
+        content = json.loads(file.read_text(encoding="utf-8")) if file else None
+    return content if isinstance(content, dict) else {}
+
+
+def count_positions(config: Mapping[str, Any]) -> int | None:
+    """The most tokens of a sequence by a model's ``config.json``; None if it does not say."""
+    parts = [config.get("text_config"), config]
+    counts = [part.get(key) for part in parts if isinstance(part, Mapping) for key in _POSITIONS]
+    return next((count for count in counts if isinstance(count, int)), None)
+
+
 @cache
 def _read_shape(file: Path, _written_ns: int) -> ModelShape | None:
     try:
@@ -178,6 +198,7 @@ def _read_shape(file: Path, _written_ns: int) -> ModelShape | None:
             return ModelShape.of_dense(plain)
         from transformers import AutoConfig
 
-        return ModelShape.of(AutoConfig.from_pretrained(file))
+        config = AutoConfig.from_pretrained(file)
+        return None if find_class(config) is None else ModelShape.of(config)  # its error would import all models
     except Exception:  # noqa: BLE001 - code of any architecture may raise anything; the engine says what is wrong
         return None

@@ -22,6 +22,7 @@ from transformers.utils import logging as hf_logging
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model import attention
+from dlrover.python.rl.engine.model.families import find_class, find_class_fault
 from dlrover.python.rl.engine.model.loading import (
     CausalLM,
     FileWriter,
@@ -69,6 +70,8 @@ class ModelSpec:
             if not (folder / "config.json").is_file():
                 why = "the folder does not hold a causal language model with its tokenizer"
             raise EngineError(f"no model can be loaded from '{model}': {why}") from error
+        if fault := find_class_fault(config, head):
+            raise EngineError(f"no model can be loaded from '{model}': {fault}")
         if head == "token":
             config.num_labels = 1
         dtype = config.dtype if isinstance(config.dtype, torch.dtype) else torch.float32
@@ -198,7 +201,8 @@ class ModelSpec:
 def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:
     """Model, in float32, and tokenizer. Raises an ``EngineError`` if there is no such model, or it lacks weights."""
     spec = ModelSpec.of(source)
-    return as_causal_lm(spec.load(attn_implementation="sdpa")[0], spec.tokenizer, device)
+    kind = "sdpa" if getattr(find_class(spec.config), "_supports_sdpa", False) else "eager"
+    return as_causal_lm(spec.load(attn_implementation=kind)[0], spec.tokenizer, device)
 
 
 def load_meta_causal_lm(source: str | Path) -> tuple[CausalLM, str]:

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt
 
 from dlrover.python.rl.engine.api.registry import EngineInfo
+from dlrover.python.rl.engine.model.families import by_library, find_state_fault
 
 
 @dataclass(frozen=True)
@@ -28,4 +29,6 @@ def rounded_capacity(length: int) -> int:
     return -(-length // step) * step
 
 
-INFO = EngineInfo(TorchOptions, divides=(), masks_unknown_ids=True, adds_adapters=True)
+INFO = EngineInfo(
+    TorchOptions, divides=(), masks_unknown_ids=True, adds_adapters=True, find_model_fault=by_library(find_state_fault)
+)

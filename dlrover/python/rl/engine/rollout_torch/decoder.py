@@ -18,6 +18,7 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.memory.host_pages import HostBlock
+from dlrover.python.rl.engine.model.families import find_state_fault
 from dlrover.python.rl.engine.model.loading import CausalLM
 from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token
 
@@ -197,9 +198,6 @@ def to_device(tensor: Any, device: torch.device | str) -> Any:
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-_WITH_STATE = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
-"""Types of layers, as Transformers calls them, that not all such models state otherwise."""
-
 Past = list[tuple[Any, Any]]
 """Keys and values of each layer, ``[rows, kv_heads, seq, head_dim]`` each."""
 
@@ -213,11 +211,8 @@ class HuggingFaceDecoder:
 
     def __init__(self, lm: CausalLM, dtype: Any, memory: DeviceMemory, owner: str, share: float) -> None:
         model = lm.model
-        layers = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
-        if getattr(model, "_is_stateful", False) or layers & _WITH_STATE:
-            raise EngineError(
-                f"a model of type '{model.config.model_type}' keeps a state, not keys and values: it cannot be batched"
-            )
+        if fault := find_state_fault(model.config, model=model):
+            raise EngineError(fault)
         self.capacity = 0
         self._pad, self._memory, self._owner, self._share = lm.pad_id, memory, owner, share
         self._token_bytes = count_cache_bytes_per_token(lm, dtype)

@@ -9,6 +9,7 @@ from annotated_types import Gt
 
 from dlrover.python.rl.engine.api.base import RolloutSettings
 from dlrover.python.rl.engine.api.registry import EngineInfo
+from dlrover.python.rl.engine.model.families import by_library, find_class_fault
 
 
 @dataclass(frozen=True)
@@ -56,4 +57,7 @@ def _flag(name: str, value: Any) -> list[str]:
     return [] if value is False or value is None else [f"--{name}", str(value)]
 
 
-INFO = EngineInfo(SglangOptions, "sglang", may_be_remote=True, fills_device=True, adds_adapters=True)
+INFO = EngineInfo(
+    SglangOptions, "sglang", may_be_remote=True, fills_device=True, adds_adapters=True,
+    find_model_fault=by_library(find_class_fault),
+)  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Gt
 
 from dlrover.python.rl.engine.api.registry import EngineInfo
+from dlrover.python.rl.engine.model.families import by_library, find_class_fault
 
 # Read when vLLM is imported. At its default level it logs a page at each start, and a warning about tied weights at
 # each weight sync.
@@ -47,4 +48,7 @@ class VllmOptions:
             raise ValueError(f"arguments of vLLM that the engine sets itself cannot be given: {', '.join(fixed)}")
 
 
-INFO = EngineInfo(VllmOptions, "vllm", fills_device=True, masks_unknown_ids=True, adds_adapters=True)
+INFO = EngineInfo(
+    VllmOptions, "vllm", fills_device=True, masks_unknown_ids=True, adds_adapters=True, limit_option="max_model_len",
+    find_model_fault=by_library(find_class_fault),
+)  # fmt: skip

@@ -35,6 +35,16 @@ _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_O
 Form: TypeAlias = Literal["sample", "named", "batch"]
 
 
+def needs(*columns: str) -> Callable[[Any], Any]:
+    """Decorate a reward function that fails on rows without these columns: they are refused before a run starts."""
+
+    def declare(function: Any) -> Any:
+        function.needed_columns = columns
+        return function
+
+    return declare
+
+
 class Completed(NamedTuple):
     """A completion that is to be scored."""
 
@@ -92,6 +102,11 @@ class RewardFunction:
         if self.form == "batch":
             known = known - {"prompt"} | {"prompts", _BATCH}
         return self._missing_in(known, self._first)
+
+    def find_empty(self, sample: Completed) -> list[str]:
+        """The columns that the function declares to need, and that a row has no value in."""
+        needed: Collection[str] = getattr(self.function, "needed_columns", ())
+        return [name for name in needed if sample.columns.get(name) in (None, [])]
 
     def on(self, sample: Completed) -> Any:
         """The reward of a sample, or an awaitable of it."""

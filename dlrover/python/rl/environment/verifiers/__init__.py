@@ -5,18 +5,22 @@ from typing import Any
 
 from dlrover.python.rl.data.model_text import ignore_thoughts
 from dlrover.python.rl.environment.core.rewards import exact_answer, same_final_number
+from dlrover.python.rl.environment.core.scoring import needs
 
 
+@needs("answer")
 @ignore_thoughts
 def exact(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     return exact_answer(completion, _required(answer))
 
 
+@needs("answer")
 @ignore_thoughts
 def gsm8k(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     return same_final_number(completion, _required(answer))
 
 
+@needs("answer")
 @ignore_thoughts
 def math(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     # Imported on demand: math-verify is an extra.

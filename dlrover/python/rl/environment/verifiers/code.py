@@ -31,6 +31,7 @@ from typing import Any
 
 from dlrover.python.rl.data.jsonl import decode_json
 from dlrover.python.rl.data.model_text import ignore_thoughts
+from dlrover.python.rl.environment.core.scoring import needs
 from dlrover.python.rl.environment.sandbox.child_process import stand_guard
 from dlrover.python.rl.environment.sandbox.confinement import (
     Confinement,
@@ -209,6 +210,7 @@ def code_block(text: str) -> str | None:
     return None if program is None else textwrap.dedent(program)
 
 
+@needs("tests")
 @ignore_thoughts
 def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     """1.0 when the program in the completion's last code block passes every test of ``extra_info["tests"]``, else 0.0.

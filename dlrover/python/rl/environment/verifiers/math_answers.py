@@ -18,6 +18,7 @@ from dlrover.python.rl.common.errors import MissingExtra
 from dlrover.python.rl.data.model_text import ignore_thoughts
 from dlrover.python.rl.environment.core import rewards
 from dlrover.python.rl.environment.core.rewards import boxed_answer, marked_answer, same_answer
+from dlrover.python.rl.environment.core.scoring import needs
 
 try:
     import math_verify
@@ -44,6 +45,7 @@ _SMALL, _ROUNDING = 1e-2, 1e-12
 ``_RELATIVE`` if one has decimals."""
 
 
+@needs("answer")
 @ignore_thoughts
 def math_equal(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     r"""1.0 when the completion gives an answer that equals ``answer`` mathematically, else 0.0.

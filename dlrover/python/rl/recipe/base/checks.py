@@ -120,6 +120,13 @@ def _runs_here(engine: EngineConfig) -> bool:
     return not engine.device.startswith("cuda") or torch.cuda.is_available()
 
 
+def validate_family(content: Mapping[str, Any], engine: EngineConfig, head: str, generates: bool) -> list[ConfigError]:
+    """The engines have to take a model with this ``config.json``; empty: it is not known here."""
+    parts = [(TRAIN_ENGINES, engine.train, head), *([(ROLLOUT_ENGINES, engine.rollout, "causal")] if generates else [])]
+    faults = [engine_info(point, name).find_model_fault(content, kind) for point, name, kind in parts if content]
+    return [ConfigError("config.model", fault) for fault in dict.fromkeys(faults) if fault]
+
+
 def validate_options(make: Callable[[], Algorithm], engine: EngineConfig) -> list[ConfigError]:
     """Options of the algorithm, the engines and the transport, wherever the job is to run; unknown names of these may
     be those of extensions which are there."""

@@ -12,6 +12,7 @@ from dlrover.python.rl.algorithm.base import Algorithm, select_added
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import Partition, partition
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
@@ -25,6 +26,8 @@ from dlrover.python.rl.recipe.offline.examples import (
     Measured,
     select_segments,
     validate_examples,
+    validate_lengths,
+    warn_of_cuts,
 )
 from dlrover.python.rl.recipe.online.batch import annotate_errors_with_samples
 from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
@@ -248,12 +251,18 @@ class ExampleTrainer(RecipeTrainer):
         return cfg.data.max_length * cfg.data.segment_rows  # a pair is in one pass
 
     @classmethod
+    def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
+        cuts = warn_of_cuts(require(cls.config_class, config, "config"))
+        return [*super().describe_config(config, roles), *cuts]
+
+    @classmethod
     def describe_step(cls, cfg: ExampleConfig) -> str:
         return f"{cfg.batch_size} examples, 1 update"
 
     @classmethod
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
+        errors += [] if errors else validate_lengths(cfg)
         if cfg.eval_only and cfg.data.eval is None and cfg.data.eval_share is None and not cfg.eval_every:
             what = "is needed: without eval_every or data.eval_share every row of data.train is trained on"
             errors.append(ConfigError("config.data.eval", what))

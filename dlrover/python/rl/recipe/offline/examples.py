@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """The examples of a run: sources, encoding as tokens, the held-out ones and the loss on them."""
 
+import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
 from typing import Annotated, Any, ClassVar, Literal
 
 import numpy as np
@@ -22,6 +25,7 @@ from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.recipe.base.config import Positive
 from dlrover.python.rl.recipe.base.data_config import digest_of_rows, name_source
+from dlrover.python.rl.recipe.base.lengths import LARGEST, count_room, find_large, find_tokenizer
 from dlrover.python.rl.recipe.base.updates import TRAINED
 
 
@@ -181,6 +185,45 @@ def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[Con
     except (ValueError, DataError) as error:
         errors.append(ConfigError("config.data.eval_share", str(error)))
     return errors
+
+
+def validate_lengths(cfg: Any) -> list[ConfigError]:
+    """``data.max_length`` within the model's positions, and no longer row where one is refused. The default harms no
+    short row."""
+    data, room = cfg.data, count_room(cfg)
+    most = data.max_length if room is None else min(data.max_length, room)
+    long = _find_long(cfg, most) if most < data.max_length or data.over_long == "refuse" else []
+    if most < data.max_length and (long or data.max_length > type(data).max_length):
+        row = "; {} has {} tokens".format(*long[0]) if long else ""
+        message = f"{data.max_length}, but the model has {room} positions: write at most {room}{row}"
+        return [ConfigError("config.data.max_length", message)]
+    return first_errors([ConfigError(place, f"{tokens} tokens, {most} at most") for place, tokens in long])
+
+
+def warn_of_cuts(cfg: Any) -> list[str]:
+    """A line about rows that are cut or left out."""
+    data, long = cfg.data, _find_long(cfg, cfg.data.max_length)
+    if not long:
+        return []
+    (place, tokens), treatment = max(long, key=itemgetter(1)), "left out" if data.over_long == "drop" else "cut"
+    rows = f"{'at least ' if len(long) >= LARGEST else ''}{len(long)} rows"
+    return [f"data: {rows} above data.max_length={data.max_length} are {treatment}; {place} has {tokens} tokens"]
+
+
+def _find_long(cfg: Any, limit: int) -> list[tuple[str, int]]:
+    """The places of the rows with more than ``limit`` tokens, and their tokens."""
+    long, whole = dict[str, int](), replace(cfg.data, max_length=sys.maxsize, over_long="cut")
+    for source in filter(None, (cfg.data.train, cfg.data.eval if cfg.evaluates else None)):
+        rows = SourceRows(source, []) if is_left_unread(source) else whole.reader.read(source, whole.keys)
+        large = rows.take(find_large(range(len(rows)), rows.__getitem__, limit))
+        if not len(large) or (tokenizer := find_tokenizer(cfg.model)) is None:
+            continue
+        with suppress(DataError):  # a run reports rows that cannot be encoded
+            batch, _ = whole.encode(large, tokenizer)
+            for tokens, row in zip(batch.ragged("tokens").lengths, batch.dense("row"), strict=True):
+                place = large.location(row)
+                long |= {place: max(int(tokens), long.get(place, 0))} if tokens > limit else {}
+    return list(long.items())
 
 
 def select_segments(batch: Batch, segment_rows: int, numbers: Iterable[int]) -> Batch:

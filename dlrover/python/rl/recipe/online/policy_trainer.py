@@ -13,9 +13,11 @@ from dlrover.python.rl.algorithm.registry import always_recomputes, make_algorit
 from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig, SenderConfig
+from dlrover.python.rl.recipe.base.lengths import validate_new_tokens
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics, means_by_weight
 from dlrover.python.rl.recipe.online.batch import (
@@ -32,7 +34,7 @@ from dlrover.python.rl.recipe.online.batch import (
     uniform_share,
 )
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
-from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, validate_template
+from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, warn_of_repeats
 from dlrover.python.rl.recipe.online.sample_log import SampleLog
 from dlrover.python.rl.recipe.online.step_warnings import StepWarnings
 from dlrover.python.rl.recipe.reporting.evaluation import (
@@ -354,6 +356,11 @@ class PolicyTrainer(RecipeTrainer):
         )
 
     @classmethod
+    def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
+        repeats = warn_of_repeats(require(cls.config_class, config, "config"))
+        return [*super().describe_config(config, roles), *repeats]
+
+    @classmethod
     def needs_of(cls, cfg: PolicyConfig) -> frozenset[str]:
         """The columns that the algorithm needs; empty if the configuration names none that exists."""
         try:
@@ -363,7 +370,7 @@ class PolicyTrainer(RecipeTrainer):
 
     @classmethod
     def find_errors(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors = [*super().find_errors(cfg, roles), *validate_template(cfg), *validate_data(cfg)]
+        errors = [*super().find_errors(cfg, roles), *validate_data(cfg), *validate_new_tokens(cfg)]
         errors += [*validate_roles(cls.__name__, cfg, roles), *validate_rollout(cfg)]
         columns = {name for output in cls.aux_outputs(cfg) for name in output.columns}
         errors += validate_algorithm(lambda: cls.algorithm_of(cfg), cls.own_columns | columns, cfg, roles)

@@ -3,9 +3,10 @@
 
 import json
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -18,13 +19,22 @@ from dlrover.python.rl.common.errors import ConfigError, DataError, VerifierErro
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import arguments_of_template
-from dlrover.python.rl.data.jsonl import first_errors
-from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, empty_prompts, load_prompts
+from dlrover.python.rl.data.jsonl import describe_columns, first_errors, sort_by_line
+from dlrover.python.rl.data.prompts import (
+    PROMPT_ROWS,
+    PromptRow,
+    empty_prompts,
+    find_prompt_faults,
+    load_prompts,
+    to_prompts,
+)
 from dlrover.python.rl.data.source import hold_out, is_left_unread
+from dlrover.python.rl.engine.model.loading import check_positions
 from dlrover.python.rl.environment.core.functions import load_function
-from dlrover.python.rl.environment.core.scoring import RewardFunction
-from dlrover.python.rl.recipe.base.config import PolicyConfig, RewardConfig
+from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction
+from dlrover.python.rl.recipe.base.config import PolicyConfig
 from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData, digest_of_rows, name_source
+from dlrover.python.rl.recipe.base.lengths import count_room, find_large, find_tokenizer
 
 _LOG = get_logger(__name__)
 
@@ -215,48 +225,79 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     if errors := _validate_evaluation(config):
         return errors
     sources = {key: path for key, path in data.sources.items() if not is_left_unread(path)}
-    files = list(sources.values())
+    files = dict[str, list[PromptRow]]()
     for key, path in sources.items():
-        errors += name_source(key, path, first_errors(PROMPT_ROWS.validate(path, data.keys)))
+        rows, faults = PROMPT_ROWS.scan(path, data.keys)
+        errors += name_source(key, path, first_errors(faults))
+        files[path] = to_prompts(rows)
     if errors or data.train not in files:
         return errors
+    errors += _find_untemplated(config, files)
     if config.rollout.env_path is None and config.reward.model is None:
-        loaded = {path: load_prompts(path, data.keys) for path in files}
-        columns = find_columns(chain.from_iterable(loaded.values()))
-        errors += [error for path, rows in loaded.items() for error in _find_missing(config, path, rows, columns)]
+        columns = find_columns(chain.from_iterable(files.values()))
+        errors += [error for path, rows in files.items() for error in _find_missing(config, path, rows, columns)]
     if data.eval is None:
         try:
-            _hold_out([row.prompt for row in load_prompts(data.train, data.keys)], data, config.seed)
+            _hold_out([row.prompt for row in files[data.train]], data, config.seed)
         except (ValueError, DataError) as error:
             errors.append(ConfigError("config.data.eval_rows", str(error)))
-    return errors
+    return errors or [error for path, rows in files.items() for error in _find_long(config, path, rows)]
+
+
+def _find_long(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> list[ConfigError]:
+    """The prompts that leave the model no room for a token, or that a run refuses."""
+    data, room = config.data, count_room(config, generates=True)
+    prompts = [
+        (f"{path}:{row.line}", row.prompt, {**data.chat_template_kwargs, **arguments_of_template(row.extra_info)})
+        for row in (rows if path == data.train else rows[: data.eval_rows or MOST_HELD_OUT])
+    ]
+    most = min([limit for limit in (room and room - 1, data.max_prompt_tokens) if limit], default=sys.maxsize)
+    large = find_large(prompts, lambda item: item[1] if isinstance(item[1], str) else item[1:], most)
+    if not large or (tokenizer := find_tokenizer(config.model)) is None:
+        return []
+
+    def check(tokens: Sequence[int]) -> None:
+        check_positions(len(tokens) + 1, room)
+
+    faults = find_prompt_faults(tokenizer, large, data.max_prompt_tokens, check)
+    return first_errors(sort_by_line(faults.wrong + (faults.too_long if data.over_long == "refuse" else [])))
+
+
+def warn_of_repeats(config: PolicyConfig) -> list[str]:
+    """A line about rows that are more than once in a step."""
+    path, count = config.data.train, config.prompts_per_step
+    rows = count if path is None or is_left_unread(path) else len(load_prompts(path, config.data.keys))
+    line = f"data: prompts_per_step={count} is above the {rows} rows of {path}, each {count / rows:.1f} times in a step"
+    return [line] if count > rows else []
 
 
 def _find_missing(
     config: PolicyConfig, path: str, rows: Sequence[PromptRow], columns: Sequence[str]
 ) -> Iterable[ConfigError]:
-    """What reward functions ask for and rows lack, of the ``columns`` of all files. Where some rows have a column, the
-    others' samples fail."""
-    named = config.reward.function
-    if named == RewardConfig().function:
-        return first_errors(
-            [ConfigError(f"{path}:{row.line}", _answer_fault(row)) for row in rows if row.answer is None]
-        )
-    present, errors = find_columns(rows), []
-    for function in [named] if isinstance(named, str) else named:
+    """What reward functions need and rows lack, of the ``columns`` of all files. Where some rows have a column that is
+    asked for by name, the samples of the other rows fail."""
+    named, present, errors = config.reward.function, find_columns(rows), list[ConfigError]()
+    for name in [named] if isinstance(named, str) else named:
         with suppress(VerifierError):  # reported elsewhere
-            if missing := RewardFunction(load_function(function), columns).find_missing(present):
-                what = f"'{readable_name(function)}' asks for {missing} of {path}"
-                errors.append(ConfigError("config.reward.function", what))
+            function, label = RewardFunction(load_function(name), columns), readable_name(name)
+            if missing := function.find_missing(present):
+                errors.append(ConfigError("config.reward.function", f"'{label}' asks for {missing} of {path}"))
+            faults = [
+                ConfigError(f"{path}:{row.line}", _column_fault(row, column, label))
+                for row in rows
+                for column in function.find_empty(Completed("", row.answer, row.extra_info))
+            ]
+            errors += first_errors(faults)
     return errors
 
 
-def _answer_fault(row: PromptRow) -> str:
-    given = row.extra_info.get("answer")
+def _column_fault(row: PromptRow, column: str, function: str) -> str:
+    given = row.extra_info.get(column)
     if given is None:
-        return "has no 'answer', with which the default reward.function compares"
+        columns = describe_columns({"prompt": row.prompt, **row.extra_info}, column)
+        return f"has no '{column}', which reward.function '{function}' needs{columns}"
     shown = shorten(json.dumps(given, ensure_ascii=False, default=str), _SHOWN, placeholder="...")
-    return f"its 'answer' is {shown}, a {type(given).__name__}: the default reward.function compares text or numbers"
+    return f"its '{column}' is {shown}, a {type(given).__name__}: reward.function '{function}' needs text or a number"
 
 
 def _validate_evaluation(config: PolicyConfig) -> list[ConfigError]:
@@ -273,18 +314,14 @@ def _validate_evaluation(config: PolicyConfig) -> list[ConfigError]:
     return errors
 
 
-def validate_template(cfg: PolicyConfig) -> list[ConfigError]:
+def _find_untemplated(cfg: PolicyConfig, files: Mapping[str, Sequence[PromptRow]]) -> list[ConfigError]:
     """Conversations need a chat template; for a model on the hub this is checked when it is loaded."""
-    folder, keys = Path(cfg.model).expanduser(), cfg.data.keys
+    folder = Path(cfg.model).expanduser()
     if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
         return []
-    for path in (cfg.data.train, *cfg.data.eval_sets.values()):
-        can_be_read = path and not is_left_unread(path) and not PROMPT_ROWS.validate(path, keys)
-        for row in load_prompts(path, keys) if path and can_be_read else ():
-            if not isinstance(row.prompt, str):
-                what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
-                return [ConfigError("config.model", f"{what} {path}:{row.line} need")]
-    return []
+    what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
+    talks = (f"{path}:{row.line}" for path, rows in files.items() for row in rows if not isinstance(row.prompt, str))
+    return [ConfigError("config.model", f"{what} {place} need") for place in islice(talks, 1)]
 
 
 def _has_chat_template(folder: Path) -> bool:

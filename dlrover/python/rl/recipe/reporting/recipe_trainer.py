@@ -15,11 +15,12 @@ from dlrover.python.rl.common.hub import NOT_LOOKED_UP
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import answer, lies_in, require, salvage
 from dlrover.python.rl.data.source import is_left_unread
-from dlrover.python.rl.engine.model.model_shape import shape_of
+from dlrover.python.rl.engine.model.model_shape import read_config, shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import (
     point_to_options,
+    validate_family,
     validate_optimizer,
     validate_options,
     validate_train_engine,
@@ -277,6 +278,8 @@ class RecipeTrainer(BaseTrainer):
         errors = [*validate_model(cfg.model), *validate_optimizer(cfg.engine, cfg.optimizer)]
         members, shape = roles.get(RLRoleType.ACTOR, 1), shape_of(cfg.model, cfg.model_config)
         errors += validate_train_engine(cfg.engine, members, cls.bare_head, shape=shape)
+        content = read_config(cfg.model, cfg.model_config)
+        errors += validate_family(content, cfg.engine, cls.trained_head(), RLRoleType.ROLLOUT in roles)
         errors += validate_keep(cfg.keep, cfg.eval_every, cls.evaluation_names(cfg, roles))
         errors += [*validate_model_config(cfg.model_config), *cls._plan_memory(cfg, roles).find_errors()]
         return [*errors, *validate_log(cfg.log)]

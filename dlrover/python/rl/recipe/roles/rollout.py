@@ -16,8 +16,8 @@ from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError,
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.data.conversation import NO_KWARGS, encode_prompt
-from dlrover.python.rl.data.prompts import PromptFaults
+from dlrover.python.rl.data.conversation import NO_KWARGS
+from dlrover.python.rl.data.prompts import PromptFaults, find_prompt_faults
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class, engine_info
 from dlrover.python.rl.engine.api.weights import WeightStamp
@@ -131,25 +131,14 @@ class RolloutWorkload(EngineWorkload):
     ) -> PromptFaults:
         """Report the prompts that this model cannot complete, or with more than ``max_prompt_tokens``; ``place`` names
         their rows, which have ``extra_info`` too."""
-        faults = PromptFaults([], [])
+
+        def check(tokens: list[int]) -> None:
+            self._engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
+
         rows = zip(*(prompts.objects(name) for name in ("place", "prompt", "extra_info")), strict=True)
-        for place, prompt, extra_info in rows:
-            if not prompt and self._scheduler.guard is not None:
-                continue  # the environment gives the first state
-            try:
-                arguments = self._scheduler.arguments_of_template(extra_info)
-                tokens = encode_prompt(self._engine.tokenizer, prompt, arguments)
-            except DataError as error:
-                faults.wrong.extend(ConfigError(place, item.what) for item in error.errors)
-                continue
-            if max_prompt_tokens is not None and len(tokens) > max_prompt_tokens:
-                faults.too_long.append(ConfigError(place, f"{len(tokens)} tokens, {max_prompt_tokens} at most"))
-                continue
-            try:
-                self._engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
-            except EngineError as error:
-                faults.wrong.append(ConfigError(place, f"{len(tokens)} tokens leave no room for new ones: {error}"))
-        return faults
+        has_states, arguments = self._scheduler.guard is not None, self._scheduler.arguments_of_template
+        written = ((*row[:2], arguments(row[2])) for row in rows if row[1] or not has_states)
+        return find_prompt_faults(self._engine.tokenizer, written, max_prompt_tokens, check)
 
     @on_device
     def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
