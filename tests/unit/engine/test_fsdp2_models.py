@@ -255,8 +255,8 @@ def test_models_built_otherwise_are_right_too(kind, tmp_path):
     model = OTHERS[kind]()
     path = write_atomically(tmp_path / kind, model, make_byte_tokenizer())
     engine = Fsdp2TrainEngine(path, CONFIG)
-    found = engine.evaluate(make_batch()).ragged("logprobs")
-    for row, expected in zip(found, logprobs_of(model.eval(), make_batch()), strict=True):
+    logprobs = engine.evaluate(make_batch()).ragged("logprobs")
+    for row, expected in zip(logprobs, logprobs_of(model.eval(), make_batch()), strict=True):
         assert np.allclose(row[1:], expected, atol=1e-4)
     assert engine.step(make_batch(), token_loss).grad_norm > 0
 

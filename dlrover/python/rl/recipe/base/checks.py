@@ -40,6 +40,7 @@ from dlrover.python.rl.engine.weight_sync.transports import validate_transport, 
 from dlrover.python.rl.environment.core.functions import find_environment, load_function
 from dlrover.python.rl.environment.core.scoring import RewardFunction
 from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig, PolicyConfig
+from dlrover.python.rl.recipe.base.lengths import count_room
 
 _ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
 """Columns that train engines compute for a loss."""
@@ -173,7 +174,8 @@ def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:
 
 def validate_rollout(cfg: PolicyConfig) -> list[ConfigError]:
     """Check how completions are generated, filtered and scored."""
-    errors, rollout, reward = validate_rollout_engine(cfg.engine), cfg.rollout, cfg.reward
+    errors = [*validate_rollout_engine(cfg.engine), *_validate_new_tokens(cfg)]
+    rollout, reward = cfg.rollout, cfg.reward
     if rollout.dynamic_filtering != "off" and rollout.samples_per_prompt == 1:
         what = "compares the samples of a prompt: rollout.samples_per_prompt has to be at least 2"
         errors.append(ConfigError("config.rollout.dynamic_filtering", what))
@@ -254,3 +256,12 @@ def validate_algorithm(
     if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles and cfg.engine.lora is None:
         errors.append(ConfigError("workload", "config.algorithm.kl_coef is above 0, which needs the role 'reference'"))
     return errors
+
+
+def _validate_new_tokens(cfg: PolicyConfig) -> list[ConfigError]:
+    """The default is cut to the room; a larger number is a mistake."""
+    room, count = count_room(cfg, generates=True), cfg.rollout.max_new_tokens
+    if room is None or count < max(room, type(cfg.rollout).max_new_tokens + 1):
+        return []
+    message = f"{count}, but a sequence has at most {room} tokens, its prompt's among them: write less than {room}"
+    return [ConfigError("config.rollout.max_new_tokens", message)]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from functools import cache
 from typing import Any, TypeVar
 
-from dlrover.python.rl.common.errors import ConfigError, EngineError
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
 from dlrover.python.rl.engine.model.loading import load_tokenizer
 from dlrover.python.rl.engine.model.model_shape import count_positions, find_config_file, read_config
@@ -26,15 +26,6 @@ def count_room(cfg: Any, generates: bool = False) -> int | None:
     option = engine_info(ROLLOUT_ENGINES, cfg.engine.rollout).limit_option if generates else ""
     limits = [count_positions(read_config(cfg.model, cfg.model_config)), cfg.engine.rollout_options.get(option)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
-
-
-def validate_new_tokens(cfg: Any) -> list[ConfigError]:
-    """The default is cut to the room; a larger number is a mistake."""
-    room, count = count_room(cfg, generates=True), cfg.rollout.max_new_tokens
-    if room is None or count < max(room, type(cfg.rollout).max_new_tokens + 1):
-        return []
-    message = f"{count}, but a sequence has at most {room} tokens, its prompt's among them: write less than {room}"
-    return [ConfigError("config.rollout.max_new_tokens", message)]
 
 
 def find_large(rows: Iterable[T], content: Callable[[T], Any], limit: int) -> list[T]:

@@ -17,7 +17,6 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig, SenderConfig
-from dlrover.python.rl.recipe.base.lengths import validate_new_tokens
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics, means_by_weight
 from dlrover.python.rl.recipe.online.batch import (
@@ -370,7 +369,7 @@ class PolicyTrainer(RecipeTrainer):
 
     @classmethod
     def find_errors(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors = [*super().find_errors(cfg, roles), *validate_data(cfg), *validate_new_tokens(cfg)]
+        errors = [*super().find_errors(cfg, roles), *validate_data(cfg)]
         errors += [*validate_roles(cls.__name__, cfg, roles), *validate_rollout(cfg)]
         columns = {name for output in cls.aux_outputs(cfg) for name in output.columns}
         errors += validate_algorithm(lambda: cls.algorithm_of(cfg), cls.own_columns | columns, cfg, roles)
