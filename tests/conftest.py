@@ -2,6 +2,7 @@
 """Fixtures of all tests."""
 
 import gc
+import logging
 import os
 import signal
 import sys
@@ -90,3 +91,13 @@ def _helper_modules_are_importable():
     """Jobs of the tests name their classes by module: those beside the tests."""
     here = Path(__file__).parent
     sys.path[:0] = [str(here / folder) for folder in ("contract", "ray", "examples")]
+
+
+@pytest.fixture
+def kept_logger():
+    """The package's logger gets its handlers and its level back, which commands set."""
+    logger = logging.getLogger("dlrover")
+    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
+    yield
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)

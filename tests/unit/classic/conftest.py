@@ -1,8 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """A tiny model, and the package's logger as it was."""
 
-import logging
-
 import pytest
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -20,9 +18,5 @@ def wide_model(tmp_path_factory):
 
 
 @pytest.fixture(autouse=True)
-def _logger_kept():
-    logger = logging.getLogger("dlrover")
-    handlers, level, propagate = list(logger.handlers), logger.level, logger.propagate
-    yield
-    logger.handlers[:], logger.propagate = handlers, propagate
-    logger.setLevel(level)
+def _logger_kept(kept_logger):
+    pass

@@ -82,7 +82,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture
-def check(folder, monkeypatch, capfd):
+def check(folder, monkeypatch, capfd, kept_logger):
     """Check a job in this process; gives the exit code and what is printed. Nothing is left in the folder."""
     monkeypatch.chdir(folder)
 
