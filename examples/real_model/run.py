@@ -38,9 +38,7 @@ Row = Mapping[str, Any]
 def main() -> None:
     """Convert, train, ask, and summarize."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument(
-        "--seed", type=int, default=0, help="of the adapters, the order of the prompts and the sampling"
-    )
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the prompts and of the sampling")
     parser.add_argument("--address", help="of a running Ray cluster; by default one is started")
     parser.add_argument("overrides", nargs="*", help="key=value for grpo.yaml")
     options = parser.parse_args()
@@ -104,11 +102,8 @@ def mean_score(rows: Sequence[Row], answers: Sequence[str]) -> float:
 
 
 def read_accuracies(run: Path) -> dict[int, float]:
-    """Return the held-out accuracies that the run reported, by step; 0 is before the first one."""
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    rows = read_rows(run / "metrics.jsonl")
-    during = {row["step"]: row["eval/accuracy"] for row in rows if "eval/accuracy" in row}
-    return {0: summary["held-out accuracy before"], **during, rows[-1]["step"]: summary["held-out accuracy after"]}
+    """Return the held-out accuracies that the run reported, by step; step 0 is before the training."""
+    return {row["step"]: row["eval/accuracy"] for row in read_rows(run / "metrics.jsonl") if "eval/accuracy" in row}
 
 
 def read_rows(path: Path) -> list[Row]:
