@@ -54,8 +54,9 @@ def main() -> None:
     summary = {
         "seed": options.seed,
         "minutes": round(minutes, 1),
-        "accuracy": read_accuracies(run),
+        "accuracy": read_metric(run, "eval/accuracy"),
         "accuracy by transformers alone": mean_score(rows, after),
+        "rewards": list(read_metric(run, "reward/mean").values()),
         "machine": {"cores": len(os.sched_getaffinity(0)), "processor": read_processor()},
         "versions": {package: version(package) for package in PACKAGES},
         "config": config,
@@ -101,9 +102,9 @@ def mean_score(rows: Sequence[Row], answers: Sequence[str]) -> float:
     return sum(scores) / len(scores)
 
 
-def read_accuracies(run: Path) -> dict[int, float]:
-    """Return the held-out accuracies that the run reported, by step; step 0 is before the training."""
-    return {row["step"]: row["eval/accuracy"] for row in read_rows(run / "metrics.jsonl") if "eval/accuracy" in row}
+def read_metric(run: Path, name: str) -> dict[int, float]:
+    """Return the values of a metric by step; step 0 is before the training."""
+    return {row["step"]: row[name] for row in read_rows(run / "metrics.jsonl") if name in row}
 
 
 def read_rows(path: Path) -> list[Row]:

@@ -43,8 +43,7 @@ def distinct_rows(problems: Iterable[Mapping[str, Any]]) -> Iterable[Row]:
         expression = problem["metadata"]["expression"]
         if expression not in seen:
             seen.add(expression)
-            question = f"What is {expression}? Answer with a number."
-            yield {"messages": [{"role": "user", "content": question}], "answer": problem["answer"]}
+            yield {"messages": [{"role": "user", "content": problem["question"]}], "answer": problem["answer"]}
 
 
 def write_rows(path: Path, rows: Iterable[Row]) -> Path:
