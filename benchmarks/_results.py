@@ -4,6 +4,7 @@
 import json
 import os
 import platform
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,16 @@ def machine(threads: int, **versions: str) -> dict[str, Any]:
         "transformers": transformers.__version__,
         **versions,
     }
+
+
+def describe(model: Path | None, shape: Mapping[str, int]) -> str:
+    """The name of a model's folder and what its configuration says, or ``shape``, the sizes of a random one."""
+    if model is not None:
+        config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+        keys = {"hidden": "hidden_size", "layers": "num_hidden_layers", "heads": "num_attention_heads"}
+        shape = {name: config[key] for name, key in {**keys, "vocabulary": "vocab_size"}.items()}
+    sizes = ", ".join(f"{name} {size}" for name, size in shape.items())
+    return sizes if model is None else f"{model.parent.name}/{model.name} ({sizes})"
 
 
 def keep(folder: Path, name: str, results: Any, text: str) -> None:

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -19,6 +19,9 @@ from transformers import AutoModelForCausalLM, StoppingCriteria
 
 from dlrover.python.rl.engine.api.base import Request, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+
+Precision = Literal["fp32", "bf16"]
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}
 
 ANSWER_S = 600.0
 """How long vLLM may take to start, or for one work."""
@@ -65,8 +68,8 @@ class Torch:
 
     name = "torch engine"
 
-    def __init__(self, model: Path, at_a_time: int) -> None:
-        self._engine = TorchRolloutEngine(model, RolloutSettings(max_batch=at_a_time))
+    def __init__(self, model: Path, precision: Precision, at_a_time: int) -> None:
+        self._engine = TorchRolloutEngine(model, RolloutSettings(max_batch=at_a_time, precision=precision))
 
     def run(self, work: Work) -> list[int]:
         """Add all requests, of which so many are decoded at a time, and advance to the end."""
@@ -98,15 +101,19 @@ class Transformers:
 
     Args:
         model: the model's folder.
+        precision: of its weights.
         attention: which of the library's attentions.
         cache: its ``cache_implementation``; None is its default.
         sort: put sequences of similar length, which nobody knows beforehand, in one batch.
     """
 
-    def __init__(self, model: Path, attention: str, cache: str | None = None, sort: bool = False) -> None:
+    def __init__(
+        self, model: Path, precision: Precision, attention: str, cache: str | None = None, sort: bool = False
+    ) -> None:
         options = [attention, f"{cache} cache" if cache else "", "lengths known beforehand" if sort else ""]
         self.name = f"transformers generate ({', '.join(filter(None, options))})"
-        self._model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32, attn_implementation=attention)
+        options = {"dtype": DTYPES[precision], "attn_implementation": attention}
+        self._model = AutoModelForCausalLM.from_pretrained(model, **options)
         self._model.generation_config.eos_token_id = None  # no row ends early, and nothing has to be looked for
         self._cache, self._sort = cache, sort
 
@@ -201,11 +208,11 @@ class Vllm:
 
     name = "vLLM"
 
-    def __init__(self, python: str, model: Path, at_a_time: int, threads: int) -> None:
+    def __init__(self, python: str, model: Path, precision: Precision, at_a_time: int, threads: int) -> None:
         cores = {"VLLM_CPU_OMP_THREADS_BIND": f"0-{threads - 1}", "VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
         environment = {**os.environ, "VLLM_CPU_KVCACHE_SPACE": "1", "OMP_NUM_THREADS": str(threads), **cores}
         self._process = subprocess.Popen(
-            [python, str(Path(__file__).with_name("_rollout_vllm.py")), str(model), str(at_a_time)],
+            [python, str(Path(__file__).with_name("_rollout_vllm.py")), str(model), str(at_a_time), DTYPES[precision]],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,

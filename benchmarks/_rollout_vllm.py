@@ -13,8 +13,8 @@ from vllm import LLM, SamplingParams
 
 def main() -> None:
     """Serve until the input ends."""
-    model, at_a_time = sys.argv[1], int(sys.argv[2])
-    engine = LLM(model, dtype="float32", max_num_seqs=at_a_time, max_model_len=512, seed=0, enable_prefix_caching=False)
+    model, at_a_time, dtype = sys.argv[1], int(sys.argv[2]), sys.argv[3]
+    engine = LLM(model, dtype=dtype, max_num_seqs=at_a_time, max_model_len=512, seed=0, enable_prefix_caching=False)
     print("# ready", flush=True)
     for line in sys.stdin:
         prompts, lengths = json.loads(line)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import torch
@@ -18,12 +18,13 @@ from trl import GRPOConfig, GRPOTrainer, SFTConfig, SFTTrainer
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.data.batch import Batch, Ragged
-from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, SamplingParams
+from dlrover.python.rl.engine.api.base import OptimizerConfig, RolloutSettings, SamplingParams, TrainSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 
 LR = 1e-5
-BEST = {"bf16": False, "gradient_checkpointing": False}
+BEST = {"gradient_checkpointing": False}
+Precision = Literal["fp32", "bf16"]
 QUIET = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
 
 
@@ -34,7 +35,7 @@ class Work:
     Attributes:
         rows: token ids of each example; all but the first are trained on.
         rows_per_step: of an optimizer step.
-        prompts: texts, a byte a token.
+        prompts: texts of 32 letters.
         completions: of each prompt.
         new_tokens: of each completion.
         steps: GRPO steps.
@@ -48,13 +49,13 @@ class Work:
     steps: int
 
     @classmethod
-    def make(cls, rows: int, steps: int) -> "Work":
-        """Examples of 16 to 512 tokens; prompts of 32."""
+    def make(cls, rows: int, steps: int, prompts: int = 8) -> "Work":
+        """Examples of 16 to 512 tokens; prompts of 32 letters."""
         generator = random.Random(0)
         lengths = [generator.randint(16, 512) for _ in range(rows)]
         examples = [[generator.randrange(256) for _ in range(length)] for length in lengths]
-        prompts = ["".join(generator.choices("abcdefgh", k=32)) for _ in range(8)]
-        return cls(examples, 16, prompts, 8, 64, steps)
+        texts = ["".join(generator.choices("abcdefgh", k=32)) for _ in range(prompts)]
+        return cls(examples, 16, texts, 8, 64, steps)
 
     @property
     def tokens(self) -> int:
@@ -82,8 +83,8 @@ class OwnSft:
 
     name = "this project: packed"
 
-    def __init__(self, model: Path) -> None:
-        self._engine = Fsdp2TrainEngine(model, OptimizerConfig(lr=LR))
+    def __init__(self, model: Path, precision: Precision) -> None:
+        self._engine = Fsdp2TrainEngine(model, OptimizerConfig(lr=LR), TrainSettings(precision=precision))
 
     def run(self, work: Work) -> float:
         """See :class:`Side`."""
@@ -104,8 +105,9 @@ class MatrixProducts:
 
     name = "matrix products alone"
 
-    def __init__(self, model: Path) -> None:
-        modules = AutoModelForCausalLM.from_pretrained(model).modules()
+    def __init__(self, model: Path, precision: Precision) -> None:
+        self._dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        modules = AutoModelForCausalLM.from_pretrained(model, dtype=self._dtype).modules()
         self._weights = [module.weight.detach() for module in modules if isinstance(module, torch.nn.Linear)]
 
     def run(self, work: Work) -> float:
@@ -113,7 +115,7 @@ class MatrixProducts:
         steps = range(0, len(work.rows), work.rows_per_step)
         counts = [sum(map(len, work.rows[at : at + work.rows_per_step])) for at in steps]
         widest = max(max(weight.shape) for weight in self._weights)
-        numbers = torch.randn(2, max(counts), widest)
+        numbers = torch.randn(2, max(counts), widest, dtype=self._dtype)
         begun = time.perf_counter()
         for count, weight in product(counts, self._weights):
             out, into = weight.shape
@@ -129,9 +131,9 @@ class OwnGrpo:
 
     name = "this project: fsdp2 and torch engines"
 
-    def __init__(self, model: Path) -> None:
-        self._train = Fsdp2TrainEngine(model, OptimizerConfig(lr=LR))
-        self._rollout = engine_class(ROLLOUT_ENGINES, "torch")(model, RolloutSettings())
+    def __init__(self, model: Path, precision: Precision) -> None:
+        self._train = Fsdp2TrainEngine(model, OptimizerConfig(lr=LR), TrainSettings(precision=precision))
+        self._rollout = engine_class(ROLLOUT_ENGINES, "torch")(model, RolloutSettings(precision=precision))
 
     def run(self, work: Work) -> float:
         """See :class:`Side`."""
@@ -189,7 +191,7 @@ class TrlSft:
             **{"per_device_train_batch_size": work.rows_per_step} | QUIET | self._options,
         )
         trainer = SFTTrainer(
-            AutoModelForCausalLM.from_pretrained(self._model),
+            AutoModelForCausalLM.from_pretrained(self._model, dtype=torch.float32),
             config,
             train_dataset=Dataset.from_dict({"input_ids": work.rows}),
             processing_class=AutoTokenizer.from_pretrained(self._model),

@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast rollout engines draw tokens: ``make bench NAME=rollout`` (``--quick`` to try it).
 
+They run a model of 0.9 M parameters in fp32, or that of ``--model`` in bf16, 16 sequences at a time, with up to 128 new
+tokens each.
+
 Each round lets every engine do each work once, one after the other in changing order, in one run on one machine. The
 engines have the same model, prompts, lengths and cores, and decode 64 sequences at a time:
 
@@ -30,16 +33,16 @@ from typing import Any
 
 import torch
 
-from benchmarks._results import RESULTS, keep, machine
-from benchmarks._rollout_sides import Processes, Side, Torch, Transformers, Vllm, Work
+from benchmarks._results import RESULTS, describe, keep, machine
+from benchmarks._rollout_sides import Precision, Processes, Side, Torch, Transformers, Vllm, Work
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
-AT_A_TIME, PROMPT = 64, 32
+PROMPT = 32
 GOALS = {"equal": 1.7, "mixed": 3.0}
 
 
-def works(quick: bool) -> list[Work]:
+def works(quick: bool, at_a_time: int, longest: int) -> list[Work]:
     """The same prompts and lengths in every run."""
     generator = random.Random(0)
 
@@ -47,9 +50,9 @@ def works(quick: bool) -> list[Work]:
         return [[generator.randrange(256) for _ in range(PROMPT)] for _ in range(count)]
 
     short = 16 if quick else 64
-    equal = Work("equal", prompts(AT_A_TIME), [short] * AT_A_TIME, AT_A_TIME)
-    count = AT_A_TIME * (2 if quick else 4)
-    mixed = Work("mixed", prompts(count), [generator.randint(8, 256) for _ in range(count)], AT_A_TIME)
+    equal = Work("equal", prompts(at_a_time), [short] * at_a_time, at_a_time)
+    count = at_a_time * (2 if quick else 4)
+    mixed = Work("mixed", prompts(count), [generator.randint(8, longest) for _ in range(count)], at_a_time)
     return [equal, mixed]
 
 
@@ -96,8 +99,8 @@ def summary(results: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def _generate(model: Path, cache: str | None, _: int) -> Transformers:
-    return Transformers(model, "sdpa", cache)
+def _generate(model: Path, precision: Precision, cache: str | None, _: int) -> Transformers:
+    return Transformers(model, precision, "sdpa", cache)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -107,36 +110,40 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="how often each engine does each work (default 7; quick: 1)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine (default: all cores)")
     parser.add_argument("--vllm-python", help="an interpreter that has vLLM (default: this one, if it has)")
+    parser.add_argument("--model", type=Path, help="a folder, for a model that is run in bf16")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     rounds = options.rounds or (1 if options.quick else 7)
     torch.set_num_threads(options.threads)
     vllm = options.vllm_python or (sys.executable if importlib.util.find_spec("vllm") else None)
     sides: list[Side] = []
+    precision: Precision = "bf16" if options.model else "fp32"
+    at_a_time, longest = (16, 128) if options.model else (64, 256)
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(Path(folder) / "model", **SHAPE)
+        model = options.model or write_tiny_model(Path(folder) / "model", **SHAPE)
+        generate = partial(Transformers, model, precision)
         try:
-            sides += [Torch(model, AT_A_TIME), *(Transformers(model, attention) for attention in ("sdpa", "eager"))]
-            sides += [Transformers(model, "sdpa", "static"), Transformers(model, "sdpa", sort=True)]
+            sides += [Torch(model, precision, at_a_time), generate("sdpa"), generate("eager")]
+            sides += [generate("sdpa", "static"), generate("sdpa", sort=True)]
             if options.threads > 1:
-                sides.append(Processes(options.threads, partial(Torch, model), AT_A_TIME))
+                sides.append(Processes(options.threads, partial(Torch, model, precision), at_a_time))
                 sides += [
-                    Processes(options.threads, partial(_generate, model, cache), AT_A_TIME)
+                    Processes(options.threads, partial(_generate, model, precision, cache), at_a_time)
                     for cache in (None, "static")
                 ]
             if vllm:
-                sides.append(Vllm(vllm, model, AT_A_TIME, options.threads))
-            rates = measure(sides, works(options.quick), rounds)
+                sides.append(Vllm(vllm, model, precision, at_a_time, options.threads))
+            rates = measure(sides, works(options.quick, at_a_time, longest), rounds)
         finally:
             for side in sides:
                 side.close()
     results = {
-        "model": ", ".join(f"{name} {size}" for name, size in SHAPE.items()),
+        "model": describe(options.model, SHAPE),
         "machine": machine(options.threads),
         "rounds": rounds,
         "tokens_per_s": rates,
     }
-    keep(options.out, "rollout-quick" if options.quick else "rollout", results, summary(results))
+    keep(options.out, f"rollout{'-real' * bool(options.model)}{'-quick' * options.quick}", results, summary(results))
     return 0
 
 

@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast training is: ``make bench NAME=training`` (``ARGS=--quick`` to try it), in an environment with TRL.
 
+It trains a model of 0.9 M parameters in fp32, or that of ``--model`` in bf16 on an eighth of the work.
+
 Each round lets every side do its work once, one after the other in changing order, in one process on one machine. All
 have the same model, examples, prompts, lengths, rows per optimizer step, and threads:
 
@@ -25,28 +27,29 @@ from typing import Any
 import torch
 import trl
 
-from benchmarks._results import RESULTS, keep, machine
-from benchmarks._training_sides import BEST, MatrixProducts, OwnGrpo, OwnSft, Side, TrlGrpo, TrlSft, Work
+from benchmarks._results import RESULTS, describe, keep, machine
+from benchmarks._training_sides import BEST, MatrixProducts, OwnGrpo, OwnSft, Precision, Side, TrlGrpo, TrlSft, Work
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
 SHAPE = {"hidden": 128, "layers": 4, "heads": 4, "kv_heads": 2, "max_positions": 512}
 GOAL = 1.5
 
 
-def sides(model: Path, folder: Path, defaults: bool) -> dict[str, list[Side]]:
+def sides(model: Path, folder: Path, defaults: bool, precision: Precision) -> dict[str, list[Side]]:
     """By kind of work; this project's first."""
+    best = {"bf16": precision == "bf16", **BEST}
     grouped = {"train_sampling_strategy": "group_by_length"}
     passes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
     found: dict[str, list[Side]] = {
         "sft": [
-            OwnSft(model),
-            MatrixProducts(model),
-            TrlSft(model, "group_by_length, fp32", folder, **BEST, **grouped),
-            TrlSft(model, "group_by_length in passes of 4, fp32", folder, **BEST, **grouped, **passes),
-            TrlSft(model, "wrapped packing, fp32", folder, **BEST, packing=True, packing_strategy="wrapped"),
-            TrlSft(model, "no packing, fp32", folder, **BEST),
+            OwnSft(model, precision),
+            MatrixProducts(model, precision),
+            TrlSft(model, f"group_by_length, {precision}", folder, **best, **grouped),
+            TrlSft(model, f"group_by_length in passes of 4, {precision}", folder, **best, **grouped, **passes),
+            TrlSft(model, f"wrapped packing, {precision}", folder, **best, packing=True, packing_strategy="wrapped"),
+            TrlSft(model, f"no packing, {precision}", folder, **best),
         ],
-        "grpo": [OwnGrpo(model), TrlGrpo(model, "fp32", folder, **BEST)],
+        "grpo": [OwnGrpo(model, precision), TrlGrpo(model, precision, folder, **best)],
     }
     if defaults:
         found["sft"].append(TrlSft(model, "defaults", folder))
@@ -108,23 +111,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, help="how often each side does its work (default 7; quick: 1)")
     parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of the process (default: all cores)")
     parser.add_argument("--no-defaults", action="store_true", help="leave out TRL's defaults, which take minutes")
+    parser.add_argument("--model", type=Path, help="a folder, for a model that is trained in bf16")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     rounds = options.rounds or (1 if options.quick else 7)
     torch.set_num_threads(options.threads)
-    work = Work.make(32, 1) if options.quick else Work.make(128, 3)
+    work = Work.make(16, 1, 2) if options.model else Work.make(32, 1) if options.quick else Work.make(128, 3)
     with tempfile.TemporaryDirectory() as folder:
-        model = write_tiny_model(Path(folder) / "model", **SHAPE)
-        seconds = measure(sides(model, Path(folder) / "trl", not options.no_defaults), work, rounds)
+        model = options.model or write_tiny_model(Path(folder) / "model", **SHAPE)
+        compared = sides(model, Path(folder) / "trl", not options.no_defaults, "bf16" if options.model else "fp32")
+        seconds = measure(compared, work, rounds)
     results = {
-        "model": ", ".join(f"{name} {size}" for name, size in SHAPE.items()),
+        "model": describe(options.model, SHAPE),
         "machine": machine(options.threads, trl=trl.__version__),
         "rounds": rounds,
         "tokens": work.tokens,
         "steps": work.steps,
         "seconds": seconds,
     }
-    keep(options.out, "training-quick" if options.quick else "training", results, summary(results))
+    keep(options.out, f"training{'-real' * bool(options.model)}{'-quick' * options.quick}", results, summary(results))
     return 0
 
 

