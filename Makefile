@@ -131,7 +131,7 @@ check_name = $(if $(call chosen,$(1)),,$(error make $@: NAME must be one of: $(1
 bench: $(addprefix bench-,$(call chosen,$(BENCHES))) ## Measure a part: NAME=async|commits|dispatch|recovery|rollout|training|weight-sync
 	@$(call check_name,$(BENCHES)):
 
-example: $(addprefix example-,$(call chosen,$(EXAMPLES))) ## Train a real model, or run another library on this package: NAME=openrlhf|real_model|trl|verl (SEED=0)
+example: $(addprefix example-,$(call chosen,$(EXAMPLES))) ## Train a real model, or run a library: NAME=openrlhf|real_model|trl|verl (SEED=0)
 	@$(call check_name,$(EXAMPLES)):
 
 # Measure detection, recovery and their cost.

@@ -72,7 +72,7 @@ class Torch:
         self._engine = TorchRolloutEngine(model, RolloutSettings(max_batch=at_a_time, precision=precision))
 
     def run(self, work: Work) -> list[int]:
-        """Add all requests, of which so many are decoded at a time, and advance to the end."""
+        """Add all requests, of which a batch is decoded at a time, and advance to the end."""
         for number, (prompt, length) in enumerate(zip(work.prompts, work.lengths, strict=True)):
             sampling = SamplingParams(max_new_tokens=length, ignore_eos=True)
             self._engine.add([Request.fresh(number, 0, prompt)], sampling, (0,))
@@ -104,7 +104,7 @@ class Transformers:
         precision: of its weights.
         attention: which of the library's attentions.
         cache: its ``cache_implementation``; None is its default.
-        sort: put sequences of similar length, which nobody knows beforehand, in one batch.
+        sort: put sequences of similar length, which no engine knows beforehand, in one batch.
     """
 
     def __init__(
