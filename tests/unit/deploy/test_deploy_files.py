@@ -56,7 +56,7 @@ def test_an_image_gets_every_constraints_file_and_nothing_that_is_not_there():
     for path in re.findall(r"requirements/[\w.-]+", install):
         assert (ROOT / path).exists(), path
     for file in (ROOT / "requirements").glob("*.txt"):
-        assert file.stem in install or file.stem in ("peers", "verl", "openrlhf"), file
+        assert file.stem in install or file.stem in ("peers", "verl", "openrlhf", "real_model"), file
 
 
 def test_the_core_is_installed_from_a_lock_with_hashes_of_the_versions_that_are_tested():
