@@ -24,5 +24,5 @@ def test_real_model_trains_three_steps(tmp_path):
     summary = json.loads((tmp_path / "build/real_model/seed-0.json").read_text(encoding="utf-8"))
     assert list(summary["accuracy"]) == ["0", "3"]
     assert len(summary["rewards"]) == 3
-    assert abs(summary["accuracy by transformers alone"] - summary["accuracy"]["3"]) <= 0.05
+    assert abs(summary["accuracy by transformers alone"] - summary["accuracy"]["3"]) <= 0.1  # of 40 answers
     assert len(summary["samples"]) == 20

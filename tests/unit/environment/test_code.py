@@ -270,6 +270,8 @@ CASES = '[{"input": "1\\n", "output": "2\\n"}]'
     [
         ("```python\nprint('wrong')\n```", CASES, 0.0),
         ("```python\nprint(2 * int(input()))\n```", CASES, 1.0),
+        ("```python\nprint(2 * int(input()))\n```", {"inputs": ["1", "2"], "outputs": ["2", "4"]}, 1.0),
+        ("```python\nprint(2)\n```", {"inputs": ["1", "2"], "outputs": ["2", "4"]}, 0.0),
         (WRONG, "def test_double():\n    assert double(2) == 4", 0.0),
         (DOUBLE, "def test_double():\n    assert double(2) == 4", 1.0),
         (f"{DOUBLE}\nIt prints\n```\n4\n```", "assert double(2) == 4", 1.0),

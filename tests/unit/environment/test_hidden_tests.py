@@ -126,6 +126,26 @@ FORMS = {
     "decimals and infinity": ("from decimal import Decimal\nassert add(Decimal('0.5'), 0) == 0.5\n"
                               "assert add(1, Decimal(2)) == 3\nassert add(1e999, 0) == 1e999\n"
                               "assert (add(Decimal('0.1'), 0) == 0.1) is False\n", "0/0"),
+    "objects that differ": (SUITE + "self.assertNotEqual(tokens('a'), tokens('b'))\n        "
+                            "self.assertNotIn(tokens('a')[0], tokens('b'))\n        "
+                            "self.assertGreater(add(20, 3), 22)", "0/0"),
+    "a raised assertion": ("for a in (1, 2):\n    if add(a, 3) != a + 3:\n        print(a)\n"
+                           "        raise AssertionError(a)\n", "0/0"),
+    "a raised assertion alone": ("if add(20, 3) != 23:\n    raise AssertionError\n", "0/0"),
+    "failing where anything is raised": (SUITE + "try:\n            tokens('a')[0].text\n"
+                                         "        except Exception:\n            self.fail('x')", "0/0"),
+    "named arguments of parametrize": (PYTEST + "@pytest.mark.parametrize(argnames='a', argvalues=[20], "
+                                       "scope='module')\ndef test_add(a):\n    assert add(a, 3) == 23\n", "0/0"),
+    "what an exception says": (PYTEST + "def test_none():\n    with pytest.raises(ValueError) as raised:\n"
+                               "        add(None, 1)\n    raised.match('no n')\n"
+                               "    assert raised.typename == 'ValueError'\n", "0/0"),
+    "an assertion 100,000 times": ("for _ in range(100_000): assert add(20, 3) == 23", "0/0"),
+    "a method of pytest": ("class TestAdd:\n    def setup_method(self, method):\n        self.a = 20\n"
+                           "    def test_add(self):\n        assert add(self.a, 3) == 23\n", "refused"),
+    "marks that change nothing": (PYTEST + "@pytest.mark.asyncio\n@pytest.mark.timeout(5)\nasync def test_add():\n"
+                                  "    assert await slow_add(20, 3) == 23\n", "refused"),
+    "a function of numpy": ("from numpy.testing import assert_allclose\nassert_allclose(add(20, 3), 23)\n", "refused"),
+    "lines": (["assert add(20, 3) == 23", "assert add(1, 1) == 2"], "refused"),
 }  # fmt: skip
 
 REFUSED = {
@@ -137,7 +157,7 @@ REFUSED = {
     "an unknown candidate": (CHECK, r"could fail: extra_info\['entry_point'\] must name"),
     "a list": ("X = [1]", "could fail"),
     "pass": ("pass", "could fail"),
-    "unknown cases": ('{"inputs": ["1"], "outputs": ["2"]}', "must be Python text, or a list of"),
+    "unknown cases": ('{"ins": ["1"], "outs": ["2"]}', "must be Python text, or a list of"),
     "a fixture": ("def test_add(tmp_path):\n    assert add(20, 3) == 23", "the fixture 'tmp_path'"),
     "a fixture of a method": ("class TestA:\n    def test_add(self, pot):\n        assert pot", "the fixture 'pot'"),
     "pytest.fixture": (PYTEST + "@pytest.fixture\ndef pot(): return Pot()\n" + ONE, "the tests use pytest.fixture"),

@@ -83,6 +83,10 @@ def test_half_a_character_in_a_call_is_replaced_and_the_sample_goes_on():
         ("<tool_call>" + "[" * 100_000, "error: the call is no JSON: "),
         ("<tool_call>[1]</tool_call>", 'error: a call is {"name": ..., "arguments": {...}}'),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', "must be an object, not list"),
+        (
+            '<tool_call>{"name": "add", "parameters": {}}</tool_call>',
+            'error: a call is {"name": ..., "arguments": {...}}',
+        ),
         (call("some_tools.add", first=1), "error: there is no tool 'some_tools.add'"),
     ],
 )

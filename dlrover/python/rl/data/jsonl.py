@@ -73,6 +73,8 @@ def find_template_faults(row: Mapping[str, Any]) -> list[str]:
         faults.append('\'tools\' must be a list of {"type": "function", "function": {...}}, or its JSON text')
     if kwargs and not isinstance(kwargs, dict):
         faults.append("'chat_template_kwargs' must be an object, or its JSON text")
+    elif reserved := {"messages", "tokenize", "add_generation_prompt"} & {*(kwargs or ())}:
+        faults.append(f"'chat_template_kwargs' cannot set {', '.join(sorted(reserved))}, which the recipe does")
     if (tools or kwargs) and not any(isinstance(row.get(key), list) for key in _CONVERSATIONS):
         name = "tools" if tools else "chat_template_kwargs"
         faults.append(f"'{name}' is for the chat template, which texts do not pass: give 'messages'")

@@ -99,9 +99,10 @@ def _normalize(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _faults(raw: Mapping[str, Any]) -> list[str]:
     faults = []
     if "prompt" not in raw and "messages" not in raw:
-        close = [key for key in raw if key not in _KEYS and nearest(key, _PROMPTS)]
-        absent = [f"has no 'prompt' or 'messages'{describe_columns(raw, 'prompt', 'answer')}"]
-        faults = [f"unknown key '{key}'{hint(key, _PROMPTS)}" for key in close] or absent
+        columns = describe_columns(raw, "prompt", "answer")
+        close = [key for key in raw if "data.keys" not in columns and key not in _KEYS and nearest(key, _PROMPTS)]
+        faults = [f"unknown key '{key}'{hint(key, _PROMPTS)}" for key in close]
+        faults = faults or [f"has no 'prompt' or 'messages'{columns}"]
     elif "prompt" in raw and "messages" in raw:
         faults.append("give 'prompt' or 'messages', not both")
     if "prompt" in raw and (not isinstance(raw["prompt"], str) or not raw["prompt"]):

@@ -45,8 +45,8 @@ MAX_LOG_RATIO = 20.0
 
 MAX_KL_LOG_RATIO = 10.0
 """Upper bound of log ref(a) - log pi(a) in k3. Beyond it the value stays at 22,015 and the gradient is 0, as beyond the
-bound of the surrogate's ratio: one token that the policy has ruled out weighs no more than a batch of others. OpenRLHF
-(pull request 1335) and verl (``kl_penalty``) bound the estimate itself, at 10, which a log-ratio of 2.6 reaches."""
+bound of the surrogate's ratio. k2, a square, has no bound. OpenRLHF (pull request 1335) and verl (``kl_penalty``) bound
+the estimate itself, at 10, which a log-ratio of 2.6 reaches."""
 
 
 def clipped_surrogate(

@@ -36,13 +36,16 @@ def make_assistant_message(text: str, turn: int = 0) -> Message:
     return {"role": "assistant", "content": text, **({"tool_calls": parsed} if parsed else {})}
 
 
+_CALL_KEYS = {"name", "arguments", "id", "type"}
+
+
 def parse_call(text: str) -> dict[str, Any] | str:
     """The name and the arguments of a call; or why it is malformed."""
     try:
         call = replace_surrogates(json.loads(text))
     except (ValueError, RecursionError) as error:
         return f"the call is no JSON: {error}"
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str) or call.keys() - _CALL_KEYS:
         return 'a call is {"name": ..., "arguments": {...}}'
     name, arguments = call["name"], call.get("arguments", {})
     if not isinstance(arguments, dict):

@@ -9,7 +9,7 @@ assertions are sent after the program has run, compare data by its own class, an
 reported before a token that is unread in the program's connection until the tests end; see ``hidden_tests`` and
 ``code_tests``. A determined program may still find other expected values in its callers' frames, or change these;
 replace a function that a test calls while it runs, speak for the tests that it reads from the connection, read the data
-set or trace other processes.
+set or trace other processes; an object of its class may claim to contain everything (``x in f(y)``).
 Prefer ``assert f(2) == 4``, or cases of input and output.
 """
 
@@ -215,8 +215,9 @@ def code_block(text: str) -> str | None:
 def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
     """1.0 when the program in the completion's last code block passes every test of ``extra_info["tests"]``, else 0.0.
 
-    Tests are either Python text, or a list, which may be JSON, of ``{"input": ..., "output": ...}``, what the program
-    reads from standard input and has to print (white space at the ends of lines and of the text aside).
+    Tests are either Python text or lines of it, or cases ``{"input": ..., "output": ...}``, what the program reads from
+    standard input and has to print (white space at the ends of lines and of the text aside). They may be JSON, and
+    cases may be one ``{"inputs": [...], "outputs": [...]}``.
 
     Text runs after the program in the same module, as a script; then what pytest and unittest would find in it, and
     HumanEval's ``check`` with the function that ``extra_info["entry_point"]`` names. It may import the program by the
@@ -230,9 +231,10 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     Raises:
         ValueError: there are no tests, they are neither, nothing in them could fail, or they need what is not here.
     """
-    tests = decode_json(extra_info.get("tests"))
+    tests = _unify_tests(decode_json(extra_info.get("tests")))
     if not tests or not (isinstance(tests, str) or all(_is_case(case) for case in tests)):
-        raise ValueError("extra_info['tests'] must be Python text, or a list of {'input': ..., 'output': ...}")
+        kinds = "Python text, or a list of {'input': ..., 'output': ...} for the standard input and output"
+        raise ValueError(f"extra_info['tests'] must be {kinds}; write calls of functions as assertions")
     hidden = hide_expected(tests, str(extra_info.get("entry_point") or "")) if isinstance(tests, str) else None
     program = code_block(completion)
     if program is None:
@@ -245,8 +247,17 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     return float(all(_prints(program, case, limits, deadline_s) for case in tests))
 
 
+def _unify_tests(tests: Any) -> Any:
+    """APPS's ``inputs`` and ``outputs`` as cases, MBPP's list of assertions as a text."""
+    if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"} and len({*map(len, tests.values())}) == 1:
+        return [{"input": text, "output": out} for text, out in zip(tests["inputs"], tests["outputs"], strict=True)]
+    is_text = isinstance(tests, list) and bool(tests) and all(isinstance(line, str) for line in tests)
+    return "\n".join(tests) if is_text else tests
+
+
 def _is_case(case: Any) -> bool:
-    return isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("input", "output"))
+    is_text = isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("input", "output"))
+    return is_text and case.get("testtype", "stdin") == "stdin"
 
 
 def _prints(program: str, case: dict[str, str], limits: ProgramLimits, deadline_s: float) -> bool:

@@ -58,8 +58,8 @@ class Opaque(TypeError):
 class Approximate:
     """Equals numbers, and containers of numbers, within a tolerance: ``pytest.approx``."""
 
-    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None) -> None:
-        self._expected = expected
+    def __init__(self, expected: Any, rel: float | None = None, abs: float | None = None, nan_ok: bool = False) -> None:
+        self._expected, self._nan_ok = expected, nan_ok
         self._relative = rel if rel is not None else 0.0 if abs is not None else 1e-6
         self._absolute = abs if abs is not None else 1e-12
 
@@ -72,6 +72,8 @@ class Approximate:
             return actual.keys() == expected.keys() and all(self._is_near(actual[key], expected[key]) for key in actual)
         if isinstance(expected, list | tuple):
             return len(actual) == len(expected) and all(map(self._is_near, actual, expected))
+        if self._nan_ok and actual != actual and expected != expected:
+            return True
         tolerance = max(self._relative * abs(expected), self._absolute)
         return bool(actual == expected or abs(actual - expected) <= tolerance < math.inf)
 
@@ -92,9 +94,17 @@ def _expect(kinds: Any, match: Any) -> Iterator[SimpleNamespace]:
     try:
         yield raised
     except kinds as error:
-        if match is not None and not __import__("re").search(match, str(error)):
-            raise
-        vars(raised).update(value=error, exception=error, type=type(error))
+        text = str(error)
+
+        def matches(pattern: Any) -> bool:
+            if not __import__("re").search(pattern, text):
+                raise AssertionError(f"{text!r} does not match {pattern!r}")
+            return True
+
+        if match is not None:
+            matches(match)
+        kind = type(error)
+        vars(raised).update(value=error, exception=error, type=kind, typename=kind.__name__, match=matches)
     else:
         raise AssertionError("nothing was raised")
 
@@ -125,7 +135,7 @@ def _exact_scalar(value: Any) -> Any:
     for kind, exact in _EXACT.items():
         if isinstance(value, kind):
             return exact(value)
-    if getattr(value, "shape", None) == ():  # numpy's numbers
+    if hasattr(type(value), "shape") and value.shape == ():  # numpy's numbers
         return plain(value.item())
     for exact in (float, int) if isinstance(value, Number) else ():
         with suppress(OverflowError, ValueError, TypeError):
@@ -141,7 +151,7 @@ class Assertions:
 
     def __init__(self, say: Callable[[str], None], program: ModuleType) -> None:
         self._say, self._program, self._modules = say, program, dict(sys.modules)
-        self._passed: set[int] = set()
+        self._reports: set[str] = set()
         self._unittest = sys.modules.get("unittest")
         if self._unittest is not None:
             case = self._case = self._unittest.TestCase
@@ -150,9 +160,7 @@ class Assertions:
 
     def passed(self, number: int, value: Any = None) -> Any:
         """Report an assertion; ``value`` is of an expression that raises where it fails."""
-        if number not in self._passed:
-            self._passed.add(number)
-            self._say(f"passed {number}")
+        self._report(f"passed {number}")
         return value
 
     def check(self, number: int, value: Any) -> bool:
@@ -166,7 +174,13 @@ class Assertions:
         return holds
 
     def compare(self, number: int, value: Any) -> None:
-        self._say(f"compared {number} {plain(value)!r}")
+        self._report(f"compared {number} {plain(value)!r}")
+
+    def _report(self, line: str) -> None:
+        """Report what a loop asserts once."""
+        if line not in self._reports:
+            self._reports.add(line)
+            self._say(line)
 
     def assertion(self, name: str, *arguments: Any, **named: Any) -> Any:
         """Call a method of ``TestCase`` that the program cannot reach."""
@@ -245,12 +259,12 @@ def _call(function: Callable[..., Any], *arguments: Any, **named: Any) -> None:
         __import__("asyncio").run(result)
 
 
-def _parametrize(names: Any, table: Any, ids: object = None) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    keys = names.replace(",", " ").split() if isinstance(names, str) else list(names)
+def _parametrize(argnames: Any, argvalues: Any, **_: object) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    keys = argnames.replace(",", " ").split() if isinstance(argnames, str) else list(argnames)
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         def call(*owner: Any, **named: Any) -> None:
-            for row in table:
+            for row in argvalues:
                 _call(function, *owner, **named, **dict(zip(keys, row if len(keys) > 1 else [row], strict=True)))
 
         return call
@@ -258,8 +272,17 @@ def _parametrize(names: Any, table: Any, ids: object = None) -> Callable[[Callab
     return decorate
 
 
+class _Marks:
+    """``pytest.mark``: marks change nothing, but for ``parametrize``."""
+
+    parametrize = staticmethod(_parametrize)
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *values, **_: values[0] if values and callable(values[0]) else lambda function: function
+
+
 _PYTEST = ModuleType("pytest")
-vars(_PYTEST).update(raises=raises, approx=Approximate, mark=SimpleNamespace(parametrize=_parametrize))
+vars(_PYTEST).update(raises=raises, approx=Approximate, mark=_Marks())
 vars(_PYTEST).update(param=lambda *row, **_: row if len(row) > 1 else row[0])
 
 

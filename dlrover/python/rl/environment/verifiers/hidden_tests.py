@@ -27,13 +27,15 @@ _NOTHING_FAILS = "the tests call nothing that could fail"
 _WHOLE = ("mark", "main", "fail")  # read behind the name of their module
 _TEST_CASE = re.compile(r"\w+\.assert[A-Z]|(self|pytest)\.fail$")
 _UNSUPPORTED = re.compile(
-    r"pytest\.(?!(raises|approx|param|main|fail|mark|mark\.parametrize)$).*"
+    r"pytest\.(?!(raises|approx|param|main|fail|mark|mark\.(?!skip|xfail|usefixtures)\w+)$).*"
     r"|unittest\.(skip.*|SkipTest|expectedFailure|main as a name)|pytest as (?!None$).*|indirect"
     r"|self\.(skipTest|assert(No)?Logs|assertWarns.*)|(setup|teardown|setUp|tearDown)(_module|_function|Module)"
 )
 _METHODS = {
     **{f"assert{kind}Equal": "{0} == {1}" for kind in ("", "List", "Dict", "Tuple", "Set", "MultiLine")},
-    **{"assertTrue": "{0}", "assertFalse": "not {0}", "assertIn": "{0} in {1}", "fail": "False"},
+    **{"assertTrue": "{0}", "assertFalse": "not {0}", "assertIn": "{0} in {1}", "assertNotIn": "{0} not in {1}"},
+    **{"assertNotEqual": "{0} != {1}", "assertGreater": "{0} > {1}", "assertGreaterEqual": "{0} >= {1}"},
+    **{"assertLess": "{0} < {1}", "assertLessEqual": "{0} <= {1}", "fail": "False"},
 }
 """Methods of ``unittest.TestCase`` that may hide an expected value, as assertions."""
 
@@ -149,6 +151,8 @@ def _collect(tree: ast.Module, entry_point: str) -> tuple[ast.Module, list[_Func
 
 
 def _refuse_fixtures(function: _Function, bound: int = 0) -> None:
+    if function.name in ("setup_method", "teardown_method") and _parameters(function)[bound:] == ["method"]:
+        function.args.defaults.append(ast.Constant(None))
     for name in _parameters(function)[bound:] if function.name.startswith(("test", "setup_", "teardown_")) else ():
         raise ValueError(f"the tests need the fixture {name!r}, which python_tests does not support")
 
@@ -223,6 +227,8 @@ class _Rewriter(ast.NodeTransformer):
         self.expected: list[Any] = []
         self.numbers: dict[ast.AST | None, int] = {}
         self._bound = set(_bound(ast.walk(tree)))
+        origins = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
+        self._libraries = {each.name for node in origins if node.module not in PROGRAM_MODULES for each in node.names}
         free, names = _loaded(tree) - self._bound, set(dir(builtins))
         imports = any(isinstance(node, ast.ImportFrom) and node.module in PROGRAM_MODULES for node in ast.walk(tree))
         is_clear = imports or free - names or {*PROGRAM_MODULES} & self._bound  # the program's function is none of them
@@ -269,9 +275,21 @@ class _Rewriter(ast.NodeTransformer):
         is_success = isinstance(status, ast.Constant) and not status.value
         return ast.Pass() if is_success else self.visit_Assert(ast.Assert(ast.UnaryOp(ast.Not(), status)))
 
+    def visit_If(self, node: ast.If) -> ast.stmt | list[ast.stmt]:
+        """Make ``if f(2) != 4: raise AssertionError`` an assertion; any other branch that fails passes if not taken."""
+        is_failure, test = not node.orelse and _reports_failure(node.body), node.test
+        if is_failure and isinstance(test, ast.Compare) and [*map(type, test.ops)] == [ast.NotEq] and not node.body[1:]:
+            return self.visit_Assert(ast.Assert(ast.Compare(test.left, [ast.Eq()], test.comparators)))
+        self.generic_visit(node)
+        node.orelse = [ast.Expr(self._report("__passed__"))] if is_failure else node.orelse
+        return node
+
     def visit_Try(self, node: ast.Try) -> ast.stmt:
         is_expected = any(_fails(block[-1]) for block in (node.body, node.orelse) if block)
+        is_failure = bool(node.handlers) and all(_reports_failure(handler.body) for handler in node.handlers)
         self.generic_visit(node)
+        if is_failure and not is_expected:
+            node.orelse.append(ast.Expr(self._report("__passed__")))
         for handler in node.handlers if is_expected else ():
             handler.body.insert(0, ast.Expr(self._report("__passed__")))
         return node
@@ -291,7 +309,9 @@ class _Rewriter(ast.NodeTransformer):
             node.keywords += [ast.keyword("match", node.args.pop(1))] if name == "assertRaisesRegex" else []
             node.func = ast.Name("__raises__", ast.Load()) if path != "raises" else node.func
             return self._report("__passed__", node) if len(node.args) > 1 else node
-        if name in self._bound:
+        if name in ("allclose", "array_equal", "isclose"):
+            node.args = [_call("__known__", argument) for argument in node.args]
+        if name in self._bound - self._libraries:
             return node
         if _TEST_CASE.match(path):
             node.func, node.args = ast.Name("__assertion__", ast.Load()), [ast.Constant(name), *node.args]
@@ -331,6 +351,10 @@ def _fails(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Assert):
         return not _holds(statement.test, ast.Name) and ast.unparse(statement.test) != "True"
     return isinstance(statement, ast.Raise) or ast.unparse(statement).startswith(("self.fail(", "pytest.fail("))
+
+
+def _reports_failure(block: list[ast.stmt]) -> bool:
+    return ast.unparse(block[-1]).startswith(("raise AssertionError", "self.fail(", "pytest.fail(", "assert False"))
 
 
 def _comparison(test: ast.expr) -> tuple[ast.expr | None, Any]:
