@@ -265,8 +265,8 @@ MUTATIONS = {
     ),
     "lines are not synced": Mutation(
         "runtime.checkpoint.storage.journal_store",
-        "                _write(self._file, header, 0)\n                os.fsync(self._file)\n            except",
-        "                _write(self._file, header, 0)\n            except",
+        "                    _write(self._file, header, 0)\n                    os.fsync(self._file)\n",
+        "                    _write(self._file, header, 0)\n",
     ),
     "a new journal gets its name before it is safe": Mutation(
         "runtime.checkpoint.storage.journal_store",
@@ -283,8 +283,11 @@ MUTATIONS = {
     ),
     "half a line stays after the disk was full": Mutation(
         "runtime.checkpoint.storage.journal_store",
-        "            os.ftruncate(self._file, self._end)\n            _write(self._file, self._header, 0)\n",
-        "            _write(self._file, self._header, 0)\n",
+        "        os.ftruncate(self._file, self._end)\n        _write(self._file, self._header, 0)\n",
+        "        _write(self._file, self._header, 0)\n",
+    ),
+    "a journal is written on after an error of its disk": Mutation(
+        "runtime.checkpoint.storage.journal_store", "            if self._suspect:\n", "            if False:\n"
     ),
     # -- who hangs ----------------------------------------------------------------------------------------------------
     "a silent process is alive": Mutation(

@@ -121,7 +121,7 @@ class SimMaster:
             self.die()
             return
         except OSError:
-            self.referee.written = False
+            self.referee.written = None  # its line may be on the disk
             self.blocked = True
             self.queue.appendleft(event)
             self.world.after(0.5, self._unblock)
