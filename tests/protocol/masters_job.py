@@ -335,7 +335,7 @@ class Job:
 
         class Brain(brain.Brain):
             def __init__(self, store):
-                super().__init__(store, lambda: job.world.now_s)
+                super().__init__(store, *[lambda: job.world.now_s] * 2)
 
         return Brain
 
