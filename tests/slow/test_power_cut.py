@@ -49,7 +49,7 @@ class Machine:
         return _succeeds("umount", self.disk)
 
     def begin(self, *arguments: object):
-        """Start a command of the command line, in a session of its own."""
+        """Start a command of the command line, in a separate session."""
         process = self._context.Process(target=_command, args=(list(map(str, arguments)), self.memory, self.log))
         process.start()
         return process
