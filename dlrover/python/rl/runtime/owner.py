@@ -76,14 +76,14 @@ def owner_of(job: JobSpec, runtime: str, bound: bool) -> Owner:
 
 
 def newest_owner(folder: Path) -> Owner | None:
-    """The owner in the newest record. If that is damaged, or missing beside commits, the start has failed, and what the
-    older records or the job's description tell of it counts; None if that is nothing."""
+    """The owner in the newest record. If that is damaged, or missing beside commits, the start has no outcome, and what
+    the older records or the job's description tell of it counts; None if that is nothing."""
     records = records_in(folder)
     if records and (newest := read_owner(records[-1])) is not None:
         return newest
     older = next(filter(None, map(read_owner, reversed(records[:-1]))), None)
     if older is not None:
-        return replace(older, state=FAILED)
+        return replace(older, state=RUNNING)
     return _described_owner(folder) if records or has_commits_on_disk(folder) else None
 
 
@@ -93,7 +93,7 @@ def _described_owner(folder: Path) -> Owner | None:
         name = yaml.safe_load((folder / DESCRIPTION).read_bytes())["name"]
     except (OSError, yaml.YAMLError, TypeError, KeyError):
         return None
-    return Owner(str(name), _UNKNOWN, ON_RAY, _UNKNOWN, "", 0, "", 0.0, 0.0, "", (), FAILED)
+    return Owner(str(name), _UNKNOWN, ON_RAY, _UNKNOWN, "", 0, "", 0.0, 0.0, "", ())
 
 
 def has_commits_on_disk(folder: Path) -> bool:
