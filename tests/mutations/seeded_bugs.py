@@ -736,11 +736,13 @@ BUGS = {
     ),
     "a full disk of the journal ends the job": Bug(
         _MASTER,
-        "            except OSError as error:\n                if not a",
-        "            except ZeroDivisionError as error:\n                if not a",
+        "        return await self._patiently(partial(self._brain.handle_all, events))\n",
+        "        return self._brain.handle_all(events)\n",
     ),
     "hangs are not looked for": Bug(_MASTER, "        self._spawn(self._watch_hangs())\n", ""),
-    "a second resume begins again": Bug(_MASTER, "        if self._tasks:\n            return True\n", ""),
+    "a second resume begins again": Bug(
+        _MASTER, "            return bool(self._tasks) or await", "            return await"
+    ),
     "lost nodes are not looked for": Bug(
         _MASTER, "        self._spawn(self._executor.watch_nodes(self._events.put_nowait))\n", ""
     ),

@@ -6,7 +6,7 @@ classes. The members answer, and the trainer makes calls and commits steps, as r
 """
 
 import asyncio
-import errno
+import os
 import time
 from contextlib import ExitStack, suppress
 from dataclasses import replace
@@ -27,7 +27,8 @@ from dlrover.python.rl.control.machine import replay
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import MemberPhase, Phase
 from dlrover.python.rl.master.process import brain, rl_master
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, read_lines
+from dlrover.python.rl.runtime.checkpoint.storage import journal_store
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster import nodes as node_watch
@@ -165,7 +166,7 @@ class Job:
     def __init__(self, world: World, folder, text=JOB, nodes=4) -> None:
         self.world, self.folder = world, folder
         self.committed, self.fence, self.submitted = 0, 0, False
-        self.is_full = False  # the disk of the journal
+        self.failing: tuple[str, int] | None = None  # a call of the journal's disk, and the number of its error
         self.spec = load_job_text(text.format(folder=folder), "sim")
         self.spec = replace(self.spec, run="run1")
         self.placement = plan(self.spec)[0]
@@ -279,8 +280,9 @@ class Job:
         patch(asyncio, to_thread=self._to_thread)
         patch(node_watch, in_daemon_thread=lambda call: asyncio.ensure_future(self._to_thread(call)))
         patch(actors, session_folder=lambda: "/nonexistent")
-        store, its_brain = self._disk_and_clock()
-        patch(brain, FileStateStore=store, Brain=its_brain)
+        its_brain = self._brain_on_clock()
+        patch(journal_store, os=Disk(self))
+        patch(brain, Brain=its_brain)
         patch(
             rl_master,
             configure_logging=lambda name: None,
@@ -292,7 +294,6 @@ class Job:
             end_later=_end_later,
             leave=self._leave,
             Brain=its_brain,
-            FileStateStore=store,
             HangDetector=partial(rl_master.HangDetector, now_s=lambda: world.now_s),
             time=SimpleNamespace(monotonic=lambda: world.now_s, time=time.time),
         )
@@ -329,22 +330,28 @@ class Job:
             self.world.after(self.world.rng.uniform(0.5, 3.0), self.start_master)
         raise Left(why)
 
-    def _disk_and_clock(self):
-        """The store of journals on a disk that may be full, and a brain on the simulated clock."""
+    def _brain_on_clock(self):
         job = self
-
-        class Store(FileStateStore):
-            def append(self, *lines):
-                self.check()
-                if job.is_full:
-                    raise OSError(errno.ENOSPC, "no space left on device")
-                super().append(*lines)
 
         class Brain(brain.Brain):
             def __init__(self, store):
-                super().__init__(store, lambda: job.world.now_s)
+                super().__init__(store, *[lambda: job.world.now_s] * 2)
 
-        return Store, Brain
+        return Brain
+
+
+class Disk:
+    """The module ``os``, with a call that fails while the job says so."""
+
+    def __init__(self, job):
+        self.job = job
+
+    def __getattr__(self, name):
+        call, number = self.job.failing or ("", 0)
+        return partial(self._fail, number) if name == call else getattr(os, name)
+
+    def _fail(self, number, *arguments):
+        raise OSError(number, os.strerror(number))
 
 
 async def _end_later(actor, after_s):

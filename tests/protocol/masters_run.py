@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """One seed of the simulation of masters: faults at random, then quiet, in which the job must finish."""
 
+import errno
 import logging
 import shutil
 from pathlib import Path
@@ -23,9 +24,11 @@ FAULTS = (
     "master is replaced while it is cut off",
     "node is lost",
     "journal's disk is full",
+    "journal's disk falters",
     "everything is slow",
     "Ray's head is away",
 )
+TRANSIENT = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT)
 OF_TRAINER = ("trainer dies", "trainer hangs")
 _FAULTY_S, _QUIET_S = 60.0, 900.0
 
@@ -123,8 +126,14 @@ class Faults:
         return True
 
     def _journals_disk_is_full(self):
-        self.job.is_full = True
-        self.world.after(self.rng.uniform(0.2, 6.0), lambda: setattr(self.job, "is_full", False))
+        self._fail_disk("pwrite", errno.ENOSPC)
+
+    def _journals_disk_falters(self):
+        self._fail_disk(self.rng.choice(("pwrite", "fsync")), self.rng.choice(TRANSIENT))
+
+    def _fail_disk(self, call, number):
+        self.job.failing = call, number
+        self.world.after(self.rng.uniform(0.2, 6.0), lambda: setattr(self.job, "failing", None))
 
     def _everything_is_slow(self):
         self.world.slowness = 50.0

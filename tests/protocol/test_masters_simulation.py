@@ -6,18 +6,20 @@ cluster and clock. ``python tests/protocol/replay_protocol.py masters SEED`` sho
 many more.
 """
 
+import errno
 import gc
 
 import pytest
 from loops_world import Violation, World
 from masters_job import Job
-from masters_run import FAULTS, run
+from masters_run import FAULTS, TRANSIENT, run
 from replay_protocol import reached_by
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import NodeLost
 from dlrover.python.rl.control.journal import decode
-from dlrover.python.rl.master.process.brain import JOURNAL
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.process.brain import JOURNAL, fresh_journal
 from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 
@@ -61,6 +63,56 @@ def test_a_lost_node_is_noticed_whatever_else_tells_of_it(tmp_path):
             job.cluster.lose_node(node)
             world.run(noticed, 120.0)
             assert [event.node for event in noticed()] == [node]
+    finally:
+        job.close()
+        world.close()
+
+
+def fail_in(moment, job, failing):
+    """Run a job whose journal's disk begins to fail at a ``moment``."""
+    world = job.world
+    if moment == "start":
+        job.failing = failing
+    job.begin()
+    if moment != "start":
+        world.run(lambda: job.committed >= 3, 60.0)
+        next(actor for name, actor in sorted(job.cluster.actors.items()) if "/ACTOR" in name.upper()).die()
+    if moment == "recovery":
+        world.run(lambda: job.state().recoveries.get("ACTOR"), 60.0)
+    job.failing = failing
+
+
+@pytest.mark.parametrize("moment", ["start", "loss", "recovery"])
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+@pytest.mark.parametrize("number", TRANSIENT)
+def test_journal_disk_that_falters_for_seconds_costs_nothing(tmp_path, moment, call, number):
+    world = World(0)
+    job = Job(world, tmp_path)
+    try:
+        with job.environment():
+            fail_in(moment, job, (call, number))
+            world.after(10.0, lambda: setattr(job, "failing", None))
+            world.run(job.is_over, 300.0)
+            job.check_end()
+            assert sum(job.state().recoveries.values()) == (moment != "start")
+    finally:
+        job.close()
+        world.close()
+
+
+@pytest.mark.parametrize("call", ["pwrite", "fsync"])
+def test_journal_disk_that_falters_for_a_minute_ends_job(tmp_path, call):
+    world = World(0)
+    job = Job(world, tmp_path)
+    try:
+        with job.environment():
+            fail_in("loss", job, (call, errno.EIO))
+            world.run(job.is_over, 60.0)
+            state = job.master.rl_master._state
+            assert state.phase is Phase.FAILED and "Input/output error" in state.reason
+            job.failing = None
+            assert job.state().phase is Phase.RUNNING  # for the next start, which continues after the last commit
+            assert fresh_journal(job.spec) == tmp_path / JOURNAL
     finally:
         job.close()
         world.close()

@@ -181,9 +181,13 @@ MUTATIONS = {
     ),
     "a lost node is used again": Mutation("control.recovery", "    state = exclude(state, event.node)\n", ""),
     "a node that keeps failing is used on": Mutation(
-        "control.budgets", "if len(times) < settings.node_max_failures or not _others_in_use(state, node):", "if True:"
+        "control.budgets", "    if not is_fast and len(losses[node]) < SLOW_FACTOR * limit:\n", "    if True:\n"
     ),
-    "the only node is excluded": Mutation("control.budgets", " or not _others_in_use(state, node):", ":"),
+    "the only node is excluded": Mutation("control.budgets", "if in_use and (is_fast or", "if (is_fast or"),
+    "a node that loses processes slowly is used on": Mutation(
+        "control.budgets", "(is_fast or _stands_out(", "(is_fast and _stands_out("
+    ),
+    "nodes of a job that is at fault are excluded": Mutation("control.budgets", ">= 2 * usual and", ">= 0 and"),
     "excluded nodes are forgotten by commands": Mutation(
         "control.state",
         "return StartTrainer(state.epoch, state.trainer.fresh, state.epoch - 1, state.trainer.reason, state.excluded)",
@@ -265,8 +269,8 @@ MUTATIONS = {
     ),
     "lines are not synced": Mutation(
         "runtime.checkpoint.storage.journal_store",
-        "                _write(self._file, header, 0)\n                os.fsync(self._file)\n            except",
-        "                _write(self._file, header, 0)\n            except",
+        "                    _write(self._file, header, 0)\n                    os.fsync(self._file)\n",
+        "                    _write(self._file, header, 0)\n",
     ),
     "a new journal gets its name before it is safe": Mutation(
         "runtime.checkpoint.storage.journal_store",
@@ -283,8 +287,11 @@ MUTATIONS = {
     ),
     "half a line stays after the disk was full": Mutation(
         "runtime.checkpoint.storage.journal_store",
-        "            os.ftruncate(self._file, self._end)\n            _write(self._file, self._header, 0)\n",
-        "            _write(self._file, self._header, 0)\n",
+        "        os.ftruncate(self._file, self._end)\n        _write(self._file, self._header, 0)\n",
+        "        _write(self._file, self._header, 0)\n",
+    ),
+    "a journal is written on after an error of its disk": Mutation(
+        "runtime.checkpoint.storage.journal_store", "            if self._suspect:\n", "            if False:\n"
     ),
     # -- who hangs ----------------------------------------------------------------------------------------------------
     "a silent process is alive": Mutation(

@@ -2,6 +2,7 @@
 """A disk that forgets what was not synced when its power fails, that can be full, and whose user may be killed at any
 of its operations."""
 
+import errno
 import logging
 import types
 from collections.abc import Callable
@@ -31,7 +32,15 @@ class Inode:
         self.content = _written(self.content, offset, data)
 
     def sync(self) -> None:
-        self.safe, self.unsafe = self.content, []
+        """Make the writes safe; those that a failed sync has lost stay lost."""
+        for offset, data in self.unsafe:
+            self.safe = _written(self.safe, offset, data)
+        self.unsafe = []
+
+    def fail_sync(self, rng: Random) -> None:
+        """The disk has some writes, and the system takes all of them for synced."""
+        self.unsafe = [write for write in self.unsafe if rng.random() < 0.5]
+        self.sync()
 
     def power_fails(self, rng: Random) -> None:
         """Of each write since the last sync everything, a part, or nothing is there."""
@@ -67,15 +76,25 @@ class SimDisk:
     Attributes:
         room: bytes that files may still grow by; None: no limit.
         kill_in: operations until the process that uses the disk is killed; None: never.
-        on_kill: called then.
+        error: what operations fail with while the disk falters, None: they succeed.
     """
 
     def __init__(self, rng: Random) -> None:
-        self.rng = rng
+        self.rng, self.faults = rng, Random(0)
         self.files: dict[str, Inode] = {}
         self.safe_names: dict[str, Inode] = {}
         self.room: int | None = None
         self.kill_in: int | None = None
+        self.error: int | None = None
+
+    def falter(self, handle: "Handle | None" = None) -> None:
+        """Raise the disk's error, in most operations; a file that was open on a server that is away stays stale."""
+        if handle is not None and handle.is_stale:
+            raise OSError(errno.ESTALE, "stale file handle")
+        if self.error is not None and self.faults.random() < 0.7:
+            if handle is not None and self.error == errno.ESTALE:
+                handle.is_stale = True
+            raise OSError(self.error, "the disk falters")
 
     def path(self, name: str) -> "SimPath":
         return SimPath(self, name)
@@ -152,6 +171,7 @@ class SimPath:
         return self.name in self.disk.files
 
     def read_bytes(self) -> bytes:
+        self.disk.falter()
         return self.disk.files[self.name].content
 
     def unlink(self, missing_ok: bool = False) -> None:
@@ -163,9 +183,11 @@ class Handle(int):
 
     disk: SimDisk
     inode: Inode | None
+    is_stale = False
 
 
 def _open(path: SimPath, flags: int) -> Handle:
+    path.disk.falter()
     handle = Handle(3)
     handle.disk, handle.inode = path.disk, path.disk.files[path.name]
     return handle
@@ -203,7 +225,28 @@ def open_file(path: SimPath, mode: str) -> SimFile:
     return SimFile(path)
 
 
+def _pread(handle: Handle, size: int, offset: int) -> bytes:
+    handle.disk.falter(handle)
+    return handle.inode.content[offset : offset + size]
+
+
+def _fsync(handle: Handle) -> None:
+    try:
+        handle.disk.falter(handle)
+    except OSError:
+        handle.inode.fail_sync(handle.disk.faults)
+        raise
+    handle.disk.sync(handle.inode)
+
+
 def _pwrite(handle: Handle, data: bytes, offset: int) -> int:
+    try:
+        handle.disk.falter(handle)
+    except OSError:
+        part = data[: handle.disk.faults.randint(0, len(data))]
+        if part and not handle.is_stale:
+            handle.inode.write(offset, part)
+        raise
     return handle.disk.write(handle.inode, offset, data)
 
 
@@ -224,11 +267,11 @@ system = types.SimpleNamespace(
     O_RDWR=2,
     open=_open,
     close=lambda handle: None,
-    pread=lambda handle, size, offset: handle.inode.content[offset : offset + size],
+    pread=_pread,
     pwrite=_pwrite,
     ftruncate=lambda handle, size: handle.disk.cut(handle.inode, size),
     fchmod=lambda handle, mode: None,  # who may read a file is no matter of crashes
-    fsync=lambda handle: handle.disk.sync(handle.inode),
+    fsync=_fsync,
     fstat=lambda handle: types.SimpleNamespace(st_size=len(handle.inode.content), st_nlink=1),
     link=_link,
     replace=_rename,

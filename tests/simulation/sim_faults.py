@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """What goes wrong, when, and a count of which fault met which situation."""
 
+import errno
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 from sim_cluster import Proc
@@ -64,6 +66,19 @@ class Faults:
             where = rng.choice(list(SITUATIONS))
             self.armed[where] = rng.choice(SITUATIONS[where])
         self.world.after(rng.expovariate(1.0 / self.rate_s), self._strike)
+        self.of_disk = Random(self.world.seed)
+        self.world.after(self.of_disk.expovariate(1.0 / self.rate_s), self._falter)
+
+    def _falter(self) -> None:
+        """Let the journal's disk falter for a while, and perhaps again later."""
+        if self.on and self.of_disk.random() < 0.5:
+            self.job.disk.error = self.of_disk.choice((errno.EIO, errno.ESTALE, errno.ETIMEDOUT))
+            self.world.sometimes[f"{situation(self.job)}/disk_falters"] += 1
+            self.world.after(self.of_disk.uniform(0.2, 4.0), self._answer_again)
+            self.world.after(self.of_disk.uniform(5.0, 20.0), self._falter)
+
+    def _answer_again(self) -> None:
+        self.job.disk.error = None
 
     def _strike(self) -> None:
         if self.on:
@@ -205,7 +220,7 @@ class Faults:
     def heal(self) -> None:
         """From here on nothing goes wrong any more."""
         self.on = False
-        self.job.disk.room = self.job.disk.kill_in = None
+        self.job.disk.room = self.job.disk.kill_in = self.job.disk.error = None
         for node in self.cluster.nodes:
             self.cluster.heal_node(node)
         self.cluster.refill()

@@ -69,7 +69,7 @@ class SimMaster:
         except OSError:  # no room even to begin: the cluster starts it once more
             self.die()
             return
-        self.brain = self.modules.brain.Brain(self.store, lambda: self.world.now_s)
+        self.brain = self.modules.brain.Brain(self.store, *[lambda: self.world.now_s] * 2)
         self.referee.replayed(self.brain.state)
         self.settings = settings
         self.executor = SimExecutor(self.world, self.cluster, self.send, self._here, talk)
@@ -121,7 +121,7 @@ class SimMaster:
             self.die()
             return
         except OSError:
-            self.referee.written = False
+            self.referee.written = None  # its line may be on the disk
             self.blocked = True
             self.queue.appendleft(event)
             self.world.after(0.5, self._unblock)

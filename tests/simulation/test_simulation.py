@@ -54,7 +54,8 @@ def test_every_seed_holds_and_every_fault_meets_every_situation():
     reached = reached_by(SEEDS)
     pairs = {f"{where}/{fault}" for where, faults in SITUATIONS.items() for fault in faults}
     ends = {f"ended {reason}" for reason in ("finished", "stopped", "not_retryable", "restart_limit")}
-    assert not (pairs | ends | {"a commit of an old epoch was refused"}) - reached.keys()
+    falters = {f"{where}/disk_falters" for where in SITUATIONS}
+    assert not (pairs | ends | falters | {"a commit of an old epoch was refused"}) - reached.keys()
 
 
 @pytest.mark.slow

@@ -21,7 +21,7 @@ from runs import (
 )
 
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.budgets import KEPT_CAUSES
+from dlrover.python.rl.control.budgets import KEPT_CAUSES, blame
 from dlrover.python.rl.control.commands import (
     KillMember,
     KillStandby,
@@ -316,6 +316,37 @@ def test_old_failures_of_a_node_do_not_count():
     run = Run(*OPEN, lost("ROLLOUT", 0), terms=replace(LOOSE, node_max_failures=2))
     run(lost("ACTOR", 0), at_s=run.now_s + LOOSE.window_s + 1)
     assert run.state.excluded == ()
+
+
+HOUR_S = 3600.0
+STEADY = replace(LOOSE, node_max_failures=3, window_s=HOUR_S)
+
+
+@pytest.mark.parametrize(
+    ("every_s", "nodes", "excluded"),
+    [
+        (0.51 * HOUR_S, "a", 12),
+        (1.9 * HOUR_S, "a", 12),
+        (2.5 * HOUR_S, "a", None),
+        (0.51 * HOUR_S, "abc", None),
+        (1.1 * HOUR_S, "aab", 17),
+    ],
+)
+def test_blame_of_steady_losses_excludes_node_that_stands_out(every_s, nodes, excluded):
+    state, count = Run(*OPEN, terms=STEADY).state, 0
+    while not state.excluded and count < 140 * len(nodes):
+        turn, place = divmod(count, len(nodes))
+        state = blame(state, STEADY, nodes[place], cause(), turn * every_s + place)
+        count += 1
+    assert (count if state.excluded else None) == excluded
+    assert all(len(times) <= 12 for times in state.node_losses.values())
+
+
+def test_blame_of_steady_losses_leaves_more_nodes_than_it_takes():
+    state = replace(Run(*OPEN, terms=STEADY).state, excluded=("x", "y", "z"))
+    for turn in range(140):
+        state = blame(state, STEADY, "a", cause(), turn * 0.51 * HOUR_S)
+    assert state.excluded == ("x", "y", "z")
 
 
 def test_the_only_node_in_use_is_not_excluded():

@@ -61,7 +61,7 @@ def saved(store):
 
 def test_an_event_is_saved_with_its_time_before_its_commands_are_handed_out():
     store, clock = MemoryStateStore(), ManualClock(12.5)
-    brain = Brain(store, clock)
+    brain = Brain(store, clock, clock)
     assert brain.handle(SUBMITTED) == (Place(1),)
     clock.advance(0.25)
     brain.handle(Placed(1))
@@ -145,14 +145,33 @@ def test_times_count_after_a_replay_as_they_did_before(tmp_path):
     """Restarts that fell out of the window before the master's own restart do not count after it."""
     clock = ManualClock(1000.0)
     store = MemoryStateStore()
-    brain = Brain(store, clock)
+    brain = Brain(store, clock, clock)
     narrow = replace(SUBMITTED, job_max_restart=1, window_s=60.0)
     for event in (narrow, Placed(1), LOST, Released(1), Placed(2), MemberStarted("ACTOR", 0, 2, HERE)):
         brain.handle(event)
     clock.advance(61.0)
-    again = Brain(store, clock)
+    again = Brain(store, clock, clock)
     again.handle(MemberLost("ACTOR", 0, 2, GONE))
     assert (again.state.phase, again.state.restarts) == (Phase.RESTARTING, 2)
+
+
+DAY_S = 86400.0
+
+
+@pytest.mark.parametrize("is_restarted", [False, True], ids=["same master", "restarted"])
+@pytest.mark.parametrize("set_by_s", [-DAY_S, 0.0, DAY_S])
+@pytest.mark.parametrize(("later_s", "phase"), [(1.0, Phase.ENDING), (61.0, Phase.RESTARTING)])
+def test_brain_after_clock_was_set_counts_the_same_window(is_restarted, set_by_s, later_s, phase):
+    wall, steady, store = ManualClock(10 * DAY_S), ManualClock(5.0), MemoryStateStore()
+    brain = Brain(store, wall, steady)
+    brain.handle_all([replace(SUBMITTED, job_max_restart=1, window_s=60.0), Placed(1), LOST, Released(1), Placed(2)])
+    wall.advance(set_by_s)
+    brain = Brain(store, wall, steady) if is_restarted else brain
+    for clock in (wall, steady):
+        clock.advance(later_s)
+    brain.handle(replace(LOST, incarnation=2))
+    is_forgiven = is_restarted and set_by_s > 0  # nothing tells a restarted master that no day has passed
+    assert brain.state.phase is (Phase.RESTARTING if is_forgiven else phase)
 
 
 def test_a_journal_that_cannot_be_trusted_starts_nothing():

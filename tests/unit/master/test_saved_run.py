@@ -7,9 +7,12 @@ from dataclasses import replace
 import pytest
 
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.control.events import Cause, CauseKind
-from dlrover.python.rl.master.saved_run import how_to_go_on
+from dlrover.python.rl.control.events import Cause, CauseKind, Submitted
+from dlrover.python.rl.master.operations.saved_runs import SavedRuns
+from dlrover.python.rl.master.process.brain import JOURNAL, Brain
+from dlrover.python.rl.master.saved_run import describe_start, find_saved_run, how_to_go_on, saved_job
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.owner import FAILED, IN_PROCESS
 from dlrover.python.rl.runtime.run_folder import begin, claim
@@ -50,3 +53,23 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, monkeypatch, 
     for_users = how_to_go_on(job, job.job_dir, cause=Cause(CauseKind.USER_ERROR, "trainer", "a row is too long"))
     assert for_users.startswith("once its cause is fixed, resume after" if committed == "copies" else "")
     assert bool(for_users) == (committed == "copies")
+
+
+@pytest.mark.parametrize("content", [b"", b'{\n "job": "jo'])
+def test_find_saved_run_with_damaged_record_resumes(tmp_path, monkeypatch, content):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+    record = claim(job, IN_PROCESS, bound=True).record
+    commits = CheckpointStore(job.job_dir / "commits" / job.run, job.run, durable=True)
+    commits.claim(1)
+    own = commits.write(10, 1, "trainer.state", {"role": "trainer", "step": 10}, {})
+    commits.commit(10, 1, {"trainer": own})
+    brain = Brain(FileStateStore(job.job_dir / JOURNAL))
+    brain.handle(Submitted("job", {}, job.run, 3, 3))
+    brain.close()
+    record.write_bytes(content)
+    run = find_saved_run(str(job.job_dir))
+    resumed = saved_job(run)
+    assert (resumed.name, resumed.checkpoint.resume) == ("job", "latest")
+    assert describe_start(run, resumed, "out") == f"job: going on in {job.job_dir}, after step 10"
+    assert SavedRuns().get(str(job.job_dir)).phase == "lost"

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run's folder says of it."""
 
-import errno
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from disks import largest_file, system_calls
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime import run_folder
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.earlier_run import continued
-from dlrover.python.rl.runtime.owner import FAILED, FINISHED, IN_PROCESS, newest_owner
-from dlrover.python.rl.runtime.run_folder import DESCRIPTION, begin, claim, has_commits
+from dlrover.python.rl.runtime.owner import DESCRIPTION, FAILED, FINISHED, IN_PROCESS, RUNNING, newest_owner
+from dlrover.python.rl.runtime.run_folder import begin, claim, has_commits, in_use
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 
@@ -118,14 +117,50 @@ def test_a_claim_that_fails_half_way_leaves_the_folder_as_it_was(tmp_path, monke
     assert len(list(job.job_dir.glob("owner.*"))) == 1
 
 
-def test_a_folder_on_a_full_disk_is_named_and_left_as_it_was(tmp_path, monkeypatch):
+def test_a_folder_on_a_full_disk_is_named_and_left_as_it_was(tmp_path):
     job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
-
-    def full(path, data):
-        path.touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(Path, "write_bytes", full)
-    with pytest.raises(InvalidJob, match=r"job_dir: .*/out cannot be written to: No space left on device"):
+    with largest_file(10), pytest.raises(InvalidJob, match=r"job_dir: .*/out cannot be written to: File too large"):
         claim(job, IN_PROCESS, bound=True)
     assert not list((tmp_path / "out").iterdir())
+
+
+def test_claim_syncs_record_and_job_before_older_record_goes(tmp_path):
+    job = replace(load_job_text(JOB, "job"), job_dir=tmp_path / "new" / "out", overwrite=True)
+    with system_calls("mkdir", "fsync", "link", "replace") as first:
+        claim(begin(job), IN_PROCESS, bound=True).end(FINISHED)
+    record, description = ["fsync", "link", "fsync"], ["fsync", "replace", "fsync"]
+    assert [name for name in first if name != "mkdir"] == ["fsync", "fsync", *record, *description, *description]
+    with system_calls("fsync", "link", "replace", "remove", "unlink") as second:
+        claim(begin(job), IN_PROCESS, bound=True)
+    assert second == ["fsync", "link", "unlink", "fsync", *description, "unlink"]
+
+
+@pytest.mark.parametrize("damage", ["empty", "half", "missing"])
+@pytest.mark.parametrize("older", [False, True])
+def test_newest_owner_of_a_damaged_record_has_no_outcome(tmp_path, damage, older):
+    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out", work_dir="/home/me"))
+    record = claim(job, IN_PROCESS, bound=True).record
+    (job.job_dir / "commits" / job.run / "step-00000010.e1").mkdir(parents=True)
+    content = record.read_bytes()
+    if older:
+        record = record.with_name("owner.2.json")
+    record.unlink(missing_ok=True)
+    if damage != "missing":
+        record.write_bytes(content[: len(content) // 2 if damage == "half" else 0])
+    owner = newest_owner(job.job_dir)
+    if older and damage == "missing":  # the older one counts, and its process is this one
+        assert in_use(job.job_dir)
+        return
+    assert (owner.job, owner.state, owner.work_dir) == ("job", RUNNING, "/home/me" if older else "")
+    assert not in_use(job.job_dir)
+    again = replace(job, run="", checkpoint=replace(job.checkpoint, resume="latest"))
+    assert claim(begin(again), IN_PROCESS, bound=True).number == (2 if damage != "missing" else 1) + older
+    assert newest_owner(job.job_dir).state == RUNNING
+
+
+@pytest.mark.parametrize("description", ["", "name: [", "[]", None])
+def test_newest_owner_of_an_undescribed_folder_is_none(tmp_path, description):
+    (tmp_path / "owner.1.json").touch()
+    if description is not None:
+        (tmp_path / DESCRIPTION).write_text(description)
+    assert newest_owner(tmp_path) is None

@@ -8,12 +8,13 @@
           --> EIO, ESTALE, ETIMEDOUT, ... --> pauses, up to another limit --> the error
 """
 
+import asyncio
 import errno
 import os
 import re
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
@@ -73,40 +74,56 @@ def retry_io(
     ``free_space`` removes files and returns False if there were none. It is called with True after ``wait``: then it
     may also remove files that are still in use. Other errors of ``act`` are raised at once.
     """
-    full = _Patience(wait.limit_s, wait.pause_s, f"no disk space for {path}; waiting")
-    faltering = _Patience(wait.transient_s, wait.pause_s, f"{path}; trying again for")
+    retries = _Retries(path, wait)
     while True:
         try:
             return act()
         except Exception as error:
-            if is_transient(error) and faltering.pause(error):
+            is_full = is_disk_full(error)
+            if is_full and free_space(False):
                 continue
-            if not is_disk_full(error):
+            if retries.allow(error):
+                time.sleep(wait.pause_s)
+                continue
+            if not is_full:
                 raise
-            if free_space(False) or full.pause(error):
-                continue
             if not free_space(True):
                 raise _as_os_error(error, Path(path)) from None
 
 
-@dataclass
-class _Patience:
-    limit_s: float
-    pause_s: float
-    message: str
-    deadline_s: float | None = None
+async def retry_io_async(
+    act: Callable[[], T],
+    path: Path,
+    wait: DiskWait = DEFAULT_DISK_WAIT,
+    now_s: Callable[[], float] = time.monotonic,
+) -> T:
+    """Like :func:`retry_io` on an event loop, which runs between two attempts."""
+    retries = _Retries(path, wait, now_s)
+    while True:
+        try:
+            return act()
+        except OSError as error:
+            if not retries.allow(error):
+                raise _as_os_error(error, path) from None
+        await asyncio.sleep(wait.pause_s)
 
-    def pause(self, error: Exception) -> bool:
-        """Sleep, and log the first time; False once ``limit_s`` have passed since then, at once if it is 0."""
-        if not self.limit_s:
-            return False
-        if self.deadline_s is None:
-            self.deadline_s = time.monotonic() + self.limit_s
-            _LOG.warning("%s up to %g s: %s", self.message, self.limit_s, error)
-        if time.monotonic() >= self.deadline_s:
-            return False
-        time.sleep(self.pause_s)
-        return True
+
+@dataclass
+class _Retries:
+    path: Path | str
+    wait: DiskWait
+    now_s: Callable[[], float] = time.monotonic
+    deadlines_s: dict[bool, float] = field(default_factory=dict)  # for a full disk, and for a faltering one
+
+    def allow(self, error: Exception) -> bool:
+        """Return True if the disk may recover from ``error`` within its limit; log the first one."""
+        is_full = is_disk_full(error)
+        limit_s = self.wait.limit_s if is_full else self.wait.transient_s if is_transient(error) else 0.0
+        if limit_s and is_full not in self.deadlines_s:
+            self.deadlines_s[is_full] = self.now_s() + limit_s
+            message = f"no disk space for {self.path}; waiting" if is_full else f"{self.path}; trying again for"
+            _LOG.warning("%s up to %g s: %s", message, limit_s, error)
+        return bool(limit_s) and self.now_s() < self.deadlines_s[is_full]
 
 
 def _as_os_error(error: Exception, path: Path) -> OSError:

@@ -106,7 +106,8 @@ class RestartSpec:
     """Restarts older than this are not counted."""
 
     node_max_failures: Positive = 3
-    """Processes of the job that a node may lose within the window before it is excluded."""
+    """Processes of the job that a node may lose within the window before it is excluded; four times as many within 24
+    windows, if it stands out."""
 
 
 @dataclass(frozen=True)

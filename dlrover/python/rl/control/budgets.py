@@ -4,6 +4,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import chain
+from statistics import median
 
 from dlrover.python.rl.control.events import Cause, CauseKind, RecoveryScope, Submitted
 from dlrover.python.rl.control.state import JobState, Streak
@@ -14,6 +15,9 @@ KEPT_CAUSES = 100
 
 NODE_FAULTS = frozenset({CauseKind.PROCESS_DIED, CauseKind.OUT_OF_MEMORY, CauseKind.HUNG, CauseKind.DEVICE_FAILED})
 """Causes that may be the node's fault."""
+
+SLOW_WINDOWS, SLOW_FACTOR = 24, 4
+"""A node is faulty, too, if it loses this many times the limit within this many windows, and others do not."""
 
 
 def limit_of(settings: Submitted, subject: str) -> int:
@@ -86,21 +90,30 @@ def exclude(state: JobState, node: str) -> JobState:
 
 
 def blame(state: JobState, settings: Submitted, node: str, cause: Cause, at_s: float) -> JobState:
-    """Count a process lost on ``node``, and exclude the node after too many unless it is the only one in use."""
+    """Count a process lost on ``node``, and exclude the node after too many, at once or one by one, unless it is the
+    only one in use."""
     if not node or cause.kind not in NODE_FAULTS:
         return state
-    times = (*within(state.node_losses.get(node, ()), settings.window_s, at_s), at_s)
-    state = replace(state, node_losses={**state.node_losses, node: times})
-    if len(times) < settings.node_max_failures or not _others_in_use(state, node):
+    limit, long_s = settings.node_max_failures, SLOW_WINDOWS * settings.window_s
+    losses = {each: within(times, long_s, at_s) for each, times in state.node_losses.items()}
+    losses[node] = (*losses.get(node, ()), at_s)[-SLOW_FACTOR * limit :]
+    state = replace(state, node_losses={each: times for each, times in losses.items() if times})
+    is_fast = len(within(losses[node], settings.window_s, at_s)) >= limit
+    if not is_fast and len(losses[node]) < SLOW_FACTOR * limit:
         return state
-    return exclude(state, node)
+    in_use = _others_in_use(state, node)
+    return exclude(state, node) if in_use and (is_fast or _stands_out(state, node, in_use)) else state
 
 
-def _others_in_use(state: JobState, node: str) -> bool:
+def _stands_out(state: JobState, node: str, in_use: set[str]) -> bool:
+    """Return True if a node loses twice as many as usual. Where all lose processes the job is at fault, and where the
+    losses move on with its processes it must not run out of nodes."""
+    usual = median(len(state.node_losses.get(other, ())) for other in in_use)
+    return len(state.node_losses[node]) >= 2 * usual and len(state.excluded) < len(in_use)
+
+
+def _others_in_use(state: JobState, node: str) -> set[str]:
     members = (member.process for member in state.members.values())
     standbys = (standby.process for pool in state.standbys.values() for standby in pool.values())
-    unusable = {"", node, *state.excluded}
-    return any(
-        process is not None and process.node not in unusable
-        for process in chain(members, standbys, (state.trainer.process,))
-    )
+    processes = chain(members, standbys, (state.trainer.process,))
+    return {process.node for process in processes if process is not None} - {"", node, *state.excluded}

@@ -214,7 +214,7 @@ class JobState:
     released: bool = False  # nothing of this incarnation is left: the next one may start
     waits: Mapping[str, float] = field(default_factory=dict)  # back-offs that run: timer to seconds
     excluded: tuple[str, ...] = ()  # nodes that are no longer used, oldest first
-    node_losses: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # node to the times of lost processes
+    node_losses: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # node to times of lost processes
     causes: tuple[Cause, ...] = ()  # of the recoveries, oldest first: the very first and the newest ones
     first_cause: Cause | None = None  # since the last progress
     tried: tuple[Cause, ...] = ()  # unknown errors that fresh processes were tried for, since the last progress

@@ -21,6 +21,7 @@ from dlrover.python.rl.master.checked_job import CheckedJob
 from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus, Position, Update
 from dlrover.python.rl.master.saved_run import wait_for_lost_owner
+from dlrover.python.rl.runtime.owner import write_shared
 from dlrover.python.rl.runtime.process.interrupts import Interrupts
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
@@ -64,7 +65,7 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
         if interrupts.count:
             return interrupted(job)
         with suppress(OSError):  # without a folder its master claims it
-            (job.job_dir / CLUSTER).write_text(current_address(), encoding="utf-8")
+            write_shared(job.job_dir / CLUSTER, current_address().encode())
         try:
             master = _remaining_master(job) if again else None
             if master is None:

@@ -22,8 +22,8 @@ from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
-from dlrover.python.rl.runtime.owner import FINISHED, Owner, newest_owner
-from dlrover.python.rl.runtime.run_folder import BEAT_S, DESCRIPTION, LATEST, MODEL, has_commits, in_use
+from dlrover.python.rl.runtime.owner import DESCRIPTION, FINISHED, Owner, newest_owner
+from dlrover.python.rl.runtime.run_folder import BEAT_S, LATEST, MODEL, has_commits, in_use
 
 _LOG = get_logger(__name__)
 
@@ -71,7 +71,7 @@ def _read(run: SavedRun, overrides: Sequence[str], place: Callable[[JobSpec], Jo
     """The job of a run, with the folder and name that ``place`` gives it, in the run's working directory."""
     text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
     try:
-        job = load_job_text(text, run.owner.job, overrides, run.owner.search_path)
+        job = load_job_text(text, run.owner.job, overrides, run.owner.search_path or None)
     except InvalidJob as error:
         salvaged = error.salvaged and replace(place(error.salvaged), work_dir=run.owner.work_dir)
         raise InvalidJob(error.errors, salvaged) from None

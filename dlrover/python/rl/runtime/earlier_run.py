@@ -6,8 +6,8 @@ from dataclasses import replace
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
-from dlrover.python.rl.runtime.owner import FINISHED, newest_owner
-from dlrover.python.rl.runtime.run_folder import DESCRIPTION, LATEST, has_commits
+from dlrover.python.rl.runtime.owner import DESCRIPTION, FINISHED, newest_owner
+from dlrover.python.rl.runtime.run_folder import LATEST, has_commits
 
 
 def repeated(job: JobSpec) -> JobSpec:

@@ -1,21 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The record of a start of a run, which names the process that holds the run's folder."""
+"""The record of a start of a run, which names the process that holds the run's folder.
+
+A record, and the job beside it, are on disk before anything refers to them; until then the older ones stay.
+"""
 
 import json
 import os
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+import yaml
+
 from dlrover.python.rl.common.private_files import share_file
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
+
+DESCRIPTION = "job.yaml"
+COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
+_UNKNOWN = "unknown"
 
 
 @dataclass(frozen=True)
@@ -66,8 +76,28 @@ def owner_of(job: JobSpec, runtime: str, bound: bool) -> Owner:
 
 
 def newest_owner(folder: Path) -> Owner | None:
-    record = newest_record(folder)
-    return read_owner(record) if record is not None else None
+    """The owner in the newest record. If that is damaged, or missing beside commits, the start has no outcome, and what
+    the older records or the job's description tell of it counts; None if that is nothing."""
+    records = records_in(folder)
+    if records and (newest := read_owner(records[-1])) is not None:
+        return newest
+    older = next(filter(None, map(read_owner, reversed(records[:-1]))), None)
+    if older is not None:
+        return replace(older, state=RUNNING)
+    return _described_owner(folder) if records or has_commits_on_disk(folder) else None
+
+
+def _described_owner(folder: Path) -> Owner | None:
+    """An owner with nothing but the name of the job that the folder describes."""
+    try:
+        name = yaml.safe_load((folder / DESCRIPTION).read_bytes())["name"]
+    except (OSError, yaml.YAMLError, TypeError, KeyError):
+        return None
+    return Owner(str(name), _UNKNOWN, ON_RAY, _UNKNOWN, "", 0, "", 0.0, 0.0, "", ())
+
+
+def has_commits_on_disk(folder: Path) -> bool:
+    return any(any(folder.glob(f"{name}/*/{COMMITTED}")) for name in ("checkpoints", "commits"))
 
 
 def records_in(folder: Path) -> list[Path]:
@@ -99,16 +129,19 @@ def read_owner(record: Path) -> Owner | None:
 
 def create_record(record: Path, owner: Owner) -> bool:
     """Write a record that does not exist yet; False if it does."""
-    temporary = record.with_name(f".{record.name}.{uuid4().hex}.tmp")
     try:
-        temporary.write_bytes(encode_owner(owner))
-        share_file(temporary)
-        os.link(temporary, record)
+        write_shared(record, encode_owner(owner), exclusive=True)
     except FileExistsError:
         return False
-    finally:
-        temporary.unlink(missing_ok=True)
     return True
+
+
+def write_shared(path: Path, content: bytes, exclusive: bool = False) -> None:
+    """Write a file that is as readable as its folder: whole, and on disk when this returns. Raises FileExistsError if
+    it is ``exclusive`` and exists."""
+    with new_file(path, durable=True, exclusive=exclusive) as file:
+        share_file(Path(file.name))
+        file.write(content)
 
 
 def is_alive(owner: Owner, record: Path) -> bool:

@@ -26,15 +26,16 @@ from uuid import uuid4
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import resume_command
-from dlrover.python.rl.common.private_files import share_file
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
+from dlrover.python.rl.runtime.checkpoint.storage.state_file import make_folder, sync_folder
 from dlrover.python.rl.runtime.environment import describe_origin, record_environment
 from dlrover.python.rl.runtime.owner import (
+    COMMITTED,
+    DESCRIPTION,
     FAILED,
     FINISHED,
     LAUNCHED,
@@ -42,6 +43,7 @@ from dlrover.python.rl.runtime.owner import (
     Owner,
     create_record,
     encode_owner,
+    has_commits_on_disk,
     is_alive,
     newest_owner,
     newest_record,
@@ -49,13 +51,12 @@ from dlrover.python.rl.runtime.owner import (
     owner_of,
     read_owner,
     records_in,
+    write_shared,
 )
 
 _LOG = get_logger(__name__)
 
-_COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
-
-LATEST, DESCRIPTION, MODEL, CLUSTER = "latest", "job.yaml", "model", "cluster"
+LATEST, MODEL, CLUSTER = "latest", "model", "cluster"
 BEAT_S = 5.0
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _RESULTS = ("metrics.jsonl", "summary.json", MODEL, "checkpoints/*/step-*", "commits/*/step-*")
@@ -82,8 +83,8 @@ def begin(job: JobSpec) -> JobSpec:
 def has_commits(folder: Path) -> bool:
     """Whether a run has committed a step, in its folder or in this machine's memory."""
     owner = newest_owner(folder)
-    in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(_COMMITTED))
-    return in_memory or any(any(folder.glob(f"{name}/*/{_COMMITTED}")) for name in ("checkpoints", "commits"))
+    in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(COMMITTED))
+    return in_memory or has_commits_on_disk(folder)
 
 
 def in_use(folder: Path) -> bool:
@@ -122,7 +123,7 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
     """
     folder, owner = job.job_dir, owner_of(job, runtime, bound)
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder, durable=True)
     except OSError as error:
         raise InvalidJob([ConfigError("job_dir", f"cannot be made: {error}")]) from error
     earlier, goes_on = newest_owner(folder), job.checkpoint.resume == "latest"
@@ -168,7 +169,7 @@ def _describe(job: JobSpec, earlier: Owner | None, goes_on: bool) -> bytes:
     except BaseException:
         with suppress(OSError):
             if before:
-                path.write_bytes(before)
+                write_shared(path, before)
             else:
                 path.unlink(missing_ok=True)
         raise
@@ -184,9 +185,7 @@ def _write_description(job: JobSpec, description: bytes) -> None:
     """Also to the job's object store, so that the run can go on on another machine. Raises InvalidJob if that cannot be
     written."""
     path, files = job.job_dir / DESCRIPTION, files_of(job)
-    with new_file(path, durable=False) as file:
-        file.write(description)
-    share_file(path)
+    write_shared(path, description)
     try:
         if files is not None:
             files.put(DESCRIPTION)
@@ -253,16 +252,14 @@ class Claim:
             if state == FAILED and self.replaced and not self._has_committed():
                 _write_description(self.job, self.replaced)
         with suppress(OSError):
-            with new_file(self.record, durable=True) as file:
-                file.write(encode_owner(replace(self.owner, state=state)))
-            share_file(self.record)
+            write_shared(self.record, encode_owner(replace(self.owner, state=state)))
 
     def _has_committed(self) -> bool:
         job = self.job
         roots = memory_path(job.name, job.run), *(job.job_dir / name / job.run for name in ("checkpoints", "commits"))
         newest = newest_commit(job.job_dir, job.archive) if job.archive else None
         in_store = newest is not None and newest[0].run == job.run and newest[1].step > 0
-        return in_store or any(any(root.glob(_COMMITTED)) for root in roots)
+        return in_store or any(any(root.glob(COMMITTED)) for root in roots)
 
 
 @contextmanager
@@ -304,3 +301,4 @@ def _link_latest(folder: Path) -> None:
     with suppress(OSError):  # a file system without links
         link.symlink_to(folder.name)
         link.replace(folder.parent / LATEST)
+        sync_folder(folder.parent)

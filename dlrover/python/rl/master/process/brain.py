@@ -42,12 +42,22 @@ class Handled(NamedTuple):
 
 
 class Brain:
-    """Replays the journal of ``store``, then journals events and returns their commands. Raises JournalCorrupt."""
+    """Replays the journal of ``store``, then journals events and returns their commands. Raises JournalCorrupt.
 
-    def __init__(self, store: StateStore, wall_s: Callable[[], float] = time.time) -> None:
-        self._store, self._wall_s = store, wall_s
+    The wall clock gives the time of the first event; later ones follow at the pace of ``steady_s``, so a clock that is
+    set changes no window. After a restart the time of the last event counts if the wall clock is behind it.
+    """
+
+    def __init__(
+        self,
+        store: StateStore,
+        wall_s: Callable[[], float] = time.time,
+        steady_s: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store, self._steady_s = store, steady_s
         events = decode(store.read())
-        self.began_s = events[0][0] if events else 0.0
+        self.began_s, last_s = (events[0][0], events[-1][0]) if events else (0.0, 0.0)
+        self._offset_s = max(wall_s(), last_s) - steady_s()
         self.state: JobState = replay(events)
 
     def handle(self, event: Event) -> tuple[Command, ...]:
@@ -56,7 +66,7 @@ class Brain:
 
     def handle_all(self, events: Sequence[Event]) -> list[Handled]:
         """Like :meth:`handle` for each, but what is saved is saved together."""
-        at_s, state, handled = self._wall_s(), self.state, []
+        at_s, state, handled = self._steady_s() + self._offset_s, self.state, []
         for event in events:
             after, commands = step(state, event, at_s)
             handled.append(Handled(event, state, after, commands))

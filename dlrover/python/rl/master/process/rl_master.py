@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: one actor answers every request of a job on one event loop, from one state.
 """``RLMaster``: the actor that runs one job.
 
 Its loop takes one event at a time from a queue that the executor's tasks fill, and waits for nothing else. Requests are
@@ -19,8 +20,9 @@ import time
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
+from dlrover.python.rl.common.disk_space import retry_io_async
 from dlrover.python.rl.common.errors import JobConflict, JobFailed, JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
@@ -44,7 +46,15 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.master.process.brain import Brain, Handled, earlier_journal, failed, fresh_journal, submission
+from dlrover.python.rl.master.process.brain import (
+    JOURNAL,
+    Brain,
+    Handled,
+    earlier_journal,
+    failed,
+    fresh_journal,
+    submission,
+)
 from dlrover.python.rl.master.process.hang_detector import HangDetector
 from dlrover.python.rl.master.process.observer import JobObserver
 from dlrover.python.rl.master.process.replacement import find_up, replacement
@@ -64,10 +74,10 @@ from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
 
+T = TypeVar("T")
+
 _RELEASE_S = 30.0
 _TAKEN_S = 60.0
-_JOURNAL_TRIES = 120
-_JOURNAL_PAUSE_S = 0.5
 _SECRETS_S = 30.0
 _LINGER_S = 60.0
 _BEGIN_S = 300.0
@@ -99,6 +109,7 @@ class RLMaster:
         self._condemned: dict[Event, Process | None] = {}
         self._observer = JobObserver(job, job.run)
         self._tasks: list[asyncio.Task[None]] = []
+        self._beginning = asyncio.Lock()
         self._missed_s = 0.0
         self._restarted = was_restarted()
         if self._restarted:
@@ -113,9 +124,15 @@ class RLMaster:
         await self.reveal(secrets)
         if await self._awake():
             return
+        async with self._beginning:
+            if not self._tasks:
+                await self._begin()
+
+    async def _begin(self) -> None:
         with self._claim.opening():
             self._claim.take()
-            self._brain = Brain(FileStateStore(fresh_journal(self._job)))
+            journal = await self._patiently(partial(fresh_journal, self._job))
+            self._brain = Brain(await self._patiently(partial(FileStateStore, journal)))
             self._observer.open(time.time())
         self._events.put_nowait(MasterStarted(pid=os.getpid()))
         self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
@@ -123,13 +140,15 @@ class RLMaster:
 
     async def resume(self) -> bool:
         """Continue an earlier process of this master; False when that had not begun."""
-        if self._tasks:
-            return True
+        async with self._beginning:
+            return bool(self._tasks) or await self._resume()
+
+    async def _resume(self) -> bool:
         try:
-            brain = earlier_journal(self._job, self._run_id)
+            brain = await self._patiently(partial(earlier_journal, self._job, self._run_id))
             if brain is not None:
                 self._claim.take()
-        except (JournalCorrupt, JobConflict) as error:
+        except (JournalCorrupt, JobConflict, OSError) as error:
             _LOG.error("%s: %s", self._job.name, error)
             self._spawn(self._fall(error))
             return True
@@ -252,14 +271,11 @@ class RLMaster:
 
     async def _journalled(self, events: Sequence[Event]) -> list[Handled]:
         """What the brain decides. While the journal cannot be written, for example on a full disk, that is nothing."""
-        for attempt in range(_JOURNAL_TRIES):
-            try:
-                return self._brain.handle_all(events)
-            except OSError as error:
-                if not attempt:
-                    _LOG.error("%s waits: its journal cannot be written: %s", self._job.name, error)
-                await asyncio.sleep(_JOURNAL_PAUSE_S)
-        return self._brain.handle_all(events)
+        return await self._patiently(partial(self._brain.handle_all, events))
+
+    async def _patiently(self, use_journal: Callable[[], T]) -> T:
+        """Retry as commits do. Raises OSError."""
+        return await retry_io_async(use_journal, self._job.job_dir / JOURNAL, now_s=time.monotonic)
 
     async def _fall(self, error: Exception) -> None:
         """End the job when the loop cannot go on: release it, then report the failure."""

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.owner import FAILED, ON_RAY, newest_owner
+from dlrover.python.rl.runtime.owner import FAILED, ON_RAY, newest_owner, write_shared
 from dlrover.python.rl.runtime.process.heartbeat import leave
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests, copy_output
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address
@@ -30,7 +30,7 @@ class RunClaim:
         if self._claims:
             self._claim = claim(self._job, ON_RAY, bound=False)
             with suppress(OSError):
-                (self._job.job_dir / CLUSTER).write_text(current_address(), encoding="utf-8")
+                write_shared(self._job.job_dir / CLUSTER, current_address().encode())
         if self._log is None:
             self._log = copy_output(self._job.job_dir, "master", "master")
 

@@ -11,7 +11,6 @@ which were appended together, is not, if their writer crashed before the next on
 cut short, and such lines were never acted upon.
 """
 
-import errno
 import fcntl
 import os
 import re
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Protocol
 from uuid import uuid4
 
+from dlrover.python.rl.common.disk_space import is_transient
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import TAKE_OVER_S, take_lock
@@ -79,15 +79,17 @@ class FileStateStore:
             _create(path)
         # Its creator may have died before the name was durable: the lines would be lost with the name.
         sync_folder(path.parent)
-        self._path, self._broken = path, False
+        self._path, self._suspect = path, False
         try:
             self._file = os.open(path, os.O_RDWR)
         except OSError as error:
+            if is_transient(error):
+                raise
             raise JournalCorrupt(f"the journal {path} cannot be read: {error}") from error
         try:
             self._free_of_the_frozen()
             with self._locked():
-                journal = _parse(path, _content(path))
+                journal = _parse(path, _content(path, can_retry=True))
                 self._owner, self._lines = journal.owner + 1, journal.lines
                 self._chain, self._end = journal.chain, journal.end
                 self._header = _header(self._owner, len(self._lines))
@@ -101,8 +103,9 @@ class FileStateStore:
 
         Raises:
             StaleEpoch: another process has taken the journal over.
-            JournalCorrupt: another process has changed the file, or an earlier line may not have reached the disk.
-            OSError: the disk is full, or failed. The file is as before.
+            JournalCorrupt: another process has changed the file, or an earlier line is not on the disk.
+            OSError: the disk is full, or failed. The next call opens the file again, and removes what this one may have
+                left there.
         """
         records, chain = b"", self._chain
         for line in lines:
@@ -110,16 +113,22 @@ class FileStateStore:
                 raise ValueError("a line of the journal holds a newline")
             record, chain = _record(line, chain)
             records += record
-        with self._locked():
-            self._check_ours()
-            header = _header(self._owner, len(self._lines))
-            try:
-                _write(self._file, records, self._end)
-                _write(self._file, header, 0)
-                os.fsync(self._file)
-            except OSError as error:
-                self._undo(error)
-                raise
+        header = _header(self._owner, len(self._lines))
+        try:
+            if self._suspect:
+                self._reopen()
+            with self._locked():
+                self._check_ours()
+                try:
+                    _write(self._file, records, self._end)
+                    _write(self._file, header, 0)
+                    os.fsync(self._file)
+                except OSError:
+                    self._undo()
+                    raise
+        except OSError:
+            self._suspect = True
+            raise
         self._lines += lines
         self._header, self._chain, self._end = header, chain, self._end + len(records)
 
@@ -137,7 +146,8 @@ class FileStateStore:
         with suppress(OSError, JournalCorrupt, StaleEpoch), self._locked():
             self._check_ours()
             _write(self._file, _header(self._owner, len(self._lines)), 0)
-        os.close(self._file)
+        with suppress(OSError):  # of a network file system that is away
+            os.close(self._file)
         self._file = -1
 
     def _free_of_the_frozen(self) -> None:
@@ -149,7 +159,7 @@ class FileStateStore:
         except TimeoutError as error:
             _LOG.warning("taking %s over without its lock: %s", self._path, error)
             with new_file(self._path, durable=True) as copy:
-                copy.write(_content(self._path))
+                copy.write(_content(self._path, can_retry=True))
             os.close(self._file)
             self._file = os.open(self._path, os.O_RDWR)
 
@@ -170,8 +180,6 @@ class FileStateStore:
         os.fsync(self._file)
 
     def _check_ours(self) -> None:
-        if self._broken:
-            raise JournalCorrupt(f"the journal {self._path} may have lost a line: open it again")
         header, status = os.pread(self._file, len(self._header), 0), os.fstat(self._file)
         # Another master has this file, or a copy of it at its path.
         current = header
@@ -183,17 +191,28 @@ class FileStateStore:
         if header != self._header or status.st_size != self._end or status.st_nlink == 0:
             raise JournalCorrupt(f"the journal {self._path} was changed or removed by another process")
 
-    def _undo(self, error: OSError) -> None:
-        """Remove half-written lines. After a failed sync for another reason than space, the content on the disk is
-        unknown: the store is then broken."""
-        self._broken = error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-        try:
-            os.ftruncate(self._file, self._end)
-            _write(self._file, self._header, 0)
-            os.fsync(self._file)
-        except OSError as second:
-            self._broken = True
-            _LOG.warning("the half line at the end of %s could not be removed: %s", self._path, second)
+    def _undo(self) -> None:
+        """Remove half-written lines."""
+        os.ftruncate(self._file, self._end)
+        _write(self._file, self._header, 0)
+        os.fsync(self._file)
+
+    def _reopen(self) -> None:
+        """Open the file again after an error, since the disk may have forgotten the file, or the last write. What was
+        appended before is compared, and what was written after it is removed. Raises as :meth:`append`."""
+        file = os.open(self._path, os.O_RDWR)
+        with suppress(OSError):
+            os.close(self._file)
+        self._file = file
+        with self._locked():
+            content = self._path.read_bytes()
+            match = _HEADER.match(content)
+            if match and int(match["owner"]) > self._owner:
+                raise StaleEpoch(f"another master has taken over the journal {self._path}")
+            if _parse(self._path, content[: self._end]).lines != self._lines:
+                raise JournalCorrupt(f"the journal {self._path} was changed or removed by another process")
+            self._undo()
+        self._suspect = False
 
 
 def read_lines(path: Path) -> list[bytes]:
@@ -210,7 +229,8 @@ _CRC_SIZE = 9
 
 @dataclass(frozen=True)
 class _Journal:
-    """``end`` is the offset of the next line; ``repair`` the last line as it should be."""
+    """``end`` is the offset of the next line; ``repair`` the lines before it that may be in the system's memory alone,
+    as they should be: after a failed sync the system takes them for synced."""
 
     owner: int
     lines: list[bytes]
@@ -233,7 +253,7 @@ def _parse(path: Path, content: bytes) -> _Journal:
     match = _HEADER.match(content)
     if not match or zlib.crc32(match["text"]) != int(match["crc"], 16):
         raise JournalCorrupt(f"the journal {path} does not begin as one: {content[:60]!r}")
-    lines, chain, end = [], _SEED, match.end()
+    lines, chain, end, repair, safe = [], _SEED, match.end(), b"", int(match["lines"])
     *records, tail = content[end:].split(b"\n")
     for number, text in enumerate(records, 2):
         line = text[:-_CRC_SIZE]
@@ -242,23 +262,27 @@ def _parse(path: Path, content: bytes) -> _Journal:
             raise JournalCorrupt(f"journal line {number} does not match its checksum ({path})")
         lines.append(line)
         end += len(record)
-    repair = b""
+        repair += record if len(lines) > safe else b""
+    is_whole = False
     for text in (tail, tail[:-1]):  # cut short by the newline alone, or something else is in the newline's place
         record, after = _record(text[:-_CRC_SIZE], chain)
         if text and record[:-1] == text:
-            lines, chain, end, repair = [*lines, text[:-_CRC_SIZE]], after, end + len(record), record
+            lines, chain, end, repair = [*lines, text[:-_CRC_SIZE]], after, end + len(record), repair + record
+            is_whole = True
             break
     if tail:
-        _LOG.warning("the last line of %s is incomplete: %s", path, "repaired" if repair else "dropped")
-    if len(lines) < int(match["lines"]):
-        raise JournalCorrupt(f"the journal {path} has {len(lines)} lines left of {int(match['lines'])}")
+        _LOG.warning("the last line of %s is incomplete: %s", path, "repaired" if is_whole else "dropped")
+    if len(lines) < safe:
+        raise JournalCorrupt(f"the journal {path} has {len(lines)} lines left of {safe}")
     return _Journal(int(match["owner"]), lines, chain, end, repair)
 
 
-def _content(path: Path) -> bytes:
+def _content(path: Path, can_retry: bool = False) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
+        if can_retry and is_transient(error):
+            raise
         raise JournalCorrupt(f"the journal {path} cannot be read: {error}") from error
 
 

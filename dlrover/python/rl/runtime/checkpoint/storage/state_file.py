@@ -150,9 +150,12 @@ def write_part(folder: Path, file: StateFile, start: int, content: memoryview, r
 
 
 @contextmanager
-def new_file(path: Path, durable: bool, nbytes: int = 0, recycled: Path | None = None) -> Iterator[BinaryIO]:
+def new_file(
+    path: Path, durable: bool, nbytes: int = 0, recycled: Path | None = None, exclusive: bool = False
+) -> Iterator[BinaryIO]:
     """A file to write; it gets its name if the block succeeds, and is removed otherwise. Nothing is written if the disk
-    has less space than ``nbytes``. See :func:`write_state`."""
+    has less space than ``nbytes``. See :func:`write_state`. Raises FileExistsError for an ``exclusive`` one that is
+    there."""
     temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
     _check_space(path.parent, nbytes, recycled)
     try:
@@ -162,7 +165,11 @@ def new_file(path: Path, durable: bool, nbytes: int = 0, recycled: Path | None =
             if durable:
                 file.flush()
                 os.fsync(file.fileno())
-        os.replace(temporary, path)
+        if exclusive:
+            os.link(temporary, path)
+            temporary.unlink()
+        else:
+            os.replace(temporary, path)
     except BaseException as error:
         with suppress(OSError):
             temporary.unlink()
@@ -171,6 +178,14 @@ def new_file(path: Path, durable: bool, nbytes: int = 0, recycled: Path | None =
         raise
     if durable:
         sync_folder(path.parent)
+
+
+def make_folder(folder: Path, durable: bool, mode: int = 0o777) -> None:
+    """Create a folder and its parents, whose names are on disk when this returns if they are ``durable``."""
+    missing = [each for each in (folder, *folder.parents) if not each.exists()]
+    folder.mkdir(mode=mode, parents=True, exist_ok=True)
+    for each in missing if durable else ():
+        sync_folder(each.parent)
 
 
 def sync_folder(folder: Path) -> None:

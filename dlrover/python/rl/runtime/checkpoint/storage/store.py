@@ -48,6 +48,7 @@ from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
     check_file,
     check_size,
     copy_file,
+    make_folder,
     new_file,
     read_state,
     sync_folder,
@@ -88,10 +89,7 @@ class CheckpointStore:
 
     def claim(self, epoch: int) -> None:
         """From now on, refuse every lower epoch; raises StaleEpoch if a higher one has claimed the folder."""
-        missing = [folder for folder in (self.root, *self.root.parents) if not folder.exists()]
-        self.root.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for folder in missing if self.durable else ():
-            sync_folder(folder.parent)
+        make_folder(self.root, self.durable, mode=0o700)
         self._fence.take_over(epoch)
 
     @property
