@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from dlrover.python.rl.common.errors import InvalidJob, JournalCorrupt
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.events import Cause, CauseKind
-from dlrover.python.rl.master.saved_run import how_to_go_on
+from dlrover.python.rl.master.operations import jobs
+from dlrover.python.rl.master.operations.history import read_history
+from dlrover.python.rl.master.saved_run import find_saved_run, how_to_go_on, saved_job
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.owner import FAILED, IN_PROCESS
@@ -50,3 +53,26 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, monkeypatch, 
     for_users = how_to_go_on(job, job.job_dir, cause=Cause(CauseKind.USER_ERROR, "trainer", "a row is too long"))
     assert for_users.startswith("once its cause is fixed, resume after" if committed == "copies" else "")
     assert bool(for_users) == (committed == "copies")
+
+
+@pytest.mark.parametrize("name", ["owner.1.json", "job.yaml", "journal.jsonl", "metrics.jsonl", "cluster"])
+def test_link_in_a_run_folder_is_not_read(tmp_path, name):
+    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+    claim(job, IN_PROCESS, bound=True).end(FAILED)
+    folder, outside = job.job_dir, tmp_path / "outside"
+    if name in ("metrics.jsonl", "cluster", "journal.jsonl"):
+        (folder / name).write_text('{"step": 7}\n')
+    read = {
+        "owner.1.json": lambda: find_saved_run(str(folder)).owner,
+        "job.yaml": lambda: saved_job(find_saved_run(str(folder))),
+        "journal.jsonl": lambda: read_history(folder),
+        "metrics.jsonl": lambda: jobs._last_metrics(folder)["step"],
+        "cluster": lambda: jobs.address_in(folder) or {}["address"],
+    }[name]
+    if name != "journal.jsonl":
+        assert read()
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises((InvalidJob, JournalCorrupt, KeyError)) as refused:
+        read()
+    assert name != "journal.jsonl" or "symbolic links" in str(refused.value)

@@ -666,6 +666,28 @@ def test_no_path_leads_out_of_the_folder_of_the_run(files, tmp_path):
         assert copy.getvalue() == b"" and "secret" not in str(refused.value), path
 
 
+@pytest.mark.parametrize("role", list(AccessRole))
+def test_run_folder_exchanged_for_a_link_serves_nothing(tmp_path, role):
+    run = tmp_path / "run"
+    run.mkdir()
+    with serving(tmp_path, results=str(run)) as service, service.client() as client:
+        client.submit(JOB, name="job")
+        next(event for event in client.watch("job") if event.kind == "running")
+        run.rename(tmp_path / "away")
+        run.symlink_to(tmp_path / "state")
+        (tmp_path / "state/logs").mkdir()
+        (tmp_path / "state/logs/trainer.log").write_text("secret\n")
+        reader = service.client(service.token_of("ann", role))
+        for use in (
+            lambda: reader.artifacts("job"),
+            lambda: reader.fetch("job", "token", io.BytesIO()),
+            lambda: [*reader.logs("job", "trainer")],
+        ):
+            with pytest.raises(InvalidJob, match="reached through a link that was put there later"):
+                use()
+        reader.close()
+
+
 def test_no_name_of_a_job_or_process_is_a_path(shared):
     with shared.client() as client:
         for path in PATHS:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 from uuid import uuid4
 
+from dlrover.python.rl.common.no_links import open_file
 from dlrover.python.rl.common.private_files import share_file
 from dlrover.python.rl.config.spec import JobSpec
 
@@ -91,7 +92,8 @@ def encode_owner(owner: Owner) -> bytes:
 def read_owner(record: Path) -> Owner | None:
     """The content of a record; None if it is gone or damaged."""
     try:
-        fields: dict[str, Any] = json.loads(record.read_bytes())
+        with open_file(record) as file:
+            fields: dict[str, Any] = json.load(file)
         return Owner(**{**fields, "search_path": tuple(fields["search_path"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None
