@@ -23,7 +23,17 @@ _LOG = get_logger(__name__)
 PORT = 8470
 _LOOK_S = 0.5
 _ROLES = ("read", "submit", "admin")
-_FILE = click.Path(path_type=Path)
+
+
+class _AbsolutePath(click.Path):
+    """A path from where the command was given: ``serve`` works in another directory, its root. Links stay, since a
+    certificate may be one that changes."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
+        return Path(super().convert(value, parameter, context)).absolute()
+
+
+_FILE = _AbsolutePath()
 _STATE = click.option("--state", type=_FILE, default=default_state, show_default="~/.dlrover-rl/service")
 
 
@@ -50,9 +60,17 @@ def serve(host: str, port: int, state: Path, root: Path, **options: Any) -> None
     tls = _tls_options(host, options)
     if not root.is_dir():
         raise InvalidJob([ConfigError("--root", f"no such folder: {root}")])
+    _check_state(state, root)
     os.chdir(root)  # relative paths of jobs start here
     os.environ.pop(ALLOW_RESOLVERS, None)  # those of the service are not for its clients
-    asyncio.run(_serve(f"{_bracketed(host)}:{port}", state.absolute(), tls, options))
+    asyncio.run(_serve(f"{_bracketed(host)}:{port}", state, tls, options))
+
+
+def _check_state(state: Path, root: Path) -> None:
+    """Raises InvalidJob if jobs could use the folder that has the tokens and the database."""
+    if state.resolve().is_relative_to(root.resolve()):
+        what = f"{state} is inside {root}, the folder that jobs may use: put one of them elsewhere by --state or --root"
+        raise InvalidJob([ConfigError("--state", what)])
 
 
 def _tls_options(host: str, options: dict[str, Any]) -> tuple[Path, Path, Path | None] | None:
@@ -68,7 +86,7 @@ def _tls_options(host: str, options: dict[str, Any]) -> tuple[Path, Path, Path |
             f"{host} is beyond loopback, where tokens and jobs would travel in the clear: add --tls-cert and --tls-key"
         )
         raise InvalidJob([ConfigError("--host", what)])
-    return None if certificate is None else (certificate.absolute(), key.absolute(), client_ca and client_ca.absolute())
+    return None if certificate is None else (certificate, key, client_ca)
 
 
 def _bracketed(host: str) -> str:
