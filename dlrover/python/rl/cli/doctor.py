@@ -8,6 +8,7 @@ from pathlib import Path
 import click
 
 from dlrover.python.rl.common.errors import DLRoverRLError
+from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.master.main import EXIT_FAILED
 from dlrover.python.rl.runtime.process.health import Check, MachineReport, examine
 
@@ -40,7 +41,7 @@ def doctor(address: str | None, folder: str, server: str | None, ports: tuple[in
         _show("job service", "", services)
     faults = [check for report in reports for check in report.checks if check.ok is False]
     faults += [check for check in (*checks, *services) if check.ok is False]
-    click.echo(f"{len(faults)} to mend" if faults else "nothing to mend")
+    echo(f"{len(faults)} to mend" if faults else "nothing to mend")
     if faults:
         sys.exit(EXIT_FAILED)
 
@@ -69,8 +70,8 @@ def _versions(report: MachineReport) -> str:
 
 
 def _show(title: str, about: str, checks: Iterable[Check]) -> None:
-    click.echo(f"{title}: {about}" if about else title)
+    echo(f"{title}: {about}" if about else title)
     for check in checks:
-        click.echo(f"  {_MARKS[check.ok]} {check.name}: {check.found}")
+        echo(f"  {_MARKS[check.ok]} {check.name}: {check.found}")
         if check.ok is False and check.advice:
-            click.echo(f"       {check.advice}")
+            echo(f"       {check.advice}")

@@ -15,6 +15,7 @@ from dlrover.python.rl.common.errors import CallError, ClusterUnavailable, Confi
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
+from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.limits import ALLOW_RESOLVERS
 from dlrover.python.rl.service.state import default_state, write_address
 
@@ -124,13 +125,13 @@ async def _serve(
             if metrics_port is not None:
                 https = tls_context(*tls) if tls else None
                 metrics = _metrics(server.metrics.registry, host, metrics_port, metrics_token, https)
-                click.echo(f"metrics at {metrics.url}", err=True)
+                echo(f"metrics at {metrics.url}", err=True)
             own = f"{address.rpartition(':')[0]}:{port}"
             write_address(state, own)
-            click.echo(f"serving at {own}; the administrator's token is in {token}", err=True)
+            echo(f"serving at {own}; the administrator's token is in {token}", err=True)
             await _until_the_end(stopping, (lambda: "") if is_dry else _lost_process())
             stays = "jobs go on, on their cluster" if ray_address else "the cluster ends, too"
-            click.echo(f"ending; {stays}: the next start follows or continues the jobs", err=True)
+            echo(f"ending; {stays}: the next start follows or continues the jobs", err=True)
         finally:
             await server.close()
             await manager.close()
@@ -212,7 +213,7 @@ def add(name: str, role: str, file: Path | None, state: Path) -> None:
 
     prepare(state)
     path = add_token(state, name, AccessRole(role), file or state / f"{Path(name).name}.token")
-    click.echo(str(path))
+    echo(str(path))
 
 
 @token.command("remove")
@@ -224,7 +225,7 @@ def remove(name: str, state: Path) -> None:
 
     if not remove_tokens(state, name):
         raise CallError(f"'{name}' has no token")
-    click.echo(f"'{name}' has no access any more")
+    echo(f"'{name}' has no access any more")
 
 
 @token.command("list")
@@ -234,4 +235,4 @@ def show(state: Path) -> None:
     from dlrover.python.rl.service.auth import TokenFile
 
     for name, role in TokenFile(state).entries():
-        click.echo(f"{name}\t{role}")
+        echo(f"{name}\t{role}")
