@@ -137,14 +137,14 @@ def test_doctor_frees_the_memory_of_ended_runs_only(tmp_path, monkeypatch, state
     if state == "unseen, old":
         for path in (root, *root.rglob("*")):
             os.utime(path, (1, 1), follow_symlinks=False)
-    held = (root / "held").open("w") if state == "held" else None
-    if held:
-        fcntl.flock(held, fcntl.LOCK_SH)
+    lock = (root / "held").open("w") if state == "held" else None
+    if lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
     title = f"memory of job-{job.run}: 3 MB of commits, of a run that has ended"
     arguments = ["--folder", str(tmp_path / "runs")]
     assert (title in CliRunner().invoke(doctor, arguments).output) is is_ended
     assert step.exists()
     freed = CliRunner().invoke(doctor, [*arguments, "--free-memory"]).output
     assert (f"{root}: 3 MB freed" in freed, root.exists()) == (is_ended, not is_ended)
-    if held:
-        held.close()
+    if lock:
+        lock.close()

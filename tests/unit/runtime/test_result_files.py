@@ -192,7 +192,7 @@ def exchange(folder, target):
 
 @pytest.fixture
 def private(tmp_path):
-    """A folder of somebody else, and beside it that of a run."""
+    """A private folder, and beside it a run's folder."""
     for folder in ("private/logs", "runs/job/run/logs"):
         (tmp_path / folder).mkdir(parents=True)
     (tmp_path / "private/logs/trainer.log").write_text("secret\n")

@@ -668,7 +668,7 @@ def test_no_path_leads_out_of_the_folder_of_the_run(files, tmp_path):
 
 @pytest.mark.parametrize("limits", [(64, 400), (200, 200)], ids=["a low soft limit", "a low hard limit"])
 def test_idle_connections_are_closed_and_leave_clients_alone(tmp_path, limits):
-    soon = ("access.connections", "_SILENT_S", 0.5)
+    soon = ("access.limits", "_SILENT_S", 0.5)
     with serving(tmp_path, open_files=limits, off=[soon]) as service, service.client() as client:
         client.submit(JOB, name="first")
         watching = client.watch()

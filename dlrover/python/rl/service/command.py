@@ -70,8 +70,8 @@ def serve(host: str, port: int, state: Path, root: Path, **options: Any) -> None
 def _check_state(state: Path, root: Path) -> None:
     """Raises InvalidJob if jobs could use the folder that has the tokens and the database."""
     if state.resolve().is_relative_to(root.resolve()):
-        what = f"{state} is inside {root}, the folder that jobs may use: put one of them elsewhere by --state or --root"
-        raise InvalidJob([ConfigError("--state", what)])
+        message = f"{state} is inside {root}, which jobs may use: put one of them elsewhere by --state or --root"
+        raise InvalidJob([ConfigError("--state", message)])
 
 
 def _tls_options(host: str, options: dict[str, Any]) -> tuple[Path, Path, Path | None] | None:

@@ -134,7 +134,7 @@ class RunMemory:
         return ""
 
     def states(self) -> list[os.stat_result]:
-        """The state of each file and folder in it; one that is removed meanwhile is left out."""
+        """Return the state of each file and folder in it that is still there."""
         states = []
         for path in (self.root, *self.root.rglob("*")):
             with suppress(OSError):
