@@ -31,7 +31,7 @@ class _AbsolutePath(click.Path):
     certificate may be one that changes."""
 
     def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
-        return Path(super().convert(value, parameter, context)).absolute()
+        return Path(os.fsdecode(super().convert(value, parameter, context))).absolute()
 
 
 _FILE = _AbsolutePath()
