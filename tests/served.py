@@ -4,11 +4,13 @@
 import asyncio
 import json
 import os
+import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
@@ -35,8 +37,11 @@ async def serve(
     failures=10,
     off=(),
     reads_in="thread",
+    open_files=None,
 ):
-    """``off``: names of modules, and what takes the place of a guard there."""
+    """``off``: names of modules, and what takes the place of a guard there; ``open_files``: soft and hard limit."""
+    if open_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, tuple(open_files))
     from dlrover.python.rl.service.access.limits import FailureLimit
     from dlrover.python.rl.service.access.tls import TlsFiles
     from dlrover.python.rl.service.auth import TokenFile
@@ -128,6 +133,18 @@ class Service:
     def begun(self):
         """The runs that were begun, and re-begun in a later life of a service whose jobs end with it."""
         return [line.split()[0] for line in (self.folder / "begun").read_text().splitlines()]
+
+
+def idle_connections(service, count):
+    return [socket.create_connection(("127.0.0.1", service.port), timeout=WITHIN_S) for _ in range(count)]
+
+
+def close_idle(connections):
+    """Wait until the service has closed them; raises TimeoutError."""
+    for connection in connections:
+        with suppress(ConnectionResetError), connection:
+            while connection.recv(4096):
+                pass
 
 
 @contextmanager

@@ -23,7 +23,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from dlrover.python.rl.common import private_files, redaction
+from dlrover.python.rl.common import no_links, private_files, redaction
 from dlrover.python.rl.common.errors import AccessDenied, CallError, InvalidJob
 from dlrover.python.rl.config import layout, limits, load, secrets, typed
 from dlrover.python.rl.config.layout import job_to_yaml
@@ -174,6 +174,13 @@ def no_link_leads_out_of_a_folder(folder):
     refused(lambda: [*RunFolder(folder / "run").read(("link",), 0)])
 
 
+def no_folder_that_became_a_link_is_read(folder):
+    (folder / "state").mkdir()
+    (folder / "state/token").write_text(CANARY)
+    (folder / "run").symlink_to("state")
+    refused(lambda: [*RunFolder(folder / "run").read(("token",), 0)])
+
+
 def internal_files_of_a_run_are_not_served(folder):
     (folder / "journal.jsonl").write_text(CANARY)
     refused(lambda: [*RunFolder(folder).read(("journal.jsonl",), 0)])
@@ -322,7 +329,8 @@ GUARDS = {
         (submissions, "check_path", lambda path: tuple(path.split("/"))),
         (RunFolder.read.__globals__, "_PRIVATE", ()),
     ],
-    no_link_leads_out_of_a_folder: (os, "O_NOFOLLOW", 0),
+    no_link_leads_out_of_a_folder: (no_links, "_READ", os.O_RDONLY),
+    no_folder_that_became_a_link_is_read: (no_links, "_STEP", os.O_PATH | os.O_DIRECTORY),
     internal_files_of_a_run_are_not_served: (RunFolder.read.__globals__, "_PRIVATE", ()),
     a_name_does_not_leave_its_folder: [
         (submissions, "check_job_name", str),

@@ -76,7 +76,8 @@ def started(folder, *arguments):
 
 def test_the_sockets_of_a_service_its_ray_and_its_job_are_on_loopback(tmp_path):
     (tmp_path / "job.yaml").write_text(job_text(tmp_path / "notes", 10**6, 0.1))
-    with started(tmp_path, "serve", "--cpus", "6", "--port", "0", "--metrics-port", "0") as service:
+    (tmp_path / "root").mkdir()
+    with started(tmp_path, "serve", "--root", "root", "--cpus", "6", "--port", "0", "--metrics-port", "0") as service:
         state = tmp_path / ".dlrover-rl/service"
         wait_for((state / "address").exists, 60)
         server = (state / "address").read_text().strip()

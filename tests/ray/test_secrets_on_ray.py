@@ -235,8 +235,9 @@ def service(folder, temporary, **environ):
     """``dlrover-rl serve`` with a Ray of its own: its client, and its command line."""
     environ = {**environment(), "HOME": str(folder), "TMPDIR": str(temporary), **environ}
     state = folder / ".dlrover-rl/service"
+    (folder / "root").mkdir()
     with open(folder / "service.log", "w") as log:
-        arguments = ["serve", "--cpus", "6", "--port", "0", "--metrics-port", "0"]
+        arguments = ["serve", "--root", folder / "root", "--cpus", "6", "--port", "0", "--metrics-port", "0"]
         process = subprocess.Popen([*CLI, *arguments], cwd=folder, env=environ, stdout=log, stderr=subprocess.STDOUT)
 
     def call(*words):

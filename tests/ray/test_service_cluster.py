@@ -25,7 +25,7 @@ STEPS = 6
 @pytest.fixture
 def start(tmp_path):
     """A function that starts a service with a cluster of its own, in a time zone."""
-    state, started = tmp_path / "state", []
+    state, started = tmp_path.with_name(f"{tmp_path.name}-state"), []
     shutil.copy(Path(__file__).with_name("service_jobs.py"), tmp_path)
 
     def begin(zone):

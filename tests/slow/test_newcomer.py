@@ -29,12 +29,13 @@ class Shell:
 
     def __init__(self, folder, port):
         self.folder, self.port, self.service = folder, port, None
+        self.home = folder.with_name(f"{folder.name}-home")
         self.environment = {
             **os.environ,
-            "HOME": str(folder / "home"),
+            "HOME": str(self.home),
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         }
-        (folder / "home").mkdir()
+        self.home.mkdir()
 
     def type(self, line, wait=True):
         line = line.replace("8470", str(self.port))
@@ -84,7 +85,7 @@ def test_the_first_job_of_the_page(shell):
     for line in begin:
         if line.startswith("dlrover-rl serve"):
             shell.service = shell.type(line, wait=False)
-            shell.wait_for((shell.folder / "home/.dlrover-rl/service/address").exists)
+            shell.wait_for((shell.home / ".dlrover-rl/service/address").exists)
         elif line.startswith("dlrover-rl attach"):
             shell.wait_for(lambda: shell.status("first")["step"] >= 1)
             attached = shell.type(line, wait=False)

@@ -26,19 +26,24 @@ ROOT = Path(__file__).parents[2]
 CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 
 
+def state_beside(folder):
+    """Jobs may use ``folder``, which is the service's root."""
+    return folder.with_name(f"{folder.name}-state")
+
+
 class Service:
     """``dlrover-rl serve`` on a cluster that is not its own."""
 
     def __init__(self, folder, address):
-        self.folder, self.address, self.port = folder, address, 0
+        self.folder, self.state, self.address, self.port = folder, state_beside(folder), address, 0
         shutil.copy(ROOT / "tests/ray/service_jobs.py", folder)
         self.environment = {
             **os.environ,
-            "DLROVER_RL_STATE": str(folder / "state"),
+            "DLROVER_RL_STATE": str(self.state),
         }
 
     def start(self):
-        (self.folder / "state" / "address").unlink(missing_ok=True)
+        (self.state / "address").unlink(missing_ok=True)
         with open(self.folder / "service.log", "a") as log:
             self.process = subprocess.Popen(
                 [*CLI, "serve", "--address", self.address, "--port", str(self.port)],
@@ -47,21 +52,21 @@ class Service:
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
-        until((self.folder / "state" / "address").exists, 60)
-        self.port = int((self.folder / "state" / "address").read_text().rpartition(":")[2])
+        until((self.state / "address").exists, 60)
+        self.port = int((self.state / "address").read_text().rpartition(":")[2])
 
     def kill(self):
         os.kill(self.process.pid, signal.SIGKILL)
         self.process.wait(20)
 
     def client(self):
-        token = (self.folder / "state" / "token").read_text().strip()
+        token = (self.state / "token").read_text().strip()
         return ServiceClient(f"127.0.0.1:{self.port}", token, patience_s=120.0)
 
 
 @pytest.fixture
 def service(tmp_path, monkeypatch, ray_session):
-    monkeypatch.setenv("DLROVER_RL_STATE", str(tmp_path / "state"))
+    monkeypatch.setenv("DLROVER_RL_STATE", str(state_beside(tmp_path)))
     running = Service(tmp_path, ray.get_runtime_context().gcs_address)
     running.start()
     yield running

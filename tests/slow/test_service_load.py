@@ -7,6 +7,7 @@ import socket
 import statistics
 import time
 from collections import Counter
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
 
 import grpc
@@ -14,7 +15,7 @@ import pytest
 
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import SERVICE
-from tests.served import JOB, serving
+from tests.served import JOB, close_idle, idle_connections, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 
@@ -162,6 +163,35 @@ def test_ten_thousand_bad_tokens_neither_slow_nor_fill_it(tmp_path):
     assert set(codes) == {grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.RESOURCE_EXHAUSTED} and count == 10_000
     assert codes[grpc.StatusCode.UNAUTHENTICATED] < 200  # ten, and one in each second
     assert grown_mb < 20 and p99(seconds) < MOST_GET_S
+
+
+CLIENTS, IDLE = 20, 1_100
+
+
+def test_idle_connections_beyond_the_soft_limit_slow_no_client(tmp_path):
+    """A quiet service beside it shows how slow the machine is."""
+
+    async def get(service):
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        async with AsyncExitStack() as stack:
+            channels = [grpc.aio.insecure_channel(service.address, options=options) for _ in range(CLIENTS)]
+            clients = [Client(await stack.enter_async_context(each), service.token) for each in channels]
+            await clients[0]("Submit", wire.SubmitRequest(client_token="first", name="first", job_file=JOB))
+            request = wire.GetRequest(name="first")
+            return await repeated(0.05, 20, lambda number: timed(clients[number % CLIENTS]("Get", request)))
+
+    async def both(*services):
+        return await asyncio.gather(*map(get, services))
+
+    with ExitStack() as stack:
+        flooded, quiet = (
+            stack.enter_context(serving(tmp_path / name, open_files=[1024, 4096])) for name in ("flooded", "quiet")
+        )
+        idle = idle_connections(flooded, IDLE)
+        seconds, at_best = asyncio.run(both(flooded, quiet))
+        close_idle(idle)
+    _LOG.info("p99 of Get %.1f ms, of a quiet service %.1f ms", p99(seconds) * 1000, p99(at_best) * 1000)
+    assert p99(seconds) < max(MOST_GET_S, 1.5 * p99(at_best))
 
 
 def test_two_hundred_connections_that_say_nothing_leave_it_alive(tmp_path):

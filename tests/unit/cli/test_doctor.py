@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """What ``doctor`` finds, and says to do."""
 
+import fcntl
+import os
 import socket
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,9 +13,13 @@ from click.testing import CliRunner
 
 from dlrover.python.rl.cli.doctor import doctor
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import CheckpointSpec
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+from dlrover.python.rl.runtime.owner import FAILED, IN_PROCESS
 from dlrover.python.rl.runtime.process import health
 from dlrover.python.rl.runtime.process.health import MachineReport, check_devices, check_folder, check_port
 from dlrover.python.rl.runtime.ray.cluster.health import compare
+from dlrover.python.rl.runtime.run_folder import begin, claim
 from tests.served import JOB
 
 
@@ -101,3 +108,43 @@ def test_clocks_and_versions_of_nodes_are_compared():
     clocks, versions = compare([report(), report(-30.0, "2.59.0")])
     assert clocks.ok is False and "30.0 s apart" in clocks.found
     assert versions.ok is False and "ray differ" in versions.found
+
+
+@pytest.mark.parametrize(
+    ("state", "is_ended"),
+    [("ended", True), ("held", False), ("owned", False), ("resumed", False), ("unseen", False), ("unseen, old", True)],
+)
+def test_doctor_frees_the_memory_of_ended_runs_only(tmp_path, monkeypatch, state, is_ended):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+    root = memory_path(job.name, job.run)
+    step = root / "step-00000010.e1"
+    step.mkdir(parents=True)
+    (root / "saved-to").symlink_to(job.job_dir / "checkpoints" / job.run)
+    (step / "state").write_bytes(bytes(3 << 20))
+    if "unseen" not in state:
+        claimed = claim(job, IN_PROCESS, bound=True)
+        claimed.end(FAILED)
+    if state == "owned":
+        claim(replace(job, overwrite=True), IN_PROCESS, bound=True)
+        step.mkdir(parents=True, exist_ok=True)
+    if state == "resumed":
+        claim(
+            replace(job, run="another", overwrite=True, checkpoint=CheckpointSpec(resume="latest")),
+            IN_PROCESS,
+            bound=True,
+        )
+    if state == "unseen, old":
+        for path in (root, *root.rglob("*")):
+            os.utime(path, (1, 1), follow_symlinks=False)
+    lock = (root / "held").open("w") if state == "held" else None
+    if lock:
+        fcntl.flock(lock, fcntl.LOCK_SH)
+    title = f"memory of job-{job.run}: 3 MB of commits, of a run that has ended"
+    arguments = ["--folder", str(tmp_path / "runs")]
+    assert (title in CliRunner().invoke(doctor, arguments).output) is is_ended
+    assert step.exists()
+    freed = CliRunner().invoke(doctor, [*arguments, "--free-memory"]).output
+    assert (f"{root}: 3 MB freed" in freed, root.exists()) == (is_ended, not is_ended)
+    if lock:
+        lock.close()

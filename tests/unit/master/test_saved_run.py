@@ -6,8 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from dlrover.python.rl.common.errors import InvalidJob, JournalCorrupt
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.events import Cause, CauseKind, Submitted
+from dlrover.python.rl.master.operations import jobs
+from dlrover.python.rl.master.operations.history import read_history
 from dlrover.python.rl.master.operations.saved_runs import SavedRuns
 from dlrover.python.rl.master.process.brain import JOURNAL, Brain
 from dlrover.python.rl.master.saved_run import describe_start, find_saved_run, how_to_go_on, saved_job
@@ -73,3 +76,26 @@ def test_find_saved_run_with_damaged_record_resumes(tmp_path, monkeypatch, conte
     assert (resumed.name, resumed.checkpoint.resume) == ("job", "latest")
     assert describe_start(run, resumed, "out") == f"job: going on in {job.job_dir}, after step 10"
     assert SavedRuns().get(str(job.job_dir)).phase == "lost"
+
+
+@pytest.mark.parametrize("name", ["owner.1.json", "job.yaml", "journal.jsonl", "metrics.jsonl", "cluster"])
+def test_link_in_a_run_folder_is_not_read(tmp_path, name):
+    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+    claim(job, IN_PROCESS, bound=True).end(FAILED)
+    folder, outside = job.job_dir, tmp_path / "outside"
+    if name in ("metrics.jsonl", "cluster", "journal.jsonl"):
+        (folder / name).write_text('{"step": 7}\n')
+    read = {
+        "owner.1.json": lambda: find_saved_run(str(folder)).owner,
+        "job.yaml": lambda: saved_job(find_saved_run(str(folder))),
+        "journal.jsonl": lambda: read_history(folder),
+        "metrics.jsonl": lambda: jobs._last_metrics(folder)["step"],
+        "cluster": lambda: jobs.address_in(folder) or {}["address"],
+    }[name]
+    if name != "journal.jsonl":
+        assert read()
+    (folder / name).rename(outside)
+    (folder / name).symlink_to(outside)
+    with pytest.raises((InvalidJob, JournalCorrupt, KeyError)) as refused:
+        read()
+    assert name != "journal.jsonl" or "symbolic links" in str(refused.value)

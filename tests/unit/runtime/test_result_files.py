@@ -10,6 +10,7 @@ import sys
 import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.no_links import with_real_parent
 from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 
@@ -73,7 +74,7 @@ def test_long_lines_do_not_take_more_memory_than_the_limit(logs):
 def test_a_file_that_is_renamed_while_a_folder_is_listed_does_not_end_the_list(logs):
     for name in ("actor-0.log", "rollout-0.log", "trainer.log"):
         (logs / name).touch()
-    listing = RunFolder(logs.parent)._walk((), logs.parent)
+    listing = RunFolder(logs.parent)._walk(())
     found = [next(listing).path]
     (logs / "rollout-0.log").rename(logs / "rollout-0.log.1")
     found += [file.path for file in listing]
@@ -179,6 +180,70 @@ def test_files_without_a_valid_name_hide_no_others(tmp_path):
     for name in (b"caf\xe9.txt", "café.txt".encode()):
         (tmp_path / os.fsdecode(name)).touch()
     assert [file.path for file in RunFolder(tmp_path).list_files()] == ["café.txt"]
+
+
+# -- a folder that is exchanged for a link ----------------------------------------------------------------------------
+
+
+def exchange(folder, target):
+    folder.rename(folder.with_name(f"{folder.name}.away"))
+    folder.symlink_to(target)
+
+
+@pytest.fixture
+def private(tmp_path):
+    """A private folder, and beside it a run's folder."""
+    for folder in ("private/logs", "runs/job/run/logs"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "private/logs/trainer.log").write_text("secret\n")
+    (tmp_path / "runs/job/run/logs/trainer.log").write_text("one\n")
+    return tmp_path / "private"
+
+
+@pytest.mark.parametrize("exchanged", ["runs", "runs/job", "runs/job/run"])
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda folder: folder.list_files(),
+        lambda folder: [*folder.read(("logs", "trainer.log"), 0)],
+        lambda folder: LogReader(folder, "trainer").check(),
+    ],
+    ids=["list", "read", "logs"],
+)
+def test_run_folder_exchanged_for_a_link_is_refused(private, exchanged, use):
+    run, folder = private.parent / "runs/job/run", private.parent / exchanged
+    behind = private / run.relative_to(folder) / "logs"  # the same path, behind the link
+    behind.mkdir(parents=True, exist_ok=True)
+    (behind / "trainer.log").write_text("secret\n")
+    exchange(folder, private)
+    with pytest.raises(InvalidJob, match="reached through a link"):
+        use(RunFolder(run))
+
+
+def test_reader_keeps_the_folder_that_it_has_opened(private):
+    run = private.parent / "runs/job/run"
+    reader = LogReader(RunFolder(run), "trainer")
+    assert read(reader) == "one\n"
+    exchange(run, private)
+    with (run.with_name("run.away") / "logs/trainer.log").open("a") as log:
+        log.write("two\n")
+    assert read(reader) == "two\n"
+
+
+def test_user_link_above_a_run_folder_is_resolved_at_entry(private):
+    (private.parent / "scratch").symlink_to("runs")
+    folder = RunFolder(with_real_parent(private.parent / "scratch/job/run"))
+    assert [file.path for file in folder.list_files()] == ["logs/trainer.log"]
+    with pytest.raises(InvalidJob, match="job/run: is no folder, or is reached through a link"):
+        RunFolder(private.parent / "scratch/job/run").list_files()
+
+
+def test_folders_beyond_the_depth_limit_are_not_listed(tmp_path):
+    deepest = tmp_path.joinpath(*["d"] * 60)
+    deepest.mkdir(parents=True)
+    for folder in (deepest, deepest.parents[20]):
+        (folder / "file").touch()
+    assert [file.path for file in RunFolder(tmp_path).list_files()] == ["d/" * 39 + "file"]
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 
 import asyncio
 import socket
+from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
@@ -36,6 +37,35 @@ def test_the_service_ends_when_its_cluster_is_lost_and_not_when_the_gcs_is_start
                 await command._until_the_end(asyncio.Event(), lambda: next(looks))
 
     asyncio.run(body())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "refused"),
+    [
+        (["--root", "root", "--state", "state"], ""),
+        (["--root", "root", "--state", "root/state"], "root/state is inside "),
+        (["--root", "root", "--state", "link/state"], "link/state is inside "),
+        (["--state", "."], "put one of them elsewhere by --state or --root"),
+    ],
+)
+def test_serve_paths_are_from_where_it_was_started(tmp_path, monkeypatch, arguments, refused):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "root").mkdir()
+    (tmp_path / "link").symlink_to("root")
+    for name in ("tls.crt", "tls.key"):
+        (tmp_path / name).touch()
+    served = []
+
+    async def serve(address, state, tls, options):
+        served.extend([Path.cwd(), state, *tls[:2], options["metrics_token_file"]])
+
+    monkeypatch.setattr(command, "_serve", serve)
+    files = ["--tls-cert", "tls.crt", "--tls-key", "tls.key", "--metrics-token-file", "metrics"]
+    done = CliRunner().invoke(command.serve, [*arguments, *files])
+    assert refused in str(done.exception or "")
+    names = [] if refused else ["root", "state", "tls.crt", "tls.key", "metrics"]
+    assert served == [tmp_path / name for name in names]
 
 
 JOB = """

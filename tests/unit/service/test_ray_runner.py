@@ -15,7 +15,7 @@ pytest.importorskip("ray")
 
 from service_stage import until
 
-from dlrover.python.rl.common.errors import MasterLost
+from dlrover.python.rl.common.errors import InvalidJob, MasterLost
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.process.status import JobStatus
@@ -246,6 +246,21 @@ def test_the_master_of_a_run_is_known_by_its_id(driven, cluster, monkeypatch, ru
     assert asyncio.run(RayJobRunner()._begun(driven, job)) is (cluster.master if is_found else None)
     assert ("start" in cluster.master.calls) is is_found
     assert driven.job is None or driven.job.job_dir == Path(folder)
+
+
+def test_run_with_a_link_for_its_folder_is_not_continued(driven, cluster, tmp_path):
+    (tmp_path / "run").symlink_to(tmp_path)
+    driven.record = replace(driven.record, folder=str(tmp_path / "run"))
+    for use in (lambda: asyncio.run(RayJobRunner()._find_or_start(driven, 0)), lambda: RayJobRunner()._outcome(driven)):
+        with pytest.raises(InvalidJob, match="reached through a link that was put there later"):
+            use()
+
+
+def test_folder_that_a_master_reports_does_not_replace_the_record(driven, cluster):
+    driven.record = replace(driven.record, folder="/of/the/record")
+    cluster.master = Master("r1", "/etc")
+    asyncio.run(RayJobRunner()._begun(driven, replace(load_job_text(JOB, "job"), run="r1")))
+    assert driven.job.job_dir == Path("/of/the/record")
 
 
 # -- the end ----------------------------------------------------------------------------------------------------------

@@ -94,6 +94,17 @@ def test_a_submission_has_the_folder_that_its_files_go_to(tmp_path, monkeypatch)
     assert (given.job_dir, given.run_folders) == (str(tmp_path / "out"), "")
 
 
+def test_user_links_above_a_run_folder_are_resolved_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "scratch").mkdir()
+    for name in ("runs", "out"):
+        (tmp_path / name).symlink_to("scratch")
+    request = wire.SubmitRequest(client_token="t", job_file=JOB, name="job")
+    assert check_submission(request, "ann", tmp_path).run_folders == str(tmp_path / "scratch/job")
+    request.overrides.append("job_dir=out/a")
+    assert check_submission(request, "ann", tmp_path).job_dir == str(tmp_path / "scratch/a")
+
+
 def test_a_place_is_held_for_as_long_as_the_file_is_read(tmp_path, monkeypatch):
     free = threading.Event()
     monkeypatch.setattr(reading, "_MAX_WAITING", 1)

@@ -41,7 +41,7 @@ from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer
 from dlrover.python.rl.service.verbs import _target, fetch
 from tests.hostile_paths import PATHS
-from tests.served import JOB, WITHIN_S, Service, serving, until
+from tests.served import JOB, WITHIN_S, Service, close_idle, idle_connections, serving, until
 
 
 @pytest.fixture
@@ -664,6 +664,42 @@ def test_no_path_leads_out_of_the_folder_of_the_run(files, tmp_path):
         with pytest.raises(InvalidJob) as refused:
             files.fetch("job", path, copy)
         assert copy.getvalue() == b"" and "secret" not in str(refused.value), path
+
+
+@pytest.mark.parametrize("limits", [(64, 400), (200, 200)], ids=["a low soft limit", "a low hard limit"])
+def test_idle_connections_are_closed_and_leave_clients_alone(tmp_path, limits):
+    soon = ("access.limits", "_SILENT_S", 0.5)
+    with serving(tmp_path, open_files=limits, off=[soon]) as service, service.client() as client:
+        client.submit(JOB, name="first")
+        watching = client.watch()
+        next(watching)
+        idle = idle_connections(service, 220)
+        assert client.get("first").name == "first"
+        close_idle(idle)
+        client.submit(JOB, name="second")
+        assert any(event.name == "second" for event in watching)
+
+
+@pytest.mark.parametrize("role", list(AccessRole))
+def test_run_folder_exchanged_for_a_link_serves_nothing(tmp_path, role):
+    run = tmp_path / "run"
+    run.mkdir()
+    with serving(tmp_path, results=str(run)) as service, service.client() as client:
+        client.submit(JOB, name="job")
+        next(event for event in client.watch("job") if event.kind == "running")
+        run.rename(tmp_path / "away")
+        run.symlink_to(tmp_path / "state")
+        (tmp_path / "state/logs").mkdir()
+        (tmp_path / "state/logs/trainer.log").write_text("secret\n")
+        reader = service.client(service.token_of("ann", role))
+        for use in (
+            lambda: reader.artifacts("job"),
+            lambda: reader.fetch("job", "token", io.BytesIO()),
+            lambda: [*reader.logs("job", "trainer")],
+        ):
+            with pytest.raises(InvalidJob, match="reached through a link that was put there later"):
+                use()
+        reader.close()
 
 
 def test_no_name_of_a_job_or_process_is_a_path(shared):

@@ -3,13 +3,17 @@
 
 import sys
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import click
 
 from dlrover.python.rl.common.errors import DLRoverRLError
+from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.master.main import EXIT_FAILED
+from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, forget_memory
 from dlrover.python.rl.runtime.process.health import Check, MachineReport, examine
+from dlrover.python.rl.runtime.run_folder import ended_memory
 
 _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
 
@@ -25,10 +29,15 @@ _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
     type=click.IntRange(1, 65535),
     help="A TCP port that should be free, of metrics for example; may be repeated. On this machine also 8470.",
 )
-def doctor(address: str | None, folder: str, server: str | None, ports: tuple[int, ...]) -> None:
+@click.option("--free-memory", is_flag=True, help="Remove the commits of ended runs from this machine's memory.")
+def doctor(address: str | None, folder: str, server: str | None, ports: tuple[int, ...], free_memory: bool) -> None:
     """Check a machine or a cluster before a run. Exit code 1 if something would be in the way."""
+    if free_memory:
+        _free_memory()
     if address is None:
         reports, checks = [examine(folder, (8470, *ports))], list[Check]()
+        left = [Check(f"memory of {each.job}-{each.run}", None, _describe(each)) for each in ended_memory()]
+        reports = [replace(report, checks=(*report.checks, *left)) for report in reports]
     else:
         reports, checks = _of_cluster(address, str(Path(folder).absolute()), ports)
     for report in reports:
@@ -40,9 +49,26 @@ def doctor(address: str | None, folder: str, server: str | None, ports: tuple[in
         _show("job service", "", services)
     faults = [check for report in reports for check in report.checks if check.ok is False]
     faults += [check for check in (*checks, *services) if check.ok is False]
-    click.echo(f"{len(faults)} to mend" if faults else "nothing to mend")
+    echo(f"{len(faults)} to mend" if faults else "nothing to mend")
     if faults:
         sys.exit(EXIT_FAILED)
+
+
+def _describe(memory: RunMemory) -> str:
+    return f"{_mb_of(memory)} of commits, of a run that has ended; doctor --free-memory removes them"
+
+
+def _mb_of(memory: RunMemory) -> str:
+    return f"{sum(state.st_blocks for state in memory.states()) * 512 / 2**20:.0f} MB"
+
+
+def _free_memory() -> None:
+    """Remove what ended runs have in this machine's memory; a last step that is nowhere else is saved first."""
+    for memory in ended_memory():
+        size = _mb_of(memory)
+        forget_memory(memory.job, memory.run, if_free=True)
+        is_there = memory.root.exists()
+        echo(f"{memory.root}: {'stays, see above' if is_there else f'{size} freed'}", err=True)
 
 
 def _of_cluster(address: str, folder: str, ports: tuple[int, ...]) -> tuple[list[MachineReport], list[Check]]:
@@ -69,8 +95,8 @@ def _versions(report: MachineReport) -> str:
 
 
 def _show(title: str, about: str, checks: Iterable[Check]) -> None:
-    click.echo(f"{title}: {about}" if about else title)
+    echo(f"{title}: {about}" if about else title)
     for check in checks:
-        click.echo(f"  {_MARKS[check.ok]} {check.name}: {check.found}")
+        echo(f"  {_MARKS[check.ok]} {check.name}: {check.found}")
         if check.ok is False and check.advice:
-            click.echo(f"       {check.advice}")
+            echo(f"       {check.advice}")

@@ -15,6 +15,7 @@ from rich.table import Table
 
 from dlrover.python.rl.cli.explain import explain_lines
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.terminal import echo, inert
 from dlrover.python.rl.master.main import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_STOPPED, EXIT_TIMED_OUT
 from dlrover.python.rl.master.operations.jobs import JobOperations, JobReports, JobView, check_name
 from dlrover.python.rl.master.operations.saved_runs import SavedRuns, is_run_folder
@@ -66,20 +67,20 @@ def _list(jobs: JobOperations, as_json: bool) -> None:
     """List the jobs of a cluster or a service."""
     views, left_out = jobs.list_jobs()
     if left_out:
-        click.echo(f"older ended jobs that are not listed: {left_out}", err=True)
+        echo(f"older ended jobs that are not listed: {left_out}", err=True)
     if as_json:
-        click.echo(json.dumps([view.to_plain() for view in views]))
+        echo(json.dumps([view.to_plain() for view in views]))
         return
     if not views:
-        click.echo("no jobs")
+        echo("no jobs")
         return
     table = Table("job", "phase", "step", "reward", "elapsed", "restarts", "folder", box=None)
     for view in views:
         table.add_row(
-            view.name, view.phase, _steps(view), _number(view.reward), _span(view.elapsed_s), str(view.restarts),
-            view.folder,
+            inert(view.name), inert(view.phase), _steps(view), _number(view.reward), _span(view.elapsed_s),
+            str(view.restarts), inert(view.folder),
         )  # fmt: skip
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    Console(width=None if sys.stdout.isatty() else 200, markup=False).print(table)
 
 
 @_operation
@@ -89,7 +90,7 @@ def _status(jobs: JobReports, name_or_dir: str, as_json: bool) -> None:
     """Show the status of a job; without a cluster's answer, that of its last run in ./runs. A run's folder answers by
     itself."""
     view = jobs.get(name_or_dir)
-    click.echo(json.dumps(view.to_plain()) if as_json else "\n".join(status_lines(view)))
+    echo(json.dumps(view.to_plain()) if as_json else "\n".join(status_lines(view)))
 
 
 @_operation
@@ -108,7 +109,7 @@ def _attach(jobs: JobOperations, name: str) -> None:
 def _wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
     """Wait for the end of a job; the exit code is that of 'run'."""
     view = jobs.wait(name, timeout)
-    click.echo("\n".join(status_lines(view)))
+    echo("\n".join(status_lines(view)))
     if not view.ended:
         sys.exit(EXIT_TIMED_OUT)
     exit_as(view)
@@ -119,7 +120,7 @@ def _wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
 @click.option("--hard", is_flag=True, help="End its processes at once.")
 def _stop(jobs: JobOperations, name: str, hard: bool) -> None:
     """Stop a job in good order, and wait for its end."""
-    click.echo("\n".join(status_lines(jobs.stop(name, hard))))
+    echo("\n".join(status_lines(jobs.stop(name, hard))))
 
 
 @_operation
@@ -129,7 +130,7 @@ def _stop(jobs: JobOperations, name: str, hard: bool) -> None:
 def _resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
     """Change the number of members of a stateless ROLE while the job runs."""
     view = jobs.resize(name, role.upper(), num)
-    click.echo(f"{name}: {role.upper()} gets {num} members" + (f", after step {view.step}" if view.step else ""))
+    echo(f"{name}: {role.upper()} gets {num} members" + (f", after step {view.step}" if view.step else ""))
 
 
 @_operation
@@ -144,9 +145,9 @@ def _logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: 
     writer = ""
     for writer, text in jobs.logs(name_or_dir, process, follow, tail):
         prefix = "" if process else f"[{writer}] "
-        click.echo("".join(f"{prefix}{line}\n" for line in text.splitlines()), nl=False)
+        echo("".join(f"{prefix}{line}\n" for line in text.splitlines()), nl=False)
     if not writer:
-        click.echo("no process has written a log; a run in one process writes none", err=True)
+        echo("no process has written a log; a run in one process writes none", err=True)
 
 
 @_operation
@@ -154,7 +155,7 @@ def _logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: 
 def _explain(jobs: JobReports, name_or_dir: str) -> None:
     """Tell in words how a job is, or the run in a folder: its state, since when, why, and what to try."""
     view = jobs.get(name_or_dir)
-    click.echo("\n".join(explain_lines(view, jobs.history(view))))
+    echo("\n".join(explain_lines(view, jobs.history(view))))
 
 
 def follow(jobs: JobOperations, name: str) -> JobView | None:
@@ -163,9 +164,9 @@ def follow(jobs: JobOperations, name: str) -> JobView | None:
         with ProgressView(name) as view:
             ended = jobs.attach(name, view, view.announce)
     except KeyboardInterrupt:
-        click.echo(f"{name} goes on; to follow it again: dlrover-rl attach {name}", err=True)
+        echo(f"{name} goes on; to follow it again: dlrover-rl attach {name}", err=True)
         return None
-    click.echo("\n".join(status_lines(ended)))
+    echo("\n".join(status_lines(ended)))
     return ended
 
 

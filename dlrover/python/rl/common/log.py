@@ -5,6 +5,7 @@ import logging
 import sys
 
 from dlrover.python.rl.common.redaction import redacted
+from dlrover.python.rl.common.terminal import inert
 
 _ROOT = "dlrover"
 _FORMAT = "%(asctime)s %(levelname).1s %(message)s"
@@ -27,7 +28,7 @@ def valid_text(text: str) -> str:
 
 class _Formatter(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        return redacted(super().format(record))
+        return inert(redacted(super().format(record)))
 
 
 def configure_logging(process: str = "", level: int = logging.INFO) -> None:

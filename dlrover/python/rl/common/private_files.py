@@ -6,6 +6,7 @@ import stat
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import CallError
+from dlrover.python.rl.common.no_links import open_file
 
 
 def check_private(path: Path) -> os.stat_result:
@@ -20,7 +21,8 @@ def read_token(path: Path) -> str:
     """A token for a client. Raises CallError if its file is missing, empty, or open to others."""
     try:
         check_private(path)
-        token = path.read_text(encoding="ascii").strip()
+        with open_file(path) as file:
+            token = file.read().decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise CallError(f"no token can be read from {path}: {error}") from error
     if not token:

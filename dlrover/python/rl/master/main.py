@@ -34,6 +34,7 @@ from dlrover.python.rl.common.errors import (
 from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import hint, is_url, package_version
+from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text, search_folders
@@ -80,7 +81,7 @@ def cli() -> None:
 def init(name: str, cluster: Cluster) -> None:
     """Write a new folder NAME with a job that runs as it is, and the files of a cluster."""
     folder = write_skeleton(name, cluster)
-    click.echo(f"wrote {folder}; next: {folder / 'README.md'}")
+    echo(f"wrote {folder}; next: {folder / 'README.md'}")
 
 
 _DETACH = click.option("--detach", is_flag=True, help="Return once the job has begun; needs --address or --server.")
@@ -129,7 +130,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
             [ConfigError(name_or_dir, "was run by several processes of a launcher: the same command goes on with it")]
         )
     if owner.state == FINISHED and not overrides:
-        click.echo(f"{folder}: the run has finished; to go on, override a setting such as its number of steps")
+        echo(f"{folder}: the run has finished; to go on, override a setting such as its number of steps")
         return
     local = owner.runtime == IN_PROCESS and not (place.address or place.supervise) if local is None else local
     if local and owner.work_dir:
@@ -172,7 +173,7 @@ def check(job_file: str, overrides: tuple[str, ...], local: bool, full: bool, hu
     with looking_up(Lookup.ALL if hub else Lookup.NONE):
         checked = check_described(lambda: load_job(job_file, overrides), local)
     job = checked.job if full else replace(checked.job, config=checked.given)
-    click.echo(f"{job_to_yaml(job, hide_secrets=True)}\n{describe(checked)}")
+    echo(f"{job_to_yaml(job, hide_secrets=True)}\n{describe(checked)}")
 
 
 def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
@@ -191,7 +192,7 @@ def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> No
     """Accept an option of upstream DLRover that means nothing here, with a note."""
     if value is not None:
         why = "the master keeps its journal in the job's directory"
-        click.echo(f"--{option.name} has no effect: {why}", err=True)
+        echo(f"--{option.name} has no effect: {why}", err=True)
 
 
 @cli.command()
@@ -319,13 +320,13 @@ class _Place:
 
 def _run(checked: CheckedJob, place: _Place) -> None:
     for line in [*checked.inspection.about, *_removals(checked.job)]:
-        click.echo(line, err=True)
+        echo(line, err=True)
     job = begin(checked.job)
     checked = replace(checked, job=job)
     if place.detach and place.address is not None:
-        leave_on_ray(checked, place.address, partial(click.echo, err=True))
-        click.echo(f"{job.name} has begun; files in {job.job_dir}")
-        click.echo(f"dlrover-rl attach|status|logs|stop {job.name} --address {place.address}", err=True)
+        leave_on_ray(checked, place.address, partial(echo, err=True))
+        echo(f"{job.name} has begun; files in {job.job_dir}")
+        echo(f"dlrover-rl attach|status|logs|stop {job.name} --address {place.address}", err=True)
         return
     try:
         # Drawing a live bar would erase the prompt of a debugger in this very process.
@@ -336,13 +337,13 @@ def _run(checked: CheckedJob, place: _Place) -> None:
             else:
                 ended = run_on_ray(checked, view, place.address, announce=show, supervise=place.supervise)
     except SystemExit:  # SIGTERM
-        click.echo(how_to_go_on(job, job.job_dir), err=True)
+        echo(how_to_go_on(job, job.job_dir), err=True)
         raise
     if ended.phase is Phase.FINISHED:
         _print_summary(ended)
-    click.echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
+    echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
     if ended.cause is not None and ended.cause.detail:
-        click.echo(f"\n{ended.cause.detail}", err=True)
+        echo(f"\n{ended.cause.detail}", err=True)
     _show_how_to_go_on(job, ended)
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
@@ -353,7 +354,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
 def _show_how_to_go_on(job: JobSpec, ended: JobStatus) -> None:
     if ended.phase is not Phase.FINISHED and ended.folder:
         line = how_to_go_on(job, Path(ended.folder), ended.step, ended.cause)
-        click.echo(line, err=True, nl=bool(line))
+        echo(line, err=True, nl=bool(line))
 
 
 def _print_summary(ended: JobStatus) -> None:
@@ -368,13 +369,13 @@ def main() -> None:
     try:
         cli(prog_name="dlrover-rl", standalone_mode=False)
     except (click.Abort, KeyboardInterrupt):
-        click.echo("interrupted before anything was started", err=True)
+        echo("interrupted before anything was started", err=True)
         sys.exit(EXIT_INTERRUPTED)
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
     except DLRoverRLError as error:
-        click.echo(str(error), err=True)
+        echo(str(error), err=True)
         sys.exit(next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), EXIT_FAILED))
 
 

@@ -14,6 +14,7 @@ import yaml
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, nearest, resume_command
+from dlrover.python.rl.common.no_links import open_file
 from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import hidden_in, unseal
@@ -43,13 +44,17 @@ def find_saved_run(name_or_dir: str) -> SavedRun:
     for base in (Path(name_or_dir), RUNS / name_or_dir):
         for folder in (base, base / LATEST):
             owner = newest_owner(folder)
-            if owner is not None and (folder / DESCRIPTION).is_file():
+            if owner is not None and _is_file(folder / DESCRIPTION):
                 return SavedRun(folder.resolve(), owner)
     names = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
     beside = [str(path) for path in Path(name_or_dir).parent.glob("*") if newest_owner(path) is not None]
     near = hint(name_or_dir, names if nearest(name_or_dir, beside) is None else beside)
     what = f"neither the folder of a run nor a name under {RUNS.absolute()}{near}"
     raise InvalidJob([ConfigError(name_or_dir, what)])
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
 
 
 def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
@@ -62,20 +67,25 @@ def evaluation_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     """A job that evaluates the model which a run has saved, or another one by an override, in run folders of its own.
     Raises InvalidJob."""
     _refuse_names(overrides, f"cannot be changed: an evaluation is in a folder under {RUNS}, named after the run's job")
-    text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
+    text = _description(run)
     changes = evaluation_overrides(text, run.folder, (run.folder / MODEL).is_dir(), overrides)
     return _read(run, changes, lambda job: replace(job, name=evaluation_name(job.name), job_dir=RUNS, archive=""))
 
 
 def _read(run: SavedRun, overrides: Sequence[str], place: Callable[[JobSpec], JobSpec]) -> JobSpec:
     """The job of a run, with the folder and name that ``place`` gives it, in the run's working directory."""
-    text = (run.folder / DESCRIPTION).read_text(encoding="utf-8")
+    text = _description(run)
     try:
         job = load_job_text(text, run.owner.job, overrides, run.owner.search_path or None)
     except InvalidJob as error:
         salvaged = error.salvaged and replace(place(error.salvaged), work_dir=run.owner.work_dir)
         raise InvalidJob(error.errors, salvaged) from None
     return replace(place(_with_secrets(job)), work_dir=run.owner.work_dir)
+
+
+def _description(run: SavedRun) -> str:
+    with open_file(run.folder / DESCRIPTION) as file:
+        return file.read().decode()
 
 
 def _refuse_names(overrides: Sequence[str], why: str) -> None:

@@ -34,6 +34,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import JOB_KEYS, digest
 from dlrover.python.rl.config.load import load_job, search_folders
@@ -87,10 +88,10 @@ def _command(recipe: str, job_file: str | None, overrides: tuple[str, ...]) -> N
     try:
         code = launch(recipe, job_file, overrides)
     except DLRoverRLError as error:
-        click.echo(str(error), err=True)
+        echo(str(error), err=True)
         code = _code_of(error)
     except KeyboardInterrupt:
-        click.echo("interrupted", err=True)
+        echo("interrupted", err=True)
         code = EXIT_INTERRUPTED
     if code:
         sys.stdout.flush()
@@ -122,7 +123,7 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
         _leave_reason(error)
         cause = error.original if isinstance(error, InvocationError) else error
         if any(map(resumes, jobs)) and not isinstance(cause, DataError | InvalidJob):
-            click.echo("to go on after the last committed step, run the same command again", err=True)
+            echo("to go on after the last committed step, run the same command again", err=True)
 
     try:
         with ProgressView(recipe or "job", live=not launch.rank) as view:
@@ -133,7 +134,7 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
             what = "interrupted: the same command goes on from the last commit"
         elif jobs and not any(has_commits(job.job_dir) for job in jobs):
             what = "interrupted: no step was committed, and the same command begins again"
-        click.echo(what, err=True)
+        echo(what, err=True)
         return EXIT_INTERRUPTED
     if error is not None:
         return _code_of(error)
@@ -202,7 +203,7 @@ def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], la
     adds = [not job_file and item.split(".")[0] in JOB_KEYS for item in overrides]  # the recipe's keys need no +
     items = [f"+{item}" if may_add else item for item, may_add in zip(overrides, adds, strict=True)]
     read = partial(load_job, file, ["checkpoint.resume=latest", *items])
-    return check_job(read, launch, partial(click.echo, err=True), may_repeat=not _says_resume(items))
+    return check_job(read, launch, partial(echo, err=True), may_repeat=not _says_resume(items))
 
 
 def _says_resume(overrides: Sequence[str]) -> bool:
@@ -286,7 +287,7 @@ def _print_summary(job: JobSpec) -> None:
     file = job.job_dir / SUMMARY
     if file.is_file():
         print_summary(job.name, file.read_text(encoding="utf-8"))
-    click.echo(f"{job.name}: finished; files in {job.job_dir}")
+    echo(f"{job.name}: finished; files in {job.job_dir}")
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from uuid import uuid4
 
 import yaml
 
+from dlrover.python.rl.common.no_links import open_file
 from dlrover.python.rl.common.private_files import share_file
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
@@ -79,6 +80,8 @@ def newest_owner(folder: Path) -> Owner | None:
     """The owner in the newest record. If that is damaged, or missing beside commits, the start has no outcome, and what
     the older records or the job's description tell of it counts; None if that is nothing."""
     records = records_in(folder)
+    if any(record.is_symlink() for record in records):
+        return None  # no start here writes links
     if records and (newest := read_owner(records[-1])) is not None:
         return newest
     older = next(filter(None, map(read_owner, reversed(records[:-1]))), None)
@@ -90,7 +93,8 @@ def newest_owner(folder: Path) -> Owner | None:
 def _described_owner(folder: Path) -> Owner | None:
     """An owner with nothing but the name of the job that the folder describes."""
     try:
-        name = yaml.safe_load((folder / DESCRIPTION).read_bytes())["name"]
+        with open_file(folder / DESCRIPTION) as file:
+            name = yaml.safe_load(file)["name"]
     except (OSError, yaml.YAMLError, TypeError, KeyError):
         return None
     return Owner(str(name), _UNKNOWN, ON_RAY, _UNKNOWN, "", 0, "", 0.0, 0.0, "", ())
@@ -121,7 +125,8 @@ def encode_owner(owner: Owner) -> bytes:
 def read_owner(record: Path) -> Owner | None:
     """The content of a record; None if it is gone or damaged."""
     try:
-        fields: dict[str, Any] = json.loads(record.read_bytes())
+        with open_file(record) as file:
+            fields: dict[str, Any] = json.load(file)
         return Owner(**{**fields, "search_path": tuple(fields["search_path"])})
     except (OSError, ValueError, TypeError, KeyError):
         return None

@@ -16,6 +16,7 @@ import re
 import shutil
 import signal
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
@@ -28,7 +29,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
-from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, list_memory, memory_path
 from dlrover.python.rl.runtime.checkpoint.run_files import files_of
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import make_folder, sync_folder
@@ -58,6 +59,7 @@ _LOG = get_logger(__name__)
 
 LATEST, MODEL, CLUSTER = "latest", "model", "cluster"
 BEAT_S = 5.0
+_QUIET_S = 600.0
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _RESULTS = ("metrics.jsonl", "summary.json", MODEL, "checkpoints/*/step-*", "commits/*/step-*")
 
@@ -91,6 +93,20 @@ def in_use(folder: Path) -> bool:
     record = newest_record(folder)
     owner = read_owner(record) if record is not None else None
     return record is not None and owner is not None and is_alive(owner, record)
+
+
+def ended_memory() -> list[RunMemory]:
+    """List the runs that have ended and still have commits in this node's memory: no process of theirs is here, and
+    their folder is not in use. While that folder cannot be seen from here, a run may be between two processes: it
+    counts as ended once nothing was written for ``_QUIET_S``."""
+    return [memory for memory in list_memory() if not memory.is_held and _has_ended(memory)]
+
+
+def _has_ended(memory: RunMemory) -> bool:
+    folder = Path(memory.saved_to).parent.parent
+    if memory.saved_to and newest_record(folder) is not None:
+        return not in_use(folder)
+    return time.time() - max((state.st_mtime for state in memory.states()), default=0.0) > _QUIET_S
 
 
 def conflict(job: JobSpec) -> str:

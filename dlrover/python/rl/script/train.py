@@ -8,12 +8,12 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import click
 import torch
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobFailed
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import hint, resume_command
+from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.load import load_job_with, search_folders
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.state import Phase
@@ -199,4 +199,4 @@ def _folder(recipe: str, keys: Mapping[str, Any], below: str = "") -> Path:
 
 
 def _show(line: str) -> None:
-    click.echo(line, err=True)
+    echo(line, err=True)

@@ -15,6 +15,7 @@ from dlrover.python.rl.common.errors import CallError, ClusterUnavailable, Confi
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
+from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.limits import ALLOW_RESOLVERS
 from dlrover.python.rl.service.state import default_state, write_address
 
@@ -23,7 +24,17 @@ _LOG = get_logger(__name__)
 PORT = 8470
 _LOOK_S = 0.5
 _ROLES = ("read", "submit", "admin")
-_FILE = click.Path(path_type=Path)
+
+
+class _AbsolutePath(click.Path):
+    """A path from where the command was given: ``serve`` works in another directory, its root. Links stay, since a
+    certificate may be one that changes."""
+
+    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
+        return Path(os.fsdecode(super().convert(value, parameter, context))).absolute()
+
+
+_FILE = _AbsolutePath()
 _STATE = click.option("--state", type=_FILE, default=default_state, show_default="~/.dlrover-rl/service")
 
 
@@ -50,9 +61,17 @@ def serve(host: str, port: int, state: Path, root: Path, **options: Any) -> None
     tls = _tls_options(host, options)
     if not root.is_dir():
         raise InvalidJob([ConfigError("--root", f"no such folder: {root}")])
+    _check_state(state, root)
     os.chdir(root)  # relative paths of jobs start here
     os.environ.pop(ALLOW_RESOLVERS, None)  # those of the service are not for its clients
-    asyncio.run(_serve(f"{_bracketed(host)}:{port}", state.absolute(), tls, options))
+    asyncio.run(_serve(f"{_bracketed(host)}:{port}", state, tls, options))
+
+
+def _check_state(state: Path, root: Path) -> None:
+    """Raises InvalidJob if jobs could use the folder that has the tokens and the database."""
+    if state.resolve().is_relative_to(root.resolve()):
+        message = f"{state} is inside {root}, which jobs may use: put one of them elsewhere by --state or --root"
+        raise InvalidJob([ConfigError("--state", message)])
 
 
 def _tls_options(host: str, options: dict[str, Any]) -> tuple[Path, Path, Path | None] | None:
@@ -68,7 +87,7 @@ def _tls_options(host: str, options: dict[str, Any]) -> tuple[Path, Path, Path |
             f"{host} is beyond loopback, where tokens and jobs would travel in the clear: add --tls-cert and --tls-key"
         )
         raise InvalidJob([ConfigError("--host", what)])
-    return None if certificate is None else (certificate.absolute(), key.absolute(), client_ca and client_ca.absolute())
+    return None if certificate is None else (certificate, key, client_ca)
 
 
 def _bracketed(host: str) -> str:
@@ -106,13 +125,13 @@ async def _serve(
             if metrics_port is not None:
                 https = tls_context(*tls) if tls else None
                 metrics = _metrics(server.metrics.registry, host, metrics_port, metrics_token, https)
-                click.echo(f"metrics at {metrics.url}", err=True)
+                echo(f"metrics at {metrics.url}", err=True)
             own = f"{address.rpartition(':')[0]}:{port}"
             write_address(state, own)
-            click.echo(f"serving at {own}; the administrator's token is in {token}", err=True)
+            echo(f"serving at {own}; the administrator's token is in {token}", err=True)
             await _until_the_end(stopping, (lambda: "") if is_dry else _lost_process())
             stays = "jobs go on, on their cluster" if ray_address else "the cluster ends, too"
-            click.echo(f"ending; {stays}: the next start follows or continues the jobs", err=True)
+            echo(f"ending; {stays}: the next start follows or continues the jobs", err=True)
         finally:
             await server.close()
             await manager.close()
@@ -194,7 +213,7 @@ def add(name: str, role: str, file: Path | None, state: Path) -> None:
 
     prepare(state)
     path = add_token(state, name, AccessRole(role), file or state / f"{Path(name).name}.token")
-    click.echo(str(path))
+    echo(str(path))
 
 
 @token.command("remove")
@@ -206,7 +225,7 @@ def remove(name: str, state: Path) -> None:
 
     if not remove_tokens(state, name):
         raise CallError(f"'{name}' has no token")
-    click.echo(f"'{name}' has no access any more")
+    echo(f"'{name}' has no access any more")
 
 
 @token.command("list")
@@ -216,4 +235,4 @@ def show(state: Path) -> None:
     from dlrover.python.rl.service.auth import TokenFile
 
     for name, role in TokenFile(state).entries():
-        click.echo(f"{name}\t{role}")
+        echo(f"{name}\t{role}")

@@ -32,6 +32,7 @@ from dlrover.python.rl.master.operations.history import read_history
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update
 from dlrover.python.rl.master.ray_run import start_master
 from dlrover.python.rl.runtime.owner import newest_owner
+from dlrover.python.rl.runtime.process.result_files import RunFolder
 from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process
 from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
 from dlrover.python.rl.runtime.ray.processes.actors import sweep
@@ -157,6 +158,7 @@ class RayJobRunner:
         master = await self._begun(driven, job)
         if master is not None:
             return master
+        await in_daemon_thread(_check_folder, record)
         owner = await in_daemon_thread(newest_owner, job.job_dir)
         began = owner is not None and owner.run == record.run
         if owner is not None and began and owner.state != "running":
@@ -182,7 +184,7 @@ class RayJobRunner:
         with suppress(MasterLost):
             status: JobStatus = await master.call("status", timeout_s=_ANSWER_S)
             if _is_of(status, job):
-                driven.job = replace(job, job_dir=Path(status.folder))
+                driven.job = replace(job, job_dir=Path(driven.record.folder or status.folder))
                 await master.call("start", {}, timeout_s=_ANSWER_S)  # does nothing if it has begun
                 return master
         return None
@@ -225,7 +227,7 @@ class RayJobRunner:
             try:
                 update: Update = await master.call("follow", position, _FOLLOW_S, timeout_s=_ANSWER_S)
             except MasterLost:
-                if _journalled_end(driven.job) is None:
+                if _journalled_end(driven) is None:
                     raise
                 return self._outcome(driven)
             position = update.position
@@ -262,7 +264,7 @@ class RayJobRunner:
 
     def _outcome(self, driven: _Driven) -> Observed:
         """How a run without a master has ended: as its journal says, or it was stopped before it began."""
-        state = _journalled_end(driven.job)
+        state = _journalled_end(driven)
         if state is None:
             return self._observed(driven, JobPhase.STOPPED, reason=driven.record.reason or "stopped before it began")
         failure = state.failure
@@ -353,8 +355,17 @@ def _is_of(status: JobStatus, job: JobSpec) -> bool:
     return status.run == job.run if status.run else status.folder == str(job.job_dir)
 
 
-def _journalled_end(job: JobSpec | None) -> Any:
-    """The final state in the journal of a run, None if it has none. Its master may be alive, and keeps the journal."""
+def _check_folder(record: JobRecord) -> None:
+    """Raises InvalidJob if the run's folder, which had no link in its path when it was submitted, has one now."""
+    if record.folder:
+        RunFolder(Path(record.folder)).check()
+
+
+def _journalled_end(driven: _Driven) -> Any:
+    """The final state in the journal of a run, None if it has none. Its master may be alive, and keeps the journal.
+    Raises InvalidJob if the folder is a link."""
+    _check_folder(driven.record)
+    job = driven.job
     history = None if job is None else read_history(job.job_dir)
     if job is None or history is None or history.state.settings is None or history.state.settings.run != job.run:
         return None

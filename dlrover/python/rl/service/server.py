@@ -25,7 +25,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.metrics.service import ServiceMetrics
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
 from dlrover.python.rl.service.access.gate import Gate
-from dlrover.python.rl.service.access.limits import FailureLimit
+from dlrover.python.rl.service.access.limits import FailureLimit, connection_options
 from dlrover.python.rl.service.access.tls import TlsFiles
 from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
 from dlrover.python.rl.service.jobs.reading import SubmissionReader
@@ -95,7 +95,8 @@ class JobServer:
         self._reader = reader or SubmissionReader()
         waiting = frozenset({f"/{SERVICE.full_name}/Wait"})
         gate = Gate(lambda headers: self._identify(headers).name, self._denied, waiting, failures or FailureLimit())
-        self._server = grpc.aio.server(interceptors=[gate], options=_OPTIONS, maximum_concurrent_rpcs=_MAX_CALLS)
+        options = (*_OPTIONS, *connection_options())
+        self._server = grpc.aio.server(interceptors=[gate], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
         self._server.add_generic_rpc_handlers(
             (grpc.method_handlers_generic_handler(SERVICE.full_name, self._handlers()),)
         )

@@ -10,6 +10,7 @@ import click
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.command_line import OverridesCommand
 
 _SERVER = click.option(
@@ -66,7 +67,7 @@ def check_submitted(text: str, name: str, overrides: Sequence[str], *folders: Pa
 def submit(client: Any, server: str, text: str, **options: Any) -> str:
     """Submit a job to the service that ``client`` is connected to, and say so; returns its name."""
     job = client.submit(text, **options)
-    click.echo(f"{job.name}: {job.reason or 'submitted'}; dlrover-rl attach {job.name} --server {server}")
+    echo(f"{job.name}: {job.reason or 'submitted'}; dlrover-rl attach {job.name} --server {server}")
     return str(job.name)
 
 
@@ -93,12 +94,12 @@ def fetch(name: str, path: str, out: Path, server: str) -> None:
         files = client.artifacts(name)
         if not path:
             for file in files:
-                click.echo(f"{file.bytes:>12} {file.path}")
+                echo(f"{file.bytes:>12} {file.path}")
             return
         wanted = [file.path for file in files if file.path == path or file.path.startswith(f"{path.rstrip('/')}/")]
         for relative in wanted or [path]:
             _copy(lambda to, relative=relative: client.fetch(name, relative, to), _target(out, relative))
-            click.echo(str(out / relative))
+            echo(str(out / relative))
 
 
 def _target(out: Path, relative: str) -> Path:

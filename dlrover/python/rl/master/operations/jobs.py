@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import check_job_name, hint, resume_command
+from dlrover.python.rl.common.no_links import open_file
 from dlrover.python.rl.control.recovery import completed_recoveries
 from dlrover.python.rl.master.operations.history import JobHistory, RunHistory
 from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, reward_of
@@ -163,8 +164,8 @@ def holder_of(folder: Path, asked: str = "") -> Owner | None:
 
 def address_in(folder: Path) -> str:
     """Of the cluster that the run in ``folder`` is on; empty if that is not known."""
-    with suppress(OSError):
-        return (folder / CLUSTER).read_text(encoding="utf-8")
+    with suppress(OSError), open_file(folder / CLUSTER) as file:
+        return file.read().decode()
     return ""
 
 
@@ -175,7 +176,7 @@ def _where(holder: Owner) -> str:
 
 def _last_metrics(folder: Path) -> dict[str, Any]:
     """The last whole line of ``metrics.jsonl``; empty if there is none."""
-    with suppress(OSError, ValueError), (folder / "metrics.jsonl").open("rb") as file:
+    with suppress(OSError, ValueError), open_file(folder / "metrics.jsonl") as file:
         file.seek(max(file.seek(0, 2) - _TAIL_BYTES, 0))
         lines = file.read().rpartition(b"\n")[0].splitlines()
         last = json.loads(lines[-1]) if lines else {}

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JournalCorrupt
 from dlrover.python.rl.common.names import is_job_name
+from dlrover.python.rl.common.no_links import with_real_parent
 from dlrover.python.rl.master.operations.history import JobHistory, read_history
 from dlrover.python.rl.master.operations.jobs import JobView, view_of_folder
 from dlrover.python.rl.master.saved_run import SavedRun, find_saved_run
@@ -36,7 +37,7 @@ class SavedRuns:
 
     def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
         view = self.get(name)
-        reader = LogReader(RunFolder(Path(view.folder)), process, tail)
+        reader = LogReader(RunFolder(with_real_parent(Path(view.folder))), process, tail)
         while True:
             reader.check(view.roles if follow and not view.ended else None)
             yield from reader.read()

@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
@@ -111,6 +112,40 @@ def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0, if_
                 shutil.rmtree(root, ignore_errors=True)
     with suppress(OSError):
         _memory_folder().rmdir()  # only when it was the last one there
+
+
+@dataclass(frozen=True)
+class RunMemory:
+    """The folder of a run in this node's memory; ``saved_to`` is where its copies go, empty if that is not known."""
+
+    job: str
+    run: str
+    root: Path
+
+    @property
+    def is_held(self) -> bool:
+        """True while a process of the run is here."""
+        return _is_held(self.root)
+
+    @property
+    def saved_to(self) -> str:
+        with suppress(OSError):
+            return os.readlink(self.root / _SAVED_TO)
+        return ""
+
+    def states(self) -> list[os.stat_result]:
+        """Return the state of each file and folder in it that is still there."""
+        states = []
+        for path in (self.root, *self.root.rglob("*")):
+            with suppress(OSError):
+                states.append(path.lstat())
+        return states
+
+
+def list_memory() -> list[RunMemory]:
+    """List what runs have in this node's memory, in the order of their names."""
+    roots = sorted(root for root in _memory_folder().glob("*-*") if root.is_dir() and not root.is_symlink())
+    return [RunMemory(*root.name.rpartition("-")[::2], root) for root in roots]
 
 
 _SAVED = "step %d of run %s was only in memory: saved to %s"

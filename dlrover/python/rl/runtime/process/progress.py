@@ -20,6 +20,7 @@ from rich.progress import (
 )
 from rich.table import Table
 
+from dlrover.python.rl.common.terminal import inert
 from dlrover.python.rl.trainer.step_pace import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -52,8 +53,8 @@ def print_summary(job: str, text: str) -> None:
     table = Table("metric", "value", title=job)
     for name, value in json.loads(text).items():
         if value is not None:
-            table.add_row(name, f"{value:.4g}" if isinstance(value, float) else str(value))
-    Console(width=100).print(table)
+            table.add_row(inert(name), f"{value:.4g}" if isinstance(value, float) else inert(str(value)))
+    Console(width=100, markup=False).print(table)
 
 
 def format_metrics(metrics: Mapping[str, float]) -> str:
@@ -87,10 +88,10 @@ class ProgressView:
         console = Console(file=self._stream)
         if self._live and console.is_terminal:
             self._bar = Progress(
-                TextColumn("{task.description}"),
+                TextColumn("{task.description}", markup=False),
                 BarColumn(),
                 MofNCompleteColumn(),
-                TextColumn("{task.fields[metrics]}"),
+                TextColumn("{task.fields[metrics]}", markup=False),
                 TimeElapsedColumn(),
                 TimeRemainingColumn(),
                 console=console,
@@ -122,6 +123,7 @@ class ProgressView:
 
     def announce(self, activity: str) -> None:
         """Show what the run does, until the next report or activity."""
+        activity = inert(activity)
         if activity == self._opening:
             self._show(activity)
         elif self._bar is not None:

@@ -3,15 +3,18 @@
 
 import os
 import stat
+import weakref
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import cached_property
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import valid_text
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, hint
+from dlrover.python.rl.common.no_links import open_below, open_folder
 
 LOGS = "logs"
 SUFFIX = ".log"
@@ -20,7 +23,7 @@ KEPT_LOGS = 3
 
 _CHUNK = 256 * 1024
 _MAX_TAIL = 16 * 1024 * 1024
-_MAX_FILES = 10_000
+_MAX_FILES, _DEEPEST = 10_000, 50
 _MAX_LINE = 64 * 1024
 _MASTER = "master"
 # The system's own files: commits are large and internal, the journal and the owner's record are no results.
@@ -34,23 +37,42 @@ class RunFile:
 
 
 class RunFolder:
-    """Raises InvalidJob when a file is missing, private, a link, or no plain file."""
+    """The files below an absolute folder, which is opened once and held; no part of its path may be a link.
+    Raises InvalidJob when it is, and when a file is missing, private, a link, or no plain file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def list_files(self) -> list[RunFile]:
-        """Those whose names are UTF-8."""
-        return [file for file, _ in zip(self._walk((), self._folder), range(_MAX_FILES), strict=False)]
+    @cached_property
+    def _top(self) -> int:
+        try:
+            descriptor = open_folder(self._folder)
+        except NotADirectoryError as error:
+            why = "is no folder, or is reached through a link that was put there later: its files are not read"
+            raise _missing(str(self._folder), why) from error
+        weakref.finalize(self, os.close, descriptor)
+        return descriptor
 
-    def _walk(self, parts: tuple[str, ...], folder: Path) -> Iterator[RunFile]:
-        with suppress(FileNotFoundError, NotADirectoryError), os.scandir(folder) as entries:
+    def check(self) -> None:
+        """Raises InvalidJob if the folder is a link now, or is below one; it may be missing."""
+        with suppress(OSError):
+            os.fstat(self._top)
+
+    def list_files(self) -> list[RunFile]:
+        """Those whose names are UTF-8, in folders of at most ``_DEEPEST`` levels."""
+        return [file for file, _ in zip(self._walk(()), range(_MAX_FILES), strict=False)]
+
+    def _walk(self, parts: tuple[str, ...]) -> Iterator[RunFile]:
+        with ExitStack() as opened, suppress(FileNotFoundError, NotADirectoryError):
+            folder = open_below(self._top, (*parts, "."), os.O_DIRECTORY)
+            opened.callback(os.close, folder)
+            entries = opened.enter_context(os.scandir(folder))
             for entry in sorted(entries, key=lambda entry: entry.name):
                 inner = (*parts, entry.name)
                 if _is_private(inner) or entry.is_symlink() or valid_text(entry.name) != entry.name:
                     continue
                 if entry.is_dir(follow_symlinks=False):
-                    yield from self._walk(inner, Path(entry.path))
+                    yield from self._walk(inner) if len(inner) < _DEEPEST else ()
                 elif entry.is_file(follow_symlinks=False) and (nbytes := _size_of(entry)) is not None:
                     yield RunFile("/".join(inner), nbytes)
 
@@ -77,25 +99,17 @@ class RunFolder:
 
     def descriptor(self, parts: tuple[str, ...]) -> int:
         """As :meth:`open`, for the caller to close. Raises OSError and ValueError if there is no such file."""
-        flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
-        opened: list[int] = []
-        try:
-            opened.append(os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC))
-            for part in parts[:-1]:
-                opened.append(os.open(part, flags | os.O_DIRECTORY, dir_fd=opened[-1]))
-            opened.append(os.open(parts[-1], flags, dir_fd=opened[-1]))
-            if not stat.S_ISREG(os.fstat(opened[-1]).st_mode):
-                raise _missing("/".join(parts), "is no plain file")
-            return opened.pop()
-        finally:
-            for descriptor in opened:
-                os.close(descriptor)
+        descriptor = open_below(self._top, parts)
+        if stat.S_ISREG(os.fstat(descriptor).st_mode):
+            return descriptor
+        os.close(descriptor)
+        raise _missing("/".join(parts), "is no plain file")
 
     def processes(self) -> list[str]:
         """The processes that have a log."""
         return sorted(
             file.path.removeprefix(f"{LOGS}/").removesuffix(SUFFIX)
-            for file in self._walk((LOGS,), self._folder / LOGS)
+            for file in self._walk((LOGS,))
             if file.path.endswith(SUFFIX) and file.path.count("/") == 1
         )
 

@@ -49,8 +49,8 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
         roles={str(role): spec.num for role, spec in job.workloads.items()},
         per_member={str(role): dict(slots[0].resources) for role, slots in placement.slots.items()},
         priority=request.priority,
-        job_dir="" if job.run_folders else str(job.job_dir),
-        run_folders=str(job.run_folders or ""),
+        job_dir="" if job.run_folders else str(job.job_dir.resolve()),
+        run_folders=str(job.run_folders.resolve()) if job.run_folders else "",
     )
 
 

@@ -25,6 +25,7 @@ from uuid import uuid4
 from dlrover.python.rl.common.disk_space import is_transient
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.no_links import open_file
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import TAKE_OVER_S, take_lock
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file, sync_folder
 
@@ -279,7 +280,8 @@ def _parse(path: Path, content: bytes) -> _Journal:
 
 def _content(path: Path, can_retry: bool = False) -> bytes:
     try:
-        return path.read_bytes()
+        with open_file(path) as file:
+            return file.read()
     except OSError as error:
         if can_retry and is_transient(error):
             raise

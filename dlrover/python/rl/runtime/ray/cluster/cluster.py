@@ -20,11 +20,12 @@ from pathlib import Path
 from typing import Any
 
 import ray
-from ray._private import services, worker
+from ray._private import ray_logging, services, worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob
 from dlrover.python.rl.common.names import NAMESPACE
+from dlrover.python.rl.common.terminal import inert
 from dlrover.python.rl.runtime.process.executor import restore_environment
 from dlrover.python.rl.runtime.process.interrupts import sigterm_unwinds
 from dlrover.python.rl.runtime.ray.cluster.head import (
@@ -86,12 +87,31 @@ def ray_cluster(
     }
     before = {name: os.environ.get(name) for name in _TOUCHED}
     try:
-        with _joined(address, common) if address is not None else _started(needed, common, folder, cpus):
+        with (
+            _inert_output(),
+            _joined(address, common) if address is not None else _started(needed, common, folder, cpus),
+        ):
             # Ray sets it to its own debugger, in this process too.
             restore_environment({"PYTHONBREAKPOINT": before["PYTHONBREAKPOINT"]})
             yield
     finally:
         restore_environment(before)
+
+
+@contextlib.contextmanager
+def _inert_output() -> Iterator[None]:
+    """Inside the block, what the cluster's processes print reaches this terminal as inert text: Ray gives each record
+    to all handlers, and its own, which prints, is added when it connects."""
+
+    def make_inert(record: dict[str, Any]) -> None:
+        record["lines"] = [inert(line) for line in record["lines"]]
+
+    dispatcher = ray_logging.global_worker_stdstream_dispatcher
+    dispatcher.add_handler("dlrover", make_inert)
+    try:
+        yield
+    finally:
+        dispatcher.remove_handler("dlrover")
 
 
 @contextlib.contextmanager

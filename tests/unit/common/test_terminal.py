@@ -1,0 +1,100 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Text of jobs on a terminal: controls and marks of direction are shown, not obeyed."""
+
+import io
+import logging
+import sys
+import unicodedata
+
+import pytest
+from click.testing import CliRunner
+
+from dlrover.python.rl.cli import operate
+from dlrover.python.rl.common.log import configure_logging
+from dlrover.python.rl.common.terminal import inert
+from dlrover.python.rl.master.operations.jobs import JobView, MemoryJobs
+from dlrover.python.rl.runtime.process.progress import ProgressView, print_summary
+
+EVIL = "a\x1b]0;title\x07b\x9b2Jc\u202etxt\u2066d\u200fe\x1b[31mred\x1b[0m"
+INERT = r"a\x1b]0;title\x07b\x9b2Jc\u202etxt\u2066d\u200fered"
+
+
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        (EVIL, INERT),
+        ("\x1b]8;;http://host\x1b\\link", r"\x1b]8;;http://host\x1b\link"),
+        ("one\r\ntwo\rthree\n\tfour", "one\ntwo\nthree\n\tfour"),
+        ("\x1bc\x1b[2J\x00\x7f", r"\x1bc\x1b[2J\x00\x7f"),
+        ("plain: é 漢字 שלום 🙂", "plain: é 漢字 שלום 🙂"),
+    ],
+)
+def test_inert_text_shows_controls(text, shown):
+    assert inert(text) == shown
+
+
+def test_inert_text_has_no_control_of_any_kind():
+    text = inert("".join(map(chr, range(0x3000))))
+    assert {unicodedata.category(letter) for letter in set(text) - {"\n", "\t"}}.isdisjoint({"Cc", "Zl", "Zp"})
+    assert {unicodedata.bidirectional(letter) for letter in text}.isdisjoint(
+        {"LRE", "RLE", "LRO", "RLO", "PDF", "LRI", "RLI", "FSI", "PDI"}
+    )
+
+
+class Jobs(MemoryJobs):
+    def logs(self, name, process, follow, tail):
+        return iter([("trainer", f"{EVIL}\n")])
+
+
+VIEW = JobView("job", "failed", True, reason=EVIL, cause="user_error", detail=EVIL, activity=EVIL, folder=f"/{EVIL}")
+
+
+@pytest.mark.parametrize("verb", ["list", "status", "wait", "stop", "logs", "explain"])
+def test_verbs_print_inert_text(verb, monkeypatch):
+    monkeypatch.setattr(operate, "connect", lambda *_: Connected())
+    command = next(each for each in operate.VERBS if each.name == verb)
+    done = CliRunner().invoke(command, [] if verb == "list" else ["job"], color=True)
+    assert INERT.split("d\\u200f")[0] in done.output.replace("\n", "")
+    assert inert(done.output) == done.output
+
+
+class Connected:
+    def __enter__(self):
+        return Jobs(VIEW)
+
+    def __exit__(self, *_):
+        return None
+
+
+@pytest.mark.parametrize("route", ["activity", "summary", "log line"])
+def test_progress_summary_and_log_are_inert(route, monkeypatch):
+    stream = io.StringIO()
+    if route == "activity":
+        with ProgressView("job", stream) as view:
+            view.announce(EVIL)
+    elif route == "summary":
+        monkeypatch.setattr(sys, "stdout", stream)
+        print_summary("job", '{"[link=http://host]x": "a\\u001b]0;t"}')
+        assert "[link=http://host]x" in stream.getvalue()
+    else:
+        logger = logging.getLogger("dlrover")
+        for name, value in {"handlers": [], "propagate": False, "level": logger.level}.items():
+            monkeypatch.setattr(logger, name, value)
+        monkeypatch.setattr(sys, "stderr", stream)
+        configure_logging()
+        logger.warning("%s", EVIL)
+    assert "a\\x1b]0;t" in stream.getvalue() and inert(stream.getvalue()) == stream.getvalue()
+
+
+def test_output_of_ray_processes_is_inert():
+    pytest.importorskip("ray")
+    from ray._private.ray_logging import global_worker_stdstream_dispatcher as dispatcher
+
+    from dlrover.python.rl.runtime.ray.cluster.cluster import _inert_output
+
+    printed = []
+    with _inert_output():
+        dispatcher.add_handler("test", printed.append)
+        dispatcher.emit({"lines": [EVIL, "plain"], "pid": 1, "is_err": False})
+    dispatcher.remove_handler("test")
+    assert printed[0]["lines"] == [INERT, "plain"] and not dispatcher.handlers
