@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.data.model_text import ignore_thoughts
-from dlrover.python.rl.environment.sandbox.child_process import stand_guard
+from dlrover.python.rl.environment.sandbox.child_process import interpreter_command, stand_guard
 from dlrover.python.rl.environment.sandbox.confinement import (
     Confinement,
     ResourceLimits,
@@ -124,14 +124,12 @@ def _start(
     """``folder`` will hold the program's output; ``tested`` is a channel that sends tests, and the modules of these."""
     (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
     (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-    # sys.path goes along so that this module is found; the program itself starts isolated from it.
-    start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import become; become(*sys.argv[1:])"
     sizes = [str(limits.memory_mb), str(limits.output_bytes), str(int(limits.timeout_s) + 1)]
     with ExitStack() as files:
         stdin_file = files.enter_context((folder / "stdin").open("rb"))
         out, err = (files.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
         return subprocess.Popen(
-            [sys.executable, "-c", start, str(folder), confinement().value, *sizes, *tested],
+            interpreter_command(become, str(folder), confinement().value, *sizes, *tested),
             stdin=stdin_file,
             stdout=out,
             stderr=err,
