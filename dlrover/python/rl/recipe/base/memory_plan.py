@@ -3,9 +3,10 @@
 change where something cannot fit. The arithmetic is in ``memory_bytes``."""
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, EngineError
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup
@@ -40,9 +41,8 @@ _USABLE = 0.92
 """Of a device's memory: the rest is CUDA's own, and lost between blocks."""
 
 _MOST_MEMBERS = 1024
-_MOST_TENSOR = 8  # ranks of a node
 
-_NO_CHANGE = "no setting here makes it fit"
+_TOKENS, _HOST = "engine.max_tokens_per_microbatch", "engine.train_options.optimizer_on_host"
 
 _STATE = ("weights", "gradients", "optimizer")
 _COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "kv_cache", "exchange")
@@ -168,53 +168,56 @@ class MemoryPlan:
         return [ConfigError("config.engine", what) for what in misfits]
 
     def _misfits(self) -> list[str]:
-        found = []
-        for role, use, shape in self.known() if self.device_bytes is not None else ():
-            planned = bytes_of(shape, use, self.engine)
-            if self._needed(use, planned) <= self._limit(use):
-                continue
-            owners = sorted(
-                (name for name in _COLUMNS if getattr(planned, name)), key=lambda name: -getattr(planned, name)
-            )
-            parts = ", ".join(f"{name.replace('_', ' ')} {_gb(getattr(planned, name))}" for name in owners[:3])
-            if use.kind == "rollout":
-                parts = f"weights {_gb(planned.weights)}, and the cache of one sequence"
-            has = f"{_gb(self._limit(use))} GB of a device's {_gb(self.device_bytes or 0.0)}"
-            what = f"{role} needs {_gb(self._needed(use, planned))} GB, and has {has} ({parts})"
-            found.append(f"{what}; {next(self._changes(role, use, shape), _NO_CHANGE)}")
-        for role, use, shape in self.states() if self.device_bytes is not None else ():
-            state = state_of(shape, use, self.engine)
-            if state.peak > self._limit(use):
-                has = f"{_gb(self._limit(use))} GB of a device's {_gb(self.device_bytes or 0.0)}"
-                what = f"{role} needs {_gb(state.peak)} GB for its weights, gradients and optimizer, and has {has}"
-                found.append(f"{what}; {next(self._smaller_states(role, use, shape), _NO_CHANGE)}")
-        return found
+        if self.device_bytes is None:
+            return []
+        messages = (self._describe_misfit(*each) for each in (*self.known(), *self.states()))
+        return [message for message in messages if message]
 
-    def _smaller_states(self, role: RLRoleType, use: ModelUse, shape: ModelShape) -> Iterator[str]:
-        others = _states(self.engine, use, f"workload.{role.lower()}") if use.kind == "trained" else ()
-        for changes, engine, members in others:
-            changed = replace(use, members=members)
+    def _describe_misfit(self, role: RLRoleType, use: ModelUse, shape: ModelShape) -> str:
+        """Return the bytes and the smallest change with which it fits; empty if it fits as it is."""
+        share = self.engine.gpu_memory_utilization if use.kind == "rollout" else _USABLE
+        limit = share * (self.device_bytes or 0.0)
+        planned = _plan_bytes(shape, use, self.engine)
+        if (needed := _needed(use, planned, self.engine)) <= limit:
+            return ""
+        sizes = {name.replace("_", " "): size for name in _COLUMNS if (size := getattr(planned, name))}
+        parts = ", ".join(f"{name} {_gb(sizes[name])}" for name in sorted(sizes, key=lambda name: -sizes[name])[:3])
+        if use.kind == "rollout":
+            parts = f"weights {_gb(planned.weights)}, and the cache of one sequence"
+        has = f"{_gb(limit)} GB of a device's {_gb(self.device_bytes or 0.0)}"
+        change = next(self._fitting_changes(role, use, shape, limit), "no setting here makes it fit")
+        if _has_state_only(use, self.engine):
+            return f"{role} needs {_gb(needed)} GB for its weights, gradients and optimizer, and has {has}; {change}"
+        return f"{role} needs {_gb(needed)} GB, and has {has} ({parts}); {change}"
+
+    def _fitting_changes(self, role: RLRoleType, use: ModelUse, shape: ModelShape, limit: float) -> Iterator[str]:
+        name = f"workload.{role.lower()}"
+        for changes in _alternatives(self.engine, use, name):
+            engine = _apply(self.engine, changes)
+            changed = replace(use, members=changes.get(f"{name}.num", use.members))
             if not _divides(engine, changed):
                 continue
-            if (needed := state_of(shape, changed, engine).peak) <= self._limit(use):
-                yield f"with {' '.join(changes)} it is {_gb(needed)} GB"
-
-    def _needed(self, use: ModelUse, planned: PlannedBytes) -> float:
-        one_sequence = planned.weights + planned.kv_cache / self.engine.max_batch
-        return one_sequence if use.kind == "rollout" else planned.peak
-
-    def _limit(self, use: ModelUse) -> float:
-        return (self.engine.gpu_memory_utilization if use.kind == "rollout" else _USABLE) * (self.device_bytes or 0.0)
-
-    def _changes(self, role: RLRoleType, use: ModelUse, shape: ModelShape) -> Iterator[str]:
-        """Settings with which it fits, the smallest change first."""
-        for changes, engine, members in _alternatives(self.engine, use, role):
-            changed = replace(use, members=members)
-            if not _divides(engine, changed):
+            needed = _needed(changed, _plan_bytes(shape, changed, engine), engine)
+            if needed > limit:
                 continue
-            if self._needed(use, bytes_of(shape, changed, engine)) <= self._limit(use):
-                on_host = host_bytes(shape, changed, engine)
-                yield f"it fits with {' '.join(changes)}" + (f" and {_gb(on_host)} GB of its host" if on_host else "")
+            text = " ".join(f"{key}={'true' if value is True else value}" for key, value in changes.items())
+            on_host = host_bytes(shape, changed, engine)
+            if _has_state_only(use, engine):
+                yield f"with {text} it is {_gb(needed)} GB"
+            else:
+                yield f"it fits with {text}" + (f" and {_gb(on_host)} GB of its host" if on_host else "")
+
+
+def _has_state_only(use: ModelUse, engine: EngineConfig) -> bool:
+    return use.kind != "rollout" and engine.train in STATE_ONLY
+
+
+def _plan_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
+    return (state_of if _has_state_only(use, engine) else bytes_of)(shape, use, engine)
+
+
+def _needed(use: ModelUse, planned: PlannedBytes, engine: EngineConfig) -> float:
+    return planned.weights + planned.kv_cache / engine.max_batch if use.kind == "rollout" else planned.peak
 
 
 def _divides(engine: EngineConfig, use: ModelUse) -> bool:
@@ -228,96 +231,66 @@ def _divides(engine: EngineConfig, use: ModelUse) -> bool:
     return True
 
 
-_Alternative = tuple[Sequence[str], EngineConfig, int]
+Changes: TypeAlias = dict[str, Any]
+"""Settings by the names that they have in a job."""
 
 
-def _alternatives(engine: EngineConfig, use: ModelUse, role: RLRoleType) -> Iterator[_Alternative]:
-    name = f"workload.{role.lower()}"
+def _apply(engine: EngineConfig, changes: Changes) -> EngineConfig:
+    for name, value in changes.items():
+        scope, field, option = [*name.split("."), ""][:3]
+        if scope != "engine":
+            continue
+        if field == "train_options":
+            value = {**engine.train_options, option: value}
+        elif field == "parallel":
+            value = replace(engine.parallel or ParallelSizes(), **{option: value})
+        engine = replace(engine, **{field: value})
+    return engine
+
+
+def _alternatives(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[Changes]:
+    """Yield changes for the role ``name``, the smallest first: passes, the optimizer on the host, more members."""
     if use.kind == "rollout":
-        yield from _split(engine, use, name)
+        larger = (size for size in (2, 4, 8) if size > engine.rollout_tensor_parallel_size)
+        yield from ({"engine.rollout_tensor_parallel_size": size, f"{name}.resource.gpu": size} for size in larger)
         return
-    yield from ((changes, changed, use.members) for changes, changed in _smaller_passes(engine, use))
-    if use.kind == "trained":
-        yield from _on_host(engine, use)
-        yield from _divided(engine, use, name)
-    elif use.sharded_class:
-        change = [] if engine.shard_frozen else ["engine.shard_frozen=true", f"{name}.class={use.sharded_class}"]
-        yield from _more_members(replace(engine, shard_frozen=True), use, name, change, max(use.members, 2))
-
-
-def _states(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[_Alternative]:
-    """With which a model that another engine than fsdp2 trains takes less."""
-    divided: list[tuple[list[str], EngineConfig]] = [([], engine)]
-    if engine.train == "deepspeed" and engine.train_options.get("zero_stage", 3) != 3:
-        options = {**engine.train_options, "zero_stage": 3}
-        divided.append((["engine.train_options.zero_stage=3"], replace(engine, train_options=options)))
-    if engine.train == "deepspeed" and not is_on_host(engine):
-        change, changed = divided[-1]
-        options = {**changed.train_options, "optimizer_on_host": True}
-        on_host = [*change, "engine.train_options.optimizer_on_host=true"]
-        divided.append((on_host, replace(changed, train_options=options)))
-    sizes = engine.parallel or ParallelSizes()
-    while engine.train == "megatron" and sizes.tensor_parallel_size < _MOST_TENSOR:
-        sizes = replace(sizes, tensor_parallel_size=2 * sizes.tensor_parallel_size)
-        change = [f"engine.parallel.tensor_parallel_size={sizes.tensor_parallel_size}"]
-        divided.append((change, replace(engine, parallel=sizes)))
+    divided: Changes = {}
+    smaller = _smaller_states(engine) if _has_state_only(use, engine) else _smaller_passes(engine, use)
+    yield from smaller
+    if use.kind == "frozen":
+        if not use.sharded_class or _has_state_only(use, engine):
+            return
+        if not engine.shard_frozen:
+            divided = {"engine.shard_frozen": True, f"{name}.class": use.sharded_class}
+    elif engine.train == "fsdp2":
+        if not is_on_host(engine):
+            yield from ({_HOST: True, **changes} for changes in smaller)
+        if sizes_of(use, engine).ddp_size > 1 or (engine.parallel is None and is_quantized(use)):
+            divided = {"engine.parallel.ddp_size": 1}
     members = use.members
     while members <= _MOST_MEMBERS:
-        more = [f"{name}.num={members}"] if members > use.members else []
-        yield from (([*change, *more], changed, members) for change, changed in divided)
+        more = {f"{name}.num": members} if members > use.members else {}
+        yield from ({**divided, **changes, **more} for changes in smaller)
         members *= 2
 
 
-def _split(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[_Alternative]:
-    for size in (2, 4, 8):
-        if size > engine.rollout_tensor_parallel_size:
-            change = [f"engine.rollout_tensor_parallel_size={size}", f"{name}.resource.gpu={size}"]
-            yield change, replace(engine, rollout_tensor_parallel_size=size), use.members
-
-
-def _on_host(engine: EngineConfig, use: ModelUse) -> Iterator[_Alternative]:
-    if engine.train == "fsdp2" and not is_on_host(engine):
-        options = {**engine.train_options, "optimizer_on_host": True}
-        for changes, changed in _smaller_passes(engine, use):
-            yield (
-                ["engine.train_options.optimizer_on_host=true", *changes],
-                replace(changed, train_options=options),
-                use.members,
-            )
-
-
-def _divided(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[_Alternative]:
-    """Between the members that there are, or more of them."""
-    sizes = sizes_of(use, engine)
-    if sizes.ddp_size == 1 and (engine.parallel is not None or not is_quantized(use)):
-        yield from _more_members(engine, use, name, [], 2 * use.members)
-        return
-    divided = replace(engine, parallel=replace(sizes, ddp_size=1))
-    yield from _more_members(divided, use, name, ["engine.parallel.ddp_size=1"], max(use.members, 2))
-
-
-def _more_members(
-    engine: EngineConfig, use: ModelUse, name: str, change: Sequence[str], members: int
-) -> Iterator[_Alternative]:
-    """``members`` of them, or twice as many, and so on."""
-    smaller = _smaller_passes(engine, use)
-    while members <= _MOST_MEMBERS:
-        more = [f"{name}.num={members}"] if members > use.members else []
-        yield from (([*change, *changes, *more], changed, members) for changes, changed in smaller)
-        members *= 2
-
-
-def _smaller_passes(engine: EngineConfig, use: ModelUse) -> list[tuple[list[str], EngineConfig]]:
+def _smaller_passes(engine: EngineConfig, use: ModelUse) -> list[Changes]:
     """Passes that take less memory, the engine's own first."""
-    found = []
-    most, now = engine.tokens_of_a_pass, engine.recomputes
-    for recomputes in (False, True) if use.kind == "trained" and not now else (now,):
-        for number in range(int(math.log2(max(most / max(FEWEST_TOKENS, use.longest), 1))) + 1):
-            changed = replace(engine, max_tokens_per_microbatch=most >> number, gradient_checkpointing=recomputes)
-            changes = ["engine.gradient_checkpointing=true"] if recomputes != now else []
-            changes += [f"engine.max_tokens_per_microbatch={most >> number}"] if number else []
-            found.append((changes, changed))
-    return sorted(found, key=lambda item: (item[1].tokens_of_a_pass < FEW_TOKENS, len(item[0])))
+    most = engine.tokens_of_a_pass
+    halves = int(math.log2(max(most / max(FEWEST_TOKENS, use.longest), 1)))
+    passes: list[Changes] = [{}, *({_TOKENS: most >> number} for number in range(1, halves + 1))]
+    if use.kind == "trained" and not engine.recomputes:
+        passes += [{"engine.gradient_checkpointing": True, **changes} for changes in passes]
+    return sorted(passes, key=lambda changes: (changes.get(_TOKENS, most) < FEW_TOKENS, len(changes)))
+
+
+def _smaller_states(engine: EngineConfig) -> list[Changes]:
+    """Divisions of a state that take less memory, the engine's own first."""
+    if engine.train == "megatron":
+        tensor = (engine.parallel or ParallelSizes()).tensor_parallel_size
+        return [{}, *({"engine.parallel.tensor_parallel_size": size} for size in (2, 4, 8) if size > tensor)]
+    divided = {} if engine.train_options.get("zero_stage", 3) == 3 else {"engine.train_options.zero_stage": 3}
+    return [{}, divided, {**divided, _HOST: True}]
 
 
 def _gb(nbytes: float) -> str:
