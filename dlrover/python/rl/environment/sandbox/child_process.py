@@ -45,7 +45,7 @@ _PRINTED_CHARACTERS = 10_000
 
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 2_000, 20_000
 _TICK_S = 1.0
-_EXIT_S, _ENDING_S = 5.0, 2.0
+_EXIT_S, _ENDING_S = 10.0, 2.0
 _PR_SET_CHILD_SUBREAPER = 36
 
 Reply: TypeAlias = dict[str, Any]
@@ -130,7 +130,7 @@ class ChildProcess:
         self._fail_calls(reason)
         self._hang_up()
         if threading.current_thread() is not self._reader:
-            self._reader.join(3 * _EXIT_S)
+            self._reader.join(2 * _EXIT_S)
 
     def _fail_calls(self, reason: str) -> None:
         with self._lock:
@@ -143,17 +143,6 @@ class ChildProcess:
     def _hang_up(self) -> None:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
-
-    def _kill(self) -> None:
-        self._process.terminate()  # The warden ends its descendants.
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S)
-        for group in (self.pid, self._process.pid):  # In case the warden was killed, or cannot.
-            with suppress(OSError):
-                if group:
-                    os.killpg(group, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S)
 
     def _send(self) -> None:
         with suppress(OSError):  # The reader sees the end as well.
@@ -173,7 +162,11 @@ class ChildProcess:
             reason = f"user code answered for its process, which was ended ({error})"
         self._fail_calls(reason or self._exit_reason())
         self._hang_up()
-        self._kill()
+        with suppress(subprocess.TimeoutExpired):
+            end_guarded(self._process)
+        with suppress(OSError):
+            if self.pid:  # In case the warden was killed.
+                os.killpg(self.pid, signal.SIGKILL)
         self._owner.detach()
         self._connection.close()
 
@@ -306,6 +299,16 @@ def stand_guard(*descriptors: int) -> None:
     with suppress(OSError, AttributeError):  # Elsewhere than on Linux orphans are not adopted.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     _watch_child(descriptors, lambda child: os.killpg(child, signal.SIGKILL))
+
+
+def end_guarded(process: "subprocess.Popen[bytes]") -> int:
+    """End the shield with all below it; return its exit code. Raises TimeoutExpired if it cannot be ended."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(_EXIT_S)
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait(_EXIT_S)
 
 
 def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None]) -> None:

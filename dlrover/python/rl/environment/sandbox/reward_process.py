@@ -163,14 +163,13 @@ class DeadlineVerifier:
         """Return the reply; a failure replaces the child."""
         try:
             return answer.result(timeout_s)
-        except TimeoutError:
+        except BaseException as error:
             self._restart()
-            raise VerifierTimeout(f"{self._name} {failure} within {timeout_s:g} s; its process was killed") from None
-        except ChildEnded as error:
-            self._restart()
-            raise VerifierCrashed(f"the process of {self._name} ended: {error}") from None
-        except BaseException:
-            self._restart()
+            if isinstance(error, TimeoutError):
+                what = f"{failure} within {timeout_s:g} s; its process was killed"
+                raise VerifierTimeout(f"{self._name} {what}") from None
+            if isinstance(error, ChildEnded):
+                raise VerifierCrashed(f"the process of {self._name} ended: {error}") from None
             raise
 
 

@@ -17,7 +17,6 @@ import json
 import os
 import re
 import secrets
-import signal
 import socket
 import stat
 import subprocess
@@ -25,13 +24,13 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.data.model_text import ignore_thoughts
-from dlrover.python.rl.environment.sandbox.child_process import interpreter_command, stand_guard
+from dlrover.python.rl.environment.sandbox.child_process import end_guarded, interpreter_command, stand_guard
 from dlrover.python.rl.environment.sandbox.confinement import (
     Confinement,
     ResourceLimits,
@@ -44,7 +43,6 @@ from dlrover.python.rl.environment.verifiers.hidden_tests import HiddenTests, hi
 
 _FENCE = re.compile(r"(`{3,}(?=[^`]*$)|~{3,})[ \t]*(\w*)")
 _LIST_MARKER = re.compile(r"(?:[-+*]|\d{1,9}[.)])(?: {1,4}(?=\S)|[ \t])")
-_EXIT_S = 10.0
 _TESTED = Path(__file__).with_name("code_tests.py")
 
 
@@ -82,9 +80,9 @@ def run_python(source: str, stdin: str = "", limits: ProgramLimits | None = None
         try:
             code, timed_out = process.wait(limits.timeout_s), False
         except subprocess.TimeoutExpired:
-            code, timed_out = _end(process), True
+            code, timed_out = end_guarded(process), True
         except BaseException:
-            _end(process)
+            end_guarded(process)
             raise
         outputs = (_read_output(folder / file, limits.output_bytes) for file in ("stdout", "stderr"))
         stdout, stderr = (output.decode(errors="replace") for output in outputs)
@@ -115,7 +113,7 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
         except OSError:  # It ended, or its time was up.
             return False
         finally:
-            _end(process)
+            end_guarded(process)
 
 
 def _start(
@@ -172,15 +170,6 @@ def _read_lines(connection: socket.socket, deadline_s: float, most: int) -> Iter
         most -= len(part)
         *lines, rest = (rest + part).split(b"\n")
         yield from (line.decode("utf-8", "replace") for line in lines)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> int:
-    process.terminate()  # The warden ends all that is below it.
-    with suppress(subprocess.TimeoutExpired):
-        return process.wait(_EXIT_S)
-    with suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait(_EXIT_S)
 
 
 def become(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str, *tested: str) -> None:
