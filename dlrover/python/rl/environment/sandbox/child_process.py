@@ -55,14 +55,14 @@ class ChildEnded(Exception):
     """The child has ended, for the reason in the text, and answers no call any more."""
 
 
-class Request(NamedTuple):
+class CallRequest(NamedTuple):
     """A call in the child's format."""
 
     number: str
     body: bytes
 
     @classmethod
-    def of(cls, call: str, *arguments: Any) -> "Request":
+    def of(cls, call: str, *arguments: Any) -> "CallRequest":
         """Raise the errors of pickling."""
         number = secrets.token_hex(8)  # User code cannot guess it, hence not answer for its process.
         return cls(number, pickle.dumps((number, call, arguments), pickle.HIGHEST_PROTOCOL))
@@ -113,7 +113,7 @@ class ChildProcess:
     def is_ended(self) -> bool:
         return bool(self._end_reason)
 
-    def submit(self, request: Request) -> "Future[Reply]":
+    def submit(self, request: CallRequest) -> "Future[Reply]":
         """Send a request, without waiting for the child to take it. Its reply fails with :class:`ChildEnded`."""
         answer: Future[Reply] = Future()
         answer.set_running_or_notify_cancel()  # It cannot be cancelled from here on.
@@ -186,7 +186,8 @@ class ChildProcess:
         code = self._process.poll()
         if code is None:
             return "it closed its connection"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        names = {number.value: number.name for number in signal.Signals}  # a real-time signal has none
+        return f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------

@@ -34,11 +34,11 @@ from dlrover.python.rl.environment.core.functions import (
 )
 from dlrover.python.rl.environment.core.messages import Message, State
 from dlrover.python.rl.environment.sandbox.child_process import (
+    CallRequest,
     Channel,
     ChildEnded,
     ChildProcess,
     Reply,
-    Request,
     error_reply,
 )
 
@@ -117,7 +117,7 @@ class IsolatedEnvironment:
         if child is None or (self._closed and call != "close"):
             raise EnvironmentFailed("the environment has been shut down")
         try:
-            request = await asyncio.to_thread(Request.of, call, *arguments)
+            request = await asyncio.to_thread(CallRequest.of, call, *arguments)
         except Exception as error:
             raise EnvironmentFailed(f"{call} cannot be sent: {type(error).__name__}: {error}") from error
         answer = child.submit(request)
@@ -182,12 +182,12 @@ class IsolatedEnvironment:
                 self._end(child, "too many of its calls did not return")
 
     def _count_abandoned(self, child: ChildProcess, cancelled: str = "") -> None:
-        self._abandoned = _decode(child.submit(Request.of("cancel", cancelled)).result(self._grace_s))
+        self._abandoned = _decode(child.submit(CallRequest.of("cancel", cancelled)).result(self._grace_s))
 
     def _end(self, child: ChildProcess, reason: str) -> None:
         """End a child after the user's own ``shutdown``."""
         try:
-            _decode(child.submit(Request.of("shutdown")).result(_EXIT_S))
+            _decode(child.submit(CallRequest.of("shutdown")).result(_EXIT_S))
         except (TimeoutError, ChildEnded, EnvironmentFailed) as error:
             _LOG.warning("%s did not shut down: %s", self._where, str(error) or "no answer in time")
         finally:
@@ -198,7 +198,7 @@ def _give_back(child: ChildProcess, answer: "Future[Reply]") -> None:
     """Close the episode of a call that was given up, if it begins all the same."""
     with suppress(ChildEnded, EnvironmentFailed):
         _, extra_info = _decode(answer.result())  # waits: for the user's code, or the end of its process
-        closed = child.submit(Request.of("close", extra_info)).result()  # waits: likewise
+        closed = child.submit(CallRequest.of("close", extra_info)).result()  # waits: likewise
         if "error" in closed:
             _LOG.warning("an episode that was given up did not close: %s", closed["error"])
 

@@ -18,11 +18,11 @@ from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, Veri
 from dlrover.python.rl.environment.core.functions import REWARDS
 from dlrover.python.rl.environment.core.scoring import Completed, Reward, WeightedRewards
 from dlrover.python.rl.environment.sandbox.child_process import (
+    CallRequest,
     Channel,
     ChildEnded,
     ChildProcess,
     Reply,
-    Request,
     error_reply,
 )
 
@@ -122,7 +122,7 @@ class DeadlineVerifier:
         """
         limit_s = self._timeout_s * len(samples)
         # Arguments that cannot be pickled raise here.
-        request = Request.of("score", [tuple(sample) for sample in samples], limit_s)
+        request = CallRequest.of("score", [tuple(sample) for sample in samples], limit_s)
         with self._lock:
             if self._closed:
                 raise ValueError(f"the verifier {self._name} is closed")
