@@ -13,7 +13,7 @@ ALLOWED = {
     "runtime/process/arguments.py: pickle.loads": "arguments of calls, which Ray's own RPC has brought",
     "runtime/process/host.py: cloudpickle.loads": "an exception that this process itself has just pickled",
     "runtime/torchrun/links.py: pickle.loads": "messages of ranks that have shown the run's secret",
-    "environment/sandbox/child_process.py: pickle.loads": "in the child: requests of its parent",
+    "environment/sandbox/child_process.py: pickle.load": "in the child: requests of its parent",
     "environment/verifiers/code_tests.py: exec": "the program that is tested, in its confined process",
     "engine/module/engine.py: cloudpickle.loads": "the module that the caller handed over, by Ray's own RPC",
     "engine/weight_sync/cuda_ipc.py: pickle.loads": "a handle from a process of this user, by the kernel's word",

@@ -182,6 +182,7 @@ def test_limits_must_be_positive_and_finite(limit):
     [
         ("abort", VerifierCrashed, "killed by SIGABRT"),
         ("kill-group", VerifierCrashed, "killed by SIGKILL"),
+        ("real-time", VerifierCrashed, "killed by signal 35"),
         ("long-words", VerifierError, "raised ValueError: xxx"),
         ("forge", VerifierCrashed, "answered for its process"),
         ("half-forge", VerifierTimeout, "within 1 s"),

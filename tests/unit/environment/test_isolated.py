@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
+from dlrover.python.rl.environment.core.functions import UserEnvironment
 from dlrover.python.rl.environment.core.turns import Guard
-from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment, _Server
+from dlrover.python.rl.environment.sandbox.environment_process import EnvironmentServer, IsolatedEnvironment
 
 SCRIPT = str(Path(__file__).with_name("user_environments.py"))
 
@@ -228,78 +229,78 @@ def test_a_world_that_comes_when_its_sample_has_failed_is_given_back(tmp_path):
         guard = Guard(environment, timeout_s=0.3)
         episode = await guard.reset("prompt ", {})
         assert episode.failure is not None
-        deadline_s = time.monotonic() + 30
-        while not (tmp_path / "given back").exists():
-            assert time.monotonic() < deadline_s
-            await asyncio.sleep(0.01)
+        await wait_for_file(tmp_path / "given back")
         await guard.shutdown()
 
     run(abandoned())
 
 
-class Requests:
-    """What a parent sends, one after the other answer."""
-
-    def __init__(self, *requests):
-        self.requests, self.answers, self.answered = list(requests), {}, threading.Event()
-
-    def receive(self):
-        if not self.requests:
-            return None
-        if self.requests[0][1] == "cancel":
-            assert self.answered.wait(20)
-        return self.requests.pop(0)
-
-    def send(self, number, reply):
-        self.answers[number] = reply
-        self.answered.set()
+async def wait_for_file(path):
+    async with asyncio.timeout(30):
+        while not path.exists():
+            await asyncio.sleep(0.01)
 
 
-@pytest.mark.parametrize("which", ["1", "another"])
-def test_one_whose_answer_was_on_its_way_is_given_back_too(which):
-    closed = []
+READY_AT_ONCE = """
+from pathlib import Path
 
-    class World:
-        async def reset(self, extra_info):
-            return "a state"
 
-        async def close(self, extra_info):
-            closed.append(extra_info)
+class World:
+    def __init__(self, folder):
+        self.folder = Path(folder)
 
-    channel = Requests(("1", "reset", ({"world": 7},)), ("2", "cancel", (which,)))
+    async def reset(self, extra_info):
+        extra_info["world"] = 7
+        (self.folder / "taken").touch()
+        return "a state"
 
-    async def serve():
-        server = _Server(World(), channel)
-        await server.serve()
-        await asyncio.gather(*server._closing)
+    async def step(self, state, action, extra_info):
+        raise AssertionError
 
-    run(serve())
-    assert "error" not in channel.answers["1"]
-    assert closed == ([{"world": 7}] if which == "1" else [])
+    async def close(self, extra_info):
+        (self.folder / f"given back {extra_info['world']}").touch()
+"""
+
+
+def test_world_whose_answer_was_on_its_way_is_given_back_too(tmp_path):
+    (tmp_path / "ready.py").write_text(READY_AT_ONCE)
+
+    async def abandoned():
+        environment = IsolatedEnvironment(f"{tmp_path}/ready.py:World", {"folder": str(tmp_path)})
+        asking = asyncio.ensure_future(environment.reset({}))
+        while not environment._child._pending:  # until the request is on its way; this loop takes no answer
+            await asyncio.sleep(0)
+        while environment._child._pending:
+            time.sleep(0.001)
+        asking.cancel()
+        await wait_for_file(tmp_path / "given back 7")
+        await environment.shutdown()
+
+    run(abandoned())
 
 
 def test_a_call_that_is_cancelled_while_it_runs_is_answered():
-    begun = threading.Event()
+    begun, answered, answers = threading.Event(), threading.Event(), {}
 
     class World:
         async def step(self, state, action, extra_info):
             begun.set()
             await asyncio.Event().wait()
 
-    class Answered(Requests):
+    class Requests:
+        """A connection to a parent, which waits for the last request to take effect before it sends the next."""
+
+        requests = iter([(None, ("1", "step", ("", "", {}))), (begun, ("2", "cancel", ("1",))), (answered, None)])
+
         def receive(self):
-            if self.requests[0][1] == "cancel":
-                assert begun.wait(20)
-            if self.requests[0][1] == "end":
-                assert self.answered.wait(20)
-                return None
-            return self.requests.pop(0)
+            effect, request = next(self.requests)
+            assert effect is None or effect.wait(20)
+            return request
 
         def send(self, number, reply):
-            self.answers[number] = reply
+            answers[number] = reply
             if number == "1":
-                self.answered.set()
+                answered.set()
 
-    channel = Answered(("1", "step", ("", "", {})), ("2", "cancel", ("1",)), ("3", "end", ()))
-    run(_Server(World(), channel).serve())
-    assert channel.answers["1"] == {"error": "it was cancelled", "traceback": ""}
+    EnvironmentServer(UserEnvironment(World(), "a world")).serve(Requests())
+    assert answers["1"] == {"error": "it was cancelled", "traceback": ""}

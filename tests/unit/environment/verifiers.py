@@ -122,6 +122,7 @@ HOSTILE = {
     "kill-parent": _kill_parent,
     "kill-group": lambda extra_info: os.killpg(0, signal.SIGKILL),
     "long-words": _long_words,
+    "real-time": lambda extra_info: os.kill(os.getpid(), signal.SIGRTMIN + 1),
     "stop": lambda extra_info: os.kill(os.getpid(), signal.SIGSTOP),
 }
 

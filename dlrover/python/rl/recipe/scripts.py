@@ -28,7 +28,7 @@ from typing import IO, Any
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvocationTimeout, ScriptFailed, user_traceback
 from dlrover.python.rl.common.extensions import load_object
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.environment.sandbox.child_process import stand_guard
+from dlrover.python.rl.environment.sandbox.child_process import interpreter_command, stand_guard
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
@@ -86,7 +86,7 @@ class Script(BaseWorkload):
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab", buffering=0) as file:
             process = subprocess.Popen(
-                warden_command(script, sys.path),
+                warden_command(script),
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -105,31 +105,29 @@ class Script(BaseWorkload):
             raise ScriptFailed(f"{_outcome(code)}: {last} ({log})")
 
 
-def warden_command(script: Mapping[str, Any], search_path: Sequence[str]) -> list[str]:
+def warden_command(script: Mapping[str, Any]) -> list[str]:
     """The command line of a process that runs the program, and ends all that it has started when it or its parent
     ends."""
-    target = script.get("function") or script["command"]
-    arguments = ["/bin/sh", "-c", target] if isinstance(target, str) else list(target)
-    run = "run_function" if "function" in script else "run_command"
-    arguments = [target] if "function" in script else arguments
-    code = f"import sys; sys.path[:] = {list(search_path)!r}; from {__name__} import {run}; {run}(sys.argv[1:])"
-    return [sys.executable, "-c", code, *arguments]
+    if "function" in script:
+        return interpreter_command(run_function, script["function"])
+    command = script["command"]
+    return interpreter_command(run_command, *(["/bin/sh", "-c", command] if isinstance(command, str) else command))
 
 
-def run_command(arguments: list[str]) -> None:
+def run_command(*command: str) -> None:
     stand_guard()
     try:
-        os.execvp(arguments[0], arguments)
+        os.execvp(command[0], command)
     except OSError as error:
-        sys.exit(f"{shlex.join(arguments)}: {error.strerror}")
+        sys.exit(f"{shlex.join(command)}: {error.strerror}")
 
 
-def run_function(arguments: list[str]) -> None:
+def run_function(place: str) -> None:
     stand_guard()
     try:
         config = pickle.load(sys.stdin.buffer)
         del config["scripts"]
-        load_object(arguments[0])(config)
+        load_object(place)(config)
     except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: its traceback is shown
         text, trace = f"{type(error).__name__}: {error}", user_traceback(error).rstrip()
         sys.exit(trace if text in trace else f"{text}\n{trace}".rstrip())

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Child processes that run user code and may be killed: both ends of their connection.
+"""A server for user code in a child process that may be killed: both ends of its connection.
 
 ::
 
-    parent: ChildProcess --starts--> shield --forks--> warden --forks--> child: serve(Channel) --forks--> user's code
+    parent: ChildProcess --starts--> shield --forks--> warden --forks--> child: Server.serve(Channel) --> user's code
             '-------------- requests (pickled), replies (lines of JSON) --------------'
 
 The warden imports no user code and never holds the connection. It is the child's parent, so a function that kills
@@ -17,23 +17,24 @@ import ctypes
 import json
 import os
 import pickle
+import queue
 import resource
-import select
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
+from importlib import import_module
 from io import TextIOBase
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from dlrover.python.rl.common.errors import user_traceback
+from dlrover.python.rl.common.errors import EnvironmentFailed, VerifierError, user_traceback
 from dlrover.python.rl.common.log import cut_middle
 
 READY = "ready"
@@ -44,137 +45,112 @@ _PRINTED_CHARACTERS = 10_000
 
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 2_000, 20_000
 _TICK_S = 1.0
-_EXIT_S = 5.0
-_PF_EXITING = 0x4
+_EXIT_S, _ENDING_S = 10.0, 2.0
 _PR_SET_CHILD_SUBREAPER = 36
-_SIZE_BYTES = 8
+
+Reply: TypeAlias = dict[str, Any]
 
 
 class ChildEnded(Exception):
-    """``is_garbled``: the parent ended it, for a reply that was unreadable or to no call."""
-
-    def __init__(self, reason: str, is_garbled: bool = False) -> None:
-        super().__init__(reason)
-        self.is_garbled = is_garbled
+    """The child has ended, for the reason in the text, and answers no call any more."""
 
 
-def pack_request(number: str, call: str, arguments: tuple[Any, ...]) -> bytes:
-    """Return a call in the child's format; raise the errors of pickling."""
-    body = pickle.dumps((number, call, arguments), pickle.HIGHEST_PROTOCOL)
-    return len(body).to_bytes(_SIZE_BYTES, "little") + body
+class CallRequest(NamedTuple):
+    """A call in the child's format."""
+
+    number: str
+    body: bytes
+
+    @classmethod
+    def of(cls, call: str, *arguments: Any) -> "CallRequest":
+        """Raise the errors of pickling."""
+        number = secrets.token_hex(8)  # User code cannot guess it, hence not answer for its process.
+        return cls(number, pickle.dumps((number, call, arguments), pickle.HIGHEST_PROTOCOL))
 
 
 class ChildProcess:
-    """A process, its pending calls, and the thread that reads its replies; neither outlives :meth:`end`.
+    """A process, its pending calls, and the threads of its connection; none outlives :meth:`end`.
 
     Args:
-        serve: a function of an importable module; a fresh interpreter calls it with a :class:`Channel` and
-            ``arguments``, which are plain JSON.
+        owner: the process ends when this object is garbage collected, too.
+        load: a function or class of an importable module; a fresh interpreter calls it with ``arguments``, which are
+            plain JSON, for its :class:`Server`.
         memory_mb: address space in MB, libraries included; None: no limit.
         max_reply_bytes: a longer reply ends the process.
-        send_timeout_s: seconds to send a request; 0: no limit.
     """
 
     def __init__(
         self,
-        serve: Callable[..., None],
+        owner: object,
+        load: "Callable[..., Server]",
         arguments: list[Any],
         memory_mb: int | None,
         max_reply_bytes: int,
-        send_timeout_s: float = 0.0,
     ) -> None:
         self.pid = 0  # Of the child, not of the warden; sent before any user code runs.
-        self.ready: Future[dict[str, Any]] = Future()
+        self.ready: Future[Reply] = Future()
         self._pending = {READY: self.ready}
         self._max_reply_bytes = max_reply_bytes
-        self._lock, self._sending, self._killing = threading.Lock(), threading.Lock(), threading.Lock()
-        self._ended: tuple[str, bool] | None = None  # The arguments of ChildEnded.
-        self._is_killed = False
-        self._owner: weakref.finalize[..., Any] | None = None
+        self._lock, self._end_reason = threading.Lock(), ""
+        self._outgoing: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         self._connection, child = socket.socketpair()
-        self._send_timeout_s = send_timeout_s or None
-        # sys.path goes along, since a function of a script's neighbour module is importable here.
-        code = (
-            f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import run_child;"
-            f" from {serve.__module__} import {serve.__name__}; run_child({serve.__name__}, *sys.argv[1:])"
-        )
         with child:
+            descriptor = child.fileno()
+            settings = (load.__module__, load.__name__, str(descriptor), str(memory_mb or 0), json.dumps(arguments))
             self._process = subprocess.Popen(
-                [sys.executable, "-c", code, str(child.fileno()), str(memory_mb or 0), json.dumps(arguments)],
+                interpreter_command(run_child, *settings),
                 stdin=subprocess.DEVNULL,
-                pass_fds=[child.fileno()],
+                pass_fds=[descriptor],
                 start_new_session=True,
             )
+        self._owner = weakref.finalize(owner, self._hang_up)  # The reader then kills: the collector never waits.
+        self._owner.atexit = False  # At exit the connection closes by itself.
         self._reader = threading.Thread(target=self._read, name="replies of a child process", daemon=True)
         self._reader.start()
+        threading.Thread(target=self._send, name="requests to a child process", daemon=True).start()
 
     @property
     def is_ended(self) -> bool:
-        return self._ended is not None
+        return bool(self._end_reason)
 
-    def end_with(self, owner: object) -> None:
-        """End the process when ``owner`` is garbage collected too; the reader does it: the collector never waits."""
-        self._owner = weakref.finalize(owner, self._hang_up)
-        self._owner.atexit = False  # At exit the connection closes by itself.
-
-    def begin(self, number: str) -> "Future[dict[str, Any]]":
-        """Return the future of a call's reply, to be followed by :meth:`send`; it fails with :class:`ChildEnded`."""
-        answer: Future[dict[str, Any]] = Future()
+    def submit(self, request: CallRequest) -> "Future[Reply]":
+        """Send a request, without waiting for the child to take it. Its reply fails with :class:`ChildEnded`."""
+        answer: Future[Reply] = Future()
+        answer.set_running_or_notify_cancel()  # It cannot be cancelled from here on.
         with self._lock:
-            if self._ended is not None:
-                answer.set_exception(ChildEnded(*self._ended))
+            if self._end_reason:
+                answer.set_exception(ChildEnded(self._end_reason))
             else:
-                self._pending[number] = answer
+                self._pending[request.number] = answer
+                self._outgoing.put(request.body)
         return answer
 
-    def send(self, request: bytes) -> None:
-        """Send a request, or as much of it as the child takes within ``send_timeout_s``: its call is then late."""
-        poll, rest = select.poll(), memoryview(request)
-        deadline_s = None if self._send_timeout_s is None else time.monotonic() + self._send_timeout_s
-        # The reader sees the end as well; it closes the connection, and that is a ValueError here.
-        with suppress(OSError, ValueError), self._sending:
-            poll.register(self._connection, select.POLLOUT)
-            while rest:
-                wait_s = None if deadline_s is None else max(deadline_s - time.monotonic(), 0.0)
-                if not poll.poll(None if wait_s is None else wait_s * 1000):
-                    return
-                rest = rest[self._connection.send(rest, socket.MSG_DONTWAIT) :]
-
-    def end(self, reason: str = "it was closed", is_garbled: bool = False) -> None:
+    def end(self, reason: str = "it was closed") -> None:
         """Kill the process and its descendants; pending calls fail with ``reason``. May be called again."""
-        if self._owner is not None:
-            self._owner.detach()
-        with self._lock:
-            self._ended = self._ended or (reason, is_garbled)
-            pending, self._pending = list(self._pending.values()), {}
-        for answer in pending:
-            if answer.set_running_or_notify_cancel():
-                answer.set_exception(ChildEnded(*self._ended))
-        with self._killing:
-            if not self._is_killed:  # Later its process ids may belong to others.
-                self._kill()
-                self._is_killed = True
+        self._fail_calls(reason)
+        self._hang_up()
         if threading.current_thread() is not self._reader:
-            self._reader.join(_EXIT_S)
+            self._reader.join(2 * _EXIT_S)
+
+    def _fail_calls(self, reason: str) -> None:
+        with self._lock:
+            self._end_reason = self._end_reason or reason
+            pending, self._pending = list(self._pending.values()), {}
+        self._outgoing.put(b"")
+        for answer in pending:
+            answer.set_exception(ChildEnded(self._end_reason))
 
     def _hang_up(self) -> None:
         with suppress(OSError):
             self._connection.shutdown(socket.SHUT_RDWR)
 
-    def _kill(self) -> None:
-        self._hang_up()
-        self._process.terminate()  # The warden ends its descendants.
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S)
-        for group in (self.pid, self._process.pid):  # In case the warden was killed, or cannot.
-            with suppress(OSError):
-                if group:
-                    os.killpg(group, signal.SIGKILL)
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(_EXIT_S)
+    def _send(self) -> None:
+        with suppress(OSError):  # The reader sees the end as well.
+            while body := self._outgoing.get():  # waits: for requests, or the end
+                self._connection.sendall(body)
 
     def _read(self) -> None:
-        garbled = ""
+        reason = ""
         try:
             with self._connection.makefile("rb") as replies:
                 self.pid = int(replies.readline() or 0)
@@ -183,54 +159,69 @@ class ChildProcess:
         except OSError:
             pass
         except Exception as error:  # noqa: BLE001 - whatever hostile code replied, its process ends
-            garbled = f"its reply could not be read: {error}"
-        self.end(garbled or self._exit_reason(), bool(garbled))
+            reason = f"user code answered for its process, which was ended ({error})"
+        self._fail_calls(reason or self._exit_reason())
+        self._hang_up()
+        with suppress(subprocess.TimeoutExpired):
+            end_guarded(self._process)
+        with suppress(OSError):
+            if self.pid:  # In case the warden was killed.
+                os.killpg(self.pid, signal.SIGKILL)
+        self._owner.detach()
         self._connection.close()
 
     def _settle(self, line: bytes) -> None:
         if len(line) > self._max_reply_bytes:
-            raise ValueError(f"it has more than {self._max_reply_bytes} bytes")
-        if not line.endswith(b"\n"):  # The connection closed meanwhile.
-            return
-        reply = json.loads(line)
-        with self._lock:
-            answer = self._pending.pop(reply["number"])
-        if answer.set_running_or_notify_cancel():
+            raise ValueError(f"its reply has more than {self._max_reply_bytes} bytes")
+        if line.endswith(b"\n"):  # Else the connection has closed in the middle of it.
+            reply = json.loads(line)
+            with self._lock:
+                answer = self._pending.pop(reply["number"])
             answer.set_result(reply)
 
     def _exit_reason(self) -> str:
-        """Why the connection closed; a child that runs on is not waited for."""
-        if self._ended is None and not _is_running(self.pid):
-            with suppress(subprocess.TimeoutExpired):
-                self._process.wait(_EXIT_S)
+        """Say why the connection closed; a child that lives on is not waited for."""
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(0.0 if self._end_reason else _ENDING_S)
         code = self._process.poll()
         if code is None:
             return "it closed its connection"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
-
-
-def _is_running(pid: int) -> bool:
-    """False from the moment when the kernel begins to end the process, which is before it closes its connections."""
-    try:
-        status = _read_status(Path(f"/proc/{pid}"))
-    except OSError:
-        return False
-    return status[0] != "Z" and not int(status[6]) & _PF_EXITING
-
-
-def _read_status(process: Path) -> list[str]:
-    """The fields of proc_pid_stat(5) from the third on: state, parent, group, session, terminal, its group, flags."""
-    return (process / "stat").read_text().rpartition(")")[2].split()
+        names = {number.value: number.name for number in signal.Signals}  # a real-time signal has none
+        return f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
 
 
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def run_child(serve: Callable[..., None], descriptor: str, memory_mb: str, arguments: str) -> None:
-    """Become the warden; its child serves until the parent's end of the connection closes."""
+class Server(Protocol):
+    """Serves calls with an object of the user's, which its maker has loaded."""
+
+    ready: Reply
+
+    def serve(self, channel: "Channel") -> None:
+        """Answer requests until the parent is gone."""
+        ...
+
+
+def interpreter_command(function: Callable[..., None], *arguments: str) -> list[str]:
+    """Return the command line of a fresh interpreter that calls an importable function. ``sys.path`` goes along, so
+    that it finds the neighbour modules of a script."""
+    name, module = function.__name__, function.__module__
+    code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}(*sys.argv[1:])"
+    return [sys.executable, "-c", code, *arguments]
+
+
+def run_child(module: str, name: str, descriptor: str, memory_mb: str, arguments: str) -> None:
+    """Become shield and warden; their child loads a server, which serves until the parent's end closes."""
     stand_guard(int(descriptor))
     channel = Channel(int(descriptor), restrain(int(memory_mb)))
-    serve(channel, *json.loads(arguments))
+    try:
+        server: Server = getattr(import_module(module), name)(*json.loads(arguments))
+    except Exception as error:  # noqa: BLE001 - the process boundary: whatever importing raises the parent reports it
+        channel.send(READY, error_reply(error))
+        return
+    channel.send(READY, server.ready)
+    server.serve(channel)
 
 
 class Channel:
@@ -247,16 +238,13 @@ class Channel:
     def receive(self) -> tuple[str, str, tuple[Any, ...]] | None:
         """Wait for a call: its number, name and arguments; None: the parent is gone."""
         try:
-            size = int.from_bytes(self._incoming.read(_SIZE_BYTES), "little")
-            request = self._incoming.read(size)
-        except OSError:
-            return None
-        if not size or len(request) < size:
+            request = pickle.load(self._incoming)
+        except (OSError, EOFError, pickle.UnpicklingError):
             return None
         self._output.left = _PRINTED_CHARACTERS
-        return pickle.loads(request)  # type: ignore[no-any-return]
+        return request  # type: ignore[no-any-return]
 
-    def send(self, number: str, reply: dict[str, Any]) -> None:
+    def send(self, number: str, reply: Reply) -> None:
         self._write(json.dumps({"number": number, **reply}).encode() + b"\n")
 
     def _write(self, line: bytes) -> None:
@@ -265,11 +253,12 @@ class Channel:
                 line = line[os.write(self._descriptor, line) :]
 
 
-def error_reply(message: str) -> dict[str, Any]:
-    """With the frames of the user's code if an exception is being handled."""
-    error = sys.exception()
-    text = user_traceback(error) if error is not None else ""
-    return {"error": message[:_MESSAGE_CHARACTERS], "traceback": cut_middle(text, _TRACEBACK_CHARACTERS, "\n[...]\n")}
+def error_reply(error: Exception, call: str = "") -> Reply:
+    """Describe what user code raised in a ``call``, with the user's frames."""
+    is_own = isinstance(error, VerifierError | EnvironmentFailed)
+    message = str(error) if is_own else f"{call} raised {type(error).__name__}: {error}".lstrip()
+    trace = cut_middle(user_traceback(error), _TRACEBACK_CHARACTERS, "\n[...]\n")
+    return {"error": message[:_MESSAGE_CHARACTERS], "traceback": trace}
 
 
 class Capped(TextIOBase):
@@ -301,51 +290,56 @@ def restrain(memory_mb: int) -> Capped:
     return output
 
 
+# -- shield and warden -------------------------------------------------------------------------------------------------
+
+
 def stand_guard(*descriptors: int) -> None:
     """Fork: the child returns from here; shield and warden, which keep none of the ``descriptors``, stay
-    until the child has ended."""
-    _raise_shield(descriptors)
+    until the child has ended, and end like it."""
+    _watch_child(descriptors, lambda warden: os.kill(warden, signal.SIGTERM))
     with suppress(OSError, AttributeError):  # Elsewhere than on Linux orphans are not adopted.
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    watched = {signal.SIGTERM, signal.SIGALRM, signal.SIGCHLD}
+    _watch_child(descriptors, lambda child: os.killpg(child, signal.SIGKILL))
+
+
+def end_guarded(process: "subprocess.Popen[bytes]") -> int:
+    """End the shield with all below it; return its exit code. Raises TimeoutExpired if it cannot be ended."""
+    process.terminate()
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(_EXIT_S)
+    with suppress(OSError):
+        os.killpg(process.pid, signal.SIGKILL)
+    return process.wait(_EXIT_S)
+
+
+def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None]) -> None:
+    """Fork: the child returns from here. This process ends the child on SIGTERM or when its own parent has ended, then
+    all that the child has left, generation by generation, and itself."""
+    watched = {signal.SIGTERM, signal.SIGCHLD}
     signal.pthread_sigmask(signal.SIG_BLOCK, watched)  # Waited for below, so that none is lost.
     parent, child = os.getppid(), os.fork()
     if child == 0:
-        os.setsid()
+        os.setsid()  # What kills the shield's group leaves the one that cleans up.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
         return
     for descriptor in descriptors:
         os.close(descriptor)
-    signal.setitimer(signal.ITIMER_REAL, _TICK_S, _TICK_S)
-    status = None
-    while status is None:
-        woken = signal.sigwait(watched)
-        if woken == signal.SIGTERM or os.getppid() != parent:
-            break
-        status = _reap(child)
-    _end(child, status)
-
-
-def _raise_shield(descriptors: tuple[int, ...]) -> None:
-    """Fork: the child returns from here; this process stays, passes SIGTERM on, and ends as the child does."""
-    watched = {signal.SIGTERM, signal.SIGCHLD}
-    signal.pthread_sigmask(signal.SIG_BLOCK, watched)
-    parent, warden = os.getppid(), os.fork()
-    if warden == 0:
-        os.setpgid(0, 0)  # What kills the shield's group leaves the one that cleans up.
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, watched)
-        return
-    for descriptor in descriptors:
-        os.close(descriptor)
-    while (status := _reap(warden)) is None:
-        woken = signal.sigtimedwait(watched, _TICK_S)
-        if (woken is not None and woken.si_signo == signal.SIGTERM) or os.getppid() != parent:
-            os.kill(warden, signal.SIGTERM)
+    while (status := _reap(child)) is None:
+        event = signal.sigtimedwait(watched, _TICK_S)
+        if (event is not None and event.si_signo == signal.SIGTERM) or os.getppid() != parent:
+            with suppress(OSError):
+                end(child)
+    with suppress(OSError):
+        os.killpg(child, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            _kill_children()
+            os.waitpid(-1, 0)
     _end_like(status)
 
 
 def _reap(child: int) -> int | None:
-    """Take in everything that has ended; the status of ``child`` if it is among them."""
+    """Take in everything that has ended; return the status of ``child`` if it is among them."""
     status = None
     with suppress(ChildProcessError):
         while (ended := os.waitpid(-1, os.WNOHANG))[0]:
@@ -354,32 +348,20 @@ def _reap(child: int) -> int | None:
     return status
 
 
-def _end(child: int, status: int | None) -> NoReturn:
-    """Kill all below, generation by generation, then end as the child did."""
-    with suppress(OSError):
-        os.killpg(child, signal.SIGKILL)
-    with suppress(ChildProcessError):
-        while True:
-            _kill_children()
-            ended, result = os.waitpid(-1, 0)
-            status = result if ended == child else _reap(child) or status
-    _end_like(status or 0)
-
-
-def _end_like(status: int) -> NoReturn:
-    """End with the exit code, or by the signal, of a process that has ended."""
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        with suppress(OSError, ValueError):
-            signal.signal(-code, signal.SIG_DFL)
-        os.kill(os.getpid(), -code)
-    os._exit(abs(code))
-
-
 def _kill_children() -> None:
     """Kill every process whose parent is this one."""
     for entry in Path("/proc").glob("[0-9]*"):
         with suppress(OSError, IndexError):
-            if int(_read_status(entry)[1]) == os.getpid():
+            if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 os.kill(int(entry.name), signal.SIGKILL)
+
+
+def _end_like(status: int) -> None:
+    """End with the exit code, or by the signal, of a process that has ended."""
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:
+        with suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))

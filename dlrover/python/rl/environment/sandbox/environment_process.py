@@ -6,16 +6,17 @@
     Guard --reset, step, close--> IsolatedEnvironment --calls--> ChildProcess (an event loop, the user's code)
 
 Replies are data, never unpickled. An abandoned call is cancelled in the child; a child that does not confirm that is
-stuck and is replaced. Its other calls fail too, because their episodes lived there. A sync call that cannot be
-interrupted leaves its thread behind: a child with many of them is replaced between episodes.
+stuck and is replaced. Its other calls fail too, because their episodes lived there. An episode that begins although
+its call was cancelled is closed. A sync call that cannot be interrupted leaves its thread behind: a child with many of
+them is replaced between episodes.
 """
 
 import asyncio
 import base64
-import secrets
 import threading
 import time
 from collections.abc import Coroutine, Mapping
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 from math import inf
@@ -33,21 +34,18 @@ from dlrover.python.rl.environment.core.functions import (
 )
 from dlrover.python.rl.environment.core.messages import Message, State
 from dlrover.python.rl.environment.sandbox.child_process import (
-    READY,
+    CallRequest,
     Channel,
     ChildEnded,
     ChildProcess,
+    Reply,
     error_reply,
-    pack_request,
 )
 
 _LOG = get_logger(__name__)
 
 _EXIT_S = 5.0
 _MAX_REPLY_BYTES = 64 << 20
-_REMEMBERED = 64
-"""Episodes whose first answer may still be refused."""
-
 _MOST_ABANDONED = 8
 """Threads of abandoned calls that a child may have when no episode is open."""
 
@@ -118,19 +116,19 @@ class IsolatedEnvironment:
         child = self._child if self._closed else await asyncio.to_thread(self._running)
         if child is None or (self._closed and call != "close"):
             raise EnvironmentFailed("the environment has been shut down")
-        number = secrets.token_hex(8)
         try:
-            request = await asyncio.to_thread(pack_request, number, call, arguments)
+            request = await asyncio.to_thread(CallRequest.of, call, *arguments)
         except Exception as error:
             raise EnvironmentFailed(f"{call} cannot be sent: {type(error).__name__}: {error}") from error
-        answer = child.begin(number)
+        answer = child.submit(request)
         try:
-            await asyncio.to_thread(child.send, request)
             return _decode(await asyncio.wrap_future(answer))
         except ChildEnded as error:
-            raise _ended(error) from None
+            raise EnvironmentFailed(f"the environment's process ended: {error}") from None
         except asyncio.CancelledError:
-            threading.Thread(target=self._cancel_call, args=(child, number), daemon=True).start()
+            threading.Thread(target=self._cancel_call, args=(child, request.number), daemon=True).start()
+            if call == "reset":
+                threading.Thread(target=_give_back, args=(child, answer), daemon=True).start()
             raise
 
     def _running(self) -> ChildProcess:
@@ -141,23 +139,22 @@ class IsolatedEnvironment:
                     raise EnvironmentFailed("the environment has been shut down")
                 self._abandoned = 0
                 arguments = [self._where, self._options]
-                self._child = ChildProcess(serve_environment, arguments, self._memory_mb, _MAX_REPLY_BYTES)
-                self._child.end_with(self)
+                self._child = ChildProcess(self, load_server, arguments, self._memory_mb, _MAX_REPLY_BYTES)
                 try:
-                    self.traits = self._await_ready(self._child)
+                    self.traits = EnvironmentTraits(**self._wait_ready(self._child))
                 except BaseException:
                     self._child.end("it could not be started")
                     raise
             return self._child
 
-    def _await_ready(self, child: ChildProcess) -> EnvironmentTraits:
+    def _wait_ready(self, child: ChildProcess) -> Any:
         try:
-            return EnvironmentTraits(**_decode(child.ready.result(timeout=self._start_timeout_s)))
+            return _decode(child.ready.result(self._start_timeout_s))
         except TimeoutError:
             message = f"the environment could not be loaded within {self._start_timeout_s:g} s"
             raise EnvironmentFailed(message) from None
         except ChildEnded as error:
-            raise _ended(error) from None
+            raise EnvironmentFailed(f"the environment's process ended: {error}") from None
 
     def _cancel_call(self, child: ChildProcess, cancelled: str) -> None:
         self._abandoned_s = time.monotonic()
@@ -171,48 +168,39 @@ class IsolatedEnvironment:
 
     def _replace_if_idle(self) -> None:
         """End a child with too many abandoned calls if no episode is open; the next episode starts another one."""
-        child = self._child
-        if child is None or not self._is_replaceable(child):
+        if self._open or self._abandoned <= _MOST_ABANDONED:
             return
         time.sleep(max(self._abandoned_s + self._grace_s - time.monotonic(), 0.0))  # most end at their next line
-        with suppress(TimeoutError, ChildEnded):
-            self._count_abandoned(child)
-        with self._lock:
-            if not self._is_replaceable(child):
+        with self._lock:  # an episode that begins now waits for another child
+            child = self._child
+            if child is None or child.is_ended or self._closed or self._open:
                 return
-            self._child = None
-        _LOG.warning("%s has calls that do not return: its process is replaced", self._where)
-        self._end(child, "too many of its calls did not return")
-
-    def _is_replaceable(self, child: ChildProcess) -> bool:
-        return child is self._child and not (self._closed or self._open) and self._abandoned > _MOST_ABANDONED
+            with suppress(TimeoutError, ChildEnded):
+                self._count_abandoned(child)
+            if self._abandoned > _MOST_ABANDONED:
+                _LOG.warning("%s has calls that do not return: its process is replaced", self._where)
+                self._end(child, "too many of its calls did not return")
 
     def _count_abandoned(self, child: ChildProcess, cancelled: str = "") -> None:
-        count = _decode(_request(child, "cancel", (cancelled,), self._grace_s))
-        if child is self._child:
-            self._abandoned = count
+        self._abandoned = _decode(child.submit(CallRequest.of("cancel", cancelled)).result(self._grace_s))
 
     def _end(self, child: ChildProcess, reason: str) -> None:
         """End a child after the user's own ``shutdown``."""
         try:
-            _decode(_request(child, "shutdown", (), _EXIT_S))
+            _decode(child.submit(CallRequest.of("shutdown")).result(_EXIT_S))
         except (TimeoutError, ChildEnded, EnvironmentFailed) as error:
             _LOG.warning("%s did not shut down: %s", self._where, str(error) or "no answer in time")
         finally:
             child.end(reason)
 
 
-def _request(child: ChildProcess, call: str, arguments: tuple[Any, ...], timeout_s: float) -> dict[str, Any]:
-    """The reply to a call. Raises TimeoutError and ChildEnded."""
-    number = secrets.token_hex(8)
-    answer = child.begin(number)
-    request = pack_request(number, call, arguments)
-    threading.Thread(target=child.send, args=(request,), daemon=True).start()
-    return answer.result(timeout=timeout_s)
-
-
-def _ended(error: ChildEnded) -> EnvironmentFailed:
-    return EnvironmentFailed(f"the environment's process ended: {error}")
+def _give_back(child: ChildProcess, answer: "Future[Reply]") -> None:
+    """Close the episode of a call that was given up, if it begins all the same."""
+    with suppress(ChildEnded, EnvironmentFailed):
+        _, extra_info = _decode(answer.result())  # waits: for the user's code, or the end of its process
+        closed = child.submit(CallRequest.of("close", extra_info)).result()  # waits: likewise
+        if "error" in closed:
+            _LOG.warning("an episode that was given up did not close: %s", closed["error"])
 
 
 def _encode(value: Any) -> dict[str, Any]:
@@ -234,81 +222,52 @@ def _decode(reply: dict[str, Any]) -> Any:
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def serve_environment(channel: Channel, where: str, options: dict[str, Any]) -> None:
-    """Load the environment ``where`` and answer calls, many at a time."""
-    try:
-        environment = load_environment(where, options)
-        traits = _encode(dict(vars(environment.traits)))
-    except BaseException as error:  # noqa: BLE001 - the process boundary: importing may even exit
-        channel.send(READY, error_reply(str(error)))
-        return
-    channel.send(READY, traits)
-    asyncio.run(_Server(environment, channel).serve())
+def load_server(where: str, options: dict[str, Any]) -> "EnvironmentServer":
+    return EnvironmentServer(load_environment(where, options))
 
 
-class _Server:
-    def __init__(self, environment: UserEnvironment, channel: Channel) -> None:
-        self._environment, self._channel = environment, channel
-        self._calls: dict[str, asyncio.Task[None]] = {}
-        self._begun: dict[str, Any] = {}  # extra_info of the last episodes, by their first call
-        self._closing: set[asyncio.Task[None]] = set()
+class EnvironmentServer:
+    """Answers calls, many at a time, in the child."""
 
-    async def serve(self) -> None:
-        while (request := await run_in_thread(self._channel.receive)) is not None:
+    def __init__(self, environment: UserEnvironment) -> None:
+        self.ready = _encode(dict(vars(environment.traits)))
+        self._environment = environment
+        self._calls: dict[str, asyncio.Task[Reply]] = {}
+
+    def serve(self, channel: Channel) -> None:
+        asyncio.run(self._serve(channel))
+
+    async def _serve(self, channel: Channel) -> None:
+        while (request := await run_in_thread(channel.receive)) is not None:
             number, call, arguments = request
             if call == "cancel":
-                task = self._calls.get(arguments[0])
-                if (task is None or not task.cancel()) and arguments[0] in self._begun:
-                    self._close(self._begun.pop(arguments[0]))  # the answer was on its way, and is not taken
+                if task := self._calls.get(arguments[0]):
+                    task.cancel()
                 await asyncio.sleep(0)  # the task abandons its thread
-                self._channel.send(number, _encode(count_abandoned()))
+                channel.send(number, _encode(count_abandoned()))
                 continue
-            task = asyncio.create_task(self._answer(number, call, arguments))
-            self._calls[number] = task
-            task.add_done_callback(partial(self._forget, number))
+            self._calls[number] = asyncio.create_task(self._answer(call, arguments))
+            self._calls[number].add_done_callback(partial(self._reply, channel, number))
 
-    def _forget(self, number: str, task: "asyncio.Task[None]") -> None:
+    def _reply(self, channel: Channel, number: str, task: "asyncio.Task[Reply]") -> None:
         del self._calls[number]
         if task.cancelled():
-            self._channel.send(number, error_reply("it was cancelled"))
+            channel.send(number, error_reply(EnvironmentFailed("it was cancelled")))
+        elif task.exception() is None:  # else this process ends by it
+            channel.send(number, task.result())  # waits: no more, it is done
 
-    def _begin(self, number: str, extra_info: Any) -> None:
-        """An episode has begun; it ends at once if its first call was cancelled, and answers all the same."""
-        if self._calls[number].cancelling():
-            self._close(extra_info)
-            raise EnvironmentFailed("it was cancelled")
-        self._begun[number] = extra_info
-        while len(self._begun) > _REMEMBERED:
-            del self._begun[next(iter(self._begun))]
-
-    def _close(self, extra_info: Any) -> None:
-        """End an episode that the other side does not know of."""
-
-        async def close() -> None:
-            try:
-                await self._environment.close(extra_info)
-            except Exception as error:  # noqa: BLE001 - the user's code; no caller waits for it
-                _LOG.warning("an episode that was given up did not close: %s: %s", type(error).__name__, error)
-
-        task = asyncio.create_task(close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-
-    async def _answer(self, number: str, call: str, arguments: tuple[Any, ...]) -> None:
+    async def _answer(self, call: str, arguments: tuple[Any, ...]) -> Reply:
         try:
             returned = await getattr(self._environment, call)(*arguments)
             if call == "reset":
-                self._begin(number, arguments[0])
                 returned = [returned, arguments[0]]
             elif call == "step":
                 returned = {
                     name: value for name, value in vars(returned).items() if name != "next_state" or value is not None
                 }
-            reply = _encode(returned)
-        except EnvironmentFailed as error:
-            reply = error_reply(str(error))
-        except DataError as error:
-            reply = error_reply(f"{call} returned data that cannot be sent: {error}")
+            try:
+                return _encode(returned)
+            except DataError as error:
+                raise EnvironmentFailed(f"{call} returned data that cannot be sent: {error}") from None
         except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
-            reply = error_reply(f"{call} raised {type(error).__name__}: {error}")
-        self._channel.send(number, reply)
+            return error_reply(error, call)

@@ -7,10 +7,8 @@ its memory. Verifiers run side by side: a hanging sample uses only its own deadl
 
 import math
 import queue
-import secrets
 import signal
 import threading
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
@@ -20,50 +18,43 @@ from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, Veri
 from dlrover.python.rl.environment.core.functions import REWARDS
 from dlrover.python.rl.environment.core.scoring import Completed, Reward, WeightedRewards
 from dlrover.python.rl.environment.sandbox.child_process import (
-    READY,
+    CallRequest,
     Channel,
     ChildEnded,
     ChildProcess,
+    Reply,
     error_reply,
-    pack_request,
 )
 
 _ORPHAN_GRACE_S = 5.0
 _MAX_REPLY_BYTES = 1 << 20
 
 
-def serve_rewards(
-    channel: Channel, weights: dict[str, float], columns: list[str], load_limit_s: float, call_limit_s: float
-) -> None:
-    """Load the functions named in ``weights`` and answer calls.
+class RewardServer:
+    """Loads the functions named in ``weights`` and answers calls, in the child.
 
     SIGALRM ends the process at a limit even if parent and warden are gone and the function holds the interpreter; the
     parent is earlier."""
-    signal.setitimer(signal.ITIMER_REAL, load_limit_s)
-    try:
-        rewards = WeightedRewards.load(weights, columns)
-    except Exception:  # noqa: BLE001 - the process boundary: whatever importing raises the parent reports it
-        channel.send(READY, error_reply("could not be loaded"))
-        return
-    number, reply = READY, {"compares": rewards.compares}
-    while True:
+
+    def __init__(self, weights: dict[str, float], columns: list[str], limit_s: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, limit_s + _ORPHAN_GRACE_S)
+        self._rewards = WeightedRewards.load(weights, columns)
+        self.ready: Reply = {"compares": self._rewards.compares}
+
+    def serve(self, channel: Channel) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
-        channel.send(number, reply)
-        request = channel.receive()
-        if request is None:
-            return
-        number, _, (samples,) = request
-        signal.setitimer(signal.ITIMER_REAL, call_limit_s * len(samples))
-        reply = _score(rewards, [Completed(*fields) for fields in samples])
+        while (request := channel.receive()) is not None:
+            number, _, (samples, limit_s) = request
+            signal.setitimer(signal.ITIMER_REAL, limit_s + _ORPHAN_GRACE_S)
+            reply = self._score([Completed(*fields) for fields in samples])
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            channel.send(number, reply)
 
-
-def _score(rewards: WeightedRewards, samples: list[Completed]) -> dict[str, Any]:
-    try:
-        return {"rewards": [(reward.total, reward.parts) for reward in rewards.now(samples)]}
-    except VerifierError as error:
-        return {"error": str(error)}
-    except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
-        return error_reply(f"raised {type(error).__name__}: {error}")
+    def _score(self, samples: list[Completed]) -> Reply:
+        try:
+            return {"rewards": [(reward.total, reward.parts) for reward in self._rewards.now(samples)]}
+        except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
+            return error_reply(error)
 
 
 class DeadlineVerifier:
@@ -102,7 +93,7 @@ class DeadlineVerifier:
         self._timeout_s, self._start_timeout_s, self._memory_mb = timeout_s, start_timeout_s, memory_mb
         self._columns, self._lock = sorted(columns), threading.Lock()
         self._closed = False
-        self._child = self._start()
+        self._start()
         try:
             self._await_ready()
         except BaseException:
@@ -129,15 +120,14 @@ class DeadlineVerifier:
             VerifierCrashed: the child ended.
             VerifierError: the function raised, or returned something else.
         """
-        number = secrets.token_hex(8)  # The function cannot guess it, hence not answer for its process.
+        limit_s = self._timeout_s * len(samples)
         # Arguments that cannot be pickled raise here.
-        request = pack_request(number, "score", ([tuple(sample) for sample in samples],))
+        request = CallRequest.of("score", [tuple(sample) for sample in samples], limit_s)
         with self._lock:
             if self._closed:
                 raise ValueError(f"the verifier {self._name} is closed")
             self._await_ready()
-            limit_s = self._timeout_s * len(samples)
-            reply = self._result(lambda: self._call(number, request), limit_s, "gave no reward")
+            reply = self._wait(self._child.submit(request), limit_s, "gave no reward")
         if "error" in reply:
             raise VerifierError(f"{self._name} {reply['error']}", str(reply.get("traceback", "")))
         return [Reward(float(total), dict(parts)) for total, parts in reply["rewards"]]
@@ -154,44 +144,32 @@ class DeadlineVerifier:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> ChildProcess:
-        limits = [self._start_timeout_s + _ORPHAN_GRACE_S, self._timeout_s + _ORPHAN_GRACE_S]
-        arguments = [self._weights, self._columns, *limits]
-        child = ChildProcess(serve_rewards, arguments, self._memory_mb, _MAX_REPLY_BYTES, self._timeout_s)
-        child.end_with(self)
-        return child
+    def _start(self) -> None:
+        arguments = [self._weights, self._columns, self._start_timeout_s]
+        self._child = ChildProcess(self, RewardServer, arguments, self._memory_mb, _MAX_REPLY_BYTES)
 
     def _restart(self) -> None:
         self._child.end()
-        self._child = self._start()
+        self._start()
 
     def _await_ready(self) -> None:
-        reply = self._result(lambda: self._child.ready, self._start_timeout_s, "could not be loaded")
+        reply = self._wait(self._child.ready, self._start_timeout_s, "could not be loaded")
         if "error" in reply:
             self._restart()
             raise VerifierError(f"{self._name} could not be loaded", str(reply.get("traceback", "")))
         self._compares = bool(reply["compares"])
 
-    def _call(self, number: str, request: bytes) -> "Future[dict[str, Any]]":
-        answer = self._child.begin(number)
-        self._child.send(request)
-        return answer
-
-    def _result(self, begin: "Callable[[], Future[dict[str, Any]]]", timeout_s: float, failure: str) -> dict[str, Any]:
-        """Wait for a reply; a failure replaces the child."""
-        deadline_s = time.monotonic() + timeout_s
+    def _wait(self, answer: "Future[Reply]", timeout_s: float, failure: str) -> Reply:
+        """Return the reply; a failure replaces the child."""
         try:
-            return begin().result(timeout=max(deadline_s - time.monotonic(), 0.0))
-        except TimeoutError:
+            return answer.result(timeout_s)
+        except BaseException as error:
             self._restart()
-            raise VerifierTimeout(f"{self._name} {failure} within {timeout_s:g} s; its process was killed") from None
-        except ChildEnded as error:
-            self._restart()
-            if error.is_garbled:
-                raise VerifierCrashed(f"{self._name} answered for its process, which was ended") from None
-            raise VerifierCrashed(f"the process of {self._name} ended: {error}") from None
-        except BaseException:
-            self._restart()
+            if isinstance(error, TimeoutError):
+                what = f"{failure} within {timeout_s:g} s; its process was killed"
+                raise VerifierTimeout(f"{self._name} {what}") from None
+            if isinstance(error, ChildEnded):
+                raise VerifierCrashed(f"the process of {self._name} ended: {error}") from None
             raise
 
 

@@ -16,7 +16,6 @@ Prefer ``assert f(2) == 4``, or cases of input and output.
 import os
 import re
 import secrets
-import signal
 import socket
 import stat
 import subprocess
@@ -24,7 +23,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -32,7 +31,7 @@ from typing import Any
 from dlrover.python.rl.data.jsonl import decode_json
 from dlrover.python.rl.data.model_text import ignore_thoughts
 from dlrover.python.rl.environment.core.scoring import needs
-from dlrover.python.rl.environment.sandbox.child_process import stand_guard
+from dlrover.python.rl.environment.sandbox.child_process import end_guarded, interpreter_command, stand_guard
 from dlrover.python.rl.environment.sandbox.confinement import (
     Confinement,
     ResourceLimits,
@@ -43,7 +42,6 @@ from dlrover.python.rl.environment.sandbox.scratch import scratch_folder
 from dlrover.python.rl.environment.verifiers.code_tests import SIZE_BYTES
 from dlrover.python.rl.environment.verifiers.hidden_tests import HiddenTests, hide_expected
 
-_EXIT_S = 10.0
 _TESTED = Path(__file__).with_name("code_tests.py")
 
 
@@ -81,9 +79,9 @@ def run_python(source: str, stdin: str = "", limits: ProgramLimits | None = None
         try:
             code, timed_out = process.wait(limits.timeout_s), False
         except subprocess.TimeoutExpired:
-            code, timed_out = _end(process), True
+            code, timed_out = end_guarded(process), True
         except BaseException:
-            _end(process)
+            end_guarded(process)
             raise
         outputs = (_read_output(folder / file, limits.output_bytes) for file in ("stdout", "stderr"))
         stdout, stderr = (output.decode(errors="replace") for output in outputs)
@@ -114,7 +112,7 @@ def passes_tests(source: str, tests: HiddenTests, limits: ProgramLimits | None =
         except OSError:  # It ended, or its time was up.
             return False
         finally:
-            _end(process)
+            end_guarded(process)
 
 
 def _start(
@@ -123,14 +121,12 @@ def _start(
     """``folder`` will hold the program's output; ``tested`` is a channel that sends tests, and the modules of these."""
     (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
     (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
-    # sys.path goes along so that this module is found; the program itself starts isolated from it.
-    start = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import become; become(*sys.argv[1:])"
     sizes = [str(limits.memory_mb), str(limits.output_bytes), str(int(limits.timeout_s) + 1)]
     with ExitStack() as files:
         stdin_file = files.enter_context((folder / "stdin").open("rb"))
         out, err = (files.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
         return subprocess.Popen(
-            [sys.executable, "-c", start, str(folder), confinement().value, *sizes, *tested],
+            interpreter_command(become, str(folder), confinement().value, *sizes, *tested),
             stdin=stdin_file,
             stdout=out,
             stderr=err,
@@ -173,15 +169,6 @@ def _read_lines(connection: socket.socket, deadline_s: float, most: int) -> Iter
         most -= len(part)
         *lines, rest = (rest + part).split(b"\n")
         yield from (line.decode("utf-8", "replace") for line in lines)
-
-
-def _end(process: "subprocess.Popen[bytes]") -> int:
-    process.terminate()  # The warden ends all that is below it.
-    with suppress(subprocess.TimeoutExpired):
-        return process.wait(_EXIT_S)
-    with suppress(OSError):
-        os.killpg(process.pid, signal.SIGKILL)
-    return process.wait(_EXIT_S)
 
 
 def become(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str, *tested: str) -> None:
