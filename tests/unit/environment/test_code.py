@@ -101,19 +101,12 @@ BLOCKS = {
     "a span that begins a line": (f"{FENCE}input(){FENCE} is called:\n" + fenced("x = 1"), "x = 1\n", None),
     "a mention in prose": (f"I open it with {FENCE} now.\n" + fenced("x = 1"), "x = 1\n", None),
     "a string": (fenced(f"mark = '{FENCE}'"), f"mark = '{FENCE}'\n", "mark = '"),
-    "a comment": (fenced(f"# no {FENCE} here\nx = 1"), f"# no {FENCE} here\nx = 1\n", "# no "),
     "a docstring": (fenced(f"def f():\n    {FENCE}\n    x"), f"def f():\n    {FENCE}\n    x\n", "def f():\n"),
     "an end with text": (fenced(f"x = 1\n{FENCE}python\ny"), f"x = 1\n{FENCE}python\ny\n", "x = 1\n"),
-    "four around three": (f"`{FENCE}py\n{FENCE}\nx\n{FENCE}\n`{FENCE}", f"{FENCE}\nx\n{FENCE}\n", ""),
-    "a longer end": (f"{FENCE}py\nx = 1\n`{FENCE}\ny", "x = 1\n", "x = 1\n"),
     "tildes": (f"~~~python\nx = 1\n{FENCE}\n~~~", f"x = 1\n{FENCE}\n", None),
-    "tildes with backticks": ("~~~~ py `x`\nx = 1\n~~~\n~~~~~ ", "x = 1\n~~~\n", None),
-    "two backticks": ("``py\nx = 1\n``", None, None),
     "three columns": (f"   {FENCE}py\n   x = 1\n  y = 2\n {FENCE}", "x = 1\ny = 2\n", " x = 1\ny = 2\n"),
     "four columns": (f"Text:\n\n    {FENCE}py\n    x = 1\n    {FENCE}", None, "x = 1\n"),
     "a list": (f"10. Do\n\n    {FENCE}py\n    x = 1\n    {FENCE}", "x = 1\n", "x = 1\n"),
-    "a list in a list": (f"- a\n  1. {FENCE}py\n     x = 1\n     {FENCE}\n", "x = 1\n", "x = 1\n"),
-    "after a list": (f"- a\n\nThen:\n\n    {FENCE}py\n    x = 1\n    {FENCE}", None, "x = 1\n"),
     "no end": (f"{FENCE}py\nx = 1\ny = 2", "x = 1\ny = 2\n", None),
     "ends of lines": (f"{FENCE}py\r\nx = 1\r\n{FENCE}\r\ny", "x = 1\n", "x = 1\r\n"),
 }
@@ -243,7 +236,7 @@ def test_cases_of_input_and_output():
     assert python_tests(fenced("print(2 * int(input()))"), None, tests) == 1.0
     assert python_tests(fenced("print(4)"), None, tests) == 0.0
     assert python_tests("print(2 * int(input()))", None, tests) == 0.0
-    for wrong in ({}, {"tests": []}, {"tests": [{"input": 1, "output": "x"}]}, {"tests": ["x"]}):
+    for wrong in ({}, {"tests": []}, {"tests": [{"input": 1, "output": "x"}]}, {"tests": [3]}):
         with pytest.raises(ValueError, match="must be Python text, or a list"):
             python_tests(fenced("x"), None, wrong)
 
