@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """How fast rollout engines draw tokens: ``make bench NAME=rollout`` (``--quick`` to try it).
 
-They run a model of 0.9 M parameters in fp32, or that of ``--model`` in bf16: 16 sequences at a time, 32 of up to 128 new
-tokens, and without the slower settings of ``transformers``.
+They run a model of 0.9 M parameters in fp32, or that of ``--model`` in bf16: 16 sequences at a time, at most 128 new
+tokens each, and without the slower settings of ``transformers``.
 
 Each round lets every engine do each work once, one after the other in changing order, in one run on one machine. The
 engines have the same model, prompts, lengths and cores, and decode 64 sequences at a time:

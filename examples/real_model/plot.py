@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Draw the accuracies and rewards of the runs that ``run.py`` has summarized.
 
-    python examples/real_model/plot.py SUMMARY.json ... OUT.png
+python examples/real_model/plot.py SUMMARY.json ... OUT.png
 """
 
 import json
