@@ -3,6 +3,7 @@
 of its operations."""
 
 import errno
+import io
 import logging
 import types
 from collections.abc import Callable
@@ -282,6 +283,7 @@ _SILENT = logging.getLogger("simulated")
 _SILENT.disabled = True
 
 SUBSTITUTES = {
+    "dlrover.python.rl.common.no_links": types.SimpleNamespace(open_file=lambda path: io.BytesIO(path.read_bytes())),
     "dlrover.python.rl.common.log": types.SimpleNamespace(get_logger=lambda name: _SILENT),
     "os": system,
     "fcntl": types.SimpleNamespace(LOCK_UN=8, flock=lambda handle, how: None),
