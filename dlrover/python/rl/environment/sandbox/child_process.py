@@ -36,6 +36,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias
 
 from dlrover.python.rl.common.errors import EnvironmentFailed, VerifierError, user_traceback
 from dlrover.python.rl.common.log import cut_middle
+from dlrover.python.rl.environment.sandbox.confinement import Confinement, ResourceLimits, become_confined
 
 READY = "ready"
 """The number of the first reply, which may carry the ``error`` that the child could not start for."""
@@ -209,6 +210,17 @@ def interpreter_command(function: Callable[..., None], *arguments: str) -> list[
     name, module = function.__name__, function.__module__
     code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}(*sys.argv[1:])"
     return [sys.executable, "-c", code, *arguments]
+
+
+def become_program(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str, *tested: str) -> None:
+    """Become the warden of ``program.py`` in ``folder``, its child; or of a script that tests it, for which ``tested``
+    are an inherited descriptor, the script and its arguments. This module imports little: each program starts it."""
+    stand_guard(*map(int, tested[:1]))
+    limits = ResourceLimits(int(memory_mb), int(file_bytes), int(cpu_s))
+    command = [sys.executable, "-I", *([tested[1], tested[0], *tested[2:]] if tested else ["program.py"])]
+    become_confined(
+        command, Path(folder), [Path(folder, "program.py"), *map(Path, tested[1:2])], limits, Confinement(level)
+    )
 
 
 def run_child(module: str, name: str, descriptor: str, memory_mb: str, arguments: str) -> None:

@@ -19,7 +19,6 @@ import secrets
 import socket
 import stat
 import subprocess
-import sys
 import textwrap
 import time
 from collections.abc import Iterator, Sequence
@@ -31,11 +30,8 @@ from typing import Any
 from dlrover.python.rl.data.jsonl import decode_json
 from dlrover.python.rl.data.model_text import ignore_thoughts
 from dlrover.python.rl.environment.core.scoring import needs
-from dlrover.python.rl.environment.sandbox.child_process import end_guarded, interpreter_command, stand_guard
+from dlrover.python.rl.environment.sandbox.child_process import become_program, end_guarded, interpreter_command
 from dlrover.python.rl.environment.sandbox.confinement import (
-    Confinement,
-    ResourceLimits,
-    become_confined,
     confinement,
 )
 from dlrover.python.rl.environment.sandbox.scratch import scratch_folder
@@ -119,6 +115,7 @@ def _start(
     folder: Path, source: str, stdin: str, limits: ProgramLimits, tested: Sequence[str] = ()
 ) -> "subprocess.Popen[bytes]":
     """``folder`` will hold the program's output; ``tested`` is a channel that sends tests, and the modules of these."""
+    tested = [tested[0], str(_TESTED), *tested[1:]] if tested else []
     (folder / "program.py").write_text(source, encoding="utf-8", errors="replace")
     (folder / "stdin").write_text(stdin, encoding="utf-8", errors="replace")
     sizes = [str(limits.memory_mb), str(limits.output_bytes), str(int(limits.timeout_s) + 1)]
@@ -126,7 +123,7 @@ def _start(
         stdin_file = files.enter_context((folder / "stdin").open("rb"))
         out, err = (files.enter_context((folder / name).open("wb")) for name in ("stdout", "stderr"))
         return subprocess.Popen(
-            interpreter_command(become, str(folder), confinement().value, *sizes, *tested),
+            interpreter_command(become_program, str(folder), confinement().value, *sizes, *tested),
             stdin=stdin_file,
             stdout=out,
             stderr=err,
@@ -169,15 +166,6 @@ def _read_lines(connection: socket.socket, deadline_s: float, most: int) -> Iter
         most -= len(part)
         *lines, rest = (rest + part).split(b"\n")
         yield from (line.decode("utf-8", "replace") for line in lines)
-
-
-def become(folder: str, level: str, memory_mb: str, file_bytes: str, cpu_s: str, *tested: str) -> None:
-    """Become the warden of the program in ``folder``, its child; ``tested`` as in :func:`_start`."""
-    stand_guard(*map(int, tested[:1]))
-    limits = ResourceLimits(int(memory_mb), int(file_bytes), int(cpu_s))
-    command = [sys.executable, "-I", *([str(_TESTED), *tested] if tested else ["program.py"])]
-    shown = [Path(folder, "program.py"), *([_TESTED] if tested else [])]
-    become_confined(command, Path(folder), shown, limits, Confinement(level))
 
 
 def code_block(text: str) -> str | None:
