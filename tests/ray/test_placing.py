@@ -14,7 +14,9 @@ from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.runtime.ray import placement_groups
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.placement_groups import (
-    find_groups,
+    REMOVED,
+    _list_groups,
+    _newest_by_node,
     is_usable,
     placement_of,
     release_groups,
@@ -28,6 +30,12 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 DEADLINE_S = 20.0
 ACTOR = RLRoleType("ACTOR")
 CLUSTER = RayClusterApi()
+
+
+def find_groups(cluster, prefix):
+    """The newest group of each of the plan's nodes."""
+    newest = sorted(_newest_by_node(_list_groups(cluster), prefix).items())
+    return [group.id for _, group in newest if group.state != REMOVED]
 
 
 @pytest.fixture
