@@ -8,6 +8,7 @@ _SAVED, _SUPERVISOR = "master/saved_run.py", "master/supervisor.py"
 
 TESTS = {
     _FOLDER: (
+        "runtime/test_owner.py",
         "runtime/test_run_folder.py",
         "master/test_saved_run.py",
         "master/test_run_claim.py",
@@ -16,14 +17,21 @@ TESTS = {
         "master/test_jobs_elsewhere.py",
     ),
     _OWNER: (
+        "runtime/test_owner.py",
         "runtime/test_run_folder.py",
         "master/test_saved_run.py",
         "master/test_local_run.py",
         "master/test_run_folders.py",
         "master/test_jobs_elsewhere.py",
     ),
-    _EARLIER: ("runtime/test_run_folder.py", "runtime/test_other_members.py", "master/test_run_folders.py"),
+    _EARLIER: (
+        "runtime/test_owner.py",
+        "runtime/test_run_folder.py",
+        "runtime/test_other_members.py",
+        "master/test_run_folders.py",
+    ),
     _SAVED: (
+        "master/test_resumption.py",
         "master/test_saved_run.py",
         "master/test_local_run.py",
         "master/test_run_folders.py",
