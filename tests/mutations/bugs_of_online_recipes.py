@@ -16,11 +16,12 @@ TESTS = {
         "recipe/online/test_step_batch.py",
         "recipe/online/test_failures.py",
         "recipe/reporting/test_whole_samples.py",
+        "recipe/online/test_collector.py",
     ),
     _COLLECTOR: ("recipe/online/test_staleness.py", "recipe/online/test_collector.py"),
     _PROMPTS: ("recipe/online/test_prompt_source.py",),
-    _TRAINER: ("recipe/online/test_step_batch.py", "recipe/online/test_collector.py"),
-    _SAMPLES: ("recipe/online/test_step_batch.py", "recipe/online/test_collector.py"),
+    _TRAINER: ("recipe/online/test_policy_trainer.py", "recipe/online/test_step_batch.py"),
+    _SAMPLES: ("recipe/online/test_policy_trainer.py", "recipe/online/test_collector.py"),
     _WARNINGS: ("recipe/online/test_step_batch.py",),
 }
 

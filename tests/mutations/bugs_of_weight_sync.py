@@ -8,18 +8,19 @@ _BASE, _BUCKETS, _SUMS = f"{_SYNC}/base.py", f"{_SYNC}/buckets.py", f"{_SYNC}/ch
 _DISK, _PULL, _SERVED = f"{_SYNC}/disk.py", f"{_SYNC}/pull.py", f"{_SYNC}/weight_server.py"
 _ADAPTERS, _CHOICE, _BROADCAST = f"{_SYNC}/adapters.py", f"{_SYNC}/transports.py", f"{_SYNC}/collective.py"
 
-_TRANSPORTS = ("engine/test_weight_checksums.py", "engine/test_weight_transports.py")
+_CONTRACT = "../contract/weight_sync"
+_CUT = (f"{_CONTRACT}/test_transports.py", f"{_CONTRACT}/test_cut_syncs.py")
 
 TESTS = {
-    _BASE: _TRANSPORTS,
-    _BUCKETS: _TRANSPORTS,
-    _SUMS: _TRANSPORTS,
-    _DISK: _TRANSPORTS[1:],
-    _PULL: _TRANSPORTS[1:],
-    _SERVED: _TRANSPORTS[1:],
-    _ADAPTERS: _TRANSPORTS[1:],
-    _CHOICE: _TRANSPORTS[1:],
-    _BROADCAST: ("engine/test_broadcast_group.py", "engine/test_weight_transports.py"),
+    _BASE: ("engine/test_weights.py", *_CUT),
+    _BUCKETS: ("engine/test_weight_checksums.py", *_CUT),
+    _SUMS: ("engine/test_weight_checksums.py", *_CUT),
+    _DISK: _CUT,
+    _PULL: (*_CUT, f"{_CONTRACT}/test_pull_from_afar.py"),
+    _SERVED: (*_CUT, f"{_CONTRACT}/test_pull_from_afar.py"),
+    _ADAPTERS: (f"{_CONTRACT}/test_adapters_alone.py",),
+    _CHOICE: ("engine/test_weight_transports.py",),
+    _BROADCAST: ("engine/test_broadcast_group.py", *_CUT),
 }
 
 BUGS = {
