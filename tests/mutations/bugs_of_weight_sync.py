@@ -9,7 +9,7 @@ _DISK, _PULL, _SERVED = f"{_SYNC}/disk.py", f"{_SYNC}/pull.py", f"{_SYNC}/weight
 _ADAPTERS, _CHOICE, _BROADCAST = f"{_SYNC}/adapters.py", f"{_SYNC}/transports.py", f"{_SYNC}/collective.py"
 
 _CONTRACT = "../contract/weight_sync"
-_CUT = (f"{_CONTRACT}/test_transports.py", f"{_CONTRACT}/test_cut_syncs.py")
+_CUT = (f"{_CONTRACT}/test_failing_sides.py", f"{_CONTRACT}/test_transports.py", f"{_CONTRACT}/test_cut_syncs.py")
 
 TESTS = {
     _BASE: ("engine/test_weights.py", *_CUT),
@@ -42,7 +42,7 @@ BUGS = {
     ),
     "an address that fails is an error of one rank": Bug(
         _BASE,
-        "except (OSError, WeightSyncError) as error:  # the other ranks",
+        "except (OSError, DLRoverRLError) as error:  # the other ranks",
         "except ZeroDivisionError as error:  # the other ranks",
     ),
     "integers are cast to the dtype of the weights": Bug(
