@@ -8,7 +8,10 @@ from service_stage import WITHIN_S, FullDisk, serving, submission, until
 
 from dlrover.python.rl.common.errors import ServiceUnavailable, UnknownJob
 from dlrover.python.rl.service import manager as manager_module
-from dlrover.python.rl.service.jobs.records import JobPhase, Observed
+from dlrover.python.rl.service.jobs import ledger as ledger_module
+from dlrover.python.rl.service.jobs.ledger import Draft, Ledger
+from dlrover.python.rl.service.jobs.records import JobPhase, Observed, Schedule
+from dlrover.python.rl.service.jobs.scheduling import QueueLimits
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
@@ -105,3 +108,17 @@ def test_what_is_saved_is_synced(tmp_path):
     full = 2  # of SQLite: with 1, NORMAL, a power cut takes the last writes
     assert store._writer.execute("PRAGMA synchronous").fetchone() == (full,)
     store.close()
+
+
+def test_the_newest_run_of_a_name_outlives_an_older_one(monkeypatch):
+    monkeypatch.setattr(ledger_module, "KEPT_ENDED", 1)
+    ledger, runs = Ledger(QueueLimits()), iter("ab")
+    ledger.capacity = {"cpu": 1.0}
+    for token in ("first", "second"):
+        draft = Draft(ledger, lambda: next(runs))
+        record = draft.decide(submission(token=token), 0.0)
+        draft.decide(Schedule(), 0.0)
+        draft.decide(Observed(record.name, record.run, JobPhase.FINISHED), 1.0)
+        forgotten = ledger.adopt(draft)
+    assert forgotten == ["a"] and ledger.by_run("a") is None
+    assert ledger.get("job").run == "b" and ledger.by_token("ann", "first") is None
