@@ -14,7 +14,7 @@ import pytest
 import torch
 from sync_sides import PATIENT, ToySource, Wire, equal, toy_weights, transport
 
-from dlrover.python.rl.common.errors import EngineError, InvalidJob, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, InvalidJob, WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.weight_sync import weight_server
 from dlrover.python.rl.engine.weight_sync.base import Ticket, WeightTable
 from dlrover.python.rl.engine.weight_sync.buckets import MappedWeights, WeightFile
@@ -112,6 +112,31 @@ def test_a_version_on_disk_that_is_kept_is_renewed(tmp_path):
     assert equal(transport("disk", tmp_path).receive(ticket), source.weights)
     wire.source.close()
     assert not wire.source.keeps(ticket)
+
+
+@pytest.mark.parametrize("kind", ["disk", "pull"])
+def test_the_last_version_is_there_until_the_next_is_whole(kind, tmp_path):
+    wire, first, second = Wire(kind, tmp_path), *(ToySource(toy_weights(seed), version=seed) for seed in (1, 2))
+    ticket, received = wire.source.offer(first), []
+    wire.source.send(ticket, first)
+    second.rounds = 1  # the offer's does not count
+    second.halt = lambda number: received.append(wire.sinks[0].receive(ticket)) if number == 3 else None
+    wire.source.send(wire.source.offer(second), second)
+    assert received and all(equal(each, first.weights) for each in received)
+    wire.close()
+
+
+def test_what_is_not_sent_is_not_waited_for(tmp_path):
+    wire, source = Wire("pull", tmp_path), ToySource(toy_weights(), version=1)
+    ticket = wire.source.offer(source)
+    source.version = 2
+    with pytest.raises(WeightSyncError, match="the source is at 2"):
+        wire.source.send(ticket, source)
+    began_s = time.monotonic()
+    with pytest.raises(WeightsLost):
+        wire.sinks[0].receive(ticket)
+    assert time.monotonic() - began_s < PATIENT.timeout_s / 2
+    wire.close()
 
 
 def written(versions, number):
