@@ -6,7 +6,6 @@ from bug import Bug
 _SYNC = "engine/weight_sync"
 _BASE, _BUCKETS, _SUMS = f"{_SYNC}/base.py", f"{_SYNC}/buckets.py", f"{_SYNC}/checksums.py"
 _DISK, _PULL, _SERVED = f"{_SYNC}/disk.py", f"{_SYNC}/pull.py", f"{_SYNC}/weight_server.py"
-_ADAPTERS, _CHOICE, _BROADCAST = f"{_SYNC}/adapters.py", f"{_SYNC}/transports.py", f"{_SYNC}/collective.py"
 
 _CONTRACT = "../contract/weight_sync"
 _CUT = (f"{_CONTRACT}/test_failing_sides.py", f"{_CONTRACT}/test_transports.py", f"{_CONTRACT}/test_cut_syncs.py")
@@ -18,9 +17,6 @@ TESTS = {
     _DISK: _CUT,
     _PULL: (*_CUT, f"{_CONTRACT}/test_pull_from_afar.py"),
     _SERVED: (*_CUT, f"{_CONTRACT}/test_pull_from_afar.py"),
-    _ADAPTERS: (f"{_CONTRACT}/test_adapters_alone.py",),
-    _CHOICE: ("engine/test_weight_transports.py",),
-    _BROADCAST: ("engine/test_broadcast_group.py", *_CUT),
 }
 
 BUGS = {
@@ -107,41 +103,4 @@ BUGS = {
         _SERVED, "self._files = {last: self._files[last]} if last else {}", "self._files = {}"
     ),
     "a file that receivers use is written again": Bug(_SERVED, " and not file.is_open()), None)", "), None)"),
-    "memory of another table is used": Bug(_SERVED, "if file.table == table and not", "if not"),
-    "any user of the host may have the weights": Bug(_SERVED, "peer_credentials(connection)[1] == os.getuid()", "True"),
-    "closed versions are waited for": Bug(
-        _SERVED, "or ticket_id != self._expected or self._closed,", "or ticket_id != self._expected,"
-    ),
-    "a stream of a version that failed does not end": Bug(
-        _SERVED, "            if not is_growing:\n                return\n", ""
-    ),
-    "the model under changed adapters is the earlier one": Bug(
-        _ADAPTERS, "owner is source and self.version == owner.base_version", "owner is source"
-    ),
-    "a model that a sender has lost is not sent again": Bug(
-        _ADAPTERS, " or not _keeps(base.transport, base.ticket):", ":"
-    ),
-    "a model that failed counts as sent": Bug(
-        _ADAPTERS,
-        "                base.stamp = base.transport.send(ticket.base, base)\n                base.is_sent = True\n",
-        "                base.is_sent = True\n                base.stamp = base.transport.send(ticket.base, base)\n",
-    ),
-    "a receiver adds adapters to an earlier model": Bug(
-        _ADAPTERS, "if self._received is None or self._received[0] != ticket.id:", "if self._received is None:"
-    ),
-    "a folder of a job is not used": Bug(
-        _CHOICE, "settings.folder if parsed.folder is None else", "settings.folder if parsed.folder else"
-    ),
-    "receivers of one process may have to wait for each other": Bug(
-        _CHOICE, "if in_one_process and receivers > 1 and", "if False and"
-    ),
-    "one receiver too many joins": Bug(_BROADCAST, "if rank > receivers:", "if rank > receivers + 1:"),
-    "a process that failed stays in the group": Bug(
-        _BROADCAST,
-        "        except BaseException as error:\n            self._leave_group()\n",
-        "        except BaseException as error:\n",
-    ),
-    "a group is used again for other receivers": Bug(
-        _BROADCAST, "self._group.name if self._members == members else uuid4().hex", "self._group.name or uuid4().hex"
-    ),
 }
