@@ -34,10 +34,10 @@ def ended(tmp_path, monkeypatch):
 
 
 def test_a_name_stands_for_the_folder_of_its_last_run(ended):
-    found = find_saved_run("job")
-    assert found.folder == ended.job_dir.resolve() and found.owner.run == ended.run
+    run = find_saved_run("job")
+    assert run.folder == ended.job_dir.resolve() and run.owner.run == ended.run
     claim(begin(load_job_text(JOB, "job")), IN_PROCESS, bound=True)
-    assert found.folder.resolve() == ended.job_dir.resolve()
+    assert run.folder.resolve() == ended.job_dir.resolve()
 
 
 @pytest.mark.parametrize("override", ["job_dir=x", "+job_dir=x", "name=y", "++name=y"])
@@ -58,7 +58,7 @@ def test_an_evaluation_has_a_name_of_a_job(length):
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "line"),
     [
         ((None, None), ", from the beginning: no step was committed"),
         ((3, 3), ", after step 3"),
@@ -66,9 +66,9 @@ def test_an_evaluation_has_a_name_of_a_job(length):
         ((None, 7), ", from the beginning; later ones, up to step 7, were made with other settings and are done again"),
     ],
 )
-def test_a_resumption_says_which_steps_are_done_again(ended, monkeypatch, steps, said):
+def test_a_resumption_says_which_steps_are_done_again(ended, monkeypatch, steps, line):
     monkeypatch.setattr(saved_run, "last_commit", lambda *_: steps)
-    assert describe_start(find_saved_run("job"), ended, "job").endswith(f"{ended.job_dir.name}{said}")
+    assert describe_start(find_saved_run("job"), ended, "job").endswith(f"{ended.job_dir.name}{line}")
 
 
 def test_without_commits_a_finished_run_cannot_go_on(ended):

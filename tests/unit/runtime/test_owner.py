@@ -136,8 +136,8 @@ def runs(job, tmp_path, monkeypatch):
 
     def make(number):
         run = f"{number:08x}"
-        made = replace(job, run=run, job_dir=RUNS / job.name / f"20260101-00000{number}-{run}")
-        return claim(made, IN_PROCESS, bound=True)
+        job_of_run = replace(job, run=run, job_dir=RUNS / job.name / f"20260101-00000{number}-{run}")
+        return claim(job_of_run, IN_PROCESS, bound=True)
 
     return make
 
@@ -162,10 +162,10 @@ def test_the_newest_runs_and_a_living_one_keep_their_commits(runs, job, tmp_path
 
 
 @pytest.mark.parametrize(
-    ("given", "outcome", "goes_on"),
+    ("command", "outcome", "goes_on"),
     [("steps=3", FAILED, True), ("steps=4", FAILED, False), ("steps=3", FINISHED, False)],
 )
-def test_the_same_command_goes_on_with_what_has_not_ended(job, given, outcome, goes_on):
+def test_the_same_command_goes_on_with_what_has_not_ended(job, command, outcome, goes_on):
     job = replace(going_on(job), given="steps=3")
     claim(job, IN_PROCESS, bound=True).end(outcome)
-    assert repeated(replace(job, given=given)).checkpoint.resume == ("latest" if goes_on else "never")
+    assert repeated(replace(job, given=command)).checkpoint.resume == ("latest" if goes_on else "never")

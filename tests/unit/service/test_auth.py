@@ -197,11 +197,11 @@ def test_a_table_that_is_spoilt_takes_away_all_access(folder, spoil):
 
 
 @pytest.mark.parametrize(
-    ("role", "own", "others"),
+    ("role", "own", "foreign"),
     [(AccessRole.READ, False, False), (AccessRole.SUBMIT, True, False), (AccessRole.ADMIN, True, True)],
 )
-def test_a_role_operates_its_own_jobs_or_all(role, own, others):
+def test_a_role_operates_its_own_jobs_or_all(role, own, foreign):
     caller = auth.Caller("ann", role)
-    for owner, is_allowed in (("ann", own), ("bob", others)):
+    for owner, is_allowed in (("ann", own), ("bob", foreign)):
         with nullcontext() if is_allowed else pytest.raises(AccessDenied, match=f"role '{role}'"):
             caller.check_owner(owner)

@@ -132,7 +132,7 @@ def test_the_count_goes_on_where_the_run_does():
 
 
 @pytest.mark.parametrize(
-    ("column", "found"),
+    ("column", "expected"),
     [
         ({"advantage": np.array([1.0, NAN, 2.0])}, [1]),
         ({"advantage": np.array([-np.inf, 0.0, np.inf])}, [0, 2]),
@@ -145,11 +145,11 @@ def test_the_count_goes_on_where_the_run_does():
         ({"count": np.array([1, 2, 3])}, []),
     ],
 )
-def test_a_row_with_one_value_that_is_not_finite_is_found(column, found):
+def test_a_row_with_one_value_that_is_not_finite_is_found(column, expected):
     tokens = Ragged.from_rows([np.array([1, 2]), np.array([3]), np.array([4, 5, 6])])
     rows = Batch({"tokens": tokens, **column})
-    assert find_nonfinite_rows(rows, np.zeros(6)) == found
-    assert find_nonfinite_rows(rows, np.array([0, 0, np.inf, 0, 0, 0])) == sorted({*found, 1})
+    assert find_nonfinite_rows(rows, np.zeros(6)) == expected
+    assert find_nonfinite_rows(rows, np.array([0, 0, np.inf, 0, 0, 0])) == sorted({*expected, 1})
 
 
 SAMPLES = [{"sample": f"sample {index} of prompt 1"} for index in range(10)]

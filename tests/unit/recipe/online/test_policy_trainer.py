@@ -42,17 +42,17 @@ def step_of(*rewards):
     [((NAN, NAN), (1, 1), []), ((NAN, 1.0), (0, 0), ["aux"]), ((NAN, 1.0), (0, 1), ["aux", "update"])],
 )
 def test_a_step_without_a_sample_that_counts_updates_nothing(rewards, weights, calls):
-    made, weighted = [], Batch({"weight": np.float32(weights)})
+    done, weighted = [], Batch({"weight": np.float32(weights)})
     trainer = SimpleNamespace(
         run_log=None,
         offending_samples=lambda batch: [],
-        compute_aux_outputs=lambda batch: made.append("aux"),
+        compute_aux_outputs=lambda batch: done.append("aux"),
         add_token_columns=lambda batch, aux: batch.train_rows,
         algorithm=SimpleNamespace(annotate=lambda rows: weighted),
-        update=lambda *_: made.append("update") or {"loss": 1.0},
+        update=lambda *_: done.append("update") or {"loss": 1.0},
     )
     metrics = PolicyTrainer.train(trainer, 3, step_of(*rewards))
-    assert made == calls and metrics == ({"loss": 1.0} if "update" in calls else {})
+    assert done == calls and metrics == ({"loss": 1.0} if "update" in calls else {})
 
 
 @pytest.mark.parametrize(
