@@ -4,7 +4,11 @@
 What the pure machine and its journal can get wrong is in ``tests/simulation/mutations.py``.
 """
 
-from dataclasses import dataclass
+import bugs_of_online_recipes
+import bugs_of_run_folders
+import bugs_of_the_service
+import bugs_of_weight_sync
+from bug import Bug
 
 _MASTERS = "../protocol/test_masters_simulation.py"
 
@@ -98,20 +102,6 @@ TESTS = {
     "control/state.py": ("control/test_members.py",),
 }
 """The files of ``tests/unit`` that are run against a bug in a file of the package."""
-
-
-@dataclass(frozen=True)
-class Bug:
-    """``old``, which is once in ``file``, becomes ``new``."""
-
-    file: str
-    old: str
-    new: str
-
-    def apply(self, source: str) -> str:
-        if source.count(self.old) != 1:
-            raise LookupError(f"{self.file} holds {source.count(self.old)} times: {self.old!r}")
-        return source.replace(self.old, self.new)
 
 
 _DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/steps.py"
@@ -747,3 +737,7 @@ BUGS = {
         _MASTER, "        self._spawn(self._executor.watch_nodes(self._events.put_nowait))\n", ""
     ),
 }
+
+for _package in (bugs_of_run_folders, bugs_of_the_service, bugs_of_weight_sync, bugs_of_online_recipes):
+    TESTS |= _package.TESTS
+    BUGS |= _package.BUGS

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Trying a seeded bug: a copy of the repository with it, and the tests that are meant to see it.
 
-python tests/mutations/trying.py [PART OF A NAME ...]
+python tests/mutations/trying.py [PART OF A NAME OR FILE ...]
 """
 
 import os
@@ -17,7 +17,8 @@ from multiprocessing.pool import ThreadPool
 from pathlib import Path
 from queue import Queue
 
-from seeded_bugs import BUGS, TESTS, Bug
+from bug import Bug
+from seeded_bugs import BUGS, TESTS
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 CPU_LIMIT_S = 60
@@ -114,6 +115,6 @@ def try_all(names: list[str], workers: int = 2) -> dict[str, str]:
 
 
 if __name__ == "__main__":
-    wanted = [name for name in BUGS if not sys.argv[1:] or any(part in name for part in sys.argv[1:])]
+    wanted = [name for name, bug in BUGS.items() if any(part in f"{name} {bug.file}" for part in sys.argv[1:] or [""])]
     missed = [name for name, found in try_all(wanted).items() if not found]
     _say(f"{len(missed)} of {len(wanted)} were missed: {missed}")

@@ -42,3 +42,9 @@ def test_places_are_those_of_a_caller_and_come_back():
         with limit.hold("ann"):
             pass
     assert not limit._held
+
+
+def test_the_address_that_failed_longest_ago_is_forgotten():
+    limit = FailureLimit(burst=1, most=2, now_s=ManualClock())
+    assert [limit.take(address) for address in "abac"] == [True, True, False, True]
+    assert not limit.take("a") and limit.take("b")

@@ -4,6 +4,7 @@
 import ast
 import json
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -169,3 +170,38 @@ def test_a_first_start_that_was_killed_between_its_files_is_done_again(tmp_path,
         prepare(tmp_path / "state")
     token = read_token(prepare(tmp_path / "state"))
     assert TokenFile(tmp_path / "state").caller(token).role is AccessRole.ADMIN
+
+
+@pytest.mark.parametrize("mode", [0o740, 0o710, 0o720, 0o704])
+def test_a_folder_for_more_than_its_owner_is_refused(folder, mode):
+    folder.chmod(mode)
+    with pytest.raises(CallError, match="can be read by others"):
+        prepare(folder)
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda table: table.chmod(0o644),
+        lambda table: table.write_text("{"),
+        lambda table: table.unlink(),
+    ],
+)
+def test_a_table_that_is_spoilt_takes_away_all_access(folder, spoil):
+    tokens, token = TokenFile(folder), read_token(folder / "token")
+    assert tokens.caller(token).name == "admin"
+    spoil(folder / "tokens.json")
+    with pytest.raises(AccessDenied):
+        tokens.caller(token)
+    assert tokens.entries() == []
+
+
+@pytest.mark.parametrize(
+    ("role", "own", "foreign"),
+    [(AccessRole.READ, False, False), (AccessRole.SUBMIT, True, False), (AccessRole.ADMIN, True, True)],
+)
+def test_a_role_operates_its_own_jobs_or_all(role, own, foreign):
+    caller = auth.Caller("ann", role)
+    for owner, is_allowed in (("ann", own), ("bob", foreign)):
+        with nullcontext() if is_allowed else pytest.raises(AccessDenied, match=f"role '{role}'"):
+            caller.check_owner(owner)

@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Drawing the samples of a step, with rollouts that complete what the test says."""
 
+from contextlib import nullcontext
+from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.errors import ConfigError, DataError, WeightSyncError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.recipe.base.config import RewardConfig, RolloutConfig
@@ -294,3 +296,21 @@ def test_a_rollout_that_holds_other_weights_than_those_published_is_named():
     rollouts.receive_weights = Method(lambda ticket: [WeightStamp(0, "aa"), WeightStamp(0, "bb")])
     with pytest.raises(WeightSyncError, match=r"ROLLOUT\[1\] received weights of version 0 \(bb\), not of .* \(aa\)"):
         collector.sync_weights()
+
+
+@pytest.mark.parametrize(
+    ("over_long", "wrong", "is_refused"),
+    [("drop", [], False), ("refuse", [], True), ("drop", [ConfigError("p.jsonl:7", "has no text")], True)],
+)
+def test_prompts_that_are_too_long_are_dropped_if_allowed(over_long, wrong, is_refused):
+    rollouts, dropped = Rollouts([9, 9]), []
+    too_long = [ConfigError(f"p.jsonl:{line}", "9 tokens, 5 at most") for line in (2, 4)]
+    parts = [SimpleNamespace(too_long=too_long[:1], wrong=[]), SimpleNamespace(too_long=too_long[1:], wrong=wrong)]
+    rollouts.check_prompts = Method(lambda *_: parts)
+    collector = make_collector(rollouts)
+    data = PromptData("problems.jsonl", max_prompt_tokens=5, over_long=over_long)
+    collector._cfg = replace(collector._cfg, data=data)
+    collector.prompts.places, collector.prompts.drop = Batch({"place": ["p.jsonl:1"] * 9}), dropped.extend
+    with pytest.raises(DataError) if is_refused else nullcontext():
+        collector.check_prompts()
+    assert dropped == ([] if is_refused else too_long)

@@ -1,13 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that the reward function failed on."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.common.errors import DataError, EngineError, InvocationError, NonFiniteUpdate
+from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.recipe.base.config import RewardConfig
-from dlrover.python.rl.recipe.online.batch import RewardFailures, failure_metrics, find_failed_groups, mask_rewards
+from dlrover.python.rl.recipe.online.batch import (
+    RewardFailures,
+    annotate_errors_with_samples,
+    failure_metrics,
+    find_failed_groups,
+    find_nonfinite_rows,
+    mask_rewards,
+)
 from dlrover.python.rl.trainer.steps import dump_state, load_state
 
 NAN = float("nan")
@@ -120,3 +129,55 @@ def test_the_count_goes_on_where_the_run_does():
     load_state(after, dump_state(before))
     with pytest.raises(DataError, match="step 9: .* the last of 2 such steps in a row"):
         after["failures"].update(9, LOST)
+
+
+@pytest.mark.parametrize(
+    ("column", "expected"),
+    [
+        ({"advantage": np.array([1.0, NAN, 2.0])}, [1]),
+        ({"advantage": np.array([-np.inf, 0.0, np.inf])}, [0, 2]),
+        (
+            {"logprobs": Ragged.from_rows([np.array([0.0, NAN]), np.array([0.0]), np.array([-np.inf, 1.0, 2.0])])},
+            [0, 2],
+        ),
+        ({"stacked": np.array([[0.0, NAN], [0.0, 1.0], [NAN, NAN]])}, [0, 2]),
+        ({"text": ["nan", "inf", ""]}, []),
+        ({"count": np.array([1, 2, 3])}, []),
+    ],
+)
+def test_a_row_with_one_value_that_is_not_finite_is_found(column, expected):
+    tokens = Ragged.from_rows([np.array([1, 2]), np.array([3]), np.array([4, 5, 6])])
+    rows = Batch({"tokens": tokens, **column})
+    assert find_nonfinite_rows(rows, np.zeros(6)) == expected
+    assert find_nonfinite_rows(rows, np.array([0, 0, np.inf, 0, 0, 0])) == sorted({*expected, 1})
+
+
+SAMPLES = [{"sample": f"sample {index} of prompt 1"} for index in range(10)]
+
+
+@pytest.mark.parametrize(
+    ("offending", "named"),
+    [
+        (SAMPLES[3:4], "not finite; samples with a value that is not finite: sample 3 of prompt 1 "),
+        ([], "each sample alone is finite; together they were: sample 0 .* sample 7 of prompt 1 and 2 more "),
+    ],
+)
+def test_a_refused_update_names_its_samples(offending, named):
+    refused, log = [], SimpleNamespace(write_refused=lambda step, samples: refused.append((step, samples)))
+    error = InvocationError("failed", role="ACTOR", rank=0, method="update")
+    error.original = NonFiniteUpdate("the loss is not finite")
+    with (
+        pytest.raises(NonFiniteUpdate, match=f"step 5: .*{named}.*refused.jsonl"),
+        annotate_errors_with_samples(5, log, SAMPLES, lambda: offending),
+    ):
+        raise error
+    assert refused == [(5, offending or SAMPLES)]
+
+
+@pytest.mark.parametrize("original", [None, EngineError("out of memory")])
+def test_another_error_of_an_update_names_no_samples(original):
+    error = InvocationError("failed", role="ACTOR", rank=0, method="update")
+    error.original = original
+    with pytest.raises(InvocationError) as caught, annotate_errors_with_samples(5, None, SAMPLES, lambda: SAMPLES):
+        raise error
+    assert caught.value is error

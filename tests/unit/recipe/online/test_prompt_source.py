@@ -6,6 +6,7 @@ import json
 import pytest
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.recipe.base.data_config import PromptData, digest_of_rows
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data
@@ -159,6 +160,12 @@ def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
     data = PromptData(path, eval=path, eval_rows=3, max_prompt_tokens=4, over_long="drop")
     with pytest.raises(DataError, match=r"was \[None, 'refuse'\] when the run began, and is \[4, 'drop'\]"):
         PromptSource(GRPOConfig("m", data)).load_state_dict(state)
+
+
+def test_data_that_is_not_looked_up_is_not_read(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with looking_up(Lookup.NONE):
+        assert validate_data(GRPOConfig("m", PromptData("other/train", eval="other/test"))) == []
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,22 @@ def test_the_order_in_which_turns_earned_it_makes_no_difference():
     assert StepBatch.from_rollouts(Pending([]), scored, np.arange(6), 1).drop_uniform_groups(turns).groups == 0
 
 
+def test_parts_of_a_step_keep_their_rows_and_what_is_left_out():
+    parts = []
+    for ids, rewards in (([1, 1, 2, 2], [1.0, 1.0, 0.0, 1.0]), ([3, 3, 4, 4, 5, 5], [1.0, 0.0, 0.0, 0.0, 1.0, 0.0])):
+        rows = samples_of(rewards).with_columns(prompt_id=np.array(ids))
+        batch = StepBatch.from_rollouts(Pending([]), rows, np.arange(len(ids)), len(ids) // 2)
+        parts.append(batch.drop_uniform_groups(np.array(rewards)))
+    whole = StepBatch.concat(parts)
+    assert (whole.rows, whole.filtered_rows, whole.groups, whole.total) == ((2, 3, 4, 5, 8, 9), (0, 1, 6, 7), 3, 10)
+    assert whole.all_numbers == (2, 3, 4, 5, 8, 9, 0, 1, 6, 7)
+    assert whole.all_rows.dense("prompt_id").tolist() == [2, 2, 3, 3, 5, 5, 1, 1, 4, 4]
+    fewer = whole.drop_uniform_groups(np.array([1.0, 0.0, 1.0, 0.0, 0.5, 0.5]))
+    assert (fewer.rows, fewer.filtered_rows) == ((2, 3, 4, 5), (0, 1, 6, 7, 8, 9))
+    assert fewer.all_rows.dense("prompt_id").tolist() == [2, 2, 3, 3, 1, 1, 4, 4, 5, 5]
+    assert fewer.metrics() == {"groups/filtered": 3.0}
+
+
 def test_how_stale_a_sample_is_says_its_stalest_row():
     scored = Batch(
         {

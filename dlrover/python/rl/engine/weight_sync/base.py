@@ -35,7 +35,7 @@ import numpy.typing as npt
 import torch
 from annotated_types import Ge, Gt
 
-from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.errors import DLRoverRLError, WeightSyncError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.api.weights import SnapshotFile, WeightSnapshot, WeightStamp, tensor_bytes
@@ -278,7 +278,7 @@ class SenderBase:
         if self.settings.is_leader:
             try:
                 address = self._address()
-            except (OSError, WeightSyncError) as error:  # the other ranks go on, and send() has to meet them
+            except (OSError, DLRoverRLError) as error:  # the other ranks go on, and send() has to meet them
                 self._unreachable = error
         return Ticket(uuid4().hex, source.version, self.settings.name, self._table, address)
 

@@ -1,0 +1,164 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in the loop that learns from samples: which are taken, what they count for, and by which weights they are."""
+
+from bug import Bug
+
+_ONLINE = "recipe/online"
+_BATCH, _COLLECTOR, _PROMPTS = f"{_ONLINE}/batch.py", f"{_ONLINE}/collector.py", f"{_ONLINE}/prompts.py"
+_TRAINER, _SAMPLES, _WARNINGS = (
+    f"{_ONLINE}/policy_trainer.py",
+    f"{_ONLINE}/sample_log.py",
+    f"{_ONLINE}/step_warnings.py",
+)
+
+TESTS = {
+    _BATCH: (
+        "recipe/online/test_step_batch.py",
+        "recipe/online/test_failures.py",
+        "recipe/reporting/test_whole_samples.py",
+        "recipe/online/test_collector.py",
+    ),
+    _COLLECTOR: ("recipe/online/test_staleness.py", "recipe/online/test_collector.py"),
+    _PROMPTS: ("recipe/online/test_prompt_source.py",),
+    _TRAINER: ("recipe/online/test_policy_trainer.py", "recipe/online/test_step_batch.py"),
+    _SAMPLES: ("recipe/online/test_policy_trainer.py", "recipe/online/test_collector.py"),
+    _WARNINGS: ("recipe/online/test_step_batch.py",),
+}
+
+BUGS = {
+    "rows of later parts are those of the first": Bug(
+        _BATCH,
+        "tuple(start + row for start, part in placed for row in part.rows)",
+        "tuple(row for _, part in placed for row in part.rows)",
+    ),
+    "filtered rows of later parts are those of the first": Bug(
+        _BATCH,
+        "start + row for start, part in placed for row in part.filtered_rows",
+        "row for _, part in placed for row in part.filtered_rows",
+    ),
+    "a filtered group counts as collected": Bug(_BATCH, "            groups=len(np.unique(ids[is_varied])),\n", ""),
+    "groups filtered before are forgotten": Bug(
+        _BATCH, "filtered=(*self.filtered, self.scored.take(uniform)),", "filtered=(self.scored.take(uniform),),"
+    ),
+    "a failure before the last retry counts": Bug(
+        _BATCH, "ids[(retry == last[group]) & is_unscored(scored)]", "ids[is_unscored(scored)]"
+    ),
+    "steps without a reward are counted in all": Bug(
+        _BATCH,
+        "self._steps + 1 if np.isnan(trainable_rewards(scored, self._config)).all() else 0",
+        "self._steps + bool(np.isnan(trainable_rewards(scored, self._config)).all())",
+    ),
+    "a run goes on for one step more without a reward": Bug(
+        _BATCH, "if step == 1 or self._steps >= most:", "if step == 1 or self._steps > most:"
+    ),
+    "a first step without a reward is passed over": Bug(
+        _BATCH, "if step == 1 or self._steps >= most:", "if self._steps >= most:"
+    ),
+    "a group of one sample has no gradient": Bug(_BATCH, "if len(group) > 1]", "if len(group) > 0]"),
+    "the other samples of a failed one are trained on": Bug(
+        _BATCH, "reward[has_failure[group]] = np.nan", "reward[is_unscored(scored)] = np.nan"
+    ),
+    "a failure of an earlier try takes the retry's rewards": Bug(
+        _BATCH, 'np.stack([scored.dense("prompt_id"), scored.dense("retry")])', 'np.stack([scored.dense("prompt_id")])'
+    ),
+    "any error of an update names samples": Bug(
+        _BATCH, "if not isinstance(error.original, NonFiniteUpdate):", "if not isinstance(error.original, Exception):"
+    ),
+    "an infinity is finite": Bug(_BATCH, "~np.isfinite(column).reshape", "np.isnan(column).reshape"),
+    "one NaN in a row is passed over": Bug(
+        _BATCH, "np.array([bool(row.any()) for row", "np.array([bool(row.all()) for row"
+    ),
+    "unscored samples count in the mean length": Bug(
+        _BATCH,
+        "has_completion = (tokens > 0) | ~np.isnan(rewards)",
+        "has_completion = np.ones(len(tokens), dtype=bool)",
+    ),
+    "truncated is finished": Bug(_BATCH, "1.0 - finished.mean()", "finished.mean()"),
+    "more groups are open than the bound": Bug(
+        _COLLECTOR, "min(self.max_staleness + 1, remaining_steps)", "min(self.max_staleness + 2, remaining_steps)"
+    ),
+    "groups are requested that no step takes": Bug(
+        _COLLECTOR, "min(self.max_staleness + 1, remaining_steps)", "(self.max_staleness + 1)"
+    ),
+    "two groups of a step have an id": Bug(_COLLECTOR, "used = self._step_ids | {", "used = {"),
+    "groups of one request have an id": Bug(_COLLECTOR, "            used.add(prompt_id)\n", ""),
+    "a group that has started moves": Bug(
+        _COLLECTOR,
+        "            if not group.started:\n                group.share",
+        "            if not group.complete:\n                group.share",
+    ),
+    "complete groups are a load": Bug(_COLLECTOR, "group.started and not group.complete", "group.started"),
+    "a run that went back remembers later versions": Bug(
+        _COLLECTOR, "[served for served in self._versions if served < version]", "list(self._versions)"
+    ),
+    "a version too old to be remembered is young": Bug(
+        _COLLECTOR, "            return self.max_staleness + 1\n", "            return 0\n"
+    ),
+    "the freshest groups are taken": Bug(
+        _COLLECTOR, "key=lambda group: -self.staleness(", "key=lambda group: self.staleness("
+    ),
+    "a step takes groups that leave others late": Bug(
+        _COLLECTOR, "group.started and group.key not in keys]):", "group.started and group.key in keys]):"
+    ),
+    "one late group is one too few": Bug(
+        _COLLECTOR, "> later * self.groups_per_step", "> (later + 1) * self.groups_per_step"
+    ),
+    "a group that was started is lost with its share": Bug(
+        _COLLECTOR,
+        "                group.share, group.started = share, started\n",
+        "                group.share = share\n",
+    ),
+    "rollouts with other weights go on": Bug(
+        _COLLECTOR, "        if stamp != published:\n", "        if stamp.version != published.version:\n"
+    ),
+    "tokens of weights that were not synced are taken": Bug(
+        _COLLECTOR, "if version > self._synced.version or self", "if self"
+    ),
+    "a group is sampled again without end": Bug(_COLLECTOR, " and group.retry < reward.max_redraws]", "]"),
+    "a step is not refilled": Bug(_COLLECTOR, "for _ in range(1 + refills):", "for _ in range(max(1, refills)):"),
+    "a retry counts as another group": Bug(
+        _COLLECTOR, "replace(self._fetch(step, groups), groups=0)", "self._fetch(step, groups)"
+    ),
+    "samples are in the order of the members": Bug(
+        _COLLECTOR, 'np.argsort([position[prompt_id] for prompt_id in ids], kind="stable")', "np.arange(len(ids))"
+    ),
+    "prompts that are too long are refused when they are to be dropped": Bug(
+        _COLLECTOR, 'too_long if data.over_long == "refuse" else []', "too_long"
+    ),
+    "a dropped prompt is trained on": Bug(_PROMPTS, "[row for row in train if row not in out]", "list(train)"),
+    "a dropped prompt is evaluated on": Bug(
+        _PROMPTS, "enumerate(numbers_held) if number not in out]", "enumerate(numbers_held)]"
+    ),
+    "a set without prompts is evaluated on": Bug(
+        _PROMPTS, '{"train": self._train, **sets}.items():', '{"train": self._train}.items():'
+    ),
+    "another limit of prompts goes unnoticed": Bug(_PROMPTS, 'if state["over_long"] != self._limit:', "if False:"),
+    "changed sets go unnoticed": Bug(_PROMPTS, "if was.get(name) != digest}", "if was.get(name) is None}"),
+    "dropped prompts come back after a resumption": Bug(
+        _PROMPTS, "if not is_other or row < self._first_held]", "if row < self._first_held]"
+    ),
+    "the last row of a set is in the next one": Bug(_PROMPTS, 'side="right") - 1]', 'side="left") - 1]'),
+    "a file that is left unread is read": Bug(
+        _PROMPTS,
+        "for key, path in data.sources.items() if not is_left_unread(path)}",
+        "for key, path in data.sources.items()}",
+    ),
+    "a step with no sample to train on is an update": Bug(
+        _TRAINER, "if not is_unscored(batch.train_rows).all():", "if True:"
+    ),
+    "a metric of an update has two names": Bug(_TRAINER, 'or "/" in name else', "else"),
+    "an evaluation that is not a number may be the best": Bug(
+        _TRAINER, "if not any(map(math.isnan, evaluation.values())):", "if True:"
+    ),
+    "another vocabulary goes unnoticed": Bug(_TRAINER, 'if mark != marks["actor"]:', "if not mark:"),
+    "rollouts that may be stale go uncorrected": Bug(_TRAINER, "if (differs or stale) and", "if differs and"),
+    "samples of an earlier attempt stay": Bug(
+        _SAMPLES, "step, self._end)\n\n    def write_step", "step + 1, self._end)\n\n    def write_step"
+    ),
+    "the first step without signal is logged again and again": Bug(
+        _WARNINGS, " and self._without_signal.bit_count() == 1:", ":"
+    ),
+    "each step with truncated completions is logged": Bug(
+        _WARNINGS, "if share > _MAX_TRUNCATED and self._had_room:", "if share > _MAX_TRUNCATED:"
+    ),
+}

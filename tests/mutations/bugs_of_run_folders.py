@@ -1,0 +1,134 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in who holds the folder of a run, in how a run goes on there, and in the supervisor."""
+
+from bug import Bug
+
+_FOLDER, _OWNER, _EARLIER = "runtime/run_folder.py", "runtime/owner.py", "runtime/earlier_run.py"
+_SAVED, _SUPERVISOR = "master/saved_run.py", "master/supervisor.py"
+
+TESTS = {
+    _FOLDER: (
+        "runtime/test_owner.py",
+        "runtime/test_run_folder.py",
+        "master/test_saved_run.py",
+        "master/test_run_claim.py",
+        "master/test_local_run.py",
+        "master/test_run_folders.py",
+        "master/test_jobs_elsewhere.py",
+    ),
+    _OWNER: (
+        "runtime/test_owner.py",
+        "runtime/test_run_folder.py",
+        "master/test_saved_run.py",
+        "master/test_local_run.py",
+        "master/test_run_folders.py",
+        "master/test_jobs_elsewhere.py",
+    ),
+    _EARLIER: (
+        "runtime/test_owner.py",
+        "runtime/test_run_folder.py",
+        "runtime/test_other_members.py",
+        "master/test_run_folders.py",
+    ),
+    _SAVED: (
+        "master/test_resumption.py",
+        "master/test_saved_run.py",
+        "master/test_local_run.py",
+        "master/test_run_folders.py",
+        "master/test_jobs_elsewhere.py",
+    ),
+    _SUPERVISOR: ("master/test_supervisor.py",),
+}
+
+BUGS = {
+    "a second process of a run takes the folder of the first": Bug(
+        _FOLDER, "owner.run == job.run and not owner.pid)", "owner.run == job.run)"
+    ),
+    "a resumption takes the folder of a living run": Bug(
+        _FOLDER,
+        '    if in_use(folder):\n        return f"{folder} is in use by {owner}"\n'
+        '    if job.checkpoint.resume == "latest" or job.overwrite:\n        return ""\n',
+        '    if job.checkpoint.resume == "latest" or job.overwrite:\n        return ""\n'
+        '    if in_use(folder):\n        return f"{folder} is in use by {owner}"\n',
+    ),
+    "files of results are not noticed": Bug(_FOLDER, "path.is_dir() or path.stat().st_size for", "path.is_dir() for"),
+    "a claim that fails keeps the folder": Bug(
+        _FOLDER, "record.unlink(missing_ok=True)  # the earlier owner's is still there", "pass"
+    ),
+    "a claim removes its own record too": Bug(
+        _FOLDER, "if number_of(older) < number_of(record):", "if number_of(older) <= number_of(record):"
+    ),
+    "the newest runs are removed": Bug(_FOLDER, "sorted(ended, reverse=True)[", "sorted(ended)["),
+    "one run more than keep_runs is removed": Bug(
+        _FOLDER, "[job.checkpoint.keep_runs :]", "[job.checkpoint.keep_runs - 1 :]"
+    ),
+    "the commits of a living run are removed": Bug(
+        _FOLDER,
+        "if not in_use(record.parent) and record.parent != job.job_dir]",
+        "if record.parent != job.job_dir]",
+    ),
+    "a master that is back with overwrite removes its own commits": Bug(
+        _FOLDER, "if starts_afresh and (earlier is None or earlier.run != job.run):", "if starts_afresh:"
+    ),
+    "an overwritten run stays in memory": Bug(
+        _FOLDER, 'job.job_dir / "commits", *memory):', 'job.job_dir / "commits"):'
+    ),
+    "a beat does not touch the record": Bug(_FOLDER, "            os.utime(self.record)\n", ""),
+    "a beat does not see who took the folder": Bug(
+        _FOLDER, "if newest is not None and newest != self.record:", "if newest is None:"
+    ),
+    "a run that fails after a commit loses its description": Bug(
+        _FOLDER, "self.replaced and not self._has_committed():", "self.replaced:"
+    ),
+    "a run that is interrupted seems to run on": Bug(
+        _FOLDER,
+        "    except BaseException:\n        claimed.end(FAILED)",
+        "    except Exception:\n        claimed.end(FAILED)",
+    ),
+    "the link to the last run depends on the working directory": Bug(
+        _FOLDER, "link.symlink_to(folder.name)", "link.symlink_to(folder)"
+    ),
+    "a process with the number of a dead owner is the owner": Bug(
+        _OWNER, "return _began(owner.pid) == owner.began", 'return _began(owner.pid) != ""'
+    ),
+    "a zombie holds its folder": Bug(_OWNER, 'state in "ZX"', 'state in "X"'),
+    "a lease is compared with this machine's clock": Bug(
+        _OWNER, "_now_s(record.parent) - record.stat()", "time.time() - record.stat()"
+    ),
+    "a disk that does not answer gives the folder away": Bug(_OWNER, "return True  # a disk", "return False  # a disk"),
+    "record 9 is newer than record 10": Bug(
+        _OWNER, 'folder.glob("owner.*.json"), key=number_of)', 'folder.glob("owner.*.json"))'
+    ),
+    "another command goes on with the last run": Bug(_EARLIER, "owner.given == job.given and ", ""),
+    "the same command goes on with a finished run": Bug(_EARLIER, " and owner.state != FINISHED:\n", ":\n"),
+    "a description here hides that of the object store": Bug(
+        _EARLIER,
+        'there or (path.read_text(encoding="utf-8") if path.is_file() else "")',
+        '(path.read_text(encoding="utf-8") if path.is_file() else "") or there',
+    ),
+    "a saved run is where the latest one will be": Bug(
+        _SAVED, "SavedRun(folder.resolve(), owner)", "SavedRun(folder, owner)"
+    ),
+    "a resumption may have another folder": Bug(_SAVED, r'r"\+*(name|job_dir)="', r'r"\+*(name)="'),
+    "the model that a user names is not evaluated": Bug(
+        _SAVED, "[*changes, *reference, *overrides]", "[*overrides, *changes, *reference]"
+    ),
+    "an evaluation has a name that is too long": Bug(_SAVED, "63 - len(_EVALUATION)", "63"),
+    "steps with other settings are not told": Bug(_SAVED, "if last and last > (step or 0):", "if last and not step:"),
+    "a lost owner is waited for less than its lease": Bug(_SAVED, "owner.lease_s + BEAT_S", "BEAT_S"),
+    "losses with commits between them count in a row": Bug(
+        _SUPERVISOR, "self._number + 1 if step == self._step else 1", "self._number + 1"
+    ),
+    "a job may be begun again once less than it may": Bug(
+        _SUPERVISOR, "if self._number > job.restart", "if self._number >= job.restart"
+    ),
+    "the next attempt overwrites what the last one committed": Bug(
+        _SUPERVISOR, "run=new_run(), overwrite=False,", "run=new_run(),"
+    ),
+    "an interrupted job is begun again": Bug(
+        _SUPERVISOR, "            if interrupts.count:\n                return interrupted(job)\n", ""
+    ),
+    "a cluster that is away later ends the job": Bug(_SUPERVISOR, " and not self._errand.again", ""),
+    "what a lost child has started stays": Bug(_SUPERVISOR, "        _kill_marked(self._mark.encode())\n", ""),
+    "a finished job seems to run on": Bug(_SUPERVISOR, "        claimed.end(status.phase.value)\n", ""),
+}
