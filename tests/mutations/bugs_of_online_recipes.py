@@ -26,12 +26,12 @@ TESTS = {
 }
 
 BUGS = {
-    "rows of later parts are those of the first": Bug(
+    "rows of later parts are the ones in the first": Bug(
         _BATCH,
         "tuple(start + row for start, part in placed for row in part.rows)",
         "tuple(row for _, part in placed for row in part.rows)",
     ),
-    "filtered rows of later parts are those of the first": Bug(
+    "filtered rows of later parts are the ones in the first": Bug(
         _BATCH,
         "start + row for start, part in placed for row in part.filtered_rows",
         "row for _, part in placed for row in part.filtered_rows",
@@ -48,7 +48,7 @@ BUGS = {
         "self._steps + 1 if np.isnan(trainable_rewards(scored, self._config)).all() else 0",
         "self._steps + bool(np.isnan(trainable_rewards(scored, self._config)).all())",
     ),
-    "a run goes on for one step more without a reward": Bug(
+    "a run continues for one step more without a reward": Bug(
         _BATCH, "if step == 1 or self._steps >= most:", "if step == 1 or self._steps > most:"
     ),
     "a first step without a reward is passed over": Bug(
@@ -108,7 +108,7 @@ BUGS = {
         "                group.share, group.started = share, started\n",
         "                group.share = share\n",
     ),
-    "rollouts with other weights go on": Bug(
+    "rollouts with other weights continue": Bug(
         _COLLECTOR, "        if stamp != published:\n", "        if stamp.version != published.version:\n"
     ),
     "tokens of weights that were not synced are taken": Bug(

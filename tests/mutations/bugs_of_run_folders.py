@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs in who holds the folder of a run, in how a run goes on there, and in the supervisor."""
+"""Bugs in who holds the folder of a run, in how a run continues there, and in the supervisor."""
 
 from bug import Bug
 
@@ -99,9 +99,9 @@ BUGS = {
     "record 9 is newer than record 10": Bug(
         _OWNER, 'folder.glob("owner.*.json"), key=number_of)', 'folder.glob("owner.*.json"))'
     ),
-    "another command goes on with the last run": Bug(_EARLIER, "owner.given == job.given and ", ""),
-    "the same command goes on with a finished run": Bug(_EARLIER, " and owner.state != FINISHED:\n", ":\n"),
-    "a description here hides that of the object store": Bug(
+    "another command continues with the last run": Bug(_EARLIER, "owner.given == job.given and ", ""),
+    "the same command continues with a finished run": Bug(_EARLIER, " and owner.state != FINISHED:\n", ":\n"),
+    "a description here hides the one of the object store": Bug(
         _EARLIER,
         'there or (path.read_text(encoding="utf-8") if path.is_file() else "")',
         '(path.read_text(encoding="utf-8") if path.is_file() else "") or there',

@@ -59,7 +59,7 @@ BUGS = {
         "        if try_lock(descriptor, lock):\n",
         "        if lock == fcntl.LOCK_SH or try_lock(descriptor, lock):\n",
     ),
-    "the fingerprint of a tensor in two buckets is that of its end": Bug(
+    "the fingerprint of a tensor in two buckets is the one of its end": Bug(
         _SUMS, "crc32_combine(self.crcs[tensor], crc, len(part))", "crc"
     ),
     "a version on disk may be lost with the power": Bug(_DISK, "                os.fsync(file)\n", ""),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which run a name stands for, what it goes on with, and when."""
+"""Which run a name stands for, what it continues with, and when."""
 
 import os
 import time

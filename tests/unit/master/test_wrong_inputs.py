@@ -51,6 +51,8 @@ FILES = {
     "sharegpt": [{"conversations": [{"from": "human", "value": "1+1="}, {"from": "gpt", "value": "2"}]}] * 40,
     "openai": [{"conversations": [{"role": "user", "content": "1+1="}]}] * 40,
     "alpaca": [{"instruction": "Add.", "input": f"1 {row}", "output": str(row + 1)} for row in range(40)],
+    "worked": [{"problem": f"1+{row}=", "solution": "So 2.", "answer": "2"} for row in range(40)],
+    "verl": [{"prompt": f"1+{row}=", "reward_model": {"ground_truth": "2"}} for row in range(40)],
     "bare": [{"prompt": f"1+{row}=", "solution": "2"} for row in range(40)],
     "partly": [{"prompt": f"{row}", **({"answer": "2"} if row != 6 else {})} for row in range(40)],
     "long": [{"prompt": LONG if row == 1 else f"{row}", "answer": "2", "response": "2"} for row in range(40)],
@@ -75,6 +77,11 @@ def folder(tmp_path_factory):
     for name in ("tokenizer.json", "model.safetensors"):
         (path / "new" / name).write_bytes((path / "model" / name).read_bytes())
     (path / "new" / "config.json").write_text(json.dumps({"model_type": "llama9", "hidden_size": 8}))
+    for name, content in {"broken": "{", "untyped": '{"hidden_size": 8}'}.items():
+        (path / name).mkdir()
+        for file in ("tokenizer.json", "model.safetensors"):
+            (path / name / file).write_bytes((path / "model" / file).read_bytes())
+        (path / name / "config.json").write_text(content)
     for name, rows in FILES.items():
         (path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (path / "broken.jsonl").write_text('{"prompt": "1" "answer": "2"}\n')
@@ -113,6 +120,13 @@ WRONG = {
     "an algorithm by its name alone": (["algorithm=dapo"], "algorithm.name=dapo"),
     "a model": (["model=modell"], "config.model: no such folder: modell; did you mean 'model'?"),
     "more than the machine has": (["workload.rollout.num=100"], "do not fit"),
+    "a damaged configuration of a model": (["model=broken"], "broken/config.json is no JSON object"),
+    "a configuration without a type": (["model=untyped"], "config.model: its config.json has no 'model_type'"),
+    "a worked solution": (
+        ["data.train=worked.jsonl"],
+        "it has problem, solution, answer: write data.keys.prompt=problem (the same",
+    ),
+    "verl's rows": (["data.train=verl.jsonl"], "copy verl's reward_model.ground_truth to a column 'answer'"),
     "question": (
         ["data.train=question.jsonl"],
         "question.jsonl:1: has no 'prompt' or 'messages'; it has question, solution: write data.keys.prompt=question"

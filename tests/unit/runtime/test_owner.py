@@ -131,7 +131,7 @@ def test_overwriting_removes_commits_of_another_run_only(job, is_same_run):
 
 @pytest.fixture
 def runs(job, tmp_path, monkeypatch):
-    """Make a run in a folder of its own, by the number of its start."""
+    """Make a run in a folder apart, by the number of its start."""
     monkeypatch.chdir(tmp_path)
 
     def make(number):

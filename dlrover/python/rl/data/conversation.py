@@ -188,8 +188,9 @@ def _sft_faults(row: Mapping[str, Any]) -> list[str]:
         return [*faults, *(["ends with an answer, and has a 'response' besides"] if "response" in row else [])]
     if "prompt" not in row or "response" not in row:
         absent = [key for key in ("prompt", "response") if key not in row]
-        close = next((key for key in row if nearest(key, absent)), "")
-        advice = hint(close, absent) if close else describe_columns(row, *absent)
+        columns = describe_columns(row, *absent)
+        close = next((key for key in row if "data.keys" not in columns and nearest(key, absent)), "")
+        advice = hint(close, absent) if close else columns
         return [f"needs 'prompt' and 'response', or 'messages'{f': unknown key {close!r}' if close else ''}{advice}"]
     texts = ("prompt", "response")
     faults = [f"'{key}' must be text" for key in texts if not isinstance(row[key], str)]

@@ -212,6 +212,9 @@ def describe_columns(row: Mapping[str, Any], *absent: str) -> str:
     names = {key: next((name for name in _OTHER_NAMES.get(key, ()) if name in row), None) for key in absent}
     settings = " ".join(f"data.keys.{key}={name}" for key, name in names.items() if name)
     advice = f": write {settings}" if settings else ""
+    judged = row.get("reward_model")
+    if "answer" in absent and isinstance(judged, Mapping) and "ground_truth" in judged:
+        advice += "; copy verl's reward_model.ground_truth to a column 'answer'"
     if row.get("input") and names.get("prompt") == "instruction":
         advice += ", and join 'input' to 'instruction' in the file: a prompt is one column"
     return f"; it has {', '.join(row) or 'nothing'}{advice}"

@@ -99,7 +99,7 @@ def _normalize(raw: Mapping[str, Any]) -> dict[str, Any]:
 def _faults(raw: Mapping[str, Any]) -> list[str]:
     faults = []
     if "prompt" not in raw and "messages" not in raw:
-        columns = describe_columns(raw, "prompt", "answer")
+        columns = describe_columns(raw, "prompt", *(["answer"] if "answer" not in raw else []))
         close = [key for key in raw if "data.keys" not in columns and key not in _KEYS and nearest(key, _PROMPTS)]
         faults = [f"unknown key '{key}'{hint(key, _PROMPTS)}" for key in close]
         faults = faults or [f"has no 'prompt' or 'messages'{columns}"]

@@ -44,8 +44,11 @@ def by_library(find: Callable[[Any, str], str]) -> Callable[[Mapping[str, Any], 
     def find_fault(content: Mapping[str, Any], head: str) -> str:
         from dlrover.python.rl.engine.model.model_shape import DENSE
 
-        if (kind := content.get("model_type")) in (None, *DENSE):
+        kind = content.get("model_type")
+        if not content or kind in DENSE:
             return ""
+        if kind is None:
+            return "its config.json has no 'model_type': choose a folder of a model in Hugging Face format"
         import transformers
 
         if kind not in transformers.CONFIG_MAPPING:

@@ -14,7 +14,7 @@ from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, h
 from dlrover.python.rl.common.names import variable_hint
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.model.loading import fingerprint_files
-from dlrover.python.rl.engine.model.model_shape import find_config_file, shape_of
+from dlrover.python.rl.engine.model.model_shape import find_config_file, read_config, shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.training.eight_bit import BLOCK
 from dlrover.python.rl.trainer.workload import Setting
@@ -149,6 +149,8 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
         return [ConfigError(where, f"no folder '{model}', and {fault}")] if fault else []
     if not (folder / "config.json").is_file():
         return [ConfigError(where, f"{model} holds no model: it has no config.json")]
+    if not read_config(model):
+        return [ConfigError(where, f"{folder / 'config.json'} is no JSON object: write the model again")]
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return [ConfigError(where, f"{model} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}")]
     fault = _find_weight_fault(folder)

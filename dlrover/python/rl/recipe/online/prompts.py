@@ -229,7 +229,7 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
     for key, path in sources.items():
         rows, faults = PROMPT_ROWS.scan(path, data.keys)
         errors += name_source(key, path, first_errors(faults))
-        files[path] = to_prompts(rows)
+        files[path] = to_prompts(rows)[: None if path == data.train else data.eval_rows or MOST_HELD_OUT]
     if errors or data.train not in files:
         return errors
     errors += _find_untemplated(config, files)
@@ -249,7 +249,7 @@ def _find_long(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> li
     data, room = config.data, count_room(config, generates=True)
     prompts = [
         (f"{path}:{row.line}", row.prompt, {**data.chat_template_kwargs, **arguments_of_template(row.extra_info)})
-        for row in (rows if path == data.train else rows[: data.eval_rows or MOST_HELD_OUT])
+        for row in rows
     ]
     most = min([limit for limit in (room and room - 1, data.max_prompt_tokens) if limit], default=sys.maxsize)
     large = find_large(prompts, lambda item: item[1] if isinstance(item[1], str) else item[1:], most)
