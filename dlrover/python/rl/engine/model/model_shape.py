@@ -185,8 +185,7 @@ def read_config(model: str, fallback: str | None = None) -> Mapping[str, Any]:
 
 def count_positions(config: Mapping[str, Any]) -> int | None:
     """The most tokens of a sequence by a model's ``config.json``; None if it does not say."""
-    parts = [config.get("text_config"), config]
-    parts = [part for part in parts if isinstance(part, Mapping)]
+    parts = [part for part in (config.get("text_config"), config) if isinstance(part, Mapping)]
     count = next((part[key] for part in parts for key in _POSITIONS if isinstance(part.get(key), int)), None)
     ropes = [part.get(key) or {} for part in parts for key in ("rope_scaling", "rope_parameters")]
     scaled = [rope.get("original_max_position_embeddings", 0) * (rope.get("factor") or 0) for rope in ropes]
