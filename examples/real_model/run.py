@@ -25,7 +25,7 @@ from tasks import write_tasks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils.logging import disable_progress_bar
 
-from dlrover.python.rl.environment.verifiers import exact
+from dlrover.python.rl.environment.core.rewards import exact_answer
 
 HERE, OUT = Path(__file__).parent, Path("build/real_model")
 BATCH, SAMPLES = 20, 20
@@ -98,7 +98,7 @@ def answer(folder: Path, rows: Sequence[Row], max_new_tokens: int) -> list[str]:
 
 def mean_score(rows: Sequence[Row], answers: Sequence[str]) -> float:
     """Return the share of right answers, by the reward of the training."""
-    scores = [exact(text, row["answer"], {}) for row, text in zip(rows, answers, strict=True)]
+    scores = [exact_answer(text, row["answer"]) for row, text in zip(rows, answers, strict=True)]
     return sum(scores) / len(scores)
 
 

@@ -52,16 +52,19 @@ class Weights:
 
 
 def test_weights_are_handed_out_there_too(monkeypatch):
+    weights = Weights()
+
     def offer(address):
         transport = PullTransport(SyncSettings(address=address, timeout_s=10.0))
-        return transport, transport.offer(Weights()).address
+        return transport, transport.offer(weights)
 
     with pytest.raises(InvalidJob):
-        offer(FOREIGN)
+        transport, ticket = offer(FOREIGN)
+        transport.send(ticket, weights)
     monkeypatch.setenv(LISTEN_ON_ALL, "1")
     for address, reached in ((FOREIGN, "127.0.0.1"), ("::1", "::1")):
-        transport, where = offer(address)
-        with socket.create_connection((reached, where["tcp_port"]), timeout=10) as connection:
+        transport, ticket = offer(address)
+        with socket.create_connection((reached, ticket.address["tcp_port"]), timeout=10) as connection:
             connection.sendall(b"0" * 32)
             assert connection.recv(1) == b"-"
         transport.close()
