@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a side of a sync does when its disk, its memory or its address fails."""
+"""A side of a sync when its disk, its memory or its address fails."""
 
 import errno
 import fcntl

@@ -96,7 +96,7 @@ if number == 3:
 
 
 def test_a_job_ends_after_children_that_are_lost(tmp_path, monkeypatch):
-    """One child ends without a word, one finds no cluster; each leaves a process in a session of its own."""
+    """One child ends without a word, one finds no cluster; each leaves a process in a separate session."""
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
     job = toy_job(tmp_path / "out")
     job = replace(job, run="0", restart=replace(job.restart, job_max_restart=2, backoff_s=0.0))

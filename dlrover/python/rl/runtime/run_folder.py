@@ -96,7 +96,7 @@ def in_use(folder: Path) -> bool:
 
 
 def ended_memory() -> list[RunMemory]:
-    """List the runs that have ended and still have commits in this node's memory: no process of theirs is here, and
+    """List the runs that have ended and still have commits in this node's memory: none of their processes is here, and
     their folder is not in use. While that folder cannot be seen from here, a run may be between two processes: it
     counts as ended once nothing was written for ``_QUIET_S``."""
     return [memory for memory in list_memory() if not memory.is_held and _has_ended(memory)]

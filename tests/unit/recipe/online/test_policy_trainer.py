@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the loop decides of a step: whether it trains, which model is the best, and what is written again."""
+"""Decisions of the loop about a step: whether it trains, which model is the best, and what is written again."""
 
 from contextlib import nullcontext
 from pathlib import Path

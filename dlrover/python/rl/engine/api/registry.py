@@ -76,7 +76,7 @@ class EngineInfo:
     adds_adapters: bool = False  #: takes each weight by ``WeightSnapshot.tensor``; else they come merged
     limit_option: str = ""  #: the option of ``backend`` that bounds the tokens of a sequence
     find_model_fault: Callable[[Mapping[str, Any], str], str] = lambda content, head: ""
-    """Why it cannot have a model, by its ``config.json`` and its head (``causal`` or ``token``); "" if it can."""
+    """Say why it cannot have a model, by its ``config.json`` and its head (``causal`` or ``token``); "" if it can."""
 
 
 def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:

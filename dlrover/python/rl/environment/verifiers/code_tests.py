@@ -145,7 +145,7 @@ def _exact_scalar(value: Any) -> Any:
 
 
 class Assertions:
-    """What rewritten tests call, by names such as ``__check__``."""
+    """The functions that rewritten tests call, by names such as ``__check__``."""
 
     raises = staticmethod(raises)
 

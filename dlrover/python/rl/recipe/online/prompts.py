@@ -274,8 +274,8 @@ def warn_of_repeats(config: PolicyConfig) -> list[str]:
 def _find_missing(
     config: PolicyConfig, path: str, rows: Sequence[PromptRow], columns: Sequence[str]
 ) -> Iterable[ConfigError]:
-    """What reward functions need and rows lack, of the ``columns`` of all files. Where some rows have a column that is
-    asked for by name, the samples of the other rows fail."""
+    """Report columns that reward functions need and rows lack, of the ``columns`` of all files. Where some rows have a
+    column that is asked for by name, the samples of the other rows fail."""
     named, present, errors = config.reward.function, find_columns(rows), list[ConfigError]()
     for name in [named] if isinstance(named, str) else named:
         with suppress(VerifierError):  # reported elsewhere

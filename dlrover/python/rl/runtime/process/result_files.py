@@ -59,7 +59,7 @@ class RunFolder:
             os.fstat(self._top)
 
     def list_files(self) -> list[RunFile]:
-        """Those whose names are UTF-8, in folders of at most ``_DEEPEST`` levels."""
+        """Return the files whose names are UTF-8, in folders of at most ``_DEEPEST`` levels."""
         return [file for file, _ in zip(self._walk(()), range(_MAX_FILES), strict=False)]
 
     def _walk(self, parts: tuple[str, ...]) -> Iterator[RunFile]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What one caller, one address, or connections without a call can take of the service."""
+"""Limits of what one caller, one address, or connections without a call take of the service."""
 
 import resource
 import time
