@@ -54,7 +54,7 @@ def main() -> None:
     summary = {
         "seed": options.seed,
         "minutes": round(minutes, 1),
-        "accuracy": read_metric(run, "eval/accuracy"),
+        "accuracy": read_accuracies(run),
         "accuracy by transformers alone": mean_score(rows, after),
         "rewards": list(read_metric(run, "reward/mean").values()),
         "machine": {"cores": len(os.sched_getaffinity(0)), "processor": read_processor()},
@@ -100,6 +100,13 @@ def mean_score(rows: Sequence[Row], answers: Sequence[str]) -> float:
     """Return the share of right answers, by the reward of the training."""
     scores = [exact_answer(text, row["answer"]) for row, text in zip(rows, answers, strict=True)]
     return sum(scores) / len(scores)
+
+
+def read_accuracies(run: Path) -> dict[int, float]:
+    """Return the held-out accuracies by step; the one after the last step is in the summary of the run."""
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    last = max(read_metric(run, "reward/mean"))
+    return {**read_metric(run, "eval/accuracy"), last: summary["eval/accuracy"]}
 
 
 def read_metric(run: Path, name: str) -> dict[int, float]:
