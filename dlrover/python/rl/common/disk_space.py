@@ -12,7 +12,8 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -110,12 +111,25 @@ class _Patience:
 
 
 def _as_os_error(error: Exception, path: Path) -> OSError:
-    """The error with the file that it is about: writes to an open one do not name it."""
     if not isinstance(error, OSError):
         return disk_full_error(errno.ENOSPC, path.parent, 0)
+    return _with_name(error, path)
+
+
+def _with_name(error: OSError, path: Path) -> OSError:
+    """The error with the file that it is about: reads and writes of an open one do not name it."""
     if error.filename is None and error.errno is not None:
         error.filename = str(path)
     return error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError of the block name the file ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise _with_name(error, path) from None
 
 
 def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT, at: int | None = None) -> int:
