@@ -56,9 +56,11 @@ def is_transient(error: BaseException) -> bool:
 
 
 def disk_full_error(number: int, folder: Path, nbytes: int) -> OSError:
-    """The error ``number``, with the folder, the bytes to write (0: unknown), and the free bytes."""
+    """The error ``number``, with the folder, the bytes to write (0: unknown), and the free bytes; or no free inodes."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
+    if disk.f_files and not disk.f_favail and free > nbytes:
+        return OSError(number, f"{os.strerror(number)}: no inodes are free: remove files", str(folder))
     need = f"{nbytes} bytes do not fit, " if nbytes else ""
     return OSError(number, f"{os.strerror(number)}: {need}{free} bytes are free", str(folder))
 

@@ -27,6 +27,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.process.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes import actors, process_table
@@ -199,6 +200,28 @@ def test_a_master_that_comes_back_notices_the_deaths_of_the_processes_that_it_fi
         assert_the_member_has_died(await stage.lose(events))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.usefixtures("without_logs")
+def test_a_member_lost_to_the_oom_killer_has_that_cause():
+    """Its last heartbeat came before the kill, and one of a neighbour after it."""
+    stage = Stage()
+
+    async def scenario():
+        executor, events = stage.new_executor(), stage.events
+        for command, answer in ((Place(1), Placed), (member(1), MemberStarted)):
+            executor.execute(command, events.append)
+            async with asyncio.timeout(20):
+                while not any(isinstance(event, answer) for event in events):
+                    await asyncio.sleep(0.001)
+        lost, neighbour = ProcessId("ACTOR", 0), ProcessId("ROLLOUT", 0)
+        executor.take_beat(Heartbeat(lost, 1, oom_kills=3))
+        executor.oom_kills.note(neighbour, executor.process_of(lost), 4)
+        return await stage.lose(events)
+
+    event = asyncio.run(scenario())
+    assert (event.cause.kind, event.cause.who) == (CauseKind.OUT_OF_MEMORY, "ACTOR[0]")
+    assert event.cause.message.startswith("the kernel's OOM killer has ended a process of its host: ")
 
 
 @pytest.mark.usefixtures("without_logs")
