@@ -17,8 +17,10 @@ def small_disk(folder, inodes=0):
     if mounted.returncode:
         yield None
         return
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 @contextmanager

@@ -353,6 +353,20 @@ def test_one_that_two_groups_wait_for_may_be_located_twice_at_once():
     asyncio.run(scenario())
 
 
+@pytest.mark.parametrize(("devices", "limit"), [("CPU", "_LEAVE_S"), ("GPU", "_LEAVE_DEVICES_S")])
+def test_let_leave_gives_up_on_a_member_that_hangs(monkeypatch, devices, limit):
+    for name in ("_LEAVE_S", "_LEAVE_DEVICES_S"):
+        monkeypatch.setattr(process_table, name, 0.01 if name == limit else 60.0)
+
+    async def scenario():
+        pool = Stage(text=JOB.replace("CPU", devices)).new_executor()._pool
+        handle = SimpleNamespace(dlrover_leave=SimpleNamespace(remote=asyncio.Event().wait))
+        async with asyncio.timeout(30):
+            return await pool.let_leave(process_table.ProcessEntry(LOST, 2, handle=handle))
+
+    assert asyncio.run(scenario()) is False
+
+
 def test_a_trainer_is_asked_for_its_outcome_again_after_a_broken_connection(monkeypatch):
     monkeypatch.setattr(process_table, "_ASK_AGAIN_S", 0.001)
     answers = iter([ActorUnavailableError("for a moment", bytes(16)), ActorUnavailableError("again", bytes(16)), "why"])

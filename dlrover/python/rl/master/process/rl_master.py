@@ -45,7 +45,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.process.brain import Brain, Handled, earlier_journal, failed, fresh_journal, submission
-from dlrover.python.rl.master.process.hang_detector import HangDetector
+from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.master.process.observer import JobObserver
 from dlrover.python.rl.master.process.replacement import find_up, replacement
 from dlrover.python.rl.master.process.resizer import Resizer, size_of
@@ -307,6 +307,8 @@ class RLMaster:
         if not self._hang_detector.take(beat, self._state):
             return BeatAnswer.REPLACED
         self._observer.beat(beat)
+        if has_lost_peer(beat, self._state):
+            return BeatAnswer.PEER_LOST
         return BeatAnswer.WITHOUT_SECRETS if self._lacking else BeatAnswer.CURRENT
 
     async def opened(self, epoch: int) -> None:

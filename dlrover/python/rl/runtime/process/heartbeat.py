@@ -58,6 +58,7 @@ class BeatAnswer(StrEnum):
     """What the master says to a heartbeat."""
 
     CURRENT = "current"
+    PEER_LOST = "peer lost"  # it leaves its group, and comes back as a later incarnation in this process
     REPLACED = "replaced"  # another process has taken the sender's place
     WITHOUT_SECRETS = "without secrets"  # current; the master was restarted, and asks for the job's secrets
 
