@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: each command of the brain, and what it ends in, from one table of processes.
 """Runs the brain's commands on Ray, on the event loop of the master's process.
 
 Each command becomes a task that ends in an event; a task that fails emits the event of that failure. The executor finds
@@ -48,7 +49,8 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.process.executor import Emit
-from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
+from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.process.oom_kills import OomKills
 from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Turnstile, answer_of, cause_with_log
@@ -84,7 +86,7 @@ class RayExecutor:
             max(liveness.beat_s, processes / _BEATS_PER_SECOND), liveness.lease_s, liveness.notice_file
         )
         self._pool = ActorPool(self._job, plan.run, plan.methods, master, self.beats, cluster)
-        self._nodes = NodeWatch(cluster.list_nodes)
+        self._nodes, self.oom_kills = NodeWatch(cluster.list_nodes), OomKills()
         self._incarnation = 0
         self.last_causes: dict[ProcessId, str] = {}
         self._full_sizes: dict[str, int] = {}
@@ -147,7 +149,7 @@ class RayExecutor:
             limit_s = self._job.liveness.start_timeout_s
             cause = Cause(CauseKind.HUNG, "job", f"not up within {limit_s:g} s")
         else:
-            cause = cause_with_log(error, entry.process)
+            cause = self.oom_kills.explain(entry.process_id, entry.process, cause_with_log(error, entry.process))
         self.last_causes[entry.process_id] = f"{cause.kind.value}: {cause.message}"
         return entry.loss(cause)
 
@@ -174,11 +176,14 @@ class RayExecutor:
 
         await self._nodes.watch(lose)
 
-    def take_notice(self, process_id: ProcessId, why: str) -> None:
-        """A process was told that its node will go."""
-        process = self.process_of(process_id)
-        if process is not None and process.node:
-            self._nodes.take_notice(process.node, why)
+    def take_beat(self, beat: Heartbeat) -> None:
+        """Record what a process knows of its node, and the trainer's step."""
+        if beat.process_id == TRAINER_ID:
+            self.open_step = beat.step
+        process = self.process_of(beat.process_id)
+        self.oom_kills.note(beat.process_id, process, beat.oom_kills)
+        if beat.notice and process is not None and process.node:
+            self._nodes.take_notice(process.node, beat.notice)
 
     def process_of(self, process_id: ProcessId) -> Process | None:
         return entry.process if (entry := self._table.find(process_id)) else None
