@@ -12,9 +12,11 @@ get there does it; a mark in ``config.folder`` keeps the next one from doing it 
 
 import os
 import signal
+import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
@@ -61,7 +63,7 @@ ERRORS = {
 
 
 class DistStoreError(RuntimeError):
-    """As torch names it."""
+    """The error of a store of torch, by its name."""
 
 
 def commit_fault(act, mark):
@@ -125,6 +127,39 @@ class Keepers(Team):
     @classmethod
     def keeps_process(cls, config):
         return True
+
+
+class FakeNccl:
+    """A stand-in for ``torch.distributed``: a group on devices that is there until it is aborted."""
+
+    def __init__(self):
+        self.aborted = threading.Event()
+        self.distributed_c10d = SimpleNamespace(_abort_process_group=self.aborted.set)
+
+    def is_available(self):
+        return True
+
+    def is_initialized(self):
+        return not self.aborted.is_set()
+
+    def get_backend_config(self):
+        return "cpu:gloo,cuda:nccl"
+
+
+class Waiters(Keepers):
+    """Keepers who wait for a lost rank until their group is aborted, and return anything then, as with nccl."""
+
+    def __init__(self, master_handle, config):
+        super().__init__(master_handle, config)
+        sys.modules["torch.distributed"] = FakeNccl()
+        assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0", "its watchdog would end the process"
+
+    def update(self, gradient, step):
+        total = super().update(gradient, step)
+        if self.rank == 0 and step == 2 and self.restart_info.count == 0:
+            assert sys.modules["torch.distributed"].aborted.wait(60)
+            self.weights[:] = np.nan
+        return total
 
 
 class Sampler(Told):

@@ -142,6 +142,16 @@ def test_the_ranks_that_are_left_keep_their_processes_unless_they_do_not_answer(
     assert job.nothing_is_left()
 
 
+def test_a_rank_that_waits_for_a_lost_one_is_aborted_and_stays(stage):
+    job = stage("waiters", "ACTOR-1:update:2:kill", actor="Waiters").run()
+    assert undisturbed(job)
+    started = [event for event in job.events(MemberStarted) if event.role == "ACTOR"]
+    pids = {(event.rank, event.incarnation): event.process.pid for event in started}
+    assert sorted(pids) == [(0, 1), (0, 2), (1, 1), (1, 2)]
+    assert pids[0, 1] == pids[0, 2] and pids[1, 1] != pids[1, 2]
+    assert job.status.recoveries == {"ACTOR": 1}
+
+
 def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
     """First the master is stopped, and meanwhile the job goes on; then it is killed, and finds every process again.
     The second time a member dies with it."""

@@ -103,6 +103,17 @@ def test_a_job_that_is_interrupted_exits_with_130(shell):
     assert "job: stopped, interrupted" in err
 
 
+def test_resume_from_a_dead_disk_ends_in_one_line(shell):
+    assert shell("run", "--local", write(), "job_dir=out")[0] == 0
+    commit = Path("out/checkpoints/0000/step-00000003.e1")
+    commit.mkdir(parents=True)
+    (commit / "manifest.json").symlink_to("/proc/self/mem")  # EIO
+    code, _, err = shell("resume", "out", "config.steps=4")
+    assert code == 1
+    assert err.splitlines()[-1] == f"{commit.absolute()}/manifest.json cannot be used: Input/output error"
+    assert "Traceback" not in err
+
+
 def test_an_earlier_runs_journal_is_kept(shell):
     for _ in range(3):
         assert shell("run", "--local", write(), "job_dir=out", "overwrite=true")[0] == 0
@@ -353,7 +364,7 @@ def test_a_job_for_gpus_that_is_tried_without_one_says_so(shell, recipe):
 )
 def test_an_input_that_is_almost_right_is_answered_once_in_one_line(shell, recipe, override, said):
     Path("bare").mkdir()
-    Path("bare/config.json").write_text("{}")
+    Path("bare/config.json").write_text(json.dumps({"model_type": "llama"}))
     Path("runs/tiny").mkdir(parents=True)
     Path("runs/tiny/config.json").write_text("{}")
     Path("toy_rewards.py").write_text("def of_nothing():\n    return 0.0\n")

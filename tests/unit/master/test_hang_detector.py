@@ -26,7 +26,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.master.process.brain import Brain, submission
-from dlrover.python.rl.master.process.hang_detector import HangDetector
+from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
 from dlrover.python.rl.runtime.process.host import MemberHost
@@ -275,3 +275,15 @@ def test_a_slow_member_is_named_and_replaced_if_the_job_wants_that(job, caplog, 
     words = "ACTOR[1] works 3.5 times slower than the others of its role"
     assert words in caplog.text
     assert [(event.role, event.rank, event.cause.message) for event in lost] == [("ACTOR", 1, words)] * replaces
+
+
+@pytest.mark.parametrize(
+    ("in_its_process", "number", "lost"), [(True, 1, True), (True, 2, False), (False, 1, False), (False, 2, False)]
+)
+def test_has_lost_peer_is_true_until_a_kept_rank_starts(job, in_its_process, number, lost):
+    """A rank that gets another process is replaced instead."""
+    state, rank = running(job), ProcessId("ACTOR", 0)
+    again = state.members[rank].next(in_its_process)
+    state = replace(state, members=state.members.replacing({rank: again}))
+    assert has_lost_peer(Heartbeat(rank, number), state) is lost
+    assert not has_lost_peer(Heartbeat(ProcessId("ACTOR", 1), 1), state)

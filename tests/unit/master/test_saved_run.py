@@ -14,7 +14,7 @@ from dlrover.python.rl.master.operations.history import read_history
 from dlrover.python.rl.master.operations.saved_runs import SavedRuns
 from dlrover.python.rl.master.process.brain import JOURNAL, Brain
 from dlrover.python.rl.master.saved_run import describe_start, find_saved_run, how_to_go_on, saved_job
-from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path, memory_root
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.owner import FAILED, IN_PROCESS
@@ -99,3 +99,20 @@ def test_link_in_a_run_folder_is_not_read(tmp_path, name):
     with pytest.raises((InvalidJob, JournalCorrupt, KeyError)) as refused:
         read()
     assert name != "journal.jsonl" or "symbolic links" in str(refused.value)
+
+
+def test_how_to_go_on_with_a_dead_disk_names_memory(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    job = begin(replace(load_job_text(JOB, "job"), job_dir=tmp_path / "out"))
+    claim(job, IN_PROCESS, bound=True).end(FAILED)
+    folder = job.job_dir / "checkpoints" / job.run / "step-00000010.e1"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").symlink_to("/proc/self/mem")  # EIO
+    again = f"once it can, resume: dlrover-rl resume {job.job_dir}"
+    dead = f"{folder / 'manifest.json'} cannot be read (Input/output error): "
+    assert how_to_go_on(job, job.job_dir) == f"{dead}{again}"
+    root = memory_root(job.name, job.run, folder.parent)
+    memory = CheckpointStore(root, job.run, durable=False)
+    own = memory.write(11, 1, "trainer.state", {"role": "trainer", "step": 11}, {})
+    memory.commit(11, 1, {"trainer": own})
+    assert how_to_go_on(job, job.job_dir) == f"{dead}step 11 is in {root}, until this machine restarts; {again}"

@@ -120,7 +120,7 @@ WRONG = {
     "an algorithm by its name alone": (["algorithm=dapo"], "algorithm.name=dapo"),
     "a model": (["model=modell"], "config.model: no such folder: modell; did you mean 'model'?"),
     "more than the machine has": (["workload.rollout.num=100"], "do not fit"),
-    "a damaged configuration of a model": (["model=broken"], "broken/config.json is no JSON object"),
+    "a damaged configuration of a model": (["model=broken"], "broken/config.json is empty or no JSON object"),
     "a configuration without a type": (["model=untyped"], "config.model: its config.json has no 'model_type'"),
     "a worked solution": (
         ["data.train=worked.jsonl"],

@@ -9,17 +9,18 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def small_disk(folder):
-    """A disk of 2 MB at ``folder``; None where file systems cannot be mounted."""
+def small_disk(folder, inodes=0):
+    """A disk of 2 MB at ``folder``, with so few ``inodes`` or any number; None where file systems cannot be mounted."""
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder], capture_output=True, check=False
-    )
+    options = f"size=2m,nr_inodes={inodes}" if inodes else "size=2m"
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", options, "tmpfs", folder], capture_output=True, check=False)
     if mounted.returncode:
         yield None
         return
-    yield folder
-    subprocess.run(["umount", folder], check=True)
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", folder], check=True)
 
 
 @contextmanager

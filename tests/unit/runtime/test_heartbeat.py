@@ -6,6 +6,7 @@ import time
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.process.oom_kills import count_oom_kills
 from tests.manual_clock import ManualClock
 
 QUICK = HeartbeatSettings(beat_s=0.001, lease_s=10.0)
@@ -49,6 +50,7 @@ def test_a_process_beats_again_and_again_with_what_it_does():
     assert master.several.wait(DEADLINE_S)
     beater.stop()
     assert set(master.beats) == {Heartbeat(ProcessId("ROLLOUT", 1), 3)}
+    assert {beat.oom_kills for beat in master.beats} == {count_oom_kills()}
     assert not ended.is_set()
 
 

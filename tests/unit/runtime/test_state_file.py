@@ -6,6 +6,7 @@ import struct
 import zlib
 from dataclasses import replace
 
+import disks
 import numpy as np
 import pytest
 import torch
@@ -115,6 +116,16 @@ def test_a_state_larger_than_the_free_space_is_refused_before_a_byte_is_written(
     with pytest.raises(OSError, match="do not fit"):
         copy_file(path.parent, path.parent, replace(file, nbytes=1 << 60), durable=True)
     assert read_state(path) == 1
+
+
+def test_a_write_without_a_free_inode_says_so(tmp_path):
+    with disks.small_disk(tmp_path / "disk", inodes=3) as disk:
+        if disk is None:
+            pytest.skip("needs the right to mount a file system")
+        (disk / "first").touch()
+        (disk / "second").touch()
+        with pytest.raises(OSError, match=r"No space left on device: no inodes are free: remove files: '.*disk'"):
+            write_state(disk / "third.state", {}, 1, durable=False)
 
 
 # -- what is refused --------------------------------------------------------------------------------------------------

@@ -13,7 +13,8 @@ import errno
 import os
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
@@ -56,9 +57,11 @@ def is_transient(error: BaseException) -> bool:
 
 
 def disk_full_error(number: int, folder: Path, nbytes: int) -> OSError:
-    """The error ``number``, with the folder, the bytes to write (0: unknown), and the free bytes."""
+    """The error ``number``, with the folder, the bytes to write (0: unknown), and the free bytes; or no free inodes."""
     disk = os.statvfs(folder)
     free = disk.f_bavail * disk.f_frsize
+    if disk.f_files and not disk.f_favail and free > nbytes:
+        return OSError(number, f"{os.strerror(number)}: no inodes are free: remove files", str(folder))
     need = f"{nbytes} bytes do not fit, " if nbytes else ""
     return OSError(number, f"{os.strerror(number)}: {need}{free} bytes are free", str(folder))
 
@@ -127,12 +130,25 @@ class _Retries:
 
 
 def _as_os_error(error: Exception, path: Path) -> OSError:
-    """The error with the file that it is about: writes to an open one do not name it."""
     if not isinstance(error, OSError):
         return disk_full_error(errno.ENOSPC, path.parent, 0)
+    return _with_name(error, path)
+
+
+def _with_name(error: OSError, path: Path) -> OSError:
+    """The error with the file that it is about: reads and writes of an open one do not name it."""
     if error.filename is None and error.errno is not None:
         error.filename = str(path)
     return error
+
+
+@contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Let an OSError of the block name the file ``path``."""
+    try:
+        yield
+    except OSError as error:
+        raise _with_name(error, path) from None
 
 
 def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT, at: int | None = None) -> int:

@@ -336,7 +336,7 @@ def _run(checked: CheckedJob, place: _Place) -> None:
                 ended = run_here(checked, view, show)
             else:
                 ended = run_on_ray(checked, view, place.address, announce=show, supervise=place.supervise)
-    except SystemExit:  # SIGTERM
+    except (SystemExit, OSError):  # SIGTERM, or a disk
         echo(how_to_go_on(job, job.job_dir), err=True)
         raise
     if ended.phase is Phase.FINISHED:
@@ -374,21 +374,20 @@ def main() -> None:
     except click.ClickException as error:
         error.show()
         sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        echo(f"{error.filename} cannot be used: {error.strerror}", err=True)
+        sys.exit(EXIT_FAILED)
     except DLRoverRLError as error:
         echo(str(error), err=True)
         sys.exit(next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), EXIT_FAILED))
 
 
 _EXIT_CODES: dict[type[DLRoverRLError], int] = {
-    InvalidJob: EXIT_INVALID,
-    JobConflict: EXIT_INVALID,
-    ClusterUnavailable: EXIT_NO_CLUSTER,
+    **dict.fromkeys((InvalidJob, JobConflict, UnknownJob, AccessDenied, CallError), EXIT_INVALID),
+    **dict.fromkeys((ClusterUnavailable, ServiceBusy, ServiceUnavailable), EXIT_NO_CLUSTER),
     MasterLost: EXIT_MASTER_LOST,
-    UnknownJob: EXIT_INVALID,
-    AccessDenied: EXIT_INVALID,
-    CallError: EXIT_INVALID,
-    ServiceBusy: EXIT_NO_CLUSTER,
-    ServiceUnavailable: EXIT_NO_CLUSTER,
 }
 
 

@@ -20,9 +20,10 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import hidden_in, unseal
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.events import Cause, CauseKind
-from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_path
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
+from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.owner import DESCRIPTION, FINISHED, Owner, newest_owner
 from dlrover.python.rl.runtime.run_folder import BEAT_S, LATEST, MODEL, has_commits, in_use
 
@@ -58,7 +59,7 @@ def _is_file(path: Path) -> bool:
 
 
 def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
-    """The job of a saved run, to go on in its folder; hidden variables come from the environment. Raises InvalidJob."""
+    """A saved run's job, to resume in its folder; hidden variables come from the environment. Raises InvalidJob."""
     _refuse_names(overrides, "cannot be changed: the run goes on in its folder, under its name")
     return _read(run, ["checkpoint.resume=latest", *overrides], lambda job: replace(job, job_dir=run.folder))
 
@@ -151,6 +152,16 @@ def how_to_go_on(job: JobSpec, folder: Path, step: int = 0, cause: Cause | None 
 
     ``step`` is the last one that is known."""
     again = resume_command(job.archive or folder)
+    try:
+        return _how_to_go_on(job, folder, step, cause, again)
+    except OSError as error:
+        root = memory_path(job.name, job.run)
+        last = max((manifest.step for manifest in CheckpointStore(root, job.run, durable=False).manifests()), default=0)
+        kept = f"step {last} is in {root}, until this machine restarts; " if last else ""
+        return f"{error.filename or folder} cannot be read ({error.strerror}): {kept}once it can, resume: {again}"
+
+
+def _how_to_go_on(job: JobSpec, folder: Path, step: int, cause: Cause | None, again: str) -> str:
     needs_change = cause is not None and cause.kind in (CauseKind.USER_ERROR, CauseKind.START_FAILED)
     if last_commit(job, folder, job.archive)[0] is not None:
         fixed = "once its cause is fixed, resume" if needs_change else "resume"
@@ -158,8 +169,8 @@ def how_to_go_on(job: JobSpec, folder: Path, step: int = 0, cause: Cause | None 
     if needs_change:
         return ""
     if has_commits(folder):
-        what = f"its commits are in the memory of this machine only, and could not be saved to {folder}"
-        return f"{what}: make room there, and go on before the machine restarts: {again}"
+        place = f"its commits are in the memory of this machine only, and could not be saved to {folder}"
+        return f"{place}: make room there, and go on before the machine restarts: {again}"
     if step or newest_owner(folder) is None:  # its files are elsewhere
         return f"to go on, where its files are: {again}"
     return f"no step was committed; to begin again: {again}"

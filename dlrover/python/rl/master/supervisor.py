@@ -28,6 +28,7 @@ from uuid import uuid4
 
 import cloudpickle
 
+from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.common.errors import ClusterUnavailable, MasterLost
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import resume_command
@@ -88,7 +89,7 @@ class _Losses:
     def count(self, lost: _Lost) -> str:
         """Save what is only in memory; returns where the job goes on. Raises MasterLost if that was too often."""
         job = self._job
-        step = last_commit(job, job.job_dir, job.archive)[0] or 0
+        step = retry_io(lambda: last_commit(job, job.job_dir, job.archive), job.job_dir)[0] or 0
         self._number = self._number + 1 if step == self._step else 1
         self._step = step
         where = f"after step {step}" if step else "from the beginning"

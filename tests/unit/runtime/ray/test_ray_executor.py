@@ -27,6 +27,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.process.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.process.inspection import Inspection
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes import actors, process_table
@@ -202,6 +203,28 @@ def test_a_master_that_comes_back_notices_the_deaths_of_the_processes_that_it_fi
 
 
 @pytest.mark.usefixtures("without_logs")
+def test_a_member_lost_to_the_oom_killer_has_that_cause():
+    """Its last heartbeat came before the kill, and one of a neighbour after it."""
+    stage = Stage()
+
+    async def scenario():
+        executor, events = stage.new_executor(), stage.events
+        for command, answer in ((Place(1), Placed), (member(1), MemberStarted)):
+            executor.execute(command, events.append)
+            async with asyncio.timeout(20):
+                while not any(isinstance(event, answer) for event in events):
+                    await asyncio.sleep(0.001)
+        lost, neighbour = ProcessId("ACTOR", 0), ProcessId("ROLLOUT", 0)
+        executor.take_beat(Heartbeat(lost, 1, oom_kills=3))
+        executor.nodes.oom_kills.note(neighbour, executor.process_of(lost), 4)
+        return await stage.lose(events)
+
+    event = asyncio.run(scenario())
+    assert (event.cause.kind, event.cause.who) == (CauseKind.OUT_OF_MEMORY, "ACTOR[0]")
+    assert event.cause.message.startswith("the kernel's OOM killer has ended a process of its host: ")
+
+
+@pytest.mark.usefixtures("without_logs")
 def test_a_process_that_was_gone_when_the_master_came_back_is_lost():
     stage, events = Stage(), []
 
@@ -328,6 +351,20 @@ def test_one_that_two_groups_wait_for_may_be_located_twice_at_once():
         await asyncio.gather(table.note_located(LOST), table.note_located(LOST))
 
     asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("devices", "limit"), [("CPU", "_LEAVE_S"), ("GPU", "_LEAVE_DEVICES_S")])
+def test_let_leave_gives_up_on_a_member_that_hangs(monkeypatch, devices, limit):
+    for name in ("_LEAVE_S", "_LEAVE_DEVICES_S"):
+        monkeypatch.setattr(process_table, name, 0.01 if name == limit else 60.0)
+
+    async def scenario():
+        pool = Stage(text=JOB.replace("CPU", devices)).new_executor()._pool
+        handle = SimpleNamespace(dlrover_leave=SimpleNamespace(remote=asyncio.Event().wait))
+        async with asyncio.timeout(30):
+            return await pool.let_leave(process_table.ProcessEntry(LOST, 2, handle=handle))
+
+    assert asyncio.run(scenario()) is False
 
 
 def test_a_trainer_is_asked_for_its_outcome_again_after_a_broken_connection(monkeypatch):

@@ -18,6 +18,11 @@ class Fsdp2Options:
     AdamW, and torch's threads take the step. A device has the weights of the passes and the gradients: in bf16 6 bytes
     a parameter instead of 18, or 8 instead of 16 where ranks shard the model."""
 
+    keep_processes: bool = False
+    """On CUDA under Ray: when a rank is lost, the others abort NCCL, keep their processes and CUDA contexts, and meet
+    the new one; one that has not left within 10 seconds gets a new process. NCCL's watchdog is off then, so a broken
+    link without a lost process is found after ``hang_after_s``. On CPUs they always stay."""
+
 
 INFO = EngineInfo(
     options=Fsdp2Options,

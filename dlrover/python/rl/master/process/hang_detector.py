@@ -146,6 +146,12 @@ def _is_up(process_id: ProcessId, state: JobState) -> bool:
     return member is not None and member.phase is MemberPhase.UP
 
 
+def has_lost_peer(beat: Heartbeat, state: JobState) -> bool:
+    """Return True if the state has a later incarnation of a member in the process that sent ``beat``."""
+    member = state.members.get(beat.process_id)
+    return member is not None and member.first <= beat.number < member.incarnation
+
+
 def _is_current(beat: Heartbeat, state: JobState) -> bool:
     if beat.process_id == TRAINER_ID:
         return beat.number >= state.epoch

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from dlrover.python.rl.common.disk_space import retry_io_async
 from dlrover.python.rl.common.errors import JobConflict, JobFailed, JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import configure_logging, get_logger
-from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.common.redaction import hide_values
 from dlrover.python.rl.config.secrets import Secrets, hidden_in, unseal
 from dlrover.python.rl.config.spec import JobSpec
@@ -55,7 +55,7 @@ from dlrover.python.rl.master.process.brain import (
     fresh_journal,
     submission,
 )
-from dlrover.python.rl.master.process.hang_detector import HangDetector
+from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.master.process.observer import JobObserver
 from dlrover.python.rl.master.process.replacement import find_up, replacement
 from dlrover.python.rl.master.process.resizer import Resizer, size_of
@@ -319,13 +319,12 @@ class RLMaster:
         if not await self._awake():
             self._miss_journal()
             return BeatAnswer.CURRENT
-        if beat.process_id == TRAINER_ID:
-            self._executor.open_step = beat.step
-        if beat.notice:
-            self._executor.take_notice(beat.process_id, beat.notice)
+        self._executor.take_beat(beat)
         if not self._hang_detector.take(beat, self._state):
             return BeatAnswer.REPLACED
         self._observer.beat(beat)
+        if has_lost_peer(beat, self._state):
+            return BeatAnswer.PEER_LOST
         return BeatAnswer.WITHOUT_SECRETS if self._lacking else BeatAnswer.CURRENT
 
     async def opened(self, epoch: int) -> None:
@@ -351,6 +350,7 @@ class RLMaster:
             await self._wait_for_news(lambda: find_up(self._state, role, rank, incarnation) is None, _ECHO_S)
         if (member := find_up(self._state, role, rank, incarnation)) is not None:
             node = member.process.node if member.process else ""
+            cause = self._executor.nodes.oom_kills.explain(ProcessId(role, rank), member.process, cause)
             self._events.put_nowait(MemberLost(role, rank, incarnation, cause, node))
         await self._wait_for_news(lambda: self._replaced(role, rank, incarnation) is not None, wait_s)
         return self._replaced(role, rank, incarnation)

@@ -312,9 +312,10 @@ class TrainedWorkload(EngineWorkload):
 
     @classmethod
     def keeps_process(cls, config: Any) -> bool:
-        """With FSDP2 on CPUs. Other engines have global state, and nccl does not tell of a lost rank."""
+        """With FSDP2 on CPUs, elsewhere where its options say so. Other engines have global state."""
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
-        return engine.train == "fsdp2" and engine.device == "cpu"
+        stays = engine.device == "cpu" or engine.train_options.get("keep_processes") is True
+        return engine.train == "fsdp2" and stays
 
     @classmethod
     def state_bytes(cls, config: Any, world_size: int) -> int | None:

@@ -150,7 +150,7 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
     if not (folder / "config.json").is_file():
         return [ConfigError(where, f"{model} holds no model: it has no config.json")]
     if not read_config(model):
-        return [ConfigError(where, f"{folder / 'config.json'} is no JSON object: write the model again")]
+        return [ConfigError(where, f"{folder / 'config.json'} is empty or no JSON object: write the model again")]
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         return [ConfigError(where, f"{model} holds no tokenizer: it has none of {', '.join(_TOKENIZER_FILES)}")]
     fault = _find_weight_fault(folder)

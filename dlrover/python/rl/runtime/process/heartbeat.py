@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
 from types import FrameType
@@ -28,6 +28,7 @@ from types import FrameType
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.liveness import Work
+from dlrover.python.rl.runtime.process.oom_kills import count_oom_kills
 
 _LOG = get_logger(__name__)
 
@@ -50,12 +51,14 @@ class Heartbeat:
     notice: str = ""  # that its node will go
     work: Work = Work()  # of a member, so far
     pending: tuple[tuple[str, int], ...] = ()  # of a trainer: roles, and how many of their calls are under way
+    oom_kills: int = field(default=-1, compare=False)  # on its host since it booted, -1 for unknown
 
 
 class BeatAnswer(StrEnum):
     """What the master says to a heartbeat."""
 
     CURRENT = "current"
+    PEER_LOST = "peer lost"  # it leaves its group, and comes back as a later incarnation in this process
     REPLACED = "replaced"  # another process has taken the sender's place
     WITHOUT_SECRETS = "without secrets"  # current; the master was restarted, and asks for the job's secrets
 
@@ -101,7 +104,7 @@ class HeartbeatSender:
         reached_s = self._now_s()
         while not self._stopped.wait(self._settings.beat_s):
             try:
-                is_current = self._send(self._observe())
+                is_current = self._send(replace(self._observe(), oom_kills=count_oom_kills()))
             except Exception as error:  # noqa: BLE001 -- whatever the error, the lease decides
                 silent_s = self._now_s() - reached_s
                 if silent_s > self._settings.lease_s:

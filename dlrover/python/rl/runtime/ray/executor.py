@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: each command of the brain, and what it ends in, from one table of processes.
 """Runs the brain's commands on Ray, on the event loop of the master's process.
 
 Each command becomes a task that ends in an event; a task that fails emits the event of that failure. The executor finds
@@ -48,7 +49,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.process.executor import Emit
-from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
+from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSettings
 from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Turnstile, answer_of, cause_with_log
@@ -84,7 +85,7 @@ class RayExecutor:
             max(liveness.beat_s, processes / _BEATS_PER_SECOND), liveness.lease_s, liveness.notice_file
         )
         self._pool = ActorPool(self._job, plan.run, plan.methods, master, self.beats, cluster)
-        self._nodes = NodeWatch(cluster.list_nodes)
+        self.nodes = NodeWatch(cluster.list_nodes)
         self._incarnation = 0
         self.last_causes: dict[ProcessId, str] = {}
         self._full_sizes: dict[str, int] = {}
@@ -147,7 +148,7 @@ class RayExecutor:
             limit_s = self._job.liveness.start_timeout_s
             cause = Cause(CauseKind.HUNG, "job", f"not up within {limit_s:g} s")
         else:
-            cause = cause_with_log(error, entry.process)
+            cause = self.nodes.oom_kills.explain(entry.process_id, entry.process, cause_with_log(error, entry.process))
         self.last_causes[entry.process_id] = f"{cause.kind.value}: {cause.message}"
         return entry.loss(cause)
 
@@ -172,13 +173,16 @@ class RayExecutor:
                 message = f"the node {loss.node_id[:8]} is lost: {loss.why}"
                 emit(NodeLost(loss.node_id, Cause(kind, "job", message)))
 
-        await self._nodes.watch(lose)
+        await self.nodes.watch(lose)
 
-    def take_notice(self, process_id: ProcessId, why: str) -> None:
-        """A process was told that its node will go."""
-        process = self.process_of(process_id)
-        if process is not None and process.node:
-            self._nodes.take_notice(process.node, why)
+    def take_beat(self, beat: Heartbeat) -> None:
+        """Record what a process knows of its node, and the trainer's step."""
+        if beat.process_id == TRAINER_ID:
+            self.open_step = beat.step
+        process = self.process_of(beat.process_id)
+        self.nodes.oom_kills.note(beat.process_id, process, beat.oom_kills)
+        if beat.notice and process is not None and process.node:
+            self.nodes.take_notice(process.node, beat.notice)
 
     def process_of(self, process_id: ProcessId) -> Process | None:
         return entry.process if (entry := self._table.find(process_id)) else None

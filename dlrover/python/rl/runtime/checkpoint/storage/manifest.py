@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from dlrover.python.rl.common.disk_space import naming
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile, new_file
@@ -125,7 +126,7 @@ def read_manifest(folder: Path, run: str) -> Manifest:
     """The manifest in ``folder``. Raises CheckpointMissing if there is none of this run, CheckpointCorrupt, OSError."""
     path = folder / MANIFEST
     try:
-        with open(path, "rb") as file:
+        with naming(path), open(path, "rb") as file:
             content = file.read(_LARGEST)
         manifest = decode(content)
     except (FileNotFoundError, NotADirectoryError):

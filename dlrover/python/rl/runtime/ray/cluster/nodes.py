@@ -19,6 +19,7 @@ from dataclasses import dataclass
 import ray
 
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.runtime.process.oom_kills import OomKills
 from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
 
 _LOG = get_logger(__name__)
@@ -95,6 +96,7 @@ class NodeWatch:
         self._watches: dict[str, asyncio.Task[None]] = {}
         self._lost: set[str] = set()
         self._notices: dict[str, str] = {}
+        self.oom_kills = OomKills()
 
     def take_notice(self, node_id: str, why: str) -> None:
         """A process on the node was told that it will go."""

@@ -9,14 +9,17 @@ of the workload, so that raw handles (``trainer.actors[0].update.remote(...)``) 
 
     locate -> start -> invoke ...            a member
     locate -> prepare ... -> locate -> start a standby: its imports are done before it is needed
+    ... lose_peer, in a thread: the collectives on devices are aborted -> leave -> locate -> start
+                                             a member that keeps its process when a rank of its group is lost
 """
 
 import gc
 import os
 import socket
 import sys
+import threading
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -73,10 +76,28 @@ def _accelerators(context: Any) -> list[str]:
     return reserved
 
 
+WITHOUT_WATCHDOG = "TORCH_NCCL_ASYNC_ERROR_HANDLING", "0"
+"""Lets a process outlive its NCCL communicators: torch's watchdog would end it when one fails."""
+
+
+def _torch_groups() -> Any:
+    """``torch.distributed`` if this process has groups, else None."""
+    distributed = sys.modules.get("torch.distributed")
+    is_used = distributed is not None and distributed.is_available() and distributed.is_initialized()
+    return distributed if is_used else None
+
+
+def abort_groups() -> None:
+    """Abort torch's process groups of this process if they have one on devices: a collective there waits for a lost
+    rank for ever, and so does destroying its group. Those on CPUs fail by themselves, and cannot be aborted."""
+    distributed = _torch_groups()
+    if distributed is not None and "nccl" in distributed.get_backend_config():
+        distributed.distributed_c10d._abort_process_group()
+
+
 def leave_groups() -> None:
     """Destroy torch's process groups of this process; peers that wait in one of their collectives then fail."""
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+    if (distributed := _torch_groups()) is not None:
         distributed.destroy_process_group()
 
 
@@ -92,11 +113,15 @@ def locate_with_port(port: HeldPort, preferred: Sequence[int] = ()) -> Process:
     return replace(here, port=port.take(preferred, here.address))
 
 
-def send_to(master: Any) -> Any:
+def send_to(master: Any, lose_peer: Callable[[int], None] = lambda number: None) -> Any:
+    """``lose_peer`` is called with the incarnation of a member whose group has lost a rank."""
+
     def send(beat: Heartbeat) -> bool:
         answer: BeatAnswer = ray.get(master.beat.remote(beat), timeout=_BEAT_S)
         if answer is BeatAnswer.WITHOUT_SECRETS:
             master.reveal.remote(held_secrets())
+        if answer is BeatAnswer.PEER_LOST:
+            lose_peer(beat.number)
         return answer is not BeatAnswer.REPLACED
 
     return send
@@ -113,12 +138,14 @@ class MemberActor:
         self._role, self._master = RLRoleType(process_id.role), master
         self._identity = process_id, number  # one value: the heartbeat thread reads it
         self._host: MemberHost | None = None
-        self._left = 0  # the last incarnation that has left its peers
+        self._left = 0  # the last incarnation that has left its peers, or has to
+        self._leaving = threading.Lock()
+        self._abort: threading.Thread | None = None
         self._log: LogCopier | None = None
         self._port = HeldPort()
         self._notice = DepartureNotice(beats.notice_file) if beats is not None else None
         if beats is not None:
-            HeartbeatSender(self._beat, send_to(master), beats).start()
+            HeartbeatSender(self._beat, send_to(master, self.lose_peer), beats).start()
 
     def dlrover_locate(self, preferred_ports: Sequence[int]) -> Process:
         return locate_with_port(self._port, preferred_ports)
@@ -147,11 +174,28 @@ class MemberActor:
         with starting(str(process_id)):
             if context.devices and context.restart.reason.startswith(CauseKind.DEVICE_FAILED):
                 try_devices(context.devices)
-            host.start(self._load(start.job), context, self._master, start.job.config)
+            workload = self._load(start.job)
+            if self._master is not None and workload.keeps_process(start.job.config):
+                os.environ.setdefault(*WITHOUT_WATCHDOG)
+            host.start(workload, context, self._master, start.job.config)
+
+    def lose_peer(self, number: int) -> None:
+        """Refuse all results of incarnation ``number`` from now on, which may be anything, and abort its collectives:
+        a call may wait for the lost rank, so this is done in another thread. An abort that hangs, too, delays
+        :meth:`dlrover_leave`, and the process is replaced."""
+        with self._leaving:
+            if self._left < number == self._identity[1]:
+                self._left = number
+                self._abort = threading.Thread(target=abort_groups, name="dlrover-abort", daemon=True)
+                self._abort.start()
 
     def dlrover_leave(self) -> None:
         """Give up the workload and its process groups. The next start makes another one, of a later incarnation."""
-        host, self._host, self._left = self._host, None, self._identity[1]
+        with self._leaving:
+            host, self._host, self._left = self._host, None, self._identity[1]
+        if self._abort is not None:
+            self._abort.join()  # waits: as long as the master waits for this call
+        abort_groups()
         if host is not None:
             host.close()
         leave_groups()
@@ -184,15 +228,24 @@ class MemberActor:
         """Run a method for a role group; see :func:`serve`. The :class:`CallHeader` comes in bytes, which Ray sends as
         they are."""
         header, host = CallHeader.unpack(packed), self._host
-        if host is None and 0 < header.incarnation <= self._left:
-            raise gone_incarnation(header.incarnation, self._role, self._identity[0].rank, header.method)
+        self._refuse_gone(header.incarnation, header.method)
         if host is None or host.workload is None:
             raise CallSkipped("it has not started yet", role=self._role, rank=-1, method=header.method)
-        return serve(host, header, values)
+        try:
+            return serve(host, header, values)
+        finally:
+            self._refuse_gone(header.incarnation, header.method)
+
+    def _refuse_gone(self, incarnation: int, method: str) -> None:
+        """Raise WorkloadDied for a call to an incarnation that has left its peers, also while the call ran."""
+        if 0 < incarnation <= self._left:
+            raise gone_incarnation(incarnation, self._role, self._identity[0].rank, method)
 
     def _run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        number = self._identity[1]
         if self._left and (self._host is None or not self._host.is_rebuilt):
-            raise gone_incarnation(self._left, self._role, self._identity[0].rank, method)
+            number = self._left
+        self._refuse_gone(number, method)
         assert self._host is not None, "dlrover_start comes first"
         try:
             return self._host.run(method, args, kwargs)
@@ -200,6 +253,8 @@ class MemberActor:
             if _has_valid_text(error):
                 raise
             raise self._host.failure(method, error) from None
+        finally:
+            self._refuse_gone(number, method)
 
 
 def _has_valid_text(error: Exception) -> bool:

@@ -245,6 +245,7 @@ _POLL_S = 0.05
 _GONE_S = 20.0
 _CLOSE_GRACE_S = 1.0
 _LEAVE_S = 3.0  # a gloo collective that has lost a rank fails at once
+_LEAVE_DEVICES_S = 10.0  # one of nccl is aborted after the next heartbeat
 
 
 @dataclass
@@ -316,11 +317,14 @@ class ActorPool:
 
     async def let_leave(self, entry: ProcessEntry) -> bool:
         """Let a process leave its peers, so that it can go on as ``entry``; False if it does not soon."""
+        limit_s = _LEAVE_S
+        if self.job.trainer.device_type != "CPU":
+            limit_s = _LEAVE_DEVICES_S + self.beats.beat_s
         try:
-            async with asyncio.timeout(_LEAVE_S):
+            async with asyncio.timeout(limit_s):
                 await awaited(entry.handle.dlrover_leave.remote())
         except (TimeoutError, RayError) as error:
-            why = str(error).partition("\n")[0] or f"no answer in {_LEAVE_S:g} s"
+            why = str(error).partition("\n")[0] or f"no answer in {limit_s:g} s"
             _LOG.warning("%s gets another process: %s", entry.process_id, why)
             return False
         return True
