@@ -102,8 +102,8 @@ class Recorder:
         for generation in reversed(found):
             try:
                 serial = decode((generation.folder / "manifest.json").read_bytes()).serial
-            except OSError:
-                continue  # superfluous meanwhile
+            except (OSError, ValueError):
+                continue  # superfluous by now, or damaged by a fault
             key = (generation.step, generation.epoch, serial)  # it stays when a commit gets the states instead of calls
             if key not in self._seen:
                 self._seen.add(key)
