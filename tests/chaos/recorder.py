@@ -6,10 +6,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.roots import roots_of
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import read_manifest
 from tests.chaos.ledger import Generation, Ledger, generations, read_ledger
 
 _LOOK_S = 0.01
@@ -98,11 +99,11 @@ class Recorder:
         return grown
 
     def _note(self, found: list[Generation]) -> None:
-        now_s = time.time()
+        now_s, run = time.time(), self.ledger.submitted.run if self.ledger.submitted is not None else ""
         for generation in reversed(found):
             try:
-                serial = decode((generation.folder / "manifest.json").read_bytes()).serial
-            except (OSError, ValueError):
+                serial = read_manifest(generation.folder, run).serial
+            except (OSError, CheckpointCorrupt, CheckpointMissing):
                 continue  # superfluous by now, or damaged by a fault
             key = (generation.step, generation.epoch, serial)  # it stays when a commit gets the states instead of calls
             if key not in self._seen:
