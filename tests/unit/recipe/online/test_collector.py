@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dlrover.python.rl.common.errors import ConfigError, DataError, WeightSyncError
+from dlrover.python.rl.common.errors import ConfigError, DataError, ReplayDiverged, WeightSyncError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.recipe.base.config import RewardConfig, RolloutConfig
@@ -63,6 +63,7 @@ class Rollouts:
         rows = [held.get(key, {"min_version": -1, "complete": False}) for key in keys]
         return Batch(
             {
+                **{name: np.array([key[at] for key in keys], dtype=np.int64) for at, name in enumerate(KEY)},
                 "started": np.array([key in held for key in keys], dtype=np.bool_),
                 "complete": np.array([row["complete"] for row in rows], dtype=np.bool_),
                 "min_version": np.array([row["min_version"] for row in rows], dtype=np.int64),
@@ -161,6 +162,20 @@ def step_of(collector, rollouts, step):
 def rows_of(drawn):
     everything = [row for ref in drawn.rollouts for row in ref.token]
     return [(everything[row][0], everything[row][3]) for row in drawn.rows]
+
+
+@pytest.mark.parametrize("method", ["sample", "fetch"])
+def test_collect_with_a_kept_answer_for_other_groups_diverges(method):
+    """A trainer that repeats a step gets the answers that members have kept of the calls before."""
+    rollouts = Rollouts([4, 4])
+    answers = []
+    kept = Method(lambda *arguments: answers[0] if answers else answers.append(answer(*arguments)) or answers[0])
+    answer = getattr(rollouts, method).call
+    setattr(rollouts, method, kept)
+    collector = make_collector(rollouts)
+    step_of(collector, rollouts, 1)
+    with pytest.raises(ReplayDiverged, match="asks for other groups than before"):
+        step_of(collector, rollouts, 2)
 
 
 def test_rows_come_in_the_order_of_the_prompts_whoever_has_drawn_them_and_however_fast():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.common.errors import ReplayDiverged, WeightSyncError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import raise_errors
@@ -184,6 +184,11 @@ def sync_weights(trainer: Any) -> tuple[WeightStamp, int]:
     return published, sent.table.nbytes
 
 
+def _diverged(rank: int, method: str) -> ReplayDiverged:
+    message = "this repeated step asks for other groups than before: where rollouts run ahead, they depend on time"
+    return ReplayDiverged(message, role="ROLLOUT", rank=rank, method=method)
+
+
 def bind_method(group: Any, method: str, rows: int, **options: Any) -> Any:
     """A method of all members of a role group, or of the first alone where there are fewer rows than members."""
     return getattr(group, method).options(target="ALL" if rows >= len(group) else "RANK0", **options)
@@ -284,7 +289,10 @@ class SampleCollector:
         share = -(-max(count - sum(complete), 1) // self._members)
         wanted, enough = [self._describe(groups) for groups in groups_by_rank], [number + share for number in complete]
         statuses = self._trainer.RG_ROLLOUT.sample(wanted, self.sampling, self._cfg.seed, enough, patience_s)
-        for groups, status in zip(groups_by_rank, statuses, strict=True):
+        for rank, (groups, status) in enumerate(zip(groups_by_rank, statuses, strict=True)):
+            keys = zip(*(status.dense(name).tolist() for name in GroupKey._fields), strict=True)
+            if list(keys) != [group.key for group in groups]:
+                raise _diverged(rank, "sample")
             columns = [status.dense(name).tolist() for name in ("started", "complete", "min_version")]
             for group, started, is_complete, min_version in zip(groups, *columns, strict=True):
                 self._tracker.update_status(group.key, started, is_complete, min_version)
@@ -295,10 +303,12 @@ class SampleCollector:
         ]
         rollouts = self._trainer.RG_ROLLOUT.fetch([self._describe(of_rank) for of_rank in groups_by_rank])
         scored = self._score(rollouts, len(groups) * self.sampling.samples_per_prompt)
-        self.check_versions(step, scored, self._cfg.rollout.max_staleness)
         retry = {group.prompt_id: group.retry for group in groups}
         position = {group.prompt_id: index for index, group in enumerate(groups)}
         ids = scored.dense("prompt_id").tolist()
+        if retry.keys() != set(ids):
+            raise _diverged(0, "fetch")
+        self.check_versions(step, scored, self._cfg.rollout.max_staleness)
         scored = scored.with_columns(retry=np.array([retry[prompt_id] for prompt_id in ids], dtype=np.int64))
         if self._cfg.rollout.max_staleness:
             staleness = [self._tracker.staleness(version) for version in scored.dense("min_version").tolist()]
