@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations in an object store: what a killed writer leaves, a store that fails, and a writer that was replaced."""
 
+import errno
 import io
 
 import numpy as np
@@ -215,6 +216,28 @@ def test_a_step_that_was_set_aside_and_is_written_again_counts(bucket, tmp_path)
     assert newest(bucket) == 10
     write(store, tmp_path, 20, 1)
     assert newest(bucket) == 20 and store.damaged() == []
+
+
+def test_claim_is_refused_if_a_later_trainer_claims_meanwhile(bucket):
+    bucket.fault = lambda number, done: bucket.put("/bucket/run/epochs/00000002", b"2") if done else None
+    with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
+        ObjectStore(URL, "r", fs=bucket).claim(1)
+
+
+def test_generation_that_is_partly_removed_is_none(bucket, tmp_path):
+    store = ObjectStore(URL, "r", fs=bucket)
+    store.claim(1)
+    for step in (10, 20):
+        write(store, tmp_path, step, 1)
+    first = bucket.changes
+
+    def fail(number, done):
+        if number > first:
+            raise OSError(errno.EIO, "away")
+
+    bucket.fault = fail
+    store.drop_older(20)
+    assert [manifest.step for manifest in store.manifests()] == [20]
 
 
 def test_errors_of_a_store_may_be_over_soon():
