@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from dlrover.python.rl.common.disk_space import is_transient
+from dlrover.python.rl.common.disk_space import DiskWait, is_transient
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
+from dlrover.python.rl.runtime.checkpoint.storage.generations import Generation
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, read_from, store_errors
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
 
@@ -238,6 +239,18 @@ def test_generation_that_is_partly_removed_is_none(bucket, tmp_path):
     bucket.fault = fail
     store.drop_older(20)
     assert [manifest.step for manifest in store.manifests()] == [20]
+
+
+def test_store_that_is_away_is_not_taken_for_damaged(bucket, tmp_path, monkeypatch):
+    def away(path, mode, **options):
+        raise TimeoutError(errno.ETIMEDOUT, "no answer")
+
+    store = ObjectStore(URL, "r", fs=bucket)
+    store.claim(1)
+    generation = Generation(store, write(store, tmp_path, 10, 1))
+    monkeypatch.setattr(bucket, "_open", away)
+    with pytest.raises(OSError, match="no answer"):
+        generation.read("trainer", DiskWait(0, 0, 0))
 
 
 def test_errors_of_a_store_may_be_over_soon():

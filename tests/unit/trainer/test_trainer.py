@@ -10,6 +10,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
 from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.trainer.port import Renewed
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, undecorated
 
@@ -133,6 +134,12 @@ def test_steps_count_from_1_and_reports_carry_the_total():
 
 def test_the_job_directory_is_the_links():
     assert made(job_dir="runs/j").job_dir == "runs/j"
+
+
+def test_raw_handles_are_those_of_new_members():
+    trainer = made(resources={})
+    trainer._bound_steps().port.renewed(Renewed("ACTOR", {0: 1, 1: 2}, {1: "b1"}))
+    assert trainer.actors == trainer.actor_handles["ACTOR"] == ["a0", "b1"]
 
 
 @pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3)], ids=["error", "exit"])
