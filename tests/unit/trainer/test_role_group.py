@@ -16,6 +16,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import Call, Outcome, Pending, Ref, gather
+from dlrover.python.rl.trainer.role_group import CallCounter, RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
@@ -244,21 +245,24 @@ def test_argument_that_cannot_be_sent_is_refused_before_any_call():
 
 
 def test_calls_of_two_threads_are_sent_in_order_of_numbers():
-    trainer = trainer_of(actor=2)
-    other = threading.Thread(target=trainer.RG_ACTOR.same, args=(2,))
-    submit = trainer.port.submit
+    class Sending:
+        sent = []
 
-    def submit_beside_another_thread(role, rank, call):
-        if call.call_id == (0, 0) and rank == 0:
-            other.start()
-            other.join(0.2)  # it waits for this call, or would be sent before rank 1 has this one
-        return submit(role, rank, call)
+        def submit(self, role, rank, call):
+            if not self.sent:
+                other.start()
+                other.join(0.2)  # it waits for this call, or would be sent before it
+            self.sent.append((call.call_id[1], rank))
+            return Ref(self, Outcome(), None, role, rank, call.method)
 
-    trainer.port.submit = submit_beside_another_thread
-    trainer.RG_ACTOR.same(1)
+        def wait(self, refs, timeout_s):
+            return [ref.token for ref in refs]
+
+    group = RoleGroup(RLRoleType.ACTOR, Worker, 2, 2, Sending(), CallCounter())
+    other = threading.Thread(target=group.same, args=(2,))
+    group.same(1)
     other.join()
-    sent = [(call.call_id[1], rank) for _, rank, call in trainer.port.calls]
-    assert sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
+    assert Sending.sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
 
 
 def test_a_refused_call_takes_no_number():
