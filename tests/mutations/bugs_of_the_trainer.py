@@ -23,7 +23,7 @@ BUGS = {
     "a tuple of pre_func is one argument": Bug(
         _GROUP, "(changed if isinstance(changed, tuple) else (changed,)), {}", "(changed,), {}"
     ),
-    "named arguments pass pre_func by": Bug(
+    "named arguments go around pre_func": Bug(
         _GROUP,
         "args, kwargs = (changed if isinstance(changed, tuple) else (changed,)), {}",
         "args = changed if isinstance(changed, tuple) else (changed,)",

@@ -219,7 +219,7 @@ def test_a_step_that_was_set_aside_and_is_written_again_counts(bucket, tmp_path)
     assert newest(bucket) == 20 and store.damaged() == []
 
 
-def test_claim_is_refused_if_a_later_trainer_claims_meanwhile(bucket):
+def test_claim_is_refused_after_a_later_claim_beside_it(bucket):
     bucket.fault = lambda number, done: bucket.put("/bucket/run/epochs/00000002", b"2") if done else None
     with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
         ObjectStore(URL, "r", fs=bucket).claim(1)
