@@ -4,9 +4,12 @@
 What the pure machine and its journal can get wrong is in ``tests/simulation/mutations.py``.
 """
 
+import bugs_of_checkpoints
+import bugs_of_control
 import bugs_of_online_recipes
 import bugs_of_run_folders
 import bugs_of_the_service
+import bugs_of_the_trainer
 import bugs_of_weight_sync
 from bug import Bug
 
@@ -738,6 +741,14 @@ BUGS = {
     ),
 }
 
-for _package in (bugs_of_run_folders, bugs_of_the_service, bugs_of_weight_sync, bugs_of_online_recipes):
-    TESTS |= _package.TESTS
+for _package in (
+    bugs_of_run_folders,
+    bugs_of_the_service,
+    bugs_of_weight_sync,
+    bugs_of_online_recipes,
+    bugs_of_control,
+    bugs_of_the_trainer,
+    bugs_of_checkpoints,
+):
+    TESTS |= {file: tuple(dict.fromkeys((*TESTS.get(file, ()), *tests))) for file, tests in _package.TESTS.items()}
     BUGS |= _package.BUGS

@@ -23,6 +23,7 @@ DEVICE = [
     "Unexpected error from cudaGetDeviceCount(). Error 802: system not yet initialized",
     "Failed to initialize NVML: Driver/library version mismatch",
     "GPU 0000:17:00.0: GPU has fallen off the bus (Xid 79)",
+    "NCCL error in: NCCLUtils.cpp:77, unhandled cuda error: uncorrectable ECC error encountered",
 ]
 LINK = [
     "NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled system error\nncclSystemError: System call",

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dlrover.python.rl.common import redaction
 from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.control.events import (
@@ -89,6 +90,13 @@ def test_what_is_inside_an_event_comes_back_as_what_it_was():
     assert submitted.roles["ACTOR"].scope is RecoveryScope.GROUP
     assert (lost.cause.kind, lost.cause.retryable) == (CauseKind.PROCESS_DIED, True)
     assert type(up.process) is Process
+
+
+def test_cause_with_a_secret_hides_it(monkeypatch):
+    monkeypatch.setattr(redaction, "_known", ())
+    redaction.hide_values(["hunter2000"])
+    line = encode(1.0, Failed(1, Cause(CauseKind.USER_ERROR, "trainer", "of hunter2000", "key = 'hunter2000'")))
+    assert b"hunter2000" not in line
 
 
 @given(st.text(), st.text(), st.text(), st.integers(0), st.sampled_from(CauseKind), st.floats(0, 1e12))

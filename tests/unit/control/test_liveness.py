@@ -34,6 +34,9 @@ def test_a_process_that_does_not_beat_hangs_whatever_it_last_said():
     stopped = sign(method="", at_s=89.0)
     assert found(stopped) == {"ACTOR[0]": "no sign of life for 11.0 s"}
     assert found(sign(method="", at_s=91.0)) == {}
+    impatient = Listening(beat_s=0.5, since_s=0.0, silence_s=5.0)
+    assert found(sign(at_s=94.0), listening=impatient) == {"ACTOR[0]": "no sign of life for 6.0 s"}
+    assert found(sign(since_s=91.0, at_s=99.0), listening=impatient) == {}
 
 
 def test_a_call_of_a_process_that_went_silent_is_as_old_as_it_last_said():

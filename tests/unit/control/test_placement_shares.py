@@ -63,6 +63,11 @@ def test_roles_of_a_group_that_name_whole_devices_are_together_on_a_node():
             "workload.rollout.resource.gpu: name an amount: the others of its group leave nothing of what they "
             "share (ACTOR 1)",
         ),
+        (
+            {"ACTOR": 2, "ROLLOUT": None},
+            "workload.rollout.resource.gpu: name an amount: the others of its group leave nothing of what they "
+            "share (ACTOR 2)",
+        ),
     ],
 )
 def test_shares_that_cannot_be_are_refused(resources, said):
@@ -73,6 +78,9 @@ def test_shares_that_cannot_be_are_refused(resources, said):
 def test_the_cpus_of_a_node_are_one_pool_for_groups_too():
     specs = {role: {"num": 1, "resource": {"cpu": 0.75}} for role in ("ACTOR", "ROLLOUT")}
     assert placed(specs, [{"ACTOR": 1, "ROLLOUT": 1}], device_type="CPU").total == {"cpu": 2.0}
+    specs = {"ACTOR": {"resource": {"cpu": 1.5}}, "ROLLOUT": {}}
+    (rollout,) = placed(specs, [{"ACTOR": 1, "ROLLOUT": 1}], device_type="CPU").slots["ROLLOUT"]
+    assert rollout.resources == {"cpu": 0.5}, "what the others leave of their last core"
 
 
 # -- fractions, other resources ---------------------------------------------------------------------------------------

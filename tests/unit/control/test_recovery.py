@@ -26,6 +26,7 @@ from dlrover.python.rl.control.commands import (
     KillMember,
     KillStandby,
     KillTrainer,
+    Place,
     Release,
     StartMembers,
     StartStandby,
@@ -356,6 +357,11 @@ def test_the_only_node_in_use_is_not_excluded():
     assert run.state.excluded == ()
 
 
+def test_blame_of_last_node_in_use_excludes_none():
+    state = replace(Run(*OPEN).state, excluded=("b", "c", "d"))
+    assert blame(state, replace(TERMS, node_max_failures=1), "a", cause(), 9.0).excluded == ("b", "c", "d")
+
+
 # -- standbys ---------------------------------------------------------------------------------------------------------
 
 
@@ -593,9 +599,9 @@ def test_a_first_trainer_that_was_starting_may_have_used_the_members():
 
 def test_back_offs_and_releases_go_on():
     assert outstanding(Run(*OPEN, trainer_lost(1), trainer_lost(2), terms=LOOSE).state) == (Wait("trainer#3", 1.0),)
-    restarting = Run(*up(), lost("ACTOR", 0))
+    restarting = Run(*up(), node_lost("a"))
     assert outstanding(restarting.state) == (Release(1, final=False),)
-    assert outstanding(restarting(Released(1)).state) == restarting.commands
+    assert outstanding(restarting(node_lost("b"), Released(1)).state) == restarting.commands == (Place(2, ("a", "b")),)
 
 
 def test_a_members_phase_says_where_it_is():

@@ -4,7 +4,7 @@
 from dataclasses import replace
 
 import pytest
-from runs import OPEN, TERMS, Run, lost, members_up, started, trainer_lost, up
+from runs import OPEN, TERMS, Run, lost, members_up, standby_lost, started, trainer_lost, up
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
@@ -172,6 +172,21 @@ def test_a_job_may_begin_with_fewer_members():
 
 def test_before_steps_a_trainer_that_has_begun_is_not_replaced_alone():
     assert Run(*up(), lost("ROLLOUT", 0), no_place(0, 2), terms=ELASTIC).state.phase is not Phase.RUNNING
+    assert Run(*up(), no_place(0, 1), terms=ELASTIC).state.outcome is Phase.FAILED
+
+
+def test_roles_second_missing_place_wants_both_back():
+    roles = {**TERMS.roles, "ROLLOUT": replace(TERMS.roles["ROLLOUT"], num=3, least=1)}
+    third = started("ROLLOUT", 2)
+    opened = [*OPEN[:5], third, *OPEN[5:]]
+    run = Run(*opened, lost("ROLLOUT", 0), no_place(0, 2), no_place(0, 3), terms=replace(TERMS, roles=roles))
+    assert (run.state.settings.roles["ROLLOUT"].num, run.state.wanted) == (1, {"ROLLOUT": 3})
+
+
+def test_resize_keeps_back_offs_of_standbys_and_other_roles():
+    run = Run(*OPEN, standby_lost(0), standby_lost(1), lost("ACTOR", 0), lost("ACTOR", 0, 2))
+    before = dict(run.state.waits)
+    assert len(before) == 2 and run(Resized("ROLLOUT", 3)).state.waits == before
 
 
 def test_what_is_no_longer_so_is_ignored():

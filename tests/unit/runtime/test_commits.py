@@ -258,6 +258,81 @@ def test_a_slow_copy_is_finished_however_many_commits_there_are_meanwhile(tmp_pa
     assert [manifest.step for manifest in store.roots.durable_store().manifests()] == [2]
 
 
+def test_copy_that_failed_is_not_waited_for(tmp_path, monkeypatch):
+    store, put = Store(tmp_path), CheckpointStore.put
+
+    def fail(*arguments):
+        raise OSError(errno.EIO, "no answer")
+
+    for step in range(1, 5):
+        monkeypatch.setattr(CheckpointStore, "put", fail if step == 2 else put)
+        store.commit(step)
+        if step % 2 == 0:
+            store.copied()
+    store.checkpoints.newest()
+    assert [manifest.step for manifest in store.roots.durable_store().manifests()] == [4]
+
+
+def test_commit_that_is_given_up_is_not_copied(tmp_path, monkeypatch):
+    store, free = Store(tmp_path), threading.Event()
+    monkeypatch.setattr(CheckpointStore, "put", lambda *arguments: free.wait(30) and None)
+    store.commit(1)
+    store.commit(2)
+    assert store.checkpoints.newest() == 2
+    store.checkpoints.discard(2, "a test")
+    assert store.checkpoints.newest() == 1
+    assert store.checkpoints.commit_request(2, last=False).persist, "the next commit of the step is"
+    free.set()
+    store.copied()
+
+
+def test_copy_is_published_after_the_files_of_its_step(tmp_path):
+    class Files:
+        uploads = []
+
+        def upload(self):
+            self.uploads.append(list(store.roots.durable.glob("*/manifest.json")))
+
+    store = Store(tmp_path)
+    store.checkpoints.copying.files = Files()
+    store.commit(1)
+    store.commit(2)
+    store.copied()
+    store.checkpoints.newest()
+    assert Files.uploads == [[]] and list(store.roots.durable.glob("*/manifest.json"))
+
+
+def test_last_known_commit_has_the_latest_writer_of_each_member(tmp_path):
+    store = Store(tmp_path)
+    store.commit(1)
+    store.member = MemberState("ACTOR", 0, 2, "", disk_wait=store.checkpoints.disk_wait)
+    store.commit(2)
+    again = Store(tmp_path).checkpoints
+    assert again.newest() == 2
+    assert again.last_known().incarnations == {ProcessId("ACTOR", 0): 2}
+
+
+def test_run_whose_only_commit_is_damaged_does_not_begin_again(tmp_path):
+    store = Store(tmp_path)
+    store.commit(1)
+    store.damage("step-*1.e1/manifest.json")
+    with pytest.raises(CheckpointMissing, match="no commit of run run1 is left: step-00000001.e1.bad.1"):
+        Store(tmp_path).checkpoints.newest()
+
+
+def test_copies_of_all_runs_are_as_many_as_are_kept(tmp_path):
+    for run, last in (("run1", 4), ("run2", 2), ("run3", 2)):
+        store = Store(tmp_path, run=run)
+        for step in range(1, last + 1):
+            store.commit(step)
+            if step % 2 == 0:
+                store.copied()
+                store.checkpoints.newest()
+    copies = [path.parent.relative_to(tmp_path) for path in tmp_path.glob("checkpoints/*/*/manifest.json")]
+    assert sorted(map(str, copies)) == [f"checkpoints/run{number}/step-00000002.e1" for number in (2, 3)]
+    assert [path.name for path in (tmp_path / "commits").iterdir()] == ["run3"]
+
+
 def test_what_a_member_can_read_in_no_place_is_not_offered_again(tmp_path):
     store = Store(tmp_path)
     for step in (1, 2):

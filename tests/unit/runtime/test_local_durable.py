@@ -257,6 +257,7 @@ def test_an_error_that_says_so_is_tried_again_from_the_last_commit(folder, caplo
         same(stage.run(), expected)
     assert caplog.text.count("repeating step 2 from the last commit: InvocationError: ACTOR[0].update") == 3
     assert [trainer.restart_info.count for trainer in stage.attempts] == [0, 1, 2, 3]
+    assert all("Flaky: for now" in trainer.restart_info.reason for trainer in stage.attempts[1:])
 
 
 def test_it_is_raised_when_trying_again_does_not_help(folder):

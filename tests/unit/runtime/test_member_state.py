@@ -10,7 +10,7 @@ from durable_toys import wait_for_copies
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt
 from dlrover.python.rl.runtime.checkpoint.calls import CallRecord
-from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, MemberState, RestoreRequest
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, MemberState, PersistRequest, RestoreRequest
 from dlrover.python.rl.runtime.checkpoint.neighbours import Part, store
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece, folder_name
@@ -98,6 +98,16 @@ def test_an_intact_file_of_another_member_or_step_is_not_loaded(roots, member, r
     file = MemberState("ACTOR", rank, 1, "b").commit(Total(5), CommitRequest(step, roots)).file
     with pytest.raises(CheckpointCorrupt):
         restore(member, roots, 2, Piece(folder_name(step, 1), file))
+
+
+def test_persist_answers_with_the_copy_of_its_step(roots, member):
+    member.commit(Total(1), CommitRequest(1, roots, persist=True))
+    wait_for_copies()
+    file = member.commit(Total(2), CommitRequest(2, roots)).file
+    pieces = {"ACTOR-0": (Piece(folder_name(2, 1), file),)}
+    (copy,) = member.persist(PersistRequest(2, pieces, roots))
+    assert copy.checksum == file.checksum
+    assert (roots.durable / folder_name(2, 1) / file.name).exists()
 
 
 @pytest.mark.parametrize("what", ["damaged", "gone"])

@@ -8,7 +8,8 @@ import pytest
 from durable_toys import CLASSES, Policy, Stage, TrainerKilled, both
 
 from dlrover.python.rl.runtime.checkpoint import neighbours
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import encode
+from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode, encode
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 STEPS = 7
@@ -235,3 +236,15 @@ def test_a_commit_that_was_set_aside_does_not_come_back_from_a_neighbour(tmp_pat
     content = (theirs.root / manifest.folder / "trainer.state").read_bytes()
     neighbours.adopt_newest(own, [[neighbours.Held(encode(manifest), content)]])
     assert own.manifests() == []
+
+
+def test_held_leaves_out_commit_without_trainers_part(tmp_path):
+    roots = Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory", node="a")
+    store = roots.commit_store("a")
+    store.claim(1)
+    for step in (1, 2):
+        file = store.write(step, 1, "trainer.state", {"role": "trainer"}, {})
+        store.commit(step, 1, {"trainer": file})
+    assert len(neighbours.held(roots, "a")) == 2
+    (store.root / "step-00000002.e1" / "trainer.state").unlink()
+    assert [decode(each.manifest).step for each in neighbours.held(roots, "a")] == [1]

@@ -176,14 +176,38 @@ def test_nodes_that_have_a_part_of_a_commit_each_save_it_together(tmp_path, monk
     assert copies.read(manifest, "trainer") == {"x": 1}
 
 
+def committed(store, step):
+    store.claim(1)
+    file = store.write(step, 1, "trainer.state", {"role": "trainer", "step": step}, {"x": step})
+    return store.commit(step, 1, {"trainer": file})
+
+
+def test_memory_that_cannot_be_saved_stays(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    roots = Roots("job", "1", 1, tmp_path / "out/checkpoints/1")
+    memory = roots.commit_store("")
+    committed(memory, 8)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/checkpoints").write_text("in the way")
+    forget_memory("job", "1")
+    assert [manifest.step for manifest in memory.manifests()] == [8]
+
+
+def test_memory_with_a_later_copy_is_not_saved(tmp_path, monkeypatch):
+    monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
+    roots = Roots("job", "1", 1, tmp_path / "out/checkpoints/1")
+    committed(roots.commit_store(""), 6)
+    committed(roots.durable_store(), 8)
+    forget_memory("job", "1")
+    assert [manifest.step for manifest in roots.durable_store().manifests()] == [8]
+
+
 def test_saving_a_last_step_removes_no_copies(tmp_path, monkeypatch):
     monkeypatch.setenv("DLROVER_RL_MEMORY", str(tmp_path / "memory"))
     roots = Roots("job", "1", 1, tmp_path / "out/checkpoints/1")
     stores = {"memory": roots.commit_store(""), "copies": roots.durable_store(keep=10)}
     for name, steps in (("copies", range(1, 6)), ("memory", [8])):
-        stores[name].claim(1)
         for step in steps:
-            file = stores[name].write(step, 1, "trainer.state", {"role": "trainer", "step": step}, {"x": step})
-            stores[name].commit(step, 1, {"trainer": file})
+            committed(stores[name], step)
     forget_memory("job", "1")
     assert [manifest.step for manifest in stores["copies"].manifests()] == [8, 5, 4, 3, 2, 1]

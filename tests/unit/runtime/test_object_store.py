@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations in an object store: what a killed writer leaves, a store that fails, and a writer that was replaced."""
 
+import errno
 import io
 
 import numpy as np
 import pytest
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
-from dlrover.python.rl.common.disk_space import is_transient
+from dlrover.python.rl.common.disk_space import DiskWait, is_transient
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
+from dlrover.python.rl.runtime.checkpoint.storage.generations import Generation
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, read_from, store_errors
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
 
@@ -215,6 +217,40 @@ def test_a_step_that_was_set_aside_and_is_written_again_counts(bucket, tmp_path)
     assert newest(bucket) == 10
     write(store, tmp_path, 20, 1)
     assert newest(bucket) == 20 and store.damaged() == []
+
+
+def test_claim_is_refused_after_a_later_claim_beside_it(bucket):
+    bucket.fault = lambda number, done: bucket.put("/bucket/run/epochs/00000002", b"2") if done else None
+    with pytest.raises(StaleEpoch, match="epoch 2 has taken over"):
+        ObjectStore(URL, "r", fs=bucket).claim(1)
+
+
+def test_generation_that_is_partly_removed_is_none(bucket, tmp_path):
+    store = ObjectStore(URL, "r", fs=bucket)
+    store.claim(1)
+    for step in (10, 20):
+        write(store, tmp_path, step, 1)
+    first = bucket.changes
+
+    def fail(number, done):
+        if number > first:
+            raise OSError(errno.EIO, "away")
+
+    bucket.fault = fail
+    store.drop_older(20)
+    assert [manifest.step for manifest in store.manifests()] == [20]
+
+
+def test_store_that_is_away_is_not_taken_for_damaged(bucket, tmp_path, monkeypatch):
+    def away(path, mode, **options):
+        raise TimeoutError(errno.ETIMEDOUT, "no answer")
+
+    store = ObjectStore(URL, "r", fs=bucket)
+    store.claim(1)
+    generation = Generation(store, write(store, tmp_path, 10, 1))
+    monkeypatch.setattr(bucket, "_open", away)
+    with pytest.raises(OSError, match="no answer"):
+        generation.read("trainer", DiskWait(0, 0, 0))
 
 
 def test_errors_of_a_store_may_be_over_soon():

@@ -47,3 +47,14 @@ def test_a_file_that_is_there_and_cannot_be_uploaded_is_an_error(files):
     files.where, files.change = "logs/trainer.log", refuse
     with pytest.raises(CheckpointMissing, match="the bucket"):
         files.upload()
+
+
+def test_fetch_brings_files_that_are_missing_or_shorter_here(files, tmp_path):
+    remote = {"metrics.jsonl": "whole metrics", "job.yaml": "a job", "log": "old"}
+    local = {"metrics.jsonl": "whole", "log": "newer here"}
+    for folder, texts in (("store", remote), ("run", local)):
+        for name, text in texts.items():
+            (tmp_path / folder / name).write_text(text)
+    files.fetch()
+    texts = {path.name: path.read_text() for path in (tmp_path / "run").iterdir() if path.is_file()}
+    assert texts == {**remote, "log": "newer here"}

@@ -17,11 +17,14 @@ from hypothesis.extra import numpy as hnp
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
+    StateFile,
     check_file,
     check_size,
     copy_file,
     read_state,
+    write_part,
     write_state,
+    write_whole,
 )
 
 HEADER = {"role": "ACTOR", "rank": 0, "step": 3}
@@ -118,6 +121,17 @@ def test_a_state_larger_than_the_free_space_is_refused_before_a_byte_is_written(
     assert read_state(path) == 1
 
 
+def test_room_of_overwritten_file_counts(path, tmp_path):
+    disk, slack = os.statvfs(tmp_path), 1 << 40
+    file, old = StateFile(path.name, disk.f_bavail * disk.f_frsize + slack, 0), tmp_path / "old"
+    with old.open("wb") as sparse:
+        sparse.truncate(2 * slack)
+    with pytest.raises(OSError, match="do not fit"):
+        write_part(tmp_path, file, 0, b"part")
+    write_part(tmp_path, file, 0, b"part", recycled=old)
+    assert not old.exists()
+
+
 def test_a_write_without_a_free_inode_says_so(tmp_path):
     with disks.small_disk(tmp_path / "disk", inodes=3) as disk:
         if disk is None:
@@ -206,6 +220,24 @@ def test_a_copy_is_the_same_file(path, tmp_path, durable):
     (tmp_path / "far").mkdir()
     assert copy_file(tmp_path, tmp_path / "far", file, durable) == file
     assert (tmp_path / "far" / file.name).read_bytes() == path.read_bytes()
+
+
+def in_two_parts(folder, file, content):
+    (folder / "old").write_bytes(bytes(2 * len(content)))
+    write_part(folder, file, 0, content[:1000], recycled=folder / "old")
+    write_part(folder, file, 1000, content[1000:])
+
+
+@pytest.mark.parametrize("write", [in_two_parts, write_whole])
+def test_copy_from_another_node_gets_its_name_only_if_intact(path, tmp_path, write):
+    file = write_state(path, HEADER, {"w": np.zeros(400)}, durable=False)
+    whole, target = path.read_bytes(), tmp_path / "far"
+    target.mkdir()
+    with pytest.raises(CheckpointCorrupt):
+        write(target, file, memoryview(bytes([*whole[:2000], whole[2000] ^ 4, *whole[2001:]])))
+    assert not (target / file.name).exists()
+    write(target, file, memoryview(whole))
+    assert (target / file.name).read_bytes() == whole
 
 
 def test_a_damaged_source_is_noticed_while_it_is_copied(path, tmp_path):

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Generations of state files: the newest valid one is used, whatever happened to the others."""
 
+import errno
 import logging
 import os
 import random
@@ -203,6 +204,23 @@ def test_a_durable_generation_is_on_disk_before_the_commit_returns(tmp_path):
     assert called == ["fsync", "replace", "fsync", "fsync"], "manifest, its name, the folder, the root"
 
 
+def test_commit_whose_name_is_not_on_disk_is_none(tmp_path, monkeypatch):
+    store, fsync = CheckpointStore(tmp_path / "run1", "run1", durable=True), os.fsync
+    store.claim(1)
+    commit(store, 1)
+    file = store.write(2, 1, "trainer.1.state", {}, 1)
+
+    def fail_for_folders(handle):
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(errno.EIO, "no answer")
+        fsync(handle)
+
+    monkeypatch.setattr(os, "fsync", fail_for_folders)
+    with pytest.raises(OSError, match="no answer"):
+        store.commit(2, 1, {"trainer": file})
+    assert newest_valid(store).step == 1
+
+
 @pytest.mark.feature(135)
 def test_a_commit_whose_files_are_not_there_is_no_generation(store):
     commit(store, 1)
@@ -230,8 +248,23 @@ def test_files_on_other_nodes_are_taken_on_trust(store, tmp_path):
 def test_a_node_without_manifests_drops_what_is_old(store):
     for step in (1, 2, 3):
         store.folder(step, 1)
+    store.pinned.add(1)
+    store.drop_older(3)
+    assert generations(store) == ["step-00000001.e1", "step-00000003.e1"]
+    store.pinned.clear()
     store.drop_older(3)
     assert generations(store) == ["step-00000003.e1"]
+
+
+def test_free_space_removes_pinned_generations_only_if_told(store):
+    for step in (1, 2, 3):
+        store.folder(step, 1)
+    store.pinned.add(1)
+    assert store.free_space(3, pinned=False)
+    assert generations(store) == ["step-00000001.e1", "step-00000003.e1"]
+    assert store.free_space(3, pinned=True)
+    assert generations(store) == ["step-00000003.e1"]
+    assert not store.free_space(3, pinned=True)
 
 
 def test_removal_leaves_nothing_and_nothing_is_written_after_it(tmp_path):

@@ -334,6 +334,13 @@ def test_a_member_that_is_late_is_replaced_and_the_late_call_is_not_made_again(p
     assert sent(port) == [(0, (1, 0), "go")]
 
 
+def test_late_member_before_steps_is_not_replaced(port):
+    port.opened = False
+    with pytest.raises(CallError, match="from steps"):
+        port.replace_late(InvocationTimeout(role="A", method="slow", timeout_s=1.0, late=[0], arrived={}))
+    assert port.recovery.asked == []
+
+
 @dataclass
 class Damaged:
     """Commits of which the last one cannot be read."""

@@ -3,6 +3,7 @@
 
 import asyncio
 import functools
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +15,8 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.process.host import MemberHost
-from dlrover.python.rl.trainer.port import Call
+from dlrover.python.rl.trainer.port import Call, Outcome, Pending, Ref, gather
+from dlrover.python.rl.trainer.role_group import CallCounter, RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
@@ -235,6 +237,34 @@ def test_call_ids_count_the_calls_of_a_step():
     assert ids[5:] == [("ACTOR", 0, (2, 0)), ("ACTOR", 1, (2, 0)), ("ROLLOUT", 0, (2, 1))]
 
 
+def test_argument_that_cannot_be_sent_is_refused_before_any_call():
+    trainer = trainer_of(actor=2)
+    with pytest.raises(CallError, match="ACTOR.same: argument 0 cannot be sent: TypeError"):
+        trainer.RG_ACTOR.same([1, threading.Lock()])
+    assert trainer.port.calls == []
+
+
+def test_calls_of_two_threads_are_sent_in_order_of_numbers():
+    class Sending:
+        sent = []
+
+        def submit(self, role, rank, call):
+            if not self.sent:
+                other.start()
+                other.join(0.2)  # it waits for this call, or would be sent before it
+            self.sent.append((call.call_id[1], rank))
+            return Ref(self, Outcome(), None, role, rank, call.method)
+
+        def wait(self, refs, timeout_s):
+            return [ref.token for ref in refs]
+
+    group = RoleGroup(RLRoleType.ACTOR, Worker, 2, 2, Sending(), CallCounter())
+    other = threading.Thread(target=group.same, args=(2,))
+    group.same(1)
+    other.join()
+    assert Sending.sent == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
 def test_a_refused_call_takes_no_number():
     trainer = trainer_of(actor=2)
     with pytest.raises(ShardError):
@@ -248,6 +278,7 @@ def test_a_refused_call_takes_no_number():
 
 def test_rank0_alone_is_called_with_the_argument_whole():
     assert trainer_of(actor=3).RG_ACTOR.first([1, 2, 3, 4]) == [(0, [1, 2, 3, 4])]
+    assert trainer_of(actor=3).RG_ACTOR.first([1]) == [(0, [1])]
 
 
 def test_auto_shard_off_copies():
@@ -256,7 +287,7 @@ def test_auto_shard_off_copies():
 
 def test_functions_run_before_and_after():
     group = trainer_of(actor=3).RG_ACTOR
-    assert group.plus(4) == 15
+    assert group.plus(4) == group.plus(value=4) == 15
     assert group.swapped("a", "b") == [("b", "a")] * 3
     assert group.at_least_10(4) == [10] * 3
     assert group.halved(9) == [4] * 3
@@ -268,6 +299,7 @@ def test_options_change_one_call():
     assert group.same.options(blocking=False)(1).result() == [1, 1]
     assert group.same.options(target="RANK0")(1) == [1]
     assert group.same(1) == [1, 1]
+    assert group.later.options(auto_shard=False)([1, 2]).result() == [[1, 2]] * 2, "its other options stay"
     with pytest.raises(TypeError, match="no option 'pre_function'; did you mean 'pre_func'"):
         group.same.options(pre_function=len)
 
@@ -365,6 +397,39 @@ def test_a_pending_result_nested_too_deep_is_refused_with_the_way_out():
     (ref, _) = trainer.RG_ACTOR.later([1, 2])
     with pytest.raises((CallError, InvocationError), match="pass it as an argument of its own or in a list"):
         trainer.RG_ACTOR.same({"deep": ref})
+
+
+class Answering:
+    """Gives the next list of outcomes to each wait."""
+
+    def __init__(self, *answers):
+        self.answers = list(answers)
+
+    def refs(self):
+        return [Ref(self, rank, None, "ACTOR", rank, "go") for rank in range(len(self.answers[0]))]
+
+    def wait(self, refs, timeout_s):
+        outcomes = self.answers.pop(0)
+        return [outcomes[ref.token] for ref in refs]
+
+
+FAILED = Outcome(error=InvocationError("it raised", role="ACTOR", rank=1, method="go"))
+
+
+@pytest.mark.parametrize("timeout_s", [None, 5.0])
+def test_gather_raises_failure_while_other_ranks_are_late(timeout_s):
+    port = Answering([Outcome(late=True), FAILED], [Outcome(1), Outcome(2)])
+    with pytest.raises(InvocationError, match="it raised"):
+        gather(port.refs(), timeout_s)
+
+
+def test_pending_result_of_replicas_needs_every_rank():
+    values = [Outcome(rank) for rank in range(4)]
+    port = Answering(values, [values[0], FAILED, *values[2:]])
+    pending = Pending(port.refs(), 2)
+    assert pending.result() == [0, 2]
+    with pytest.raises(InvocationError, match="it raised"):
+        pending.wait()
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

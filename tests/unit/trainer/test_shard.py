@@ -276,6 +276,7 @@ def test_chosen_rows_of_pending_results_come_in_their_order_from_the_parts_that_
     ("shard", "what"),
     [
         (Shard([1, 2, 3], rows=[0, 3]), "x has 3 rows, and row 3 was chosen"),
+        (Shard([1, 2, 3], rows=[0, -1]), "x has 3 rows, and row -1 was chosen"),
         (Shard([1, 2, 3], rows=[[0], [1], [2]]), "x has rows chosen for 3 shards, not for 2"),
         (Shard([1, 2, 3], rows=[2]), "x has 1 row, too few"),
         (Shard({"a": [1, 2]}, rows=[0, 1]), "x is dict, which has no rows to choose from"),

@@ -108,5 +108,6 @@ def test_a_loop_that_was_left_is_over_for_the_run_and_goes_on_in_another(fresh, 
     traits = {"A": RoleTraits(2, stateful=True)}
     steps = Steps(members, recovery, Commits(4, (0, 4), run), traits, Attempt())
     assert list(steps.run(3)) == []
+    assert steps.port.step == steps.counter.step == 5, "what comes now is of no step that is committed"
     assert list(islice(steps.run(9), 1)) == begins
     assert steps.state == {"mean": 0.5}

@@ -2,6 +2,7 @@
 """``BaseTrainer``: the guide's properties, steps, and what is said before it is bound."""
 
 import re
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +10,8 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallError, UnknownMethod
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink
+from dlrover.python.rl.trainer.port import Renewed
+from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, undecorated
 
 
@@ -132,6 +134,29 @@ def test_steps_count_from_1_and_reports_carry_the_total():
 
 def test_the_job_directory_is_the_links():
     assert made(job_dir="runs/j").job_dir == "runs/j"
+
+
+def test_raw_handles_are_those_of_new_members():
+    trainer = made(resources={})
+    trainer._bound_steps().port.renewed(Renewed("ACTOR", {0: 1, 1: 2}, {1: "b1"}))
+    assert trainer.actors == trainer.actor_handles["ACTOR"] == ["a0", "b1"]
+
+
+@pytest.mark.parametrize("error", [ValueError("odd"), SystemExit(3)], ids=["error", "exit"])
+def test_run_trainer_tells_the_end_and_raises_its_own_error(error):
+    ends = []
+
+    class Ending(Loop):
+        def fit(self):
+            raise error
+
+        def on_end(self, outcome):
+            ends.append(outcome)
+            raise RuntimeError("of on_end")
+
+    with pytest.raises(type(error)) as caught:
+        run_trainer(lambda: Ending({}, {}, {}), TrainerLink(None, print, "job", Path("runs")))
+    assert caught.value is error and ends == ["failed"]
 
 
 def test_a_rays_decoration_is_taken_off_and_a_plain_class_is_left():

@@ -4,7 +4,7 @@
 import pytest
 
 from dlrover.python.rl.common.names import WELL_KNOWN_ROLES, RLRoleType
-from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, member_context
+from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, is_stateful, member_context
 
 WHO = MemberContext("job/1/ROLLOUT-2", RLRoleType.ROLLOUT, 2, 4, 1, 2, "10.0.0.1", 29500, "ACTOR,ROLLOUT")
 
@@ -87,3 +87,21 @@ def test_the_defaults_a_subclass_may_change():
     assert list(BaseWorkload.check_config({})) == []
     assert BaseWorkload.needs_own_process is False
     BaseWorkload(None, {}).close()
+
+
+class Counter(BaseWorkload):
+    def state_dict(self):
+        return {"count": 1}
+
+
+class Plain:
+    """A class that is no workload by its bases."""
+
+
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [(BaseWorkload, False), (type("Idle", (BaseWorkload,), {}), False), (Plain, False)]
+    + [(Counter, True), (type("Later", (Counter,), {}), True)],
+)
+def test_workload_has_state_only_with_state_dict_of_its_class(kind, expected):
+    assert is_stateful(kind) is expected
