@@ -6,6 +6,8 @@ What the pure machine and its journal can get wrong is in ``tests/simulation/mut
 
 import bugs_of_online_recipes
 import bugs_of_run_folders
+import bugs_of_the_master
+import bugs_of_the_member_host
 import bugs_of_the_service
 import bugs_of_weight_sync
 from bug import Bug
@@ -738,6 +740,13 @@ BUGS = {
     ),
 }
 
-for _package in (bugs_of_run_folders, bugs_of_the_service, bugs_of_weight_sync, bugs_of_online_recipes):
+for _package in (
+    bugs_of_run_folders,
+    bugs_of_the_service,
+    bugs_of_weight_sync,
+    bugs_of_online_recipes,
+    bugs_of_the_member_host,
+    bugs_of_the_master,
+):
     TESTS |= _package.TESTS
     BUGS |= _package.BUGS
