@@ -50,15 +50,9 @@ BUGS = {
     "a notice of a process is not taken": Bug(
         _EXECUTOR, "            self.nodes.take_notice(process.node, beat.notice)\n", "            pass\n"
     ),
-    "a member's step is the trainer's": Bug(
-        _EXECUTOR,
-        "if beat.process_id == TRAINER_ID:\n            self.open_step",
-        "if beat.step >= 0:\n            self.open_step",
-    ),
     "a resized job has no secrets": Bug(
         _EXECUTOR, "        self._plan = replace(self._plan, job=unseal(self._plan.job, secrets))\n", ""
     ),
-    "new members have no secrets": Bug(_EXECUTOR, "        self._pool.set_job(self._job)\n", ""),
     "members beyond a smaller size stay": Bug(
         _EXECUTOR,
         "                self._discard(process_id)\n                self._detached",
@@ -66,9 +60,6 @@ BUGS = {
     ),
     "a rank that never came up keeps its process": Bug(
         _EXECUTOR, "if former is not None and former.up:", "if former is not None:"
-    ),
-    "a standby that takes over leaves its slot": Bug(
-        _EXECUTOR, "entry.slot, entry.handle = standby.slot, standby.handle", "entry.handle = standby.handle"
     ),
     "an actor whose start was cancelled stays": Bug(
         _EXECUTOR, "self._detached.run(self._pool.end_once_started(self._pool.name_of(entry)))", "pass"
@@ -82,30 +73,14 @@ BUGS = {
     "the reason of an earlier loss is given again": Bug(
         _EXECUTOR, 'self.last_causes.pop(process_id, "other', 'self.last_causes.get(process_id, "other'
     ),
-    "a frozen standby has as long as a new process": Bug(
-        _EXECUTOR,
-        "            timeout_s = min(timeout_s, _STANDBY_BEATS * self.beats.beat_s)  # it was ready\n",
-        "            pass\n",
-    ),
-    "a trainer gets members that are being replaced": Bug(
-        _EXECUTOR, "            if entry is not None and entry.up\n", "            if entry is not None\n"
-    ),
     "a late kill ends the replacement": Bug(
         _EXECUTOR, "if entry is not None and entry.number == number:", "if entry is not None:"
     ),
     "a restart forgets the commits": Bug(_EXECUTOR, "        if command.final:\n", "        if True:\n"),
-    "a master that is back has the first sizes": Bug(
-        _EXECUTOR, "        self.resize(state)\n        await self.reservations", "        await self.reservations"
-    ),
     "the nodes of adopted processes are not watched": Bug(
         _EXECUTOR,
         "        if entry.process is not None:\n            self.reservations.add_node(entry.process.node)\n",
         "",
-    ),
-    "the trainer's node is not watched": Bug(
-        _EXECUTOR,
-        "        self.reservations.add_node(process.node)\n        emit(TrainerStarted",
-        "        emit(TrainerStarted",
     ),
     "a job ends rather than use an excluded node": Bug(
         _RESERVATIONS,
@@ -123,14 +98,6 @@ BUGS = {
         "                await asyncio.to_thread(release_beyond, self._cluster, prefix, len(former))\n",
         "",
     ),
-    "a resize in the middle of a restart adds to its groups": Bug(
-        _RESERVATIONS, "if self._groups is not former:", "if False:"
-    ),
-    "a place that is back stays unused": Bug(
-        _RESERVATIONS,
-        "                self._lacking.discard(node)\n                return\n",
-        "                return\n",
-    ),
     "processes that start together replace a lost node twice": Bug(
         _RESERVATIONS, "former, self._read_s = self._groups[node], -inf", "former = self._groups[node]"
     ),
@@ -143,9 +110,6 @@ BUGS = {
         _RESERVATIONS,
         "self._nodes or {row.node_id for row in await asyncio.to_thread(self._cluster.list_nodes) if row.alive}",
         "self._nodes",
-    ),
-    "a node that was taken again is excluded again": Bug(
-        _RESERVATIONS, "tuple(node for node in excluded if node not in self._readmitted)", "excluded"
     ),
     "a master that is back ends members on excluded nodes": Bug(
         _GROUPS, "if group.is_reserved(())), prefix)", "if group.is_reserved(excluded)), prefix)"
@@ -177,11 +141,6 @@ BUGS = {
         "        self.check()\n        return await self.cluster.run_on(",
         "        return await self.cluster.run_on(",
     ),
-    "two starts begin a job twice": Bug(
-        _MASTER,
-        "            if not self._tasks:\n                await self._begin()",
-        "            if True:\n                await self._begin()",
-    ),
     "a job that has ended reserves again when its master is back": Bug(
         _MASTER,
         "            if state.phase.terminal:\n                self._leave()  # nothing",
@@ -196,18 +155,10 @@ BUGS = {
     "a new member does not know why the last one was lost": Bug(
         _MASTER, "        if isinstance(event, MemberLost) and after is not before:\n", "        if False:\n"
     ),
-    "a master that is done keeps the folder": Bug(
-        _MASTER, "        if after.phase.terminal and not before.phase.terminal:\n", "        if False:\n"
-    ),
     "members do not learn that a peer is lost": Bug(
         _MASTER, "        if has_lost_peer(beat, self._state):\n", "        if False:\n"
     ),
     "a master whose journal is gone waits for ever": Bug(_MASTER, "            self._miss_journal()\n", ""),
-    "a trainer is in steps before that is saved": Bug(
-        _MASTER,
-        "            await self._news.wait_for(lambda: self._state.opened or not self._state.phase.live)\n",
-        "            pass\n",
-    ),
     "a replaced trainer gets replacements": Bug(
         _MASTER, "        if epoch < self._state.epoch:\n", "        if False:\n"
     ),
@@ -237,11 +188,6 @@ BUGS = {
         _BRAIN, "{1 + _newest_kept(job)}.jsonl", "{_newest_kept(job) or 1}.jsonl"
     ),
     "a constructor that takes long hangs": Bug(_HANGS, " or beat.method == CONSTRUCTING:", ":"),
-    "reading stacks is a pause": Bug(
-        _HANGS,
-        "        self._looked_s = self._now_s()  # reading stacks is not a pause: heartbeats came in meanwhile\n",
-        "",
-    ),
     "a resize that a restart has undone was done": Bug(
         _RESIZER, "        if size_of(self._state(), role) != num:\n", "        if False:\n"
     ),

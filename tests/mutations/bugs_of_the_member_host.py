@@ -24,20 +24,20 @@ _PORT = "runtime/ray/processes/port.py"
 
 TESTS = {
     _BEATS: ("runtime/test_heartbeat.py", "runtime/test_notice.py", "runtime/test_stacks.py"),
-    _CAUSES: ("control/test_faults.py", "runtime/test_local_port.py", "runtime/test_try_devices.py"),
-    _LOGS: ("master/test_ray_logs.py",),
+    _CAUSES: ("control/test_faults.py", "runtime/test_local_port.py"),
+    _LOGS: ("runtime/test_log_copy.py", "runtime/test_result_files.py"),
     _INTERRUPTS: ("runtime/test_interrupts.py",),
     _FILES: ("runtime/test_result_files.py", "master/test_ray_logs.py"),
     _HEALTH: ("runtime/test_try_devices.py", "runtime/ray/test_cluster_health.py"),
-    _SECRETS: ("config/test_secrets.py",),
+    _SECRETS: ("runtime/test_log_copy.py", "config/test_secrets.py"),
     _OOM: ("runtime/test_oom_kills.py",),
     _MEMBER: (
-        "runtime/test_notice.py",
+        "runtime/ray/test_member_actor.py",
         "runtime/ray/test_reserved_devices.py",
         "runtime/ray/test_raw_errors.py",
         "runtime/ray/test_leaving.py",
     ),
-    _ACTORS: ("config/test_secrets.py", "runtime/ray/test_ray_executor.py"),
+    _ACTORS: ("runtime/ray/test_process_table.py", "config/test_secrets.py"),
     _PORT: ("runtime/ray/test_waiting.py", "runtime/ray/test_unavailable.py", "runtime/test_ports.py"),
 }
 
@@ -139,8 +139,8 @@ BUGS = {
     "a member that is asked for its secrets ends": Bug(
         _MEMBER, "return answer is not BeatAnswer.REPLACED", "return answer is BeatAnswer.CURRENT"
     ),
-    "an old heartbeat aborts the groups of the next incarnation": Bug(
-        _MEMBER, "if self._left < number == self._identity[1]:", "if self._left < number:"
+    "a process that stayed refuses calls to any incarnation": Bug(
+        _MEMBER, "if 0 < incarnation <= self._left:", "if incarnation <= self._left:"
     ),
     "a result from beside a lost peer is used": Bug(
         _MEMBER,
@@ -195,7 +195,7 @@ BUGS = {
         "next((slot for slot in free if slot not in lacking), free[0] if free else preferred)",
         "free[0] if free else preferred",
     ),
-    "secrets that come later do not reach new members": Bug(_TABLE, "self.job, self._made = job, {}", "self.job = job"),
+    "members of another role count on a node": Bug(_TABLE, "if peer.process_id.pool == pool]", "if peer.is_member]"),
     "an adopted process that stayed has another name": Bug(
         _TABLE, "slot, member.standby, born, process=member.process)", "slot, member.standby, process=member.process)"
     ),

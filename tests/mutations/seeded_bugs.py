@@ -92,6 +92,7 @@ TESTS = {
     "runtime/checkpoint/node_memory.py": ("runtime/test_node_memory.py", "runtime/test_commits_of_calls.py"),
     "runtime/ray/executor.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py", _MASTERS),
     "runtime/ray/processes/process_table.py": (
+        "runtime/ray/test_process_table.py",
         "runtime/ray/test_ray_executor.py",
         "runtime/ray/test_leaving.py",
         _MASTERS,
