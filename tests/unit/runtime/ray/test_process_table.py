@@ -59,7 +59,7 @@ def test_process_that_stays_keeps_its_name_until_it_is_forgotten(pool):
 
 
 def test_adopted_process_that_stayed_keeps_its_name(pool):
-    stayed = Member(MemberPhase.UP, 3, born=1, process=Process("a", 7, slot=0))
+    stayed = Member(3, MemberPhase.UP, born=1, process=Process("a", 7, slot=0))
     (entry,) = entries_of(replace(JobState(), members={FIRST: stayed}))
     assert pool.name_of(entry) == "job/run/ACTOR-0/1"
 
