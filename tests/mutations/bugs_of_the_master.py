@@ -28,7 +28,7 @@ TESTS = {
     _BRAIN: ("master/test_brain.py", "master/test_local_run.py"),
     _RESIZER: ("control/test_resizing.py", "runtime/ray/test_reservations.py"),
     _OBSERVER: ("master/test_status.py", "metrics/test_job_metrics.py"),
-    _STATUS: ("master/test_status.py",),
+    _STATUS: ("master/test_status.py", "master/test_brain.py"),
     _CLAIM: ("master/test_run_claim.py",),
 }
 

@@ -81,9 +81,7 @@ BUGS = {
     "a list of values and results is sent as it is": Bug(
         _ARGUMENTS, "isinstance(value, list) and any(", "isinstance(value, list) and all("
     ),
-    "a value that has travelled may be changed": Bug(
-        _ARGUMENTS, "tuple(memoryview(buffer).toreadonly() for", "tuple(memoryview(buffer) for"
-    ),
+    "a member is not told what is committed": Bug(_ARGUMENTS, "            call.committed,\n", "            0,\n"),
     "heartbeats do not count the kernel's kills": Bug(
         _BEATS, "replace(self._observe(), oom_kills=count_oom_kills())", "self._observe()"
     ),

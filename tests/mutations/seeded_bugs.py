@@ -38,6 +38,7 @@ TESTS = {
         "runtime/test_local_durable.py",
     ),
     "runtime/process/arguments.py": (
+        "runtime/test_arguments.py",
         "runtime/test_host.py",
         "runtime/test_local_port.py",
         "runtime/test_local_durable.py",
