@@ -26,7 +26,7 @@ TESTS = {
     _COMMITS: ("runtime/ray/test_node_commits.py",),
     _HEAD: ("runtime/ray/test_gcs_keeper.py", "runtime/ray/test_shutdown.py"),
     _BRAIN: ("master/test_brain.py", "master/test_local_run.py"),
-    _RESIZER: ("control/test_resizing.py", "runtime/ray/test_reservations.py"),
+    _RESIZER: ("master/test_rl_master.py", "control/test_resizing.py"),
     _OBSERVER: ("master/test_status.py", "metrics/test_job_metrics.py"),
     _STATUS: ("master/test_status.py", "master/test_brain.py"),
     _CLAIM: ("master/test_run_claim.py",),
