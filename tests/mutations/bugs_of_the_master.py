@@ -98,8 +98,8 @@ BUGS = {
         "                await asyncio.to_thread(release_beyond, self._cluster, prefix, len(former))\n",
         "",
     ),
-    "processes that start together replace a lost node twice": Bug(
-        _RESERVATIONS, "former, self._read_s = self._groups[node], -inf", "former = self._groups[node]"
+    "a resize in the middle of a restart adds to its groups": Bug(
+        _RESERVATIONS, "if self._groups is not former:", "if False:"
     ),
     "commits are removed under living processes": Bug(
         _RESERVATIONS,

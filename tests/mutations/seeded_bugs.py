@@ -99,7 +99,7 @@ TESTS = {
         _MASTERS,
     ),
     "runtime/ray/reservations.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py", _MASTERS),
-    "runtime/ray/cluster/fenced.py": (_MASTERS,),
+    "runtime/ray/cluster/fenced.py": ("runtime/ray/test_reservations.py", _MASTERS),
     "master/process/rl_master.py": ("master/test_rl_master.py", _MASTERS),
     "master/process/hang_detector.py": ("master/test_hang_detector.py", _MASTERS),
     "master/process/replacement.py": ("master/test_replacement.py",),
