@@ -170,7 +170,7 @@ BUGS = {
         "            cause = self._executor.nodes.oom_kills.explain(ProcessId(role, rank), member.process, cause)\n",
         "",
     ),
-    "a master that has the secrets goes on asking": Bug(
+    "a master that has the secrets still asks for them": Bug(
         _MASTER, "        self._lacking = hidden_in(self._job)\n        self._executor", "        self._executor"
     ),
     "a master that falls leaves commits in memory": Bug(

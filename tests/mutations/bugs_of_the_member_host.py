@@ -176,7 +176,7 @@ BUGS = {
         "self.handle, self.slot, self.standby, self.born, self.former = None, -1, -1, 0, None",
         "self.handle, self.slot, self.standby, self.former = None, -1, -1, None",
     ),
-    "a process that stays is not among those of the run": Bug(
+    "a process that stays is not ended with the run": Bug(
         _TABLE, "if (process := entry.located) is not None]", "if (process := entry.process) is not None]"
     ),
     "a broken connection to the trainer is its success": Bug(

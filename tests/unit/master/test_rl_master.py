@@ -139,7 +139,7 @@ def test_beat_of_a_member_whose_group_goes_on_says_so(make_master):
     assert asyncio.run(scenario()) == [BeatAnswer.PEER_LOST, BeatAnswer.CURRENT]
 
 
-def test_master_without_its_journal_fails_and_gives_back_everything(make_master, monkeypatch):
+def test_master_without_its_journal_fails_and_releases_all(make_master, monkeypatch):
     monkeypatch.setattr(rl_master, "_JOURNAL_S", -1.0)
 
     async def scenario():
@@ -240,7 +240,7 @@ def test_renew_names_the_oom_killer_of_the_members_host(make_master):
 
 @pytest.mark.parametrize(
     ("outcome", "error"),
-    [("done", None), ("restarted", "was restarted meanwhile"), ("no place", "stays as it is: the cluster is full")],
+    [("done", None), ("restarted", "'job' was restarted"), ("no place", "stays as it is: the cluster is full")],
 )
 def test_resize_says_when_it_was_not_done(monkeypatch, tmp_path, outcome, error):
     state, decided = runs.Run(*runs.OPEN), []

@@ -48,12 +48,12 @@ def test_hold_of_a_run_taken_by_its_own_next_master_leaves(tmp_path, monkeypatch
     def refuse():
         raise JobConflict("another process has the folder")
 
-    left = []
+    departures = []
     monkeypatch.setattr(run_claim, "BEAT_S", 0.0)
-    monkeypatch.setattr(run_claim, "leave", left.append)
+    monkeypatch.setattr(run_claim, "leave", departures.append)
     monkeypatch.setattr(run_claim, "newest_owner", lambda folder: SimpleNamespace(run=owner))
-    held = RunClaim(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
-    held._claim = SimpleNamespace(beat=refuse)
+    hold = RunClaim(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
+    hold._claim = SimpleNamespace(beat=refuse)
     with pytest.raises(JobConflict):
-        asyncio.run(held.hold(lambda: False))
-    assert bool(left) is leaves
+        asyncio.run(hold.hold(lambda: False))
+    assert bool(departures) is leaves

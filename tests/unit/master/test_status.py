@@ -66,7 +66,7 @@ def test_update_after_reports_were_dropped_has_the_next_ones(tmp_path, monkeypat
     assert fresh == [[3, 4], [3, 4], [3, 4], [4], []]
 
 
-def test_observer_of_a_resumed_master_counts_what_the_journal_says(tmp_path):
+def test_observer_of_a_resumed_master_replays_the_journal(tmp_path):
     job = toy_job(tmp_path)
     brain = Brain(FileStateStore(fresh_journal(job)))
     for event in (MasterStarted(pid=7), submission(job, "run", Inspection(), brain)):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the actor of a member says in its heartbeats, does with their answers, and sets in its process."""
+"""The actor of a member: its heartbeats, the answers to them, and the settings of its process."""
 
 import os
 from types import SimpleNamespace
@@ -57,13 +57,13 @@ def start(actor, tmp_path):
 )
 def test_answer_to_a_heartbeat_ends_only_a_replaced_process(monkeypatch, answer, is_current, calls):
     monkeypatch.setattr(ray, "get", lambda ref, timeout: ref)
-    made = []
+    noted = []
     master = SimpleNamespace(
         beat=SimpleNamespace(remote=lambda beat: answer),
-        reveal=SimpleNamespace(remote=lambda secrets: made.append("revealed")),
+        reveal=SimpleNamespace(remote=lambda secrets: noted.append("revealed")),
     )
-    assert send_to(master, made.append)(Heartbeat(FIRST, 3)) is is_current
-    assert made == calls
+    assert send_to(master, noted.append)(Heartbeat(FIRST, 3)) is is_current
+    assert noted == calls
 
 
 @pytest.mark.parametrize(("setting", "value"), [("", OFF), ("1", "1")])

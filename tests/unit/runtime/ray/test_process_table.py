@@ -39,12 +39,12 @@ def pool():
 
 
 @pytest.mark.parametrize(
-    ("process_id", "blamed", "who"),
+    ("process_id", "blamed", "culprit"),
     [(TRAINER_ID, "ACTOR[1]", "ACTOR[1]"), (TRAINER_ID, "job", "trainer"), (FIRST, "ACTOR[1]", "ACTOR[0]")],
 )
-def test_loss_of_a_trainer_may_blame_a_member(process_id, blamed, who):
+def test_loss_of_a_trainer_may_blame_a_member(process_id, blamed, culprit):
     event = ProcessEntry(process_id, 1).loss(Cause(CauseKind.PROCESS_DIED, blamed, "it is gone"))
-    assert event.cause.who == who
+    assert event.cause.who == culprit
 
 
 def test_process_that_stays_keeps_its_name_until_it_is_forgotten(pool):

@@ -69,10 +69,10 @@ class Stage:
 
     async def execute(self, *commands):
         executor = self.new_executor()
-        await self.go_on(executor, *commands)
+        await self.continue_with(executor, *commands)
         return executor
 
-    async def go_on(self, executor, *commands):
+    async def continue_with(self, executor, *commands):
         for command in commands:
             kills = len(self.cluster.killed)
             answers = len(self.events) + (len(command.members) if isinstance(command, StartMembers) else 1)
@@ -450,9 +450,9 @@ def test_members_after_a_resize_get_the_revealed_secrets(monkeypatch):
         executor.reveal(secrets)
         settings = SimpleNamespace(roles={"ACTOR": SimpleNamespace(num=1)})
         sizes = SimpleNamespace(wanted={}, settings=settings, most={"ACTOR": 1}, retired=[])
-        await stage.go_on(executor, member(1))
+        await stage.continue_with(executor, member(1))
         executor.resize(sizes)
-        await stage.go_on(executor, member(2))
+        await stage.continue_with(executor, member(2))
 
     asyncio.run(scenario())
     assert [job.env["API_KEY"] for job in starts] == ["canary-1", "canary-1"]
@@ -525,7 +525,7 @@ def test_new_member_knows_the_last_step_and_why_it_replaces():
         executor.take_beat(Heartbeat(process_table.TRAINER_ID, 1, step=5))
         executor.last_causes[ProcessId("ACTOR", 0)] = "hung: no progress"
         for number, reason in ((2, "hung: no progress"), (3, "other processes had to restart")):
-            await stage.go_on(executor, member(number))
+            await stage.continue_with(executor, member(number))
             (actor,) = stage.cluster.actors.values()
             restart = actor.context.restart
             assert (restart.count, restart.reason, restart.step) == (number - 1, reason, 4)

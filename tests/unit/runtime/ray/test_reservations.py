@@ -240,12 +240,12 @@ def test_resize_in_the_middle_of_a_restart_is_refused():
     asyncio.run(reservations.reserve(1, ()))
     cluster.create_group = restart_meanwhile
     state = SimpleNamespace(most={}, incarnation=1, excluded=())
-    with pytest.raises(PlacementTimeout, match="restarted meanwhile"):
+    with pytest.raises(PlacementTimeout, match="the job was restarted"):
         asyncio.run(reservations.enlarge(state, "ROLLOUT", 4, 0.1))
     assert reservations._groups == []
 
 
-def test_commits_of_a_master_without_a_journal_go_from_every_node():
+def test_commits_of_a_master_without_journal_go_from_all_nodes():
     cluster, reservations = reservations_on("a", "b")
     asyncio.run(reservations.forget_commits([]))
     assert {node for node, name, *_ in cluster.calls if name == "_forget"} == {"a", "b"}
