@@ -124,9 +124,6 @@ BUGS = {
     "private files in a folder are served": Bug(
         _FILES, "for part in parts for pattern in _PRIVATE", "for part in parts[:1] for pattern in _PRIVATE"
     ),
-    "a log that was rotated is read again": Bug(
-        _FILES, "any(other.inode == position.inode for other in files[at + 1 :])", "False"
-    ),
     "a check that crashes finds a good device": Bug(
         _HEALTH, "    if done.returncode:\n        lines", "    if done.returncode > 0:\n        lines"
     ),
