@@ -72,7 +72,7 @@ def test_take_slot_prefers_one_that_has_a_place():
 
 def test_neighbours_are_those_of_the_same_role():
     table = ProcessTable(JOB)
-    for process_id in (ProcessId("ROLLOUT", 0), FIRST, SECOND):
+    for process_id in (FIRST, SECOND, ProcessId("ROLLOUT", 0)):
         table.put(ProcessEntry(process_id, 1, process=Process("a", 7, address=str(process_id))))
     neighbours = table.neighbours("ACTOR")
     assert (neighbours.first.address, neighbours.on_node(1)) == ("ACTOR[0]", (1, 2))

@@ -502,15 +502,22 @@ def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
 
 def test_actor_whose_start_was_cancelled_ends_once_it_is_there():
     stage, may_start = Stage(), threading.Event()
-    start = stage.cluster.start_actor
+    start, find, lookups = stage.cluster.start_actor, stage.cluster.find_actor, []
+
+    def note_lookup(name):
+        lookups.append(actor := find(name))
+        return actor
+
     stage.cluster.start_actor = lambda request: may_start.wait(30) and start(request)
+    stage.cluster.find_actor = note_lookup
 
     async def scenario():
         executor = await stage.execute(Place(1))
         executor.execute(member(1), stage.events.append)
         await until(lambda: executor._pool._threads._running)
+        before = len(lookups)
         executor.execute(KillMember("ACTOR", 0, 1), stage.events.append)
-        await asyncio.sleep(0)
+        await until(lambda: len(lookups) > before)  # the kill finds nothing yet
         may_start.set()
         await until(lambda: stage.cluster.killed)
 
