@@ -8,6 +8,8 @@ import bugs_of_checkpoints
 import bugs_of_control
 import bugs_of_online_recipes
 import bugs_of_run_folders
+import bugs_of_the_master
+import bugs_of_the_member_host
 import bugs_of_the_service
 import bugs_of_the_trainer
 import bugs_of_weight_sync
@@ -39,6 +41,7 @@ TESTS = {
         "runtime/test_local_durable.py",
     ),
     "runtime/process/arguments.py": (
+        "runtime/test_arguments.py",
         "runtime/test_host.py",
         "runtime/test_local_port.py",
         "runtime/test_local_durable.py",
@@ -93,13 +96,14 @@ TESTS = {
     "runtime/checkpoint/node_memory.py": ("runtime/test_node_memory.py", "runtime/test_commits_of_calls.py"),
     "runtime/ray/executor.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py", _MASTERS),
     "runtime/ray/processes/process_table.py": (
+        "runtime/ray/test_process_table.py",
         "runtime/ray/test_ray_executor.py",
         "runtime/ray/test_leaving.py",
         _MASTERS,
     ),
     "runtime/ray/reservations.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py", _MASTERS),
-    "runtime/ray/cluster/fenced.py": (_MASTERS,),
-    "master/process/rl_master.py": (_MASTERS,),
+    "runtime/ray/cluster/fenced.py": ("runtime/ray/test_reservations.py", _MASTERS),
+    "master/process/rl_master.py": ("master/test_rl_master.py", _MASTERS),
     "master/process/hang_detector.py": ("master/test_hang_detector.py", _MASTERS),
     "master/process/replacement.py": ("master/test_replacement.py",),
     "control/state.py": ("control/test_members.py",),
@@ -749,6 +753,8 @@ for _package in (
     bugs_of_control,
     bugs_of_the_trainer,
     bugs_of_checkpoints,
+    bugs_of_the_member_host,
+    bugs_of_the_master,
 ):
     TESTS |= {file: tuple(dict.fromkeys((*TESTS.get(file, ()), *tests))) for file, tests in _package.TESTS.items()}
     BUGS |= _package.BUGS

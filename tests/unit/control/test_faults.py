@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Whose fault an exception is, by the words that CUDA, NCCL, Gloo and torch have for it."""
 
+import errno
+
 import pytest
 import torch
 
-from dlrover.python.rl.common.errors import DataError, WorkloadStartError
+from dlrover.python.rl.common.errors import DataError, InvocationError, JobFailed, MasterLost, WorkloadStartError
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
 from dlrover.python.rl.runtime.process.executor import cause_of, starting
@@ -106,3 +108,21 @@ def test_a_constructors_error_is_told_by_its_fault_too(error, kind):
     assert cause_of(failed.value, "trainer").kind is kind
     alone = cause_of(failed.value, "trainer", alone=True)
     assert alone.kind is CauseKind.START_FAILED and alone.message.startswith("could not start: ")
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), CauseKind.NO_SPACE),
+        (RuntimeError(DEVICE[0]), CauseKind.DEVICE_FAILED),
+        (MasterLost("the master does not answer"), CauseKind.RETRYABLE_ERROR),
+        (JobFailed("ROLLOUT[0] was not replaced"), CauseKind.RETRYABLE_ERROR),
+    ],
+)
+def test_cause_of_a_member_is_the_same_as_in_the_trainer(error, kind):
+    failure = InvocationError(f"{type(error).__name__}: {error}", role="ACTOR", rank=1, method="update")
+    failure.original = error
+    assert [(cause.kind, cause.who) for cause in (cause_of(error, "trainer"), cause_of(failure, "trainer"))] == [
+        (kind, "trainer"),
+        (kind, "ACTOR[1]"),
+    ]

@@ -264,6 +264,14 @@ def test_a_run_that_begins_again_gives_its_processes_other_numbers(tmp_path):
     assert begun(job, "another").epoch == 1
 
 
+def test_journals_of_earlier_starts_all_stay(tmp_path):
+    job = toy_job(tmp_path / "out")
+    for run in ("first", "second", "third"):
+        begun(job, run)
+    journals = [(tmp_path / "out" / f"journal{number}.jsonl").read_text() for number in (".1", ".2", "")]
+    assert ['"first"' in journals[0], '"second"' in journals[1], '"third"' in journals[2]] == [True] * 3
+
+
 def test_the_journal_of_another_run_is_not_its_own(tmp_path):
     job = toy_job(tmp_path / "out")
     begun(job, "earlier")

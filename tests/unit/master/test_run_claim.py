@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """The master's hold on its run's folder."""
 
+import asyncio
 import errno
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
-from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.master.process import run_claim
 from dlrover.python.rl.master.process.run_claim import RunClaim
@@ -40,3 +41,19 @@ def test_a_folder_that_cannot_be_used_is_named_before_the_job_begins_and_given_b
         raise OSError(errno.ENOSPC, "simulated")
     assert not in_use(tmp_path)
     assert (tmp_path / "cluster").read_text() == "127.0.0.1:1"
+
+
+@pytest.mark.parametrize(("owner", "leaves"), [("1", True), ("2", False)])
+def test_hold_of_a_run_taken_by_its_own_next_master_leaves(tmp_path, monkeypatch, owner, leaves):
+    def refuse():
+        raise JobConflict("another process has the folder")
+
+    departures = []
+    monkeypatch.setattr(run_claim, "BEAT_S", 0.0)
+    monkeypatch.setattr(run_claim, "leave", departures.append)
+    monkeypatch.setattr(run_claim, "newest_owner", lambda folder: SimpleNamespace(run=owner))
+    hold = RunClaim(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
+    hold._claim = SimpleNamespace(beat=refuse)
+    with pytest.raises(JobConflict):
+        asyncio.run(hold.hold(lambda: False))
+    assert bool(departures) is leaves

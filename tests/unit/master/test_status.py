@@ -3,9 +3,27 @@
 
 from dataclasses import replace
 
-from dlrover.python.rl.control.events import Cause, CauseKind, MemberLost, MemberStarted, TrainerLost, TrainerStarted
-from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.master.process.status import Position, recoveries
+from toy_jobs import toy_job
+
+from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.control.events import (
+    Cause,
+    CauseKind,
+    MasterStarted,
+    MemberLost,
+    MemberStarted,
+    Process,
+    TrainerLost,
+    TrainerStarted,
+)
+from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Standby, StandbyPhase
+from dlrover.python.rl.master.process import observer
+from dlrover.python.rl.master.process.brain import Brain, fresh_journal, submission
+from dlrover.python.rl.master.process.observer import JobObserver
+from dlrover.python.rl.master.process.status import Position, recoveries, status_of
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
+from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.trainer.trainer import StepReport
 
 BEFORE = JobState()
 AFTER = replace(BEFORE, incarnation=1)
@@ -37,3 +55,33 @@ def test_reports_are_read_on_where_the_reader_was_and_anew_from_a_master_that_ha
     assert Position().since("boot") == 0
     assert Position("boot", 7).since("boot") == 7
     assert Position("boot", 7).since("another") == 0
+
+
+def test_update_after_reports_were_dropped_has_the_next_ones(tmp_path, monkeypatch):
+    monkeypatch.setattr(observer, "_KEPT_REPORTS", 2)
+    observed = JobObserver(toy_job(tmp_path), "run")
+    for step in range(1, 5):
+        observed.report(StepReport(step, 4, {}))
+    fresh = [[report.step for report in observed.update(AFTER, since).reports] for since in range(5)]
+    assert fresh == [[3, 4], [3, 4], [3, 4], [4], []]
+
+
+def test_observer_of_a_resumed_master_replays_the_journal(tmp_path):
+    job = toy_job(tmp_path)
+    brain = Brain(FileStateStore(fresh_journal(job)))
+    for event in (MasterStarted(pid=7), submission(job, "run", Inspection(), brain)):
+        brain.handle(event)
+    brain.close()
+    observed = JobObserver(job, "run")
+    observed.open(0.0, resumed=True)
+    assert observed._metrics._state == brain.state
+
+
+def test_status_shows_a_standby_that_takes_over_once(tmp_path):
+    process = Process("a", 7, "host")
+    members = {ProcessId("ACTOR", 0): Member(2, MemberPhase.UP, process, standby=0)}
+    standbys = {
+        "ACTOR": {0: Standby(StandbyPhase.TAKING, process), 1: Standby(StandbyPhase.READY, replace(process, pid=8))}
+    }
+    status = status_of(toy_job(tmp_path), JobState(members=members, standbys=standbys), None)
+    assert [(each.process, each.pid) for each in status.members] == [("ACTOR[0]", 7), ("ACTOR-standby[1]", 8)]

@@ -137,6 +137,45 @@ def test_an_error_that_no_text_stands_for_has_its_words(host):
     assert failure.original is None
 
 
+class TwoPartError(Exception):
+    """It can be pickled, but not read again."""
+
+    def __init__(self, name, reason):
+        super().__init__(f"{name}: {reason}")
+
+
+def test_error_that_cannot_be_unpickled_travels_as_its_text(host):
+    failure = host.failure("act", TwoPartError("disk", "it is gone"))
+    assert "TwoPartError: disk: it is gone" in str(failure)
+    assert failure.original is None
+
+
+class Restless(BaseWorkload):
+    """It keeps to its first event loop, exits, and fails to close."""
+
+    async def use_loop(self):
+        loop = asyncio.get_running_loop()
+        self.loop = getattr(self, "loop", loop)
+        return self.loop is loop
+
+    def exit(self):
+        raise SystemExit(3)
+
+    def close(self):
+        raise OSError("the device is busy")
+
+
+def test_host_of_a_restless_workload_keeps_its_promises():
+    host = MemberHost(incarnation=1)
+    host.start(Restless, MemberContext(role=RLRoleType.ROLLOUT), None, {})
+    assert [call(host, 1, n, "use_loop") for n in range(2)] == [True, True]
+    with pytest.raises(InvocationError, match="SystemExit: 3"):
+        call(host, 1, 2, "exit")
+    with pytest.raises(OSError, match="the device is busy"):
+        host.close()
+    assert host.workload is None
+
+
 class Once(BaseWorkload):
     """Without a state: its calls fail once each."""
 
@@ -156,8 +195,10 @@ def test_what_has_failed_in_a_member_without_a_state_is_tried_again_for_another_
     for _ in range(2):
         with pytest.raises(InvocationError, match="503"):
             call(host, 1, 0, "act", 7, epoch=1)
-    assert host.executed == {"act": 1}
-    assert call(host, 1, 0, "act", 7, epoch=2) == 7
+    with pytest.raises(InvocationError, match="503"):
+        call(host, 1, 1, "act", 8, epoch=1)
+    assert host.executed == {"act": 2}
+    assert [call(host, 1, n, "act", 7 + n, epoch=2) for n in range(2)] == [7, 8]
 
 
 def test_what_has_failed_may_have_damaged_a_state_and_is_not_tried_again(host):

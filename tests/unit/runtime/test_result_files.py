@@ -182,6 +182,16 @@ def test_files_without_a_valid_name_hide_no_others(tmp_path):
     assert [file.path for file in RunFolder(tmp_path).list_files()] == ["café.txt"]
 
 
+@pytest.mark.parametrize("parts", [("commits", "step.e1", "a.state"), ("results", "owner.1.json"), ("results", ".key")])
+def test_private_file_at_any_depth_is_not_served(tmp_path, parts):
+    for path in (tmp_path / "results" / "learnt.json", tmp_path.joinpath(*parts)):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    assert [file.path for file in RunFolder(tmp_path).list_files()] == ["results/learnt.json"]
+    with pytest.raises(InvalidJob, match="is not a file that is served"):
+        next(RunFolder(tmp_path).read(parts, 0))
+
+
 # -- a folder that is exchanged for a link ----------------------------------------------------------------------------
 
 

@@ -120,6 +120,14 @@ def test_the_last_lines_of_a_worker_without_rays_marks(session):
     assert ray_worker_log_tail(session, 4711, lines=3) == "line 47\nline 48\nline 49"
 
 
+def test_log_is_that_of_the_newest_process_with_the_pid(session):
+    for age_s, name in ((100, "01000000"), (0, "02000000"), (200, "03000000")):
+        file = session / f"logs/worker-ab12-{name}-4711.err"
+        file.write_text(f"{name}\n")
+        os.utime(file, (1e9 - age_s,) * 2)
+    assert ray_worker_log_tail(session, 4711) == "02000000"
+
+
 def test_stdout_fills_the_room_that_stderr_leaves(session):
     (session / "logs/worker-ab12-01000000-4711.err").write_text(":actor_name:A\nTraceback\nBoom\n")
     (session / "logs/worker-ab12-01000000-4711.out").write_text("one\ntwo\n")

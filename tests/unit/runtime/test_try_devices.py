@@ -16,6 +16,7 @@ def test_devices_that_compute_are_used_again():
     [
         ("raise RuntimeError('CUDA error: uncorrectable ECC error encountered')", 60, "uncorrectable ECC error"),
         ("import os; os._exit(3)", 60, "exit code 3"),
+        ("import os; os.kill(os.getpid(), 9)", 60, "exit code -9"),
         ("import time; time.sleep(60)", 0.5, "no answer within 0.5 s"),
     ],
 )

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """A GCS that cannot be started again stays visible as lost: what watches the cluster has to find it."""
 
+import fcntl
+import os
 import threading
 import time
 from types import SimpleNamespace
 
 import pytest
 
+from dlrover.python.rl.runtime.ray.cluster import head
 from dlrover.python.rl.runtime.ray.cluster.head import GcsKeeper
 
 GCS = "gcs_server"
@@ -71,3 +74,29 @@ def test_one_that_comes_up_is_the_nodes():
     finally:
         keeper.close()
     assert node.tried == 1
+
+
+def comes_up_the_third_time(node):
+    (dies_again if node.tried < 3 else comes_up)(node)
+
+
+def test_deaths_that_are_far_apart_are_not_in_a_row():
+    node = Node(comes_up_the_third_time)
+    keeper = GcsKeeper(node, most_in_a_row=1, quiet_s=0.0)
+    try:
+        wait_for(lambda: keeper.restarts == 3 or keeper._resting.is_set())
+        assert (keeper.restarts, node.all_processes[GCS][0].process.poll()) == (3, None)
+    finally:
+        keeper.close()
+
+
+@pytest.mark.parametrize(("age_s", "is_locked", "stays"), [(3600, False, False), (3600, True, True), (0, False, True)])
+def test_folder_of_a_dead_cluster_is_removed_and_no_other(tmp_path, age_s, is_locked, stays):
+    folder = tmp_path / "dlrover-ray-1"
+    folder.mkdir()
+    with (folder / "owner").open("w") as owner:
+        if is_locked:
+            fcntl.flock(owner, fcntl.LOCK_EX)
+        os.utime(folder, (time.time() - age_s,) * 2)
+        head._remove_stale(tmp_path)
+    assert folder.exists() == stays

@@ -65,6 +65,19 @@ def test_its_last_commit_is_saved_by_all_of_them_together_and_nothing_is_left(no
     assert (copies_in(nodes), nodes.left()) == ([8], set())
 
 
+def test_processes_of_a_node_end_before_its_commits_are_listed(nodes, monkeypatch):
+    ended, known_in_memory = [], node_commits.known_in_memory
+
+    def list_commits(job, run):
+        assert ended
+        return known_in_memory(job, run)
+
+    monkeypatch.setattr(node_commits, "kill_and_wait", ended.append)
+    monkeypatch.setattr(node_commits, "known_in_memory", list_commits)
+    asyncio.run(forget_on_nodes(nodes, {"a": (7,), "b": (8, 9)}, "job", "run1"))
+    assert ended == [(7,), (8, 9)]
+
+
 def test_what_a_node_cannot_save_stays_and_is_said(nodes, caplog):
     nodes.lost.add(("b", save_from_memory))
     assert not asyncio.run(forget_on_nodes(nodes, {"a": (), "b": (), "c": ()}, "job", "run1"))

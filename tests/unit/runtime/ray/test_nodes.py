@@ -119,6 +119,7 @@ async def test_a_node_that_will_go_is_left_only_for_another_one(cluster):
     await cluster.next_loss()
     cluster.watch.take_notice("a", "it was sent SIGTERM")
     await cluster.reads_more()
+    assert cluster.lost.empty()
     cluster.open["c"] = asyncio.Event()
     cluster.rows["c"] = NodeRow("c", True, "c", 1)
     assert await cluster.next_loss() == Loss("a", "it will go: it was sent SIGTERM", announced=True)

@@ -1,34 +1,40 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: each command of the brain and each loss, on one stage.
 """The executor on a cluster in memory: where members and standbys are, which deaths it tells, what a release ends."""
 
 import asyncio
 import gc
+import threading
 import warnings
 from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from memory_cluster import PENDING, MemoryActor, MemoryCluster
+from memory_cluster import PENDING, MemoryActor, MemoryCluster, Method
 from ray.exceptions import ActorUnavailableError
 
 from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.control.commands import KillStandby, Place, Release, StartMembers, StartStandby
+from dlrover.python.rl.config.secrets import seal
+from dlrover.python.rl.control.commands import KillMember, KillStandby, Place, Release, StartMembers, StartStandby
 from dlrover.python.rl.control.events import (
     CauseKind,
     MemberLost,
     MemberStarted,
+    NodeLost,
     Placed,
     Released,
     StandbyLost,
     StandbyReady,
+    Unplaced,
 )
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.process.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes import actors, process_table
 from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
@@ -63,6 +69,10 @@ class Stage:
 
     async def execute(self, *commands):
         executor = self.new_executor()
+        await self.continue_with(executor, *commands)
+        return executor
+
+    async def continue_with(self, executor, *commands):
         for command in commands:
             kills = len(self.cluster.killed)
             answers = len(self.events) + (len(command.members) if isinstance(command, StartMembers) else 1)
@@ -382,3 +392,178 @@ def test_a_trainer_is_asked_for_its_outcome_again_after_a_broken_connection(monk
         return await stage.new_executor()._pool.outcome_of(trainer)
 
     assert asyncio.run(scenario()) == "why"
+
+
+# -- what a recovery must not lose or leave ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("least", "event"), [("", "Failed"), (", min: 1", "Unplaced")])
+def test_member_without_a_place_ends_only_a_job_that_needs_it(monkeypatch, least, event):
+    async def find_no_place(self, role, slot, excluded):
+        raise PlacementTimeout("the cluster is full")
+
+    monkeypatch.setattr(Reservations, "place", find_no_place)
+    stage = Stage(text=JOB.replace("num: 1", f"num: 1{least}"))
+    stage.run(member(1))
+    assert type(stage.events[-1]).__name__ == event
+    if least:
+        assert stage.events[-1] == Unplaced("ACTOR", 0, 1, stage.events[-1].cause)
+    assert stage.events[-1].cause.kind is CauseKind.NO_RESOURCES
+
+
+@pytest.mark.usefixtures("without_logs")
+def test_node_that_a_member_says_will_go_is_preempted():
+    async def stay_open(host, port):
+        await asyncio.Event().wait()
+
+    async def scenario():
+        stage = Stage(nodes=("a", "b"))
+        executor = await stage.execute(Place(1), member(1))
+        executor.nodes = NodeWatch(lambda: [NodeRow(node, True, "", 1) for node in ("a", "b", "c")], stay_open)
+        executor.take_beat(Heartbeat(ProcessId("ACTOR", 0), 1, step=7, notice="it was sent SIGTERM"))
+        executor.nodes.take_notice("b", "no process of this run is there")
+        watching = asyncio.create_task(executor.watch_nodes(stage.events.append))
+        await until(lambda: len(stage.events) > 2)
+        watching.cancel()
+        (lost,) = stage.events[2:]
+        assert (lost.node, lost.cause.kind, executor.open_step) == ("a", CauseKind.PREEMPTED, 0)
+        assert isinstance(lost, NodeLost) and "it was sent SIGTERM" in lost.cause.message
+
+    asyncio.run(scenario())
+
+
+def test_members_after_a_resize_get_the_revealed_secrets(monkeypatch):
+    starts = []
+    start = MemoryActor._start
+
+    async def note_job(actor, message):
+        starts.append(message.job)
+        await start(actor, message)
+
+    monkeypatch.setattr(MemoryActor, "_start", note_job)
+    stage = Stage(text=f"{JOB}env: {{{{API_KEY: canary-1}}}}\n")
+    sealed, secrets = seal(stage.job)
+    stage._plan = replace(stage._plan, job=sealed)
+
+    async def scenario():
+        executor = await stage.execute(Place(1))
+        executor.reveal(secrets)
+        settings = SimpleNamespace(roles={"ACTOR": SimpleNamespace(num=1)})
+        sizes = SimpleNamespace(wanted={}, settings=settings, most={"ACTOR": 1}, retired=[])
+        await stage.continue_with(executor, member(1))
+        executor.resize(sizes)
+        await stage.continue_with(executor, member(2))
+
+    asyncio.run(scenario())
+    assert [job.env["API_KEY"] for job in starts] == ["canary-1", "canary-1"]
+
+
+def test_retired_member_ends():
+    async def scenario():
+        stage = Stage(text=TWO_NODES, nodes=("a", "b"))
+        executor = await stage.execute(Place(1), StartMembers("ACTOR", tuple((rank, 1) for rank in range(4))))
+        go_on_without_it(executor, stage.events)
+        await until(lambda: stage.cluster.killed == [str(LOST)])
+
+    asyncio.run(scenario())
+
+
+async def hang(*arguments):
+    await asyncio.Event().wait()
+
+
+async def answer_at_once(*arguments):
+    return None
+
+
+@pytest.mark.parametrize("is_up", [False, True], ids=["never up", "does not leave"])
+def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
+    monkeypatch.setattr(process_table, "_LEAVE_S", 0.01)
+    start = MemoryActor._start
+
+    async def start_later_ones(actor, message):
+        await (start(actor, message) if is_up or actor.pid > 100 else hang())
+
+    monkeypatch.setattr(MemoryActor, "_start", start_later_ones)
+    monkeypatch.setattr(MemoryActor, "dlrover_leave", Method(hang if is_up else answer_at_once), raising=False)
+    stage = Stage(standby=1)
+
+    async def scenario():
+        executor = await stage.execute(Place(1))
+        executor.execute(member(1), stage.events.append)
+        await until(lambda: len(stage.events) > 1 if is_up else stage.cluster.started)
+        executor.execute(replace(member(2), kept=(0,)), stage.events.append)
+        await until(lambda: getattr(stage.events[-1], "incarnation", 0) == 2 and stage.cluster.killed)
+
+    asyncio.run(scenario())
+    assert type(stage.events[-1]) is MemberStarted and stage.cluster.killed == ["ACTOR[0]"]
+    assert list(stage.cluster.actors) == ["job/run/ACTOR-0/2"]
+
+
+def test_actor_whose_start_was_cancelled_ends_once_it_is_there():
+    stage, may_start = Stage(), threading.Event()
+    start, find, lookups = stage.cluster.start_actor, stage.cluster.find_actor, []
+
+    def note_lookup(name):
+        lookups.append(actor := find(name))
+        return actor
+
+    stage.cluster.start_actor = lambda request: may_start.wait(30) and start(request)
+    stage.cluster.find_actor = note_lookup
+
+    async def scenario():
+        executor = await stage.execute(Place(1))
+        executor.execute(member(1), stage.events.append)
+        await until(lambda: executor._pool._threads._running)
+        before = len(lookups)
+        executor.execute(KillMember("ACTOR", 0, 1), stage.events.append)
+        await until(lambda: len(lookups) > before)  # the kill finds nothing yet
+        may_start.set()
+        await until(lambda: stage.cluster.killed)
+
+    asyncio.run(scenario())
+    assert stage.cluster.actors == {}
+
+
+def test_new_member_knows_the_last_step_and_why_it_replaces():
+    async def scenario():
+        stage = Stage()
+        executor = await stage.execute(Place(1), member(1))
+        executor.take_beat(Heartbeat(process_table.TRAINER_ID, 1, step=5))
+        executor.last_causes[ProcessId("ACTOR", 0)] = "hung: no progress"
+        for number, reason in ((2, "hung: no progress"), (3, "other processes had to restart")):
+            await stage.continue_with(executor, member(number))
+            (actor,) = stage.cluster.actors.values()
+            restart = actor.context.restart
+            assert (restart.count, restart.reason, restart.step) == (number - 1, reason, 4)
+
+    asyncio.run(scenario())
+
+
+def test_late_kill_of_a_replaced_member_spares_its_successor():
+    async def scenario():
+        stage = Stage()
+        executor = await stage.execute(Place(1), member(1), member(2))
+        await until(lambda: stage.cluster.killed == ["ACTOR[0]"])
+        executor.execute(KillMember("ACTOR", 0, 1), stage.events.append)
+        await until(lambda: not executor._detached._running)
+        assert list(stage.cluster.actors) == ["job/run/ACTOR-0/2"]
+
+    asyncio.run(scenario())
+
+
+def test_release_before_a_restart_leaves_the_commits():
+    stage = Stage()
+    stage.run(member(1), Release(1, final=False))
+    assert stage.events[-1] == Released(1) and stage.cluster.calls == []
+
+
+def test_nodes_of_adopted_processes_are_watched():
+    async def scenario():
+        stage = Stage()
+        await stage.execute(Place(1), member(1))
+        executor = stage.new_executor()
+        await executor.adopt(stage.state(), stage.events.append)
+        assert executor.reservations.has_node("a")
+
+    asyncio.run(scenario())

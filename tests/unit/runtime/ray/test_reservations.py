@@ -13,7 +13,10 @@ from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.placement import plan
+from dlrover.python.rl.runtime.ray import placement_groups
 from dlrover.python.rl.runtime.ray import reservations as module
+from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE
+from dlrover.python.rl.runtime.ray.cluster.fenced import FencedCluster
 from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
 
 JOB = """
@@ -195,3 +198,100 @@ def test_what_waits_for_one_node_does_not_hold_up_another():
 
     slots = reservations.slots(RLRoleType.ROLLOUT)
     asyncio.run(scenario())
+
+
+def test_trainers_node_is_needed_whatever_its_roles_may_lack(monkeypatch):
+    monkeypatch.setattr(module, "_ELASTIC_S", 0.01)
+    _, reservations = reservations_on(job=JOB.replace("num: 1", "num: 1, min: 1"))
+    with pytest.raises(PlacementTimeout):
+        asyncio.run(reservations.reserve(1, ()))
+
+
+def states_of(cluster):
+    return {row.name: row.state for row in cluster.groups.values() if row.state != "REMOVED"}
+
+
+def test_places_beyond_the_plan_go_when_the_master_is_back():
+    cluster, reservations = reservations_on("a", "b")
+    asyncio.run(reservations.reserve(1, ()))
+    cluster.create_group([{}], "job/run/1/node-1", ())
+    after_a_restart_of_the_master(cluster, 1, ())
+    assert states_of(cluster) == {"job/run/1/node-0": "CREATED"}
+
+
+def test_places_that_came_too_late_for_a_resize_go():
+    cluster, reservations = reservations_on("a", "b", job=ELASTIC)
+    asyncio.run(reservations.reserve(1, ()))
+    before = states_of(cluster)
+    state = SimpleNamespace(most={}, incarnation=1, excluded=())
+    with pytest.raises(PlacementTimeout):
+        asyncio.run(reservations.enlarge(state, "ROLLOUT", 6, 0.01))
+    assert states_of(cluster) == before and len(reservations.slots(RLRoleType.ROLLOUT)) == 2
+
+
+def test_resize_in_the_middle_of_a_restart_is_refused():
+    cluster, reservations = reservations_on("a", "b", "c", "d", job=ELASTIC)
+    create_group = cluster.create_group
+
+    def restart_meanwhile(*arguments):
+        reservations._groups = []
+        return create_group(*arguments)
+
+    asyncio.run(reservations.reserve(1, ()))
+    cluster.create_group = restart_meanwhile
+    state = SimpleNamespace(most={}, incarnation=1, excluded=())
+    with pytest.raises(PlacementTimeout, match="the job was restarted"):
+        asyncio.run(reservations.enlarge(state, "ROLLOUT", 4, 0.1))
+    assert reservations._groups == []
+
+
+def test_commits_of_a_master_without_journal_go_from_all_nodes():
+    cluster, reservations = reservations_on("a", "b")
+    asyncio.run(reservations.forget_commits([]))
+    assert {node for node, name, *_ in cluster.calls if name == "_forget"} == {"a", "b"}
+
+
+@pytest.mark.parametrize(("free_mb", "is_enough"), [(100, False), (200, True)])
+def test_check_free_compares_memory_in_megabytes(free_mb, is_enough):
+    cluster, reservations = reservations_on(job=JOB.replace("num: 1", "num: 1, resource: {memory: 150}"))
+    cluster.free_resources = lambda: {"CPU": 8.0, "memory": float(free_mb * MEGABYTE)}
+    with suppress(PlacementTimeout):
+        placement_groups.check_free(cluster, reservations._placement, 0)
+        assert is_enough
+        return
+    assert not is_enough
+
+
+def test_replaced_group_that_ray_moves_is_removed():
+    cluster, reservations = reservations_on("a", "b", "c")
+
+    async def scenario():
+        await reservations.reserve(1, ())
+        (former,) = reservations._groups
+        cluster.create_group([{}], "job/run/1/node-0/2-a", ("a",))
+        cluster.groups[former] = replace(cluster.groups[former], nodes=frozenset("c"))
+        await placement_groups.wait_until_reserved(cluster, ["group-1"], reservations._placement, 0.1)
+
+    asyncio.run(scenario())
+    assert cluster.reserved() == {"group-1": "b"}
+
+
+@pytest.mark.parametrize(
+    ("method", "arguments"),
+    [
+        ("start_actor", [None]),
+        ("kill_actor", [None]),
+        ("create_group", [[{}], "name"]),
+        ("remove_group", ["group"]),
+        ("run_on", ["a", print]),
+    ],
+)
+def test_replaced_master_changes_nothing_on_the_cluster(method, arguments):
+    def refuse():
+        raise SystemExit(75)
+
+    cluster = MemoryCluster(("a",))
+    with pytest.raises(SystemExit):
+        done = getattr(FencedCluster(cluster, refuse), method)(*arguments)
+        asyncio.run(done)
+    assert (cluster.groups, cluster.calls, cluster.actors) == ({}, [], {})

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, GetTimeoutError, RayTaskError
 
-from dlrover.python.rl.common.errors import ResultLost, WorkloadDied
+from dlrover.python.rl.common.errors import EngineDied, InvocationError, ResultLost, WorkloadDied
 from dlrover.python.rl.runtime.ray.processes import port as module
 from dlrover.python.rl.runtime.ray.processes.port import RayPort
 from dlrover.python.rl.trainer.port import Ref
@@ -65,3 +65,23 @@ def test_the_death_of_a_member_whose_result_is_an_argument_names_no_method_of_it
     error = port._as_invocation_error(died, Ref(port, None, None, "ACTOR", 0, "update", 1))
     assert (type(error), error.role, error.rank) == (WorkloadDied, "ROLLOUT", 0)
     assert str(error).startswith("ROLLOUT[0]: its result, which ACTOR[0].update needs, is lost: The actor died")
+
+
+@pytest.mark.parametrize(
+    ("original", "rank", "kind"),
+    [
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), 0, WorkloadDied),
+        (RuntimeError("NCCL communicator was aborted on rank 1."), 0, WorkloadDied),
+        (EngineDied("the server of the engine has ended"), 0, WorkloadDied),
+        (ValueError("wrong"), 0, InvocationError),
+        (RuntimeError("CUDA error: uncorrectable ECC error encountered"), 1, InvocationError),  # of an argument
+    ],
+)
+def test_error_that_breaks_a_process_replaces_its_member(original, rank, kind):
+    port = RayPort({"ACTOR": [SimpleNamespace(_actor_id=SimpleNamespace(hex=ID.hex))]})
+    failure = InvocationError(f"{type(original).__name__}: {original}", role="ACTOR", rank=0, method="update")
+    failure.original = original
+    error = port._as_invocation_error(
+        RayTaskError("update", "trace", failure), Ref(port, None, None, "ACTOR", rank, "update", 1)
+    )
+    assert type(error) is kind

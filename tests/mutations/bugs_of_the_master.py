@@ -1,0 +1,203 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Bugs in the master of a job, in its Ray executor, and in what they hold and watch of the cluster."""
+
+from bug import Bug
+
+_EXECUTOR, _RESERVATIONS, _GROUPS = (
+    "runtime/ray/executor.py",
+    "runtime/ray/reservations.py",
+    "runtime/ray/placement_groups.py",
+)
+_NODES, _COMMITS, _HEAD = (
+    "runtime/ray/cluster/nodes.py",
+    "runtime/ray/cluster/node_commits.py",
+    "runtime/ray/cluster/head.py",
+)
+_FENCED, _MASTER, _BRAIN = "runtime/ray/cluster/fenced.py", "master/process/rl_master.py", "master/process/brain.py"
+_HANGS, _RESIZER = (
+    "master/process/hang_detector.py",
+    "master/process/resizer.py",
+)
+_OBSERVER, _STATUS, _CLAIM = "master/process/observer.py", "master/process/status.py", "master/process/run_claim.py"
+
+TESTS = {
+    _GROUPS: ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py"),
+    _NODES: ("runtime/ray/test_nodes.py", "runtime/ray/test_ray_executor.py"),
+    _COMMITS: ("runtime/ray/test_node_commits.py",),
+    _HEAD: ("runtime/ray/test_gcs_keeper.py", "runtime/ray/test_shutdown.py"),
+    _BRAIN: ("master/test_brain.py", "master/test_local_run.py"),
+    _RESIZER: ("master/test_rl_master.py", "control/test_resizing.py"),
+    _OBSERVER: ("master/test_status.py", "metrics/test_job_metrics.py"),
+    _STATUS: ("master/test_status.py", "master/test_brain.py"),
+    _CLAIM: ("master/test_run_claim.py",),
+}
+
+BUGS = {
+    "a role with a least size ends the job for want of a place": Bug(
+        _EXECUTOR, "if entry is not None and entry.is_member and self.reservations.is_elastic(entry.role):", "if False:"
+    ),
+    "a standby without a place ends the job": Bug(
+        _EXECUTOR, "entry.loss(cause) if entry is not None and entry.is_standby else Failed(", "Failed("
+    ),
+    "a start that takes too long is a fault of the system": Bug(
+        _EXECUTOR,
+        "        if isinstance(error, TimeoutError):\n            limit_s",
+        "        if False:\n            limit_s",
+    ),
+    "a node that was announced to go counts as lost": Bug(
+        _EXECUTOR, "CauseKind.PREEMPTED if loss.announced else CauseKind.NODE_LOST", "CauseKind.NODE_LOST"
+    ),
+    "a notice of a process is not taken": Bug(
+        _EXECUTOR, "            self.nodes.take_notice(process.node, beat.notice)\n", "            pass\n"
+    ),
+    "a resized job has no secrets": Bug(
+        _EXECUTOR, "        self._plan = replace(self._plan, job=unseal(self._plan.job, secrets))\n", ""
+    ),
+    "members beyond a smaller size stay": Bug(
+        _EXECUTOR,
+        "                self._discard(process_id)\n                self._detached",
+        "                self._detached",
+    ),
+    "a rank that never came up keeps its process": Bug(
+        _EXECUTOR, "if former is not None and former.up:", "if former is not None:"
+    ),
+    "an actor whose start was cancelled stays": Bug(
+        _EXECUTOR, "self._detached.run(self._pool.end_once_started(self._pool.name_of(entry)))", "pass"
+    ),
+    "a process that does not leave stays beside its successor": Bug(
+        _EXECUTOR, "            self._detached.run(self._pool.end(entry.former))\n", ""
+    ),
+    "a new member thinks that the open step is committed": Bug(
+        _EXECUTOR, "max(self.open_step - 1, 0)", "self.open_step"
+    ),
+    "the reason of an earlier loss is given again": Bug(
+        _EXECUTOR, 'self.last_causes.pop(process_id, "other', 'self.last_causes.get(process_id, "other'
+    ),
+    "a late kill ends the replacement": Bug(
+        _EXECUTOR, "if entry is not None and entry.number == number:", "if entry is not None:"
+    ),
+    "a restart forgets the commits": Bug(_EXECUTOR, "        if command.final:\n", "        if True:\n"),
+    "the nodes of adopted processes are not watched": Bug(
+        _EXECUTOR,
+        "        if entry.process is not None:\n            self.reservations.add_node(entry.process.node)\n",
+        "",
+    ),
+    "a job ends rather than use an excluded node": Bug(
+        _RESERVATIONS,
+        "            self._readmit(excluded, error)\n            await asyncio.to_thread(release_groups",
+        "            raise\n            await asyncio.to_thread(release_groups",
+    ),
+    "the trainer's node may lack": Bug(_RESERVATIONS, "        needed = {0}\n", "        needed = set()\n"),
+    "places beyond the plan stay after the master's return": Bug(
+        _RESERVATIONS,
+        "            await asyncio.to_thread(release_beyond, self._cluster, prefix, len(self._groups))\n",
+        "",
+    ),
+    "places that came too late for a resize stay": Bug(
+        _RESERVATIONS,
+        "                await asyncio.to_thread(release_beyond, self._cluster, prefix, len(former))\n",
+        "",
+    ),
+    "a resize in the middle of a restart adds to its groups": Bug(
+        _RESERVATIONS, "if self._groups is not former:", "if False:"
+    ),
+    "commits are removed under living processes": Bug(
+        _RESERVATIONS,
+        "            pids.setdefault(process.node, []).append(process.pid)\n",
+        "            pids.setdefault(process.node, [])\n",
+    ),
+    "a master without a journal leaves commits in memory": Bug(
+        _RESERVATIONS,
+        "self._nodes or {row.node_id for row in await asyncio.to_thread(self._cluster.list_nodes) if row.alive}",
+        "self._nodes",
+    ),
+    "a master that is back ends members on excluded nodes": Bug(
+        _GROUPS, "if group.is_reserved(())), prefix)", "if group.is_reserved(excluded)), prefix)"
+    ),
+    "free memory is compared in bytes with megabytes": Bug(
+        _GROUPS, 'MEGABYTE if name == "memory" else 1 for name in needed', "1 for name in needed"
+    ),
+    "a group that was replaced follows to another node": Bug(
+        _GROUPS, "group.state == CREATED and group.on == {successor.replaced_node}", "group.state == CREATED"
+    ),
+    "the only node is left when it is drained": Bug(
+        _NODES, "elif row.node_id in leaving and is_refuge:", "elif row.node_id in leaving:"
+    ),
+    "a commit is given up while its node may still have it": Bug(
+        _COMMITS, "        if None in saved:\n", "        if False:\n"
+    ),
+    "the oldest commit of a lost memory is saved": Bug(_COMMITS, ".items(), reverse=True):", ".items()):"),
+    "processes write while their commits are listed": Bug(_COMMITS, "    kill_and_wait(pids)\n", ""),
+    "a GCS that dies now and then is given up": Bug(
+        _HEAD, "in_a_row + 1 if time.monotonic() - last_s < self._quiet_s else 1", "in_a_row + 1"
+    ),
+    "the folder of a running cluster is removed": Bug(
+        _HEAD,
+        "                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                _remove(folder)",
+        "                _remove(folder)",
+    ),
+    "a replaced master runs functions on nodes": Bug(
+        _FENCED,
+        "        self.check()\n        return await self.cluster.run_on(",
+        "        return await self.cluster.run_on(",
+    ),
+    "a job that has ended reserves again when its master is back": Bug(
+        _MASTER,
+        "            if state.phase.terminal:\n                self._leave()  # nothing",
+        "            if False:\n                self._leave()  # nothing",
+    ),
+    "a master that was replaced stays": Bug(
+        _MASTER, 'leave(f"another process of this master has taken over: {error}")  # the rest', "pass  # the rest"
+    ),
+    "a process that hangs is not killed": Bug(
+        _MASTER, "            self._spawn(kill_process(self._cluster, condemned))\n", "            pass\n"
+    ),
+    "a new member does not know why the last one was lost": Bug(
+        _MASTER, "        if isinstance(event, MemberLost) and after is not before:\n", "        if False:\n"
+    ),
+    "members do not learn that a peer is lost": Bug(
+        _MASTER, "        if has_lost_peer(beat, self._state):\n", "        if False:\n"
+    ),
+    "a master whose journal is gone waits for ever": Bug(_MASTER, "            self._miss_journal()\n", ""),
+    "a replaced trainer gets replacements": Bug(
+        _MASTER, "        if epoch < self._state.epoch:\n", "        if False:\n"
+    ),
+    "a link that fails is the fault of the rank that says so": Bug(
+        _MASTER, "if cause.kind is CauseKind.LINK_FAILED and self", "if False and self"
+    ),
+    "a member that the trainer finds dead has not run out of memory": Bug(
+        _MASTER,
+        "            cause = self._executor.nodes.oom_kills.explain(ProcessId(role, rank), member.process, cause)\n",
+        "",
+    ),
+    "a master that has the secrets still asks for them": Bug(
+        _MASTER, "        self._lacking = hidden_in(self._job)\n        self._executor", "        self._executor"
+    ),
+    "a master that falls leaves commits in memory": Bug(
+        _MASTER, "Release(state.incarnation, final=True)", "Release(state.incarnation, final=False)"
+    ),
+    "a decision that could not be saved is taken": Bug(
+        _BRAIN,
+        "        if lines:\n            self._store.append(*lines)\n        self.state = state\n",
+        "        self.state = state\n        if lines:\n            self._store.append(*lines)\n",
+    ),
+    "a resumed run has the numbers of its first processes again": Bug(
+        _BRAIN, "    return 1 + last\n", "    return 1\n"
+    ),
+    "a second journal of a folder replaces the first": Bug(
+        _BRAIN, "{1 + _newest_kept(job)}.jsonl", "{_newest_kept(job) or 1}.jsonl"
+    ),
+    "a constructor that takes long hangs": Bug(_HANGS, " or beat.method == CONSTRUCTING:", ":"),
+    "a resize that a restart has undone was done": Bug(
+        _RESIZER, "        if size_of(self._state(), role) != num:\n", "        if False:\n"
+    ),
+    "one who follows a long job gets old reports": Bug(
+        _OBSERVER, "self._reports[max(since - self._dropped, 0) :]", "self._reports[since:]"
+    ),
+    "metrics of a master that is back begin at 0": Bug(_OBSERVER, "        if resumed:\n", "        if False:\n"),
+    "a standby that takes over is shown twice": Bug(_STATUS, "            if process_id not in taking\n", ""),
+    "a run that was taken over by another run ends silently": Bug(
+        _CLAIM, "if owner is not None and owner.run == self._job.run:", "if owner is not None:"
+    ),
+    "a master that cannot begin keeps the folder": Bug(_CLAIM, "            self.leave(FAILED)\n", ""),
+}

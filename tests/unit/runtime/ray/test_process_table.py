@@ -1,0 +1,155 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The table of a run's processes, and how its actors are named, started and ended."""
+
+import asyncio
+import threading
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+from memory_cluster import MemoryActor, MemoryCluster, Method
+from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
+
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.control.events import Cause, CauseKind, Process
+from dlrover.python.rl.control.state import JobState, Member, MemberPhase
+from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
+from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement
+from dlrover.python.rl.runtime.ray.processes import actors
+from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Threads, classify, member_env
+from dlrover.python.rl.runtime.ray.processes.process_table import ActorPool, ProcessEntry, ProcessTable, entries_of
+
+JOB = load_job_text(
+    """
+trainer: {module: toys, class: Loop, device_per_node: 4, device_type: CPU}
+workload:
+  actor: {module: toys, class: Policy, num: 2, env: {MEMBER_TOKEN: canary-1, LEVEL: "3"}}
+  rollout: {module: toys, class: Policy, num: 2}
+""",
+    "job",
+)
+FIRST, SECOND = ProcessId("ACTOR", 0), ProcessId("ACTOR", 1)
+
+
+@pytest.fixture
+def pool():
+    cluster = MemoryCluster(("a",))
+    return ActorPool(JOB, "run", {}, None, HeartbeatSettings(), cluster)
+
+
+@pytest.mark.parametrize(
+    ("process_id", "blamed", "culprit"),
+    [(TRAINER_ID, "ACTOR[1]", "ACTOR[1]"), (TRAINER_ID, "job", "trainer"), (FIRST, "ACTOR[1]", "ACTOR[0]")],
+)
+def test_loss_of_a_trainer_may_blame_a_member(process_id, blamed, culprit):
+    event = ProcessEntry(process_id, 1).loss(Cause(CauseKind.PROCESS_DIED, blamed, "it is gone"))
+    assert event.cause.who == culprit
+
+
+def test_process_that_stays_keeps_its_name_until_it_is_forgotten(pool):
+    entry = ProcessEntry(FIRST, 1, slot=0, process=Process("a", 7)).follow(2).follow(3)
+    assert pool.name_of(entry) == "job/run/ACTOR-0/1"
+    table = ProcessTable(JOB)
+    table.put(entry)
+    entry.former.process = Process("a", 7)
+    assert table.clear() == [Process("a", 7)]
+    entry.forget_process()
+    assert (pool.name_of(entry), entry.located) == ("job/run/ACTOR-0/3", None)
+
+
+def test_adopted_process_that_stayed_keeps_its_name(pool):
+    stayed = Member(3, MemberPhase.UP, born=1, process=Process("a", 7, slot=0))
+    (entry,) = entries_of(replace(JobState(), members={FIRST: stayed}))
+    assert pool.name_of(entry) == "job/run/ACTOR-0/1"
+
+
+def test_take_slot_prefers_one_that_has_a_place():
+    entry = ProcessEntry(FIRST, 1)
+    ProcessTable(JOB).take_slot(entry, preferred=0, slots=2, lacking=[0])
+    assert entry.slot == 1
+
+
+def test_neighbours_are_those_of_the_same_role():
+    table = ProcessTable(JOB)
+    for process_id in (FIRST, SECOND, ProcessId("ROLLOUT", 0)):
+        table.put(ProcessEntry(process_id, 1, process=Process("a", 7, address=str(process_id))))
+    neighbours = table.neighbours("ACTOR")
+    assert (neighbours.first.address, neighbours.on_node(1)) == ("ACTOR[0]", (1, 2))
+
+
+def test_second_start_of_a_member_ends_the_first(pool):
+    group = pool.cluster.create_group([{}], "job/run/1/node-0")
+    entry = ProcessEntry(FIRST, 1, slot=0)
+
+    async def start_twice():
+        for _ in range(2):
+            await pool.start_member(entry, ActorPlacement(group=group, bundle=0))
+
+    asyncio.run(start_twice())
+    assert pool.cluster.killed == ["ACTOR[0]"]
+
+
+def test_end_all_ends_the_trainer_before_members_close(pool):
+    async def close():
+        assert "trainer" in pool.cluster.killed
+        closed.append(True)
+
+    closed = []
+    for name, process_id in (("job/run/ACTOR-0/1", FIRST), ("job/run/trainer/1", TRAINER_ID)):
+        actor = MemoryActor(SimpleNamespace(name=name, arguments=(process_id,)), "a", 7)
+        actor.dlrover_close = Method(close)
+        pool.cluster.actors[name] = actor
+    asyncio.run(pool.end_all())
+    assert closed == [True] and pool.cluster.killed == ["trainer", "ACTOR[0]"]
+
+
+def test_member_env_has_no_secrets_of_its_role():
+    env = member_env(JOB, "ACTOR")
+    assert env["LEVEL"] == "3" and not {"MEMBER_TOKEN", "canary-1"} & {*env, *env.values()}
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (OutOfMemoryError("Task was killed"), CauseKind.OUT_OF_MEMORY),
+        (RayActorError(error_msg="killed by the node as it was running low on memory"), CauseKind.OUT_OF_MEMORY),
+        (ActorDiedError(), CauseKind.PROCESS_DIED),
+    ],
+)
+def test_classify_tells_the_memory_monitor_from_other_deaths(error, kind):
+    assert classify(MemberGone("ACTOR[0]", error)).kind is kind
+
+
+def test_retry_repeats_what_could_not_be_ended(monkeypatch):
+    monkeypatch.setattr(actors, "_PAUSE_S", 0.0)
+    errors = [ConnectionError("the head is away")]
+
+    async def end():
+        if errors:
+            raise errors.pop()
+        ended.append(True)
+
+    ended = []
+    asyncio.run(Detached("job").retry(end))
+    assert ended == [True]
+
+
+def test_settle_waits_for_a_call_that_was_cancelled():
+    entered, release, ended = threading.Event(), threading.Event(), []
+
+    def start():
+        entered.set()
+        ended.append(release.wait(30))
+
+    async def scenario():
+        threads = Threads()
+        call = asyncio.create_task(threads.run(start))
+        await asyncio.to_thread(entered.wait, 30)
+        call.cancel()
+        await asyncio.gather(call, return_exceptions=True)
+        asyncio.get_running_loop().call_soon(release.set)
+        await threads.settle(30.0)
+        assert ended == [True]
+
+    asyncio.run(scenario())
