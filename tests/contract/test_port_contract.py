@@ -310,7 +310,7 @@ def test_a_call_is_carried_out_once_whatever_how_often_its_id_comes(stage):
     answers = [port.submit("ACTOR", 1, kept((1, 0), "echo", value)).result(30) for value in ("first", "second")]
     assert answers == ["first", "first"]
     assert port.submit("ACTOR", 1, Call(RAW_CALL, "call_count", (), {})).result(30) == before + 1
-    assert port.submit("ACTOR", 1, kept((2, 0), "echo", "third", committed=1)).result(30) == "third"
+    assert port.submit("ACTOR", 1, kept((2, 0), "echo", "third", settled=1)).result(30) == "third"
     port.submit("ACTOR", 1, Call(RAW_CALL, FORGET, (), {})).result(30)
 
 

@@ -15,7 +15,7 @@ _ROOTS, _FILES = f"{_CHECKPOINT}/roots.py", f"{_CHECKPOINT}/run_files.py"
 
 TESTS = {
     _OBJECTS: ("runtime/test_object_store.py",),
-    _COPIES: ("runtime/test_commits_of_calls.py", "runtime/test_node_memory.py", "runtime/ray/test_node_commits.py"),
+    _COPIES: ("runtime/test_node_memory.py", "runtime/ray/test_node_commits.py"),
     _GENERATIONS: ("runtime/test_commits.py", "runtime/test_object_store.py"),
     _JOURNAL: ("runtime/test_journal_store.py",),
     _COPYING: ("runtime/test_commits.py", "runtime/test_object_store.py"),
@@ -99,10 +99,12 @@ BUGS = {
         "if not is_transient(error):",
     ),
     "a trainer that ended early keeps memory from being saved": Bug(
-        _COPIES, "max(generations[-1].epoch, copies.epoch)", "generations[-1].epoch"
+        _COPIES, "max(manifest.epoch, copies.epoch)", "manifest.epoch"
     ),
     "a saved commit is lost with its nodes": Bug(
-        _COPIES, " for name, value in each.extra.items() if name != NODES}", " for name, value in each.extra.items()}"
+        _COPIES,
+        " for name, value in manifest.extra.items() if name != NODES}",
+        " for name, value in manifest.extra.items()}",
     ),
     "two trainers that claim at once both go on": Bug(
         _OBJECTS, 'b"%d" % epoch)\n        self._check(epoch)\n', 'b"%d" % epoch)\n'
@@ -133,15 +135,15 @@ BUGS = {
     ),
     "memory that others can read is used": Bug(_MEMORY, " or state.st_mode & 0o077:", ":"),
     "memory with a later copy is saved over it": Bug(
-        _MEMORY, "if manifest.step > newest and save_generations(", "if save_generations("
+        _MEMORY, "if manifest.step > newest and save_generation(", "if save_generation("
     ),
     "memory without the trainer's part ends a recovery": Bug(
         _NEIGHBOURS, "with suppress(FileNotFoundError):", "with suppress(ZeroDivisionError):"
     ),
     "another step's copy is the last one": Bug(
         _MEMBER,
-        "copy is not None and copy.step == request.step and request.finish:",
-        "copy is not None and request.finish:",
+        "copy is not None and copy.step == request.step:",
+        "copy is not None:",
     ),
     "one of more members takes the state of its rank": Bug(
         _MEMBER, "if len(pieces) == self._members and self._rank in pieces:", "if self._rank in pieces:"

@@ -114,7 +114,7 @@ BUGS = {
         _SAVED, "[*changes, *reference, *overrides]", "[*overrides, *changes, *reference]"
     ),
     "an evaluation has a name that is too long": Bug(_SAVED, "63 - len(_EVALUATION)", "63"),
-    "steps with other settings are not told": Bug(_SAVED, "if last and last > (step or 0):", "if last and not step:"),
+    "changed code is not named": Bug(_SAVED, 'if changes else ""', 'if False else ""'),
     "a lost owner is waited for less than its lease": Bug(_SAVED, "owner.lease_s + BEAT_S", "BEAT_S"),
     "losses with commits between them count in a row": Bug(
         _SUPERVISOR, "self._number + 1 if step == self._step else 1", "self._number + 1"

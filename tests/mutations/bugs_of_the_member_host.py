@@ -64,7 +64,7 @@ BUGS = {
     "a call that makes progress ages": Bug(_HOST, "max(now[2], self._progressed_s)", "now[2]"),
     "a call without progress is no work": Bug(_HOST, "self.work.units + max(units, 1)", "self.work.units + units"),
     "a state of the last commit does not agree with it": Bug(
-        _HOST, "if at is None or at < committed:", "if at is None or at <= committed:"
+        _HOST, "if at is None or at < ended:", "if at is None or at <= ended:"
     ),
     "a member that has done a step has not touched it": Bug(
         _HOST, "if header.call_id[0] > self._standing.touched:", "if header.call_id[0] > self._settled + 1:"
@@ -81,7 +81,7 @@ BUGS = {
     "a list of values and results is sent as it is": Bug(
         _ARGUMENTS, "isinstance(value, list) and any(", "isinstance(value, list) and all("
     ),
-    "a member is not told what is committed": Bug(_ARGUMENTS, "            call.committed,\n", "            0,\n"),
+    "a member is not told what is committed": Bug(_ARGUMENTS, "            call.settled,\n", "            0,\n"),
     "heartbeats do not count the kernel's kills": Bug(
         _BEATS, "replace(self._observe(), oom_kills=count_oom_kills())", "self._observe()"
     ),

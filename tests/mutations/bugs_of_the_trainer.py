@@ -16,7 +16,7 @@ TESTS = {
     _WORKLOAD: ("trainer/test_workload.py", *_CALLS, "trainer/test_trainer.py"),
     _PORT: (*_CALLS, "trainer/test_durable.py"),
     _TRAINER: ("trainer/test_trainer.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
-    _STEPS: (*_STEPPING, "runtime/test_local_durable.py", "runtime/test_commits_of_calls.py"),
+    _STEPS: (*_STEPPING, "runtime/test_local_durable.py", "runtime/test_writing_states.py"),
 }
 
 BUGS = {
@@ -101,10 +101,10 @@ BUGS = {
     ),
     "attempts do not count as restarts": Bug(_STEPS, "count=info.count + attempt.number", "count=info.count"),
     "calls after a loop that has nothing to do belong to a past step": Bug(
-        _STEPS, "self.begin(max(committed, total) + 1)", "self.begin(total + 1)"
+        _STEPS, "self.begin(max(ended, total) + 1)", "self.begin(total + 1)"
     ),
     "a step that is left is not committed by the next loop": Bug(
-        _STEPS, "        self._commit_left_step()\n        committed", "        committed"
+        _STEPS, "        self._commit_left_step()\n        ended", "        ended"
     ),
     "the trainer does not learn the last committed step": Bug(
         _STEPS, "        self.restart_info = replace(self.restart_info, step=committed)\n", ""

@@ -21,23 +21,21 @@ TESTS = {
     "trainer/durable.py": (
         "trainer/test_durable.py",
         "runtime/test_local_durable.py",
-        "runtime/test_commits_of_calls.py",
+        "runtime/test_writing_states.py",
     ),
     "trainer/call_log.py": ("trainer/test_call_log.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
     "trainer/steps.py": (
         "trainer/test_steps.py",
         "trainer/test_durable.py",
         "runtime/test_local_durable.py",
-        "runtime/test_commits_of_calls.py",
+        "runtime/test_writing_states.py",
     ),
     "trainer/trainer.py": ("trainer/test_trainer.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
     "trainer/role_group.py": ("trainer/test_role_group.py",),
     "trainer/port.py": ("trainer/test_role_group.py", "trainer/test_durable.py"),
     "runtime/process/host.py": (
         "runtime/test_host.py",
-        "runtime/test_snapshots.py",
-        "runtime/test_jobs_with_snapshots.py",
-        "runtime/test_commits_of_calls.py",
+        "runtime/test_writing_states.py",
         "runtime/test_local_durable.py",
     ),
     "runtime/process/arguments.py": (
@@ -47,53 +45,41 @@ TESTS = {
         "runtime/test_local_durable.py",
     ),
     "runtime/process/heartbeat.py": ("runtime/test_heartbeat.py",),
-    "runtime/checkpoint/calls.py": ("runtime/test_calls.py", "runtime/test_commits_of_calls.py"),
-    "runtime/checkpoint/cadence.py": ("runtime/test_cadence.py", "runtime/test_commits_of_calls.py"),
+    "runtime/checkpoint/stride.py": ("runtime/test_stride.py",),
+    "runtime/checkpoint/code.py": ("runtime/test_code.py",),
     "runtime/checkpoint/member_state.py": (
         "runtime/test_member_state.py",
         "runtime/test_host.py",
-        "runtime/test_snapshots.py",
-        "runtime/test_jobs_with_snapshots.py",
+        "runtime/test_writing_states.py",
         "runtime/test_commits.py",
-        "runtime/test_commits_of_calls.py",
         "runtime/test_other_members.py",
     ),
     "runtime/checkpoint/commits.py": (
         "runtime/test_commits.py",
-        "runtime/test_snapshots.py",
-        "runtime/test_jobs_with_snapshots.py",
-        "runtime/test_commits_of_calls.py",
-    ),
-    "runtime/checkpoint/snapshots.py": (
-        "runtime/test_snapshots.py",
-        "runtime/test_jobs_with_snapshots.py",
-        "runtime/test_commits_of_calls.py",
+        "runtime/test_writing_states.py",
     ),
     "runtime/checkpoint/copying.py": (
         "runtime/test_commits.py",
-        "runtime/test_snapshots.py",
-        "runtime/test_jobs_with_snapshots.py",
-        "runtime/test_commits_of_calls.py",
+        "runtime/test_writing_states.py",
     ),
     "runtime/checkpoint/neighbours.py": ("runtime/test_neighbours.py", "runtime/test_room.py"),
     "runtime/checkpoint/room.py": ("runtime/test_room.py",),
     "trainer/transfers.py": ("runtime/test_neighbours.py",),
     "engine/training/redivide.py": ("engine/test_redivide.py",),
-    "runtime/checkpoint/runs.py": ("runtime/test_commits.py", "runtime/test_commits_of_calls.py"),
-    "runtime/checkpoint/storage/copies.py": ("runtime/test_commits_of_calls.py", "runtime/test_node_memory.py"),
+    "runtime/checkpoint/runs.py": ("runtime/test_commits.py",),
+    "runtime/checkpoint/storage/copies.py": ("runtime/test_node_memory.py",),
     "runtime/checkpoint/storage/store.py": (
         "runtime/test_store.py",
-        "runtime/test_commits_of_calls.py",
         "runtime/test_commits.py",
     ),
     "runtime/checkpoint/storage/generations.py": ("runtime/test_commits.py",),
-    "runtime/checkpoint/storage/manifest.py": ("runtime/test_store.py", "runtime/test_commits_of_calls.py"),
+    "runtime/checkpoint/storage/manifest.py": ("runtime/test_store.py",),
     "runtime/checkpoint/storage/state_file.py": (
         "runtime/test_state_file.py",
         "runtime/test_store.py",
         "runtime/test_node_memory.py",
     ),
-    "runtime/checkpoint/node_memory.py": ("runtime/test_node_memory.py", "runtime/test_commits_of_calls.py"),
+    "runtime/checkpoint/node_memory.py": ("runtime/test_node_memory.py",),
     "runtime/ray/executor.py": ("runtime/ray/test_ray_executor.py", "runtime/ray/test_leaving.py", _MASTERS),
     "runtime/ray/processes/process_table.py": (
         "runtime/ray/test_process_table.py",
@@ -113,17 +99,14 @@ TESTS = {
 
 _DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/steps.py"
 _HOST, _ARGUMENTS, _BEATS = "runtime/process/host.py", "runtime/process/arguments.py", "runtime/process/heartbeat.py"
-_COPYING, _SNAPSHOTS = "runtime/checkpoint/copying.py", "runtime/checkpoint/snapshots.py"
+_COPYING = "runtime/checkpoint/copying.py"
 _MEMBER, _COMMITS = "runtime/checkpoint/member_state.py", "runtime/checkpoint/commits.py"
 _RUNS, _NEIGHBOURS = "runtime/checkpoint/runs.py", "runtime/checkpoint/neighbours.py"
 _STORE, _MANIFEST = "runtime/checkpoint/storage/store.py", "runtime/checkpoint/storage/manifest.py"
-_FILE, _CALLS, _COPIES = (
-    "runtime/checkpoint/storage/state_file.py",
-    "runtime/checkpoint/calls.py",
-    "runtime/checkpoint/storage/copies.py",
-)
+_FILE, _COPIES = "runtime/checkpoint/storage/state_file.py", "runtime/checkpoint/storage/copies.py"
 _GENERATIONS = "runtime/checkpoint/storage/generations.py"
-_CADENCE, _MEMORY = "runtime/checkpoint/cadence.py", "runtime/checkpoint/node_memory.py"
+_MEMORY = "runtime/checkpoint/node_memory.py"
+_STRIDE, _CODE = "runtime/checkpoint/stride.py", "runtime/checkpoint/code.py"
 _EXECUTOR, _TABLE = "runtime/ray/executor.py", "runtime/ray/processes/process_table.py"
 _PARTS, _FENCED, _MASTER = (
     "engine/training/redivide.py",
@@ -133,21 +116,89 @@ _PARTS, _FENCED, _MASTER = (
 _HANGS, _REPLACED = "master/process/hang_detector.py", "master/process/replacement.py"
 
 BUGS = {
+    # -- states that are written while the members continue --
+    "a step ends before the commit before is published": Bug(
+        _STEPS,
+        "            self._publish(waits=True)\n            if self._checkpoints is not None and is_due",
+        "            if self._checkpoints is not None and is_due",
+    ),
+    "a commit is published before all states are written": Bug(
+        _STEPS,
+        "asks=True, waits=waits):\n                return False\n",
+        "asks=True, waits=waits):\n                pending.copied = {}\n",
+    ),
+    "nothing is published while the trainer waits": Bug(
+        _STEPS, "            self.port.publish = self._publish_if_idle\n", "            pass\n"
+    ),
+    "a busy member is asked for its state": Bug(
+        _STEPS, "        if not self.port.are_idle(", "        if False and not self.port.are_idle("
+    ),
+    "a second loop begins again": Bug(
+        _STEPS, "            return self.port.ended\n", "            return self.port.committed or 0\n"
+    ),
+    "the last commit is not waited for": Bug(
+        _STEPS, "        self._publish(waits=True)\n        if not self._is_open", "        if not self._is_open"
+    ),
+    "a rank goes back alone past an ended step": Bug(
+        _DURABLE,
+        "        if self.committed is not None and self.committed < self.ended and any",
+        "        if False and any",
+    ),
+    "waits with a deadline never end": Bug(
+        _DURABLE, "            timeout_s = None if timeout_s is None else timeout_s - pause_s\n", ""
+    ),
+    "a restored member answers calls of its earlier state": Bug(
+        _HOST, "        self._forget()\n        self._state.restore", "        self._state.restore"
+    ),
+    "the copy begins before the state is written": Bug(
+        _MEMBER, "            writing.thread.join()  # waits: as finish does\n            return", "            return"
+    ),
+    "a trainer that waits gets no file": Bug(
+        _MEMBER, "        if request.waits:\n            self.wait_until_written()\n", ""
+    ),
+    "a copy is begun at steps without one": Bug(
+        _COMMITS,
+        "        return self.stride.is_due(step) or last or step % self.every == 0",
+        "        return self.stride.is_due(step) or last",
+    ),
+    "all engines are deterministic": Bug(
+        _COMMITS, "        self.stride.deterministic = deterministic\n", "        self.stride.deterministic = True\n"
+    ),
+    "the stride begins anew after each restart": Bug(
+        _COMMITS, "        self.stride.start_after(newest.manifest.step if newest is not None else 0)\n", ""
+    ),
+    "commits take twice their share": Bug(_STRIDE, "_SHARE = 0.01", "_SHARE = 0.02"),
+    "the share is of all time": Bug(
+        _STRIDE, "math.ceil(self._commit_s / (_SHARE * self._step_s))", "math.ceil(self._commit_s / _SHARE)"
+    ),
+    "slow steps are eight apart": Bug(
+        _STRIDE, "        most = min(_MOST_STEPS, int(_MOST_S / self._step_s))\n", "        most = _MOST_STEPS\n"
+    ),
+    "repeated steps count for the pace": Bug(
+        _STRIDE, "        if self._at is not None and step == self._at[0] + 1:", "        if self._at is not None:"
+    ),
+    "what a module imports is not looked at": Bug(
+        _CODE, '            _add_modules(_imports(source, name, file.stem == "__init__"), folders, modules)\n', ""
+    ),
+    "relative imports are of the wrong package": Bug(
+        _CODE, "len(parts) - node.level + is_package", "len(parts) - node.level + 1"
+    ),
+    "an older commit has changed code": Bug(
+        _CODE,
+        '    if not before:\n        return ""\n',
+        '    if not before:\n        before = {"modules": {}, "versions": {}}\n',
+    ),
+    "calls of an earlier version are a state": Bug(
+        _MANIFEST, '    if fields.pop("earlier", {}):', '    if fields.pop("earlier", {}) and False:'
+    ),
     # -- durable calls ------------------------------------------------------------------------------------------------
     "a death that was told before is a new one": Bug(
         _DURABLE,
         "if 0 < death.incarnation < self._incarnations.get(ProcessId(death.role, death.rank), 0):",
         "if False:",
     ),
-    "a new member does not load the commit": Bug(_DURABLE, "if self._has_committed_state(member)]", "if False]"),
-    "the calls after a state are not repeated": Bug(
-        _DURABLE, "strict=True) if outcome.value]", "strict=True) if False]"
-    ),
-    "an error of a repeated call after a state is ignored": Bug(
-        _DURABLE, "        if errors and not deaths:\n            raise self._abandoned(errors[0])\n", ""
-    ),
-    "an error of a repeated call is the user's": Bug(
-        _DURABLE, "            raise self._abandoned(errors[0])\n", "            raise errors[0]\n"
+    "a new member does not load the commit": Bug(
+        _DURABLE, "if self.committed is not None and self._is_stateful(member)]", "if False]"
     ),
     "a new member does not get the calls of the step": Bug(
         _DURABLE, "            if call.member in self._unbuilt:\n                self._repeat(call)", "            pass"
@@ -181,7 +232,7 @@ BUGS = {
     "a late member is not replaced": Bug(_DURABLE, "            self._recover({}, deaths)\n", ""),
     "a late call is issued again": Bug(_LOG, "if logged.rank in ranks or together", "if False"),
     "a damaged commit is not given up": Bug(
-        _DURABLE, "            self.checkpoints.discard(self._sender.committed, str(error.original))\n", ""
+        _DURABLE, "            self.checkpoints.discard(self.committed, str(error.original))\n", ""
     ),
     "a commit keeps the log": Bug(_DURABLE, "            self.log.close_step()\n", ""),
     # -- the log ------------------------------------------------------------------------------------------------------
@@ -208,7 +259,7 @@ BUGS = {
         _DURABLE, "self._retry_all({**lost, **{call", "self._retry_all({**lost} or {**{call"
     ),
     "members are not told what is committed": Bug(
-        _LOG, "            self.committed or 0,\n            call", "            0,\n            call"
+        _LOG, "            self.settled,\n            call", "            0,\n            call"
     ),
     "arguments may change before they are sent again": Bug(
         _LOG, "            return value.copy()\n", "            return value\n"
@@ -230,12 +281,10 @@ BUGS = {
     "a commit is not repeated after a recovery": Bug(
         _STEPS, "            if self.port.recoveries == recoveries:\n                break", "            break"
     ),
-    "members that are ahead keep their answers": Bug(_STEPS, "        self.port.ask(ahead, FORGET)\n", ""),
-    "calls are not repeated when a trainer goes back": Bug(
-        _STEPS, "[member for member, calls in restored.items() if calls], REPLAY)", "[], REPLAY)"
-    ),
-    "some members have states and some have calls": Bug(
-        _STEPS, "self.port.ask(members, COMMIT, again) if again is not None else answers", "answers"
+    "members that are ahead keep their answers": Bug(
+        _STEPS,
+        "            self.port.ask(standings, FORGET)  # all: ranks that meet have to meet again\n",
+        "            pass\n",
     ),
     "the last commit is not copied": Bug(
         _STEPS,
@@ -260,7 +309,9 @@ BUGS = {
         "            recoveries = self.port.recoveries\n",
     ),
     "attempts are never forgiven": Bug(
-        "trainer/trainer.py", "failures = 1 if steps.commits else failures + 1", "failures = failures + 1"
+        "trainer/trainer.py",
+        "failures = counts if steps.commits else failures + counts",
+        "failures = failures + counts",
     ),
     "attempts have no limit": Bug("trainer/trainer.py", "if failures > _MAX_ATTEMPTS or not", "if not"),
     "a number is given twice": Bug(
@@ -289,37 +340,13 @@ BUGS = {
     ),
     "a kept result changes with the workload": Bug(_HOST, "Stored.of(result, own=True)", "Stored.of(result)"),
     "answers of init are dropped": Bug(
-        _HOST, "self._drop(lambda step: step == 0 or step > committed)", "self._drop(lambda step: step > committed)"
+        _HOST, "self._drop(lambda step: step == 0 or step > ended)", "self._drop(lambda step: step > ended)"
     ),
-    "answers are kept for ever": Bug(_HOST, "        self._drop(lambda step: step == 0 or step > committed)\n", ""),
-    "a raw call leaves no trace": Bug(_HOST, "        self._raw_in = math.inf\n", ""),
+    "answers are kept for ever": Bug(_HOST, "        self._drop(lambda step: step == 0 or step > ended)\n", ""),
     "a raw call leaves the state a commit's": Bug(
         _HOST,
-        "        self._raw_in = math.inf\n        self._standing = replace(self._standing, since=None, at=None)\n",
-        "        self._raw_in = math.inf\n",
-    ),
-    "a repeated commit forgets raw calls": Bug(
-        _HOST, "            self._raw_in = request.step\n", "            self._raw_in = None\n"
-    ),
-    "raw calls are never forgotten": Bug(
-        _HOST, "        if self._raw_in is not None and committed >= self._raw_in:\n", "        if False:\n"
-    ),
-    "calls of a step that is given up stay on record": Bug(
-        _HOST,
-        "        self._record = CallRecord()\n        self._settled",
-        "        self._settled",
-    ),
-    "a call after the commit of its step is lost": Bug(
-        _HOST, "step = max(header.call_id[0], self._settled + 1)", "step = header.call_id[0]"
-    ),
-    "a file of calls may name anything": Bug(
-        _HOST, 'if call.method.startswith("_") or not callable(', "if not callable("
-    ),
-    "what changes nothing is repeated": Bug(_HOST, " or not self._options_of(header.method).changes_state", ""),
-    "a state stands for its commit before its calls are repeated": Bug(
-        _HOST,
-        "        if not calls:\n            self._replay()\n",
-        "        self._standing = Standing(request.step, request.step, request.step)\n",
+        "        self._standing = replace(self._standing, since=None, at=None)\n\n    def failure",
+        "        pass\n\n    def failure",
     ),
     "a failed call is not remembered": Bug(
         _HOST, "            self._keep(header, _Answer(header.method, error=failure))\n", ""
@@ -340,16 +367,8 @@ BUGS = {
     "there is no lease": Bug(_BEATS, "if silent_s > self._settings.lease_s:", "if False:"),
     "a replaced process goes on": Bug(_BEATS, "            if not is_current:\n", "            if False:\n"),
     # -- a member's part of a commit ----------------------------------------------------------------------------------
-    "calls go on from a state in another folder": Bug(
-        _MEMBER, 'self._since = request.step if "/" not in own[-1].folder else None', "self._since = request.step"
-    ),
-    "a repeated commit goes on from what was not committed": Bug(
-        _MEMBER, "or self._since >= request.step:", "or self._since > request.step:"
-    ),
     "a file of another member is loaded": Bug(
-        _MEMBER,
-        'expected = header if file is not pieces[-1].file else {**header, "step": request.step}',
-        "expected = {}",
+        _MEMBER, '{**self._header, "rank": rank, "step": request.step}', '{"step": request.step}'
     ),
     "a node keeps all its commits": Bug(
         _MEMBER, "            store.drop_older(request.first_kept)\n", "            pass\n"
@@ -358,20 +377,12 @@ BUGS = {
         _MEMBER, "store.drop_older(request.first_kept)", "store.drop_older(request.step)"
     ),
     "another step's copy is taken for the one under way": Bug(
-        _MEMBER, "        if self.step != step:\n            return Progress()\n", ""
+        _MEMBER, "        if copy is None or copy.step != step:", "        if copy is None:"
     ),
     "what is being copied is removed by its member": Bug(
         _MEMBER,
-        "        if request.copying is not None:\n"
-        "            store.pinned.add(request.copying)\n"
-        "        if self._copy is not None and self._copy.thread.is_alive():\n"
-        "            store.pinned.add(self._copy.step)\n",
-        "",
-    ),
-    "a call that cannot be written ends the job": Bug(
-        _MEMBER,
-        "        except DataError:\n            return None\n",
-        "        except ZeroDivisionError:\n            return None\n",
+        "            store.pinned.add(request.copying)\n        if self._copy",
+        "            pass\n        if self._copy",
     ),
     "a second source is not tried": Bug(
         _MEMBER,
@@ -384,20 +395,11 @@ BUGS = {
     "only the first place of a damaged commit is set aside": Bug(
         _COMMITS, "for generation in self._offered:", "for generation in self._offered[:1]:"
     ),
-    "calls follow any commit": Bug(
-        _COMMITS, "self._at is not None and self._at.step == step - 1", "self._at is not None"
-    ),
     "calls go on from a commit that was given up": Bug(
         _COMMITS, "self._newest, self._offered, self._at = None, [], None", "self._newest, self._offered = None, []"
     ),
-    "calls are repeated with other settings": Bug(
-        _RUNS, 'return not manifest.earlier or manifest.extra.get(SETTINGS, "") == settings', "return True"
-    ),
     "the last step may have calls alone": Bug(
         _COMMITS, "due = step > 0 and (last or step % self.every == 0)", "due = step > 0 and step % self.every == 0"
-    ),
-    "what calls go on from makes room": Bug(
-        _COMMITS, "return self._at.since if self._at is not None else step - 1", "return step - 1"
     ),
     "a store out of reach ends a recovery that does not need it": Bug(
         _COMMITS, "            if newest is None:\n                raise\n", "            raise\n"
@@ -405,131 +407,45 @@ BUGS = {
     "a commit with a file that the disk has lost is tried for ever": Bug(
         _GENERATIONS, "is_transient(error) and store.quarantine(", "False and store.quarantine("
     ),
-    "a damaged manifest takes the files of other commits along": Bug(
-        _STORE, "folder / MANIFEST if self._is_needed(folder.name) else folder", "folder"
-    ),
     "a copy has precedence over its commit": Bug(
         _GENERATIONS, "if beyond is not None and manifest.step <= beyond.manifest.step:", "if False:"
     ),
     "commits of an ended run go though they are ahead": Bug(
         _RUNS, "if _newest_step(commits) <= _newest_step(copies):", "if True:"
     ),
-    "states are never due": Bug(_CADENCE, "return self._calls + 1 >= self.every", "return False"),
-    "the room of calls does not count": Bug(_CADENCE, " or self._call_bytes + per_step > self._state_bytes", ""),
-    "trainers that die make the calls more": Bug(
-        _CADENCE, "        self._calls, self._call_bytes = calls, 0\n", "        pass\n"
-    ),
-    "a commit of states is one of calls": Bug(_CADENCE, "            self._calls = self._call_bytes = 0\n", ""),
     # -- states that are written while the members go on ---------------------------------------------------------------
     "a call changes the state that is being written": Bug(
-        _HOST,
-        "            if self._is_stateful and self._options_of(method).changes_state:\n",
-        "            if False:\n",
+        _HOST, "            if not guards_state(type(self.workload), method):\n", "            if False:\n"
     ),
     "calls that change nothing wait for the state": Bug(
-        _HOST, "if self._is_stateful and self._options_of(method).changes_state:", "if self._is_stateful:"
-    ),
-    "the commit of the states keeps its calls": Bug(
-        _COMMITS, "            self._patiently(partial(self._commits.revise, states, self.roots.epoch))\n", ""
-    ),
-    "ranks wait for one that has not all its calls": Bug(
-        _MEMBER,
-        "            if request.snapshot:\n                workload",
-        "            if False:\n                workload",
-    ),
-    "states and calls make one copy at the end": Bug(
-        _COPYING, "any(len(copies) > 1 for copies in answers.values())", "False"
+        _HOST, "            if not guards_state(type(self.workload), method):\n", "            if True:\n"
     ),
     "a process ends in the middle of writing its state": Bug(
         _HOST, "        self._state.wait_until_written()\n        try:\n", "        try:\n"
     ),
-    "workloads do not learn that their state is being written": Bug(
-        _MEMBER, "        workload.note_writing(self.wait_until_written)\n", ""
-    ),
     "two states are written at once": Bug(
-        _MEMBER, "        if request.snapshot or not request.calls:\n", "        if False:\n"
-    ),
-    "the copy is of the calls": Bug(
-        _MEMBER, "            state = file if snapshot is None else snapshot.file\n", "            state = file\n"
+        _MEMBER, "        self.wait_until_written()\n        began_s", "        began_s"
     ),
     "a state that failed is one that runs": Bug(
-        _MEMBER,
-        "return Progress(self.file, running, self.seconds)",
-        "return Progress(self.file, True, 0.0)",
-    ),
-    "commits follow from states that one member has not written": Bug(
-        _SNAPSHOTS, "if len(files) == len(found):", "if files:"
-    ),
-    "states that failed are awaited": Bug(
-        _SNAPSHOTS, "elif not all(each.file is not None or each.running for each in found.values()):", "elif False:"
-    ),
-    "the calls before a state are repeated after it": Bug(
-        _SNAPSHOTS, "if _step_of(piece) > self.at.step)", "if _step_of(piece) >= 0)"
-    ),
-    "the call of its own step is repeated after a state": Bug(
-        _SNAPSHOTS, "if _step_of(piece) > self.at.step)", "if _step_of(piece) >= self.at.step)"
-    ),
-    "a new trainer awaits the states of the last one": Bug(
-        _COMMITS, "        self.snapshots.at = None\n        self._newest", "        self._newest"
-    ),
-    "a copy begins without the state of its step": Bug(
-        _COMMITS,
-        "snapshot = calls and (persist or (self.snapshots.at",
-        "snapshot = calls and (False or (self.snapshots.at",
-    ),
-    "after states that failed the next ones are late": Bug(
-        _COMMITS, "            self.cadence.go_on(_calls_since_states(self._at))\n\n", "            pass\n\n"
+        _MEMBER, "        if not is_running and writing.error is not None:\n            raise writing.error\n", ""
     ),
     "the next node gets no states": Bug(
-        _NEIGHBOURS,
-        "wanted = [piece for piece in (*earlier, last) if piece not in known]",
-        "wanted = [last] if known else [*earlier, last]",
+        _NEIGHBOURS, "if neighbour is not None:\n            hosts", "if False:\n            hosts"
     ),
     # -- calls as values ----------------------------------------------------------------------------------------------
-    "a recorded array changes with the caller's": Bug(
-        _CALLS, "        return value.copy() if value.flags.writeable else value", "        return value"
-    ),
-    "an array comes back in another order": Bug(
-        _CALLS, "        if not value.flags.c_contiguous:\n", "        if False:\n"
-    ),
-    "a flag without a name is written": Bug(
-        _CALLS, "        if value.name not in type(value).__members__:\n", "        if False:\n"
-    ),
-    "a class that another process may not have is written": Bug(
-        _CALLS, "(module in _known_modules or module.startswith(_OURS))", "True"
-    ),
-    "a file of calls imports what it names": Bug(
-        _CALLS, "if module.startswith(_OURS) and module not in sys.modules:", "if module not in sys.modules:"
-    ),
-    "constructors run when calls are read": Bug(
-        _CALLS,
-        "    loaded = object.__new__(found)",
-        "    found(**{field.name: fields[field.name] for field in dataclasses.fields(found) if field.init})\n"
-        "    loaded = object.__new__(found)",
-    ),
-    "what a class has beside its fields is left out": Bug(
-        _CALLS, 'if fields.keys() != getattr(value, "__dict__", fields).keys():', "if False:"
-    ),
     # -- stores -------------------------------------------------------------------------------------------------------
     "an earlier trainer may write": Bug(_STORE, "        self._fence.check(epoch)\n        folder", "        folder"),
     "an earlier trainer may commit": Bug(_STORE, "            self._fence.claim(epoch)\n", ""),
     "damaged generations count as kept": Bug(
         _STORE, "if len(recent) < self.keep and self.valid(manifest, check_size):", "if len(recent) < self.keep:"
     ),
-    "what calls go on from is removed": Bug(
-        _STORE,
-        "needed = {folder for manifest in recent for folder in manifest.folders}",
-        "needed = {manifest.folder for manifest in recent}",
-    ),
     "what is being copied is removed": Bug(
         _STORE, "if old and name not in needed and step not in self.pinned:", "if old and name not in needed:"
     ),
     "a commit of missing files counts": Bug(
         _STORE,
-        "            for place, file in self._pieces_here(manifest):\n"
-        "                check_size(place, file)\n"
-        "            existing",
-        "            existing",
+        "_files_here(manifest):\n                check_size(folder, file)\n            existing",
+        "_files_here(manifest):\n                pass\n            existing",
     ),
     "the step decides instead of the order": Bug(
         _STORE,
@@ -550,11 +466,10 @@ BUGS = {
     "a manifest in another's folder counts": Bug(
         _MANIFEST, "    if manifest.folder != folder.name:\n", "    if False:\n"
     ),
-    "a flipped bit in a manifest is not seen": Bug(_MANIFEST, "    if encode(manifest) != content:", "    if False:"),
-    "the files before calls are forgotten": Bug(
+    "a flipped bit in a manifest is not seen": Bug(
         _MANIFEST,
-        "return (*self.earlier.get(name, ()), Piece(self.folder, self.files[name]))",
-        "return (Piece(self.folder, self.files[name]),)",
+        "    if _sealed(json.dumps(fields, sort_keys=True, allow_nan=False).encode()) != content:",
+        "    if False:",
     ),
     "a flipped bit in a state is not seen": Bug(_FILE, "    if checksum != _RESIDUE or nbytes", "    if nbytes"),
     "another file with a right checksum is taken": Bug(
@@ -569,26 +484,6 @@ BUGS = {
     "the rest of an overwritten file stays": Bug(_FILE, "            file.truncate()\n", ""),
     "states can be read by others": Bug(
         _FILE, "return os.open(path, flags, 0o600)", "return os.open(path, flags, 0o644)"
-    ),
-    "a call that did not run is repeated": Bug(
-        _CALLS, "                self._steps[step].remove(call)\n", "                pass\n"
-    ),
-    "a call that cannot be written is left out": Bug(
-        _CALLS, "            self._leave_out(step)\n        else:", "            pass\n        else:"
-    ),
-    "an error is taken for one that comes again": Bug(
-        _CALLS, "            self._leave_out(step)\n            raise\n", "            raise\n"
-    ),
-    "calls after the commit of their step are dropped": Bug(_CALLS, "        if late:\n", "        if False:\n"),
-    "the states before calls are not saved": Bug(
-        _COPIES, "return [*states_before(memory, manifest), manifest]", "return [manifest]"
-    ),
-    "the states before calls are not copied at the end": Bug(
-        _COPYING, "for manifest in (*first, newest):", "for manifest in (newest,):"
-    ),
-    "a run that cannot be continued begins anew": Bug(_COMMITS, "not all(map(self._can_repeat, earlier)):", "False:"),
-    "a copy lacks what its calls go on from": Bug(
-        _COPIES, "for name, own in files.items() if len(own) > 1}", "for name, own in files.items() if False}"
     ),
     "a folder of another user is used": Bug(_MEMORY, "    _check_own(root)\n    _warn", "    _warn"),
     "what is only in memory goes with its run": Bug(_MEMORY, "                _save(root)\n", "                pass\n"),
@@ -669,7 +564,6 @@ BUGS = {
     "members that are up are not counted anew": Bug(
         "control/state.py", "            up += (member.phase is MemberPhase.UP) - (", "            up += 0 * ("
     ),
-    "a neighbour gets only the last file": Bug(_NEIGHBOURS, "neighbour in nodes_of(before, member.file_name)", "True"),
     "the trainer's part stays on its node": Bug(
         _NEIGHBOURS,
         "return [Transfer(on_node[neighbour][0], (roots,), content=Held(encode(manifest), content))]",
@@ -697,19 +591,13 @@ BUGS = {
     "only the first part of a file travels": Bug("trainer/transfers.py", "range(len(transfer.parts))", "range(1)"),
     "a replaced trainer goes on": Bug(_DURABLE, "if isinstance(error, StaleCall):", "if False:"),
     "neighbours need no room": Bug(
-        "runtime/checkpoint/room.py", "(kept + 1) * most[0] + kept * neighbours", "(kept + 1) * most[0]"
+        "runtime/checkpoint/room.py", "(_KEPT + 1) * most[0] + _KEPT * neighbours", "(_KEPT + 1) * most[0]"
     ),
     # -- other numbers of members -------------------------------------------------------------------------------------
-    "states of other members are not checked": Bug(
-        _MEMBER, "self._read(request, own, rank))", "self._read(request, own, self._rank))"
-    ),
-    "other members repeat calls": Bug(
-        _MEMBER, "if later := [own for own in pieces.values() if len(own) > 1]:", "if later := []:"
-    ),
     "members of another layout are left as they are": Bug(
         _MEMBER,
-        "            self._restore_other(workload, request, pieces)\n        return calls",
-        "        return calls",
+        "                raise\n            self._restore_other(workload, request, pieces)\n",
+        "                raise\n",
     ),
     "parts are copied to where they were": Bug(
         _PARTS, "slice(low - own_start, high - own_start)", "slice(0, high - low)"

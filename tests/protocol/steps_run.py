@@ -84,6 +84,7 @@ def play(job):
         mock.patch.object(node_memory, "_memory_folder", folder_here),
         mock.patch.object(node_memory, "_hold", lambda root: None),
         mock.patch.object(member_state, "threading", SimpleNamespace(Thread=copies_of(world))),
+        mock.patch.object(member_state, "AT_ONCE_BYTES", 1 << 20 if job.terms.at_once else 0),
         simulated(world),
     ):
         job.start_trainer()

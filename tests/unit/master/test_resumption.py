@@ -18,6 +18,8 @@ from dlrover.python.rl.master.saved_run import (
     saved_job,
     wait_for_lost_owner,
 )
+from dlrover.python.rl.runtime.checkpoint.runs import CODE
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
 from dlrover.python.rl.runtime.owner import FAILED, FINISHED, IN_PROCESS, encode_owner
 from dlrover.python.rl.runtime.run_folder import begin, claim, in_use
 
@@ -58,17 +60,20 @@ def test_an_evaluation_has_a_name_of_a_job(length):
 
 
 @pytest.mark.parametrize(
-    ("steps", "line"),
+    ("commit", "line"),
     [
-        ((None, None), ", from the beginning: no step was committed"),
-        ((3, 3), ", after step 3"),
-        ((3, 7), ", after step 3; later ones, up to step 7, were made with other settings and are done again"),
-        ((None, 7), ", from the beginning; later ones, up to step 7, were made with other settings and are done again"),
+        (None, ", from the beginning: no step was committed"),
+        (Manifest(3, 1, "run", {}), ", after step 3"),
+        (
+            Manifest(3, 1, "run", {}, {CODE: {"modules": {"rewards": "aa"}, "versions": {}}}),
+            ", after step 3; changed since: rewards, ",
+        ),
     ],
 )
-def test_a_resumption_says_which_steps_are_done_again(ended, monkeypatch, steps, line):
-    monkeypatch.setattr(saved_run, "last_commit", lambda *_: steps)
-    assert describe_start(find_saved_run("job"), ended, "job").endswith(f"{ended.job_dir.name}{line}")
+def test_describe_start_names_the_step_and_changed_code(ended, monkeypatch, commit, line):
+    monkeypatch.setattr(saved_run, "last_commit", lambda *_: commit)
+    start = describe_start(find_saved_run("job"), ended, "job")
+    assert start.startswith(f"job: going on in {ended.job_dir}{line}")
 
 
 def test_without_commits_a_finished_run_cannot_go_on(ended):

@@ -49,7 +49,7 @@ def test_a_run_that_has_not_finished_says_how_it_goes_on(tmp_path, monkeypatch, 
     if committed == "copies":
         copies.root.mkdir(parents=True)
         own = copies.write(10, 1, "trainer.state", {"role": "trainer", "step": 10}, {})
-        copies.commit(10, 1, {"trainer": own}, {}, {})
+        copies.commit(10, 1, {"trainer": own})
     text = how_to_go_on(job, job.job_dir, step=10 if committed == "elsewhere" else 0)
     assert text.startswith(said)
     assert text.endswith(f"dlrover-rl resume {job.job_dir}")

@@ -16,6 +16,7 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master import supervisor
 from dlrover.python.rl.master.checked_job import CheckedJob
 from dlrover.python.rl.master.process.status import JobStatus
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
 from dlrover.python.rl.runtime.owner import FINISHED, newest_owner
 from dlrover.python.rl.runtime.process.inspection import Inspection
 
@@ -40,7 +41,9 @@ def play(tmp_path, monkeypatch):
             raise supervisor._Lost("Ray was lost")
 
         monkeypatch.setattr(supervisor, "_attempt", attempt)
-        monkeypatch.setattr(supervisor, "last_commit", lambda *_: (next(steps) or None, None))
+        monkeypatch.setattr(
+            supervisor, "last_commit", lambda *_: (step := next(steps)) and Manifest(step, 1, "run", {}) or None
+        )
         status = supervisor.run_supervised(checked, lambda report: None, told.append)
         return status, tried, told
 

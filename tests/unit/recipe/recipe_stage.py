@@ -4,9 +4,9 @@
 from dataclasses import dataclass, field
 
 from dlrover.python.rl.common.names import RLRoleType, member_name
-from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.stride import Stride
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.trainer import TrainerLink, run_trainer
@@ -73,7 +73,7 @@ class Stage:
 
     def __init__(self, folder, trainer, roles, config, collocation=""):
         self.folder, self.trainer, self.roles, self.config, self.epoch = folder, trainer, roles, config, 0
-        self.collocation, self.commit_every = collocation, 3
+        self.collocation, self.commit_every = collocation, 1
         self.port = FaultyPort({RLRoleType(role): [] for role in roles})
         for role, (_, size) in roles.items():
             self.port.members[RLRoleType(role)].extend(self.member(role, rank, 1) for rank in range(size))
@@ -101,7 +101,7 @@ class Stage:
         self.epoch += 1
         recovery = LocalRecovery(self.port, self.member, epoch=self.epoch, fresh=self.epoch == 1)
         roots = Roots("job", "run1", self.epoch, self.folder / "durable", self.folder / "memory")
-        checkpoints = StoreCheckpoints(roots, 4, cadence=Cadence(self.commit_every))
+        checkpoints = StoreCheckpoints(roots, 4, stride=Stride(self.commit_every))
         return TrainerLink(
             self.port, lambda report: None, "job", self.folder, recovery=recovery, checkpoints=checkpoints
         )

@@ -75,12 +75,6 @@ def stage(folder, inputs, actor=ActorWorkload, **config):
     return Stage(folder / "out", GRPOTrainer, roles, job.config)
 
 
-def with_states(made):
-    """Nothing is repeated: updates are counted."""
-    made.commit_every = 1
-    return made
-
-
 def end_of(made, faults=None):
     """Run it through the faults; everything that must not depend on them."""
     made.run(faults)
@@ -182,7 +176,7 @@ def test_a_nan_of_the_moment_heals(tmp_path, inputs, undisturbed):
     class Actor(Poisoned):
         poisoned = (2,)
 
-    assert end_of(with_states(stage(tmp_path, inputs, Actor))) == undisturbed[0]
+    assert end_of(stage(tmp_path, inputs, Actor)) == undisturbed[0]
     assert Actor.updates == STEPS + 1
 
 
@@ -198,7 +192,7 @@ def test_a_nan_that_stays_ends_the_run_and_names_its_place(tmp_path, inputs):
     with pytest.raises(
         NonFiniteUpdate, match=r"step 2: the loss is nan \(first in: advantage\): .*sample 0 of prompt "
     ):
-        end_of(with_states(stage(tmp_path, inputs, Actor)))
+        end_of(stage(tmp_path, inputs, Actor))
     assert Actor.updates == 1 + 4
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows] == [0, 1]

@@ -25,6 +25,7 @@ from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 from dlrover.python.rl.recipe.online.batch import StepBatch  # noqa: E402
 from dlrover.python.rl.recipe.reporting.sample_file import format_rows, write_step  # noqa: E402
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
+from dlrover.python.rl.runtime.checkpoint import member_state
 from dlrover.python.rl.trainer.call_log import CallProbe  # noqa: E402
 from dlrover.python.rl.trainer.port import Pending  # noqa: E402
 from dlrover.python.rl.trainer.workload import trainer_invocation  # noqa: E402
@@ -178,12 +179,13 @@ def test_a_part_of_a_steps_lines_is_replaced_whoever_died_while_it_was_written(t
 
 @pytest.mark.parametrize("change", ["rows", "nothing", "half"])
 def test_a_run_that_goes_on_with_a_file_that_was_changed_meanwhile_writes_the_rest(
-    tmp_path, inputs, undisturbed, change
+    tmp_path, inputs, undisturbed, change, monkeypatch
 ):
     """Where the lines of the last step end is looked for then."""
     expected, calls = undisturbed
     lines = expected["samples.jsonl"].splitlines(keepends=True)
     made = stage(tmp_path, inputs)
+    monkeypatch.setattr(member_state, "AT_ONCE_BYTES", 1 << 30)  # else step 1 may not be committed when step 2 begins
     left = {"rows": b'{"step": 1, "own": 1}\n', "nothing": b"", "half": b"".join(lines[:16]) + lines[16][:20]}[change]
 
     def change_file(port):

@@ -11,9 +11,9 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import PromptCursor
-from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.stride import Stride
 from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery, process_environment
 from dlrover.python.rl.runtime.process.host import MemberHost
 from dlrover.python.rl.trainer.port import RestartInfo
@@ -280,7 +280,7 @@ class Stage:
                 on_progress=self.progress.append,
             ),
             checkpoints=StoreCheckpoints(
-                self.roots(), self.every, cadence=Cadence(self.commit_every), spread=self.spread
+                self.roots(), self.every, stride=Stride(self.commit_every), spread=self.spread
             ),
         )
 

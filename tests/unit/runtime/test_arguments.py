@@ -24,6 +24,6 @@ def test_decode_resolves_the_results_in_a_list(argument, value):
 
 
 def test_header_of_a_call_says_everything_but_its_arguments():
-    call = Call((3, 7), "update", (1,), {"lr": 2.0}, True, epoch=2, committed=1, keep=True, after=(3, 6))
+    call = Call((3, 7), "update", (1,), {"lr": 2.0}, True, epoch=2, settled=1, keep=True, after=(3, 6))
     header = CallHeader.unpack(CallHeader.of(call, incarnation=4).pack())
     assert header == ((3, 7), "update", ("lr",), True, 2, 4, 1, True, (3, 6))

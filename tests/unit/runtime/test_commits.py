@@ -2,7 +2,6 @@
 """Commits on several nodes: what a lost node takes with it, and what it cannot."""
 
 import builtins
-import enum
 import errno
 import logging
 import os
@@ -19,8 +18,6 @@ from dlrover.python.rl.common.disk_space import DiskWait
 from dlrover.python.rl.common.errors import CheckpointMissing
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
-from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, note_modules
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
 from dlrover.python.rl.runtime.checkpoint.roots import Roots, roots_of
@@ -173,12 +170,11 @@ class Store:
         self.checkpoints = StoreCheckpoints(self.roots, every=2, disk_wait=disk_wait)
         self.member, self.workload = MemberState("ACTOR", 0, 1, "", disk_wait=disk_wait), Weights(size)
 
-    def commit(self, step, calls=()):
+    def commit(self, step):
         request = self.checkpoints.commit_request(step, last=False)
-        while request is not None:
-            answers = {ProcessId("ACTOR", 0): self.member.commit(self.workload, request, calls)}
-            request = self.checkpoints.commit_request_for_states(answers)
-        self.checkpoints.commit(step, answers, {"step": step}, {})
+        answers = {ProcessId("ACTOR", 0): self.member.commit(self.workload, request)}
+        self.checkpoints.save(step, {"step": step})
+        self.checkpoints.commit(step, answers, {})
 
     def restore(self, step):
         self.member.restore(self.workload, self.checkpoints.restore_request(step))
@@ -428,67 +424,6 @@ def test_only_what_was_offered_is_set_aside(tmp_path):
     assert {path.name for path in store.roots.commits.glob("step-*")} == {"step-00000001.e1", "step-00000002.e1.bad.1"}
 
 
-# -- calls ------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def store_of_calls(tmp_path):
-    """Of the state after step 1, and then of calls."""
-    store = Store(tmp_path)
-    store.checkpoints.every, store.checkpoints.cadence = 100, Cadence(9)
-    store.commit(1)
-    return store
-
-
-def test_without_the_commit_of_the_step_before_there_is_the_state(store_of_calls):
-    store_of_calls.workload.weights += 1  # in step 2, whose commit has failed
-    store_of_calls.commit(3)
-    assert weights_after(3, store_of_calls) == 1
-
-
-def test_no_calls_go_on_from_a_commit_that_was_given_up(store_of_calls):
-    store_of_calls.commit(2)
-    assert store_of_calls.checkpoints.newest() == 2
-    store_of_calls.checkpoints.discard(2, "a test")
-    store_of_calls.workload.weights += 1
-    store_of_calls.commit(3)
-    assert weights_after(3, store_of_calls) == 1
-
-
-class Access(enum.Flag):
-    READ = 1
-    WRITE = 2
-
-
-def test_a_call_with_two_flags_does_not_cost_the_commit(store_of_calls):
-    """Together they have no name under which another process finds them."""
-    note_modules()
-    record = CallRecord()
-    with record.recording(2, "open", (Access.READ | Access.WRITE,), {}):
-        store_of_calls.workload.weights += 1
-    store_of_calls.commit(2, record.calls_of(2))
-    assert weights_after(2, store_of_calls) == 1
-
-
-def test_where_there_is_no_room_the_state_that_calls_go_on_from_stays(store_of_calls, monkeypatch):
-    for step in (2, 3):
-        store_of_calls.commit(step)
-    fault = FaultyCalls(monkeypatch, "replace", errno.ENOSPC, "commits")
-    fault.at(1)
-    store_of_calls.commit(4)
-    assert fault.happened
-    assert weights_after(4, store_of_calls) == 0
-
-
-def weights_after(step, store):
-    """What is restored of them where no call changes them."""
-    store.workload.weights = None
-    assert store.checkpoints.newest() == step
-    store.restore(step)
-    (weight,) = set(store.workload.weights)
-    return weight
-
-
 # -- no room ----------------------------------------------------------------------------------------------------------
 
 
@@ -539,10 +474,10 @@ def test_without_room_there_is_an_error_with_the_figures_and_no_half_generation(
 def test_a_trainers_file_that_does_not_fit_leaves_the_last_commit(tmp_path, small):
     store = Store(tmp_path, size=80)
     store.commit(1)
-    answer = store.member.commit(store.workload, store.checkpoints.commit_request(2, last=False))
+    store.checkpoints.commit_request(2, last=False)
     fill(small, 0)
     with pytest.raises(OSError, match="bytes do not fit, 0 bytes are free"):
-        store.checkpoints.commit(2, {ProcessId("ACTOR", 0): answer}, {"step": 2}, {})
+        store.checkpoints.save(2, {"step": 2})
     assert store.checkpoints.newest() == 1
 
 

@@ -25,7 +25,7 @@ from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece
 from dlrover.python.rl.runtime.process.arguments import CallHeader
 from dlrover.python.rl.runtime.process.host import CurrentCall, MemberHost
-from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, REPLAY, RESTORE, WHERE, Standing
+from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 from tests.manual_clock import ManualClock
 
@@ -211,7 +211,7 @@ def test_what_has_failed_may_have_damaged_a_state_and_is_not_tried_again(host):
 def test_results_are_kept_until_their_step_is_committed_and_those_of_init_for_ever(host):
     call(host, 0, 0, "add", 1)
     call(host, 1, 0, "add", 1)
-    call(host, 2, 0, "add", 1, committed=1)
+    call(host, 2, 0, "add", 1, settled=1)
     assert call(host, 0, 0, "add", 1).tolist() == [1.0] * 3
     assert call(host, 2, 0, "add", 1).tolist() == [3.0] * 3
     with pytest.raises(ReplayDiverged, match=r"call \(1, 0\) comes after call \(2, 0\) has run"):
@@ -307,10 +307,8 @@ class TestState:
         (tmp_path / "durable").mkdir()
         return Roots("job", "run1", 1, tmp_path / "durable", tmp_path / "memory")
 
-    def restore(self, host, roots, step, *files):
-        """``files`` are those of the last steps up to ``step``."""
-        folders = [f"step-{at:08d}.e1" for at in range(step + 1 - len(files), step + 1)]
-        source = {"ACTOR-1": tuple(map(Piece, folders, files))}
+    def restore(self, host, roots, step, file):
+        source = {"ACTOR-1": Piece(f"step-{step:08d}.e1", file)}
         return ask(host, RESTORE, RestoreRequest(step, (source,), roots))
 
     def test_committed_and_restored_in_another_process(self, host, roots):
@@ -331,7 +329,7 @@ class TestState:
         assert ask(host, WHERE) == Standing(0, 0, 1)
         ask(host, COMMIT, CommitRequest(1, roots))
         assert ask(host, WHERE) == Standing(0, 1, 1)  # who never heard that 1 is committed may begin at 0 or 1
-        call(host, 2, 0, "add", 1, committed=1)
+        call(host, 2, 0, "add", 1, settled=1)
         assert ask(host, WHERE) == Standing(1, 1, 2)
         host.run("add", (1,), {})
         assert not ask(host, WHERE).agrees_with(1)
@@ -349,35 +347,6 @@ class TestState:
         assert call(host, 2, 0, "add", 5).tolist() == [6.0] * 3
         assert host.executed == {"add": 3}
 
-    def test_calls_that_were_given_up_are_not_among_those_of_the_step(self, host, roots):
-        state = ask(host, COMMIT, CommitRequest(1, roots)).file
-        call(host, 2, 0, "add", 2)
-        self.restore(host, roots, 1, state)
-        call(host, 2, 0, "add", 5)
-        calls = ask(host, COMMIT, CommitRequest(2, roots, calls=True)).file
-        assert self.restore(host, roots, 2, state, calls) == 1
-        ask(host, REPLAY)
-        assert host.workload.total.tolist() == [5.0] * 3
-
-    def test_a_state_is_that_of_its_commit_once_the_calls_after_it_are_repeated(self, host, roots):
-        state = ask(host, COMMIT, CommitRequest(1, roots)).file
-        call(host, 2, 0, "add", 2)
-        calls = ask(host, COMMIT, CommitRequest(2, roots, calls=True)).file
-        assert self.restore(host, roots, 2, state, calls) == 1
-        assert not ask(host, WHERE).agrees_with(2)
-        ask(host, REPLAY)
-        assert ask(host, WHERE) == Standing(2, 2, 2)
-
-    @pytest.mark.parametrize("name", ["__init__", "total", "missing"])
-    def test_a_file_of_calls_can_only_name_public_methods(self, host, roots, name):
-        state = ask(host, COMMIT, CommitRequest(1, roots)).file
-        header = {"role": "ACTOR", "rank": 1, "step": 2}
-        calls = roots.commit_store("").write(2, 1, "ACTOR-1.2.3.calls", header, {"calls": [[name, [[None, {}], {}]]]})
-        self.restore(host, roots, 2, state, calls)
-        with pytest.raises(InvocationError, match=f"the workload has no public method '{name}'"):
-            ask(host, REPLAY)
-        assert not ask(host, WHERE).agrees_with(2)
-
     def test_a_damaged_or_missing_file_is_not_loaded(self, host, roots):
         answer = ask(host, COMMIT, CommitRequest(1, roots))
         path = roots.commits / "step-00000001.e1" / answer.file.name
@@ -394,8 +363,8 @@ class TestState:
 
     def test_a_copy_is_made_in_the_background_or_when_it_is_asked_for(self, host, roots):
         answer = ask(host, COMMIT, CommitRequest(2, roots, persist=True))
-        request = PersistRequest(2, {"ACTOR-1": (Piece("step-00000002.e1", answer.file),)}, roots)
-        (copied,) = ask(host, PERSIST, request)
+        request = PersistRequest(2, {"ACTOR-1": Piece("step-00000002.e1", answer.file)}, roots)
+        copied = ask(host, PERSIST, request)
         durable = roots.durable / "step-00000002.e1" / copied.name
         assert durable.read_bytes() == (roots.commits / "step-00000002.e1" / copied.name).read_bytes()
         later = ask(host, COMMIT, CommitRequest(3, roots, copying=2))
@@ -403,6 +372,6 @@ class TestState:
         durable.unlink()
         other = MemberHost(4)
         other.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})
-        assert ask(other, PERSIST, request) == (copied,)
+        assert ask(other, PERSIST, request) == copied
         assert durable.exists()
         other.close()

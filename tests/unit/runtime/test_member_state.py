@@ -9,7 +9,6 @@ import pytest
 from durable_toys import wait_for_copies
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt
-from dlrover.python.rl.runtime.checkpoint.calls import CallRecord
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, MemberState, PersistRequest, RestoreRequest
 from dlrover.python.rl.runtime.checkpoint.neighbours import Part, store
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
@@ -55,42 +54,12 @@ def copied(roots):
 def restore(member, roots, step, *pieces):
     """The total in the first of the pieces that can be read."""
     workload = Total()
-    assert member.restore(workload, RestoreRequest(step, tuple({"ACTOR-0": (piece,)} for piece in pieces), roots)) == []
+    member.restore(workload, RestoreRequest(step, tuple({"ACTOR-0": piece} for piece in pieces), roots))
     return workload.total
 
 
 def steps_in(roots):
     return sorted(int(path.name[5:13]) for path in roots.commits.glob("step-*"))
-
-
-def calls_of(*args):
-    record = CallRecord()
-    with record.recording(2, "look", args, {}):
-        pass
-    return record.calls_of(2)
-
-
-def test_calls_follow_a_state_in_the_members_own_folder_and_not_its_copy_elsewhere(roots, member, copied):
-    assert restore(member, roots, 1, copied) == 5
-    assert member.commit(Total(5), CommitRequest(2, roots, calls=True), calls_of(7)).file is None
-    assert restore(member, roots, 1, copied._replace(folder=folder_name(1, 1))) == 5
-    assert member.commit(Total(5), CommitRequest(2, roots, calls=True), calls_of(7)).file.name == "ACTOR-0.2.1.calls"
-
-
-def test_calls_do_not_follow_a_state_that_was_written_for_the_same_step(roots, member, copied):
-    """The commit is repeated: that of the step before still has no state in this folder."""
-    restore(member, roots, 1, copied)
-    assert member.commit(Total(6), CommitRequest(2, roots)).file is not None
-    assert member.commit(Total(6), CommitRequest(2, roots, calls=True), calls_of(7)).file is None
-    assert member.commit(Total(6), CommitRequest(3, roots, calls=True), calls_of(7)).file is not None
-
-
-def test_where_a_call_cannot_be_written_the_state_is_asked_for(roots, member):
-    member.commit(Total(5), CommitRequest(1, roots))
-    calls = calls_of(np.array([print]))
-    assert calls is not None
-    assert member.commit(Total(6), CommitRequest(2, roots, calls=True), calls).file is None
-    assert member.commit(Total(6), CommitRequest(2, roots)).file.name == "ACTOR-0.1.state"
 
 
 @pytest.mark.parametrize(("rank", "step"), [(1, 2), (0, 1)], ids=["another member's", "another step's"])
@@ -104,8 +73,8 @@ def test_persist_answers_with_the_copy_of_its_step(roots, member):
     member.commit(Total(1), CommitRequest(1, roots, persist=True))
     wait_for_copies()
     file = member.commit(Total(2), CommitRequest(2, roots)).file
-    pieces = {"ACTOR-0": (Piece(folder_name(2, 1), file),)}
-    (copy,) = member.persist(PersistRequest(2, pieces, roots))
+    pieces = {"ACTOR-0": Piece(folder_name(2, 1), file)}
+    copy = member.persist(PersistRequest(2, pieces, roots))
     assert copy.checksum == file.checksum
     assert (roots.durable / folder_name(2, 1) / file.name).exists()
 

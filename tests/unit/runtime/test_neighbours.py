@@ -123,22 +123,6 @@ def test_files_travel_in_parts(tmp_path, monkeypatch):
     assert len(numbers(stage, "ACTOR", "!read")) > 3 * len(numbers(stage, "ACTOR", "!commit"))
 
 
-def test_between_states_only_the_calls_travel(tmp_path):
-    stage, sent = stage_on(tmp_path / "job", commit_every=3), []
-    submit = stage.port.submit
-
-    def counting(role, rank, call):
-        if call.method == "!read":
-            sent.append(call.args[0])
-        return submit(role, rank, call)
-
-    stage.port.submit = counting
-    stage.run()
-    assert [part for part in sent if part.piece.file.name.endswith(".calls")]
-    steps = [part.piece.folder for part in sent if part.piece.file.name.endswith(".state")]
-    assert steps == [f"step-{step:08d}.e1" for step in (0, 3, 6) for _ in range(2)]
-
-
 def test_a_neighbour_that_has_no_room_costs_a_warning_and_later_the_steps_since_the_copy(tmp_path, caplog, monkeypatch):
     write_part = neighbours.write_part
 

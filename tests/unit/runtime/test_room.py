@@ -34,12 +34,10 @@ def room_of(folder, members, nodes, state, settings=""):
 @pytest.mark.parametrize(
     ("members", "nodes", "parameters", "settings", "memory", "disk"),
     [
-        (8, 1, 7e9, "", 3 * 84, 3 * 84),
-        (8, 1, 7e9, "commit_every: 1", 4 * 84, 3 * 84),
-        (8, 1, 7e9, "keep: 1", 3 * 84, 2 * 84),
-        (64, 8, 70e9, "", (3 + 2) * 105, 3 * 840),
-        (64, 8, 70e9, "commit_every: 1", (4 + 3) * 105, 3 * 840),
-        (64, 8, 70e9, "commit_to: job_dir", 0, (3 + 3) * 840),
+        (8, 1, 7e9, "", 4 * 84, 3 * 84),
+        (8, 1, 7e9, "keep: 1", 4 * 84, 2 * 84),
+        (64, 8, 70e9, "", (4 + 3) * 105, 3 * 840),
+        (64, 8, 70e9, "commit_to: job_dir", 0, (3 + 4) * 840),
     ],
 )
 def test_the_room_follows_from_the_states_and_the_plan(tmp_path, members, nodes, parameters, settings, memory, disk):
@@ -58,7 +56,7 @@ def test_what_cannot_fit_is_refused_with_both_numbers_and_what_helps(tmp_path, m
     (error,) = validate_room(job, found)
     assert error.where == "checkpoint.commit_to"
     assert "commits need 320 GB in " in error.what and "which has 250 GB in all" in error.what
-    assert "commit_every: auto a quarter less" in error.what
+    assert error.what.endswith("checkpoint.commit_to: job_dir needs no memory")
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=239, f_frsize=GB))
     assert [error.where for error in validate_room(job, found)] == ["checkpoint.commit_to", "job_dir"]
     monkeypatch.setattr(os, "statvfs", lambda folder: SimpleNamespace(f_blocks=321, f_frsize=GB))
@@ -82,9 +80,9 @@ def sizes_of(paths):
     return list(sizes.values())
 
 
-@pytest.mark.parametrize(("commit_every", "most"), [(1, 3), (2, 2), (3, 2)])
+@pytest.mark.parametrize("commit_every", [1, 2, 3])
 @pytest.mark.parametrize("spread", [False, True])
-def test_commits_take_no_more_memory_than_that(tmp_path, commit_every, most, spread):
+def test_commits_take_no_more_memory_than_that(tmp_path, commit_every, spread):
     """Apart from copies, of which this job makes one: at its end, when the states are due anyway."""
     nodes = {("ACTOR", 0): "a", ("ACTOR", 1): "b", ("ROLLOUT", 1): "b", "trainer": "a"}
     stage = Stage(tmp_path / "job", steps=12, every=100, nodes=nodes, spread=spread, commit_every=commit_every)
@@ -102,4 +100,4 @@ def test_commits_take_no_more_memory_than_that(tmp_path, commit_every, most, spr
     stage.port.submit = measuring
     stage.run()
     states = max(one) * (2 if spread else 1)
-    assert (most - 1) * states < max(taken) <= most * states
+    assert 2 * states < max(taken) <= 3 * states

@@ -151,7 +151,7 @@ def test_a_lost_result_is_asked_for_again(port):
 
 def test_what_comes_of_no_step_and_cannot_be_made_again_gives_the_step_up(port):
     ref = submit(port, 0)
-    port.commit(1)
+    port.end_step(1)
     ref.token.issue(Ref(port.inner, Outcome(error=ResultLost("gone", **AT))))
     with pytest.raises(StepAbandoned):
         ref.result()
@@ -370,7 +370,7 @@ def test_every_request_says_whose_it_is_and_what_is_committed(port):
     port.resume_from(4)
     submit(port, 0)
     port.ask([ProcessId("A", 1)], "where")
-    assert [(call.epoch, call.committed) for _, _, call in port.inner.calls] == [(1, 4)] * 2
+    assert [(call.epoch, call.settled) for _, _, call in port.inner.calls] == [(1, 4)] * 2
 
 
 def test_another_trainer_object_goes_on_so_this_one_calls_nobody(port):

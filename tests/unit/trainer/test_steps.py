@@ -9,7 +9,6 @@ import pytest
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.trainer.port import (
     FORGET,
-    REPLAY,
     RESTORE,
     WHERE,
     Outcome,
@@ -46,7 +45,7 @@ class Commits:
     step: int
     left: tuple = ()
     run: str = "run1"
-    spread = False
+    spread = adapts = False
 
     def newest(self):
         return self.step
@@ -85,7 +84,7 @@ def goes_back(standings, together):
     members = Members(standings)
     traits = {"A": RoleTraits(2, stateful=True, together=together)}
     assert Steps(members, Restarted(), Commits(4), traits, Attempt()).open() == 4
-    return [(verb, rank) for verb, rank in members.asked if verb in (RESTORE, REPLAY, FORGET)]
+    return [(verb, rank) for verb, rank in members.asked if verb in (RESTORE, FORGET)]
 
 
 def test_ranks_that_meet_are_restored_together():
@@ -95,8 +94,8 @@ def test_ranks_that_meet_are_restored_together():
     assert goes_back({0: there, 1: there}, together=True) == []
 
 
-def test_members_that_are_ahead_forget_what_they_have_answered():
-    assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [(FORGET, 0)]
+def test_members_forget_answers_together_if_one_is_ahead():
+    assert goes_back({0: Standing(4, 6, 7), 1: Standing(4, 4, 5)}, together=False) == [(FORGET, 0), (FORGET, 1)]
 
 
 @pytest.mark.parametrize("fresh", [False, True])

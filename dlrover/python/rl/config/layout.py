@@ -310,16 +310,3 @@ def _file_key(name: str) -> str:
 
 def _env_to_file(env: Mapping[str, str]) -> dict[str, str]:
     return {name: escape_references(value) for name, value in env.items()}
-
-
-def digest_of_results(job: JobSpec) -> str:
-    """The same for jobs that compute the same, however they are kept up."""
-    alike = replace(
-        job,
-        archive="",
-        checkpoint=CheckpointSpec(),
-        restart=RestartSpec(),
-        liveness=LivenessSpec(),
-        master=MasterSpec(),
-    )
-    return hashlib.sha256(job_to_yaml(replace(alike, job_dir=RUNS), hide_secrets=True).encode()).hexdigest()[:16]

@@ -15,13 +15,14 @@ from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, Inva
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, nearest, resume_command
 from dlrover.python.rl.common.no_links import open_file
-from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import hidden_in, unseal
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.events import Cause, CauseKind
+from dlrover.python.rl.runtime.checkpoint.code import describe_changes, digest_code
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_path
-from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
+from dlrover.python.rl.runtime.checkpoint.runs import CODE, newest_commit
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.owner import DESCRIPTION, FINISHED, Owner, newest_owner
@@ -139,12 +140,12 @@ def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:
     return _with_secrets(load_job_text(text, "", ["checkpoint.resume=latest", *overrides]))
 
 
-def last_commit(job: JobSpec, folder: Path, archive: str = "") -> tuple[int | None, int | None]:
-    """The step from which ``job`` goes on in a run's folder, and the last one that was committed there; what its last
-    process has left in this node's memory is saved first. None for none."""
+def last_commit(job: JobSpec, folder: Path, archive: str = "") -> Manifest | None:
+    """The last commit in a run's folder, None for none; what its last process has left in this node's memory is saved
+    first."""
     forget_memory(job.name)
-    usable, any_settings = (newest_commit(folder, archive, settings) for settings in (digest_of_results(job), None))
-    return usable and usable[1].step, any_settings and any_settings[1].step
+    newest = newest_commit(folder, archive)
+    return None if newest is None else newest[1]
 
 
 def how_to_go_on(job: JobSpec, folder: Path, step: int = 0, cause: Cause | None = None) -> str:
@@ -163,7 +164,7 @@ def how_to_go_on(job: JobSpec, folder: Path, step: int = 0, cause: Cause | None 
 
 def _how_to_go_on(job: JobSpec, folder: Path, step: int, cause: Cause | None, again: str) -> str:
     needs_change = cause is not None and cause.kind in (CauseKind.USER_ERROR, CauseKind.START_FAILED)
-    if last_commit(job, folder, job.archive)[0] is not None:
+    if last_commit(job, folder, job.archive) is not None:
         fixed = "once its cause is fixed, resume" if needs_change else "resume"
         return f"{fixed} after its last committed step: {again}"
     if needs_change:
@@ -179,14 +180,15 @@ def _how_to_go_on(job: JobSpec, folder: Path, step: int, cause: Cause | None, ag
 def describe_start(run: SavedRun, job: JobSpec, name: str) -> str:
     """Where ``job`` goes on with a run, for people. Raises InvalidJob, by the ``name`` that was given, if nothing is
     left to go on from."""
-    step, last = last_commit(job, run.folder)
-    if step is None and run.owner.state == FINISHED:
+    commit = last_commit(job, run.folder)
+    if commit is None and run.owner.state == FINISHED:
         what = "has finished, and its commits were removed (checkpoint.keep_runs): nothing is left to go on from"
         raise InvalidJob([ConfigError(name, what)])
-    after = f"after step {step}" if step else "from the beginning" + ("" if last else ": no step was committed")
-    if last and last > (step or 0):
-        after += f"; later ones, up to step {last}, were made with other settings and are done again"
-    return f"{run.owner.job}: going on in {run.folder}, {after}"
+    if commit is None or not commit.step:
+        return f"{run.owner.job}: going on in {run.folder}, from the beginning: no step was committed"
+    changes = describe_changes(commit.extra.get(CODE, {}), digest_code(job))
+    with_changes = f"; changed since: {changes}" if changes else ""
+    return f"{run.owner.job}: going on in {run.folder}, after step {commit.step}{with_changes}"
 
 
 def wait_for_lost_owner(job: JobSpec) -> JobSpec:

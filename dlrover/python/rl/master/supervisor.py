@@ -89,7 +89,8 @@ class _Losses:
     def count(self, lost: _Lost) -> str:
         """Save what is only in memory; returns where the job goes on. Raises MasterLost if that was too often."""
         job = self._job
-        step = retry_io(lambda: last_commit(job, job.job_dir, job.archive), job.job_dir)[0] or 0
+        commit = retry_io(lambda: last_commit(job, job.job_dir, job.archive), job.job_dir)
+        step = commit.step if commit is not None else 0
         self._number = self._number + 1 if step == self._step else 1
         self._step = step
         where = f"after step {step}" if step else "from the beginning"

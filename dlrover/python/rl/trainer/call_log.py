@@ -307,7 +307,7 @@ class CallSender:
 
     inner: Port
     epoch: int
-    committed: int | None = None
+    settled: int = 0
     closed: BaseException | None = None
 
     def send(self, logged: LoggedCall, sized: bool) -> Ref:
@@ -322,7 +322,7 @@ class CallSender:
             {name: resolve_refs(value) for name, value in call.kwargs.items()},
             sized,
             self.epoch,
-            self.committed or 0,
+            self.settled,
             call.keep,
             logged.predecessor_id(),
         )
@@ -330,7 +330,7 @@ class CallSender:
 
     def ask(self, member: ProcessId, verb: str, *args: Any) -> Ref:
         """Send a request that is not a call of a step."""
-        call = Call(RAW_CALL, verb, args, {}, epoch=self.epoch, committed=self.committed or 0)
+        call = Call(RAW_CALL, verb, args, {}, epoch=self.epoch, settled=self.settled)
         return self.inner.submit(member.role, member.rank, call)
 
     def finish(self, runs: Sequence[Ref], patient: bool = False) -> list[Outcome]:

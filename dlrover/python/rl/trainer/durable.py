@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: the calls of a step, and how each of them survives the death of its member.
 """The port of durable steps: its calls survive the death of the members that run them.
 
 ::
@@ -6,16 +7,17 @@
     submit --> log: setup (init's calls, for the whole run), step (the open step's, until its commit)
     wait ----> a member died, or a result is lost?
                  renew: replace the member, or all members of its role
-                 rebuild each: its setup calls, the last commit (a state, then calls), its calls of this step, in order
+                 rebuild each: its setup calls, the state of the last commit, its calls of this step, in order
                  retry the other calls that failed because of it
                  and wait again
 
 Calls have ids, and members answer a repeated id from the results they keep: issuing a call again is always safe. A
-further death during a recovery starts another round; there is no special case for it.
+further death during a recovery starts another round; there is no special case for it. Where the last commit is older
+than the step before, the loss of a member with state abandons the step: all go back to the commit together.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -48,7 +50,6 @@ from dlrover.python.rl.trainer.call_log import (
 )
 from dlrover.python.rl.trainer.port import (
     RAW_CALL,
-    REPLAY,
     RESTORE,
     STRAGGLER_LOG_INTERVAL_S,
     WHERE,
@@ -67,6 +68,7 @@ from dlrover.python.rl.trainer.transfers import Transfers
 _LOG = get_logger(__name__)
 
 _MAX_ROUNDS = 20
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.05, 1.0
 
 _LostRuns: TypeAlias = dict[LoggedCall, tuple[Ref, InvocationError]]
 
@@ -75,8 +77,9 @@ _LostRuns: TypeAlias = dict[LoggedCall, tuple[Ref, InvocationError]]
 class DurablePort:
     """A port that recovers lost calls once it is ``opened``, else raises failures. Thread safe.
 
-    Without ``checkpoints`` stateful members cannot be rebuilt once a step is committed; ``renewed`` receives the raw
-    handles of new members."""
+    Without ``checkpoints`` stateful members cannot be rebuilt once a step has ended; ``renewed`` receives the raw
+    handles of new members, and ``publish`` is called while the trainer waits for results, until it returns True: a
+    commit is being written."""
 
     inner: Port
     recovery: Recovery
@@ -84,24 +87,27 @@ class DurablePort:
     checkpoints: Checkpoints | None = None
     opened: bool = False
     renewed: Callable[[Renewed], None] = lambda renewed: None
+    publish: Callable[[], bool] | None = None
     step: int = 0
     recoveries: int = 0
     log: CallLog = field(default_factory=CallLog)
 
     def __post_init__(self) -> None:
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()
         self._incarnations = dict(self.recovery.incarnations())
         self._unbuilt: set[ProcessId] = set()
         self._sender = CallSender(self.inner, self.recovery.epoch)
         self.transfers = Transfers(self._sender, self._request)
+        self.committed: int | None = None
 
     @property
-    def committed(self) -> int | None:
-        return self._sender.committed
+    def ended(self) -> int:
+        """The last step whose calls will not be issued again."""
+        return self._sender.settled
 
     def resume_from(self, step: int) -> None:
         """``step`` is the last committed one: new members are brought there."""
-        self._sender.committed = step
+        self.committed = self._sender.settled = step
 
     def close(self, why: StepAbandoned) -> None:
         """Another trainer object has taken over: raise ``why`` in threads of this one that still call."""
@@ -113,7 +119,7 @@ class DurablePort:
         return Ref(self, LoggedCall.stored(self.inner.put(value)))
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
-        with self._lock:
+        with self.lock:
             is_logged = self.log.is_open and call.call_id != RAW_CALL
             if is_logged:
                 call = preserve_arguments(call, self.inner)
@@ -135,21 +141,39 @@ class DurablePort:
         while True:
             runs = [call.ref for call in calls]
             awaited = [run.probe() if probe else run for run, probe in zip(runs, probes, strict=True)]
-            outcomes = self.inner.wait(awaited, timeout_s)
+            outcomes = self._wait_and_publish(awaited, timeout_s)
             death = self._find_death_behind(outcomes)
-            with self._lock:
+            with self.lock:
                 if death is not None:
                     self._recover({}, [death])
                 elif self._record(calls, runs, outcomes):
                     mark_raised(calls, outcomes)
                     return outcomes
 
+    def _wait_and_publish(self, runs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
+        """Wait as the inner port does; the members that a commit waits for are mostly idle meanwhile."""
+        pause_s = _FIRST_LOOK_S
+        while self.publish is not None and (timeout_s is None or timeout_s > pause_s):
+            outcomes = self.inner.wait(runs, pause_s)
+            is_over = not any(outcome.late for outcome in outcomes) or any(outcome.error for outcome in outcomes)
+            if self.publish():
+                self.publish = None
+            if is_over:
+                return outcomes
+            timeout_s = None if timeout_s is None else timeout_s - pause_s
+            pause_s = min(2 * pause_s, _LAST_LOOK_S)
+        return self.inner.wait(runs, timeout_s)
+
+    def are_idle(self, members: Collection[ProcessId]) -> bool:
+        with self.lock:
+            return not any(call.member in members for call in self.log.running())
+
     def replace_late(self, late: InvocationTimeout) -> None:
         """End the members that are late, and rebuild those that replace them without the late call."""
         if not self.opened:
             raise CallError("members are replaced from steps() on, not in init()")
         role, ranks = late.role, late.late
-        with self._lock:
+        with self.lock:
             self.log.drop_late(role, ranks, late.method, self.roles[role].together)
             deaths = [WorkloadDied("it was late", role=role, rank=rank, method=late.method) for rank in ranks]
             for death in deaths:
@@ -162,14 +186,14 @@ class DurablePort:
         """Wait until every call in the log has succeeded, including those that the trainer did not wait for. Raises a
         user's error that the trainer has not received yet, or StepAbandoned if a replay diverged."""
         while True:
-            with self._lock:
+            with self.lock:
                 running = self.log.running()
                 runs = [call.latest_run for call in running]
             if not running:
                 break
             outcomes = self.inner.wait([run.probe() for run in runs], STRAGGLER_LOG_INTERVAL_S)
             death = self._find_death_behind(outcomes)
-            with self._lock:
+            with self.lock:
                 if death is not None:
                     self._recover({}, [death])
                 elif self._record(running, runs, outcomes):
@@ -187,7 +211,7 @@ class DurablePort:
 
     def _request(self, send: Callable[[], Sequence[Ref]]) -> list[Any]:
         while True:
-            with self._lock:
+            with self.lock:
                 outcomes = self._sender.finish(send())
                 lost = [outcome.error for outcome in outcomes if isinstance(outcome.error, LOST_CALL_ERRORS)]
                 if lost and self.opened:
@@ -199,15 +223,15 @@ class DurablePort:
             return [outcome.value for outcome in outcomes]
 
     def begin_step(self, step: int) -> None:
-        with self._lock:
+        with self.lock:
             self.step = step
             self.log.begin_step()
 
-    def commit(self, step: int) -> None:
-        """``step`` is committed: its calls will not be needed again."""
-        with self._lock:
+    def end_step(self, step: int) -> None:
+        """The calls of ``step`` will not be issued again."""
+        with self.lock:
             self.log.close_step()
-            self._sender.committed = step
+            self._sender.settled = step
 
     # -- the outcomes of calls ----------------------------------------------------------------------------------------
 
@@ -310,16 +334,18 @@ class DurablePort:
             self._incarnations.update(fresh)
             self._unbuilt.update(fresh)
             self.renewed(renewed)
+        if self.committed is not None and self.committed < self.ended and any(map(self._is_stateful, fresh)):
+            raise self._abandoned(death)
 
     def _rebuild(self) -> InvocationError | None:
         """Repeat the log on new members. Returns a further failure meanwhile."""
         if self.checkpoints is not None and self.checkpoints.spread:
             busy = {call.member for call in self.log.running()}
-            if lost := self.transfers.bring(self.checkpoints, list(self._unbuilt), self._sender.committed, busy):
+            if lost := self.transfers.bring(self.checkpoints, list(self._unbuilt), self.committed, busy):
                 return lost
         setup = [call for call in self.log.setup if call.member in self._unbuilt]
         runs = [self._repeat(call) for call in setup]
-        restored = [member for member in self._unbuilt if self._has_committed_state(member)]
+        restored = [member for member in self._unbuilt if self.committed is not None and self._is_stateful(member)]
         restores = [self._sender.ask(member, RESTORE, self._restore_request()) for member in restored]
         outcomes = self._sender.finish([*(run.probe() for run in runs), *restores], patient=True)
         deaths = [outcome.error for outcome in outcomes if isinstance(outcome.error, WorkloadDied)]
@@ -329,14 +355,6 @@ class DurablePort:
         for outcome in outcomes[len(setup) :]:
             if outcome.error is not None:
                 self._discard_commit(outcome.error)
-        behind = [member for member, outcome in zip(restored, outcomes[len(setup) :], strict=True) if outcome.value]
-        outcomes = self._sender.finish([self._sender.ask(member, REPLAY) for member in behind])
-        errors = [outcome.error for outcome in outcomes if outcome.error is not None]
-        deaths = [error for error in errors if isinstance(error, WorkloadDied)]
-        if errors and not deaths:
-            raise self._abandoned(errors[0])
-        if deaths:
-            return deaths[0]
         for call in self.log.step:
             if call.member in self._unbuilt:
                 self._repeat(call)
@@ -355,18 +373,18 @@ class DurablePort:
             self._end(call, call.latest_run, outcome.error)
         return None
 
-    def _has_committed_state(self, member: ProcessId) -> bool:
-        return self._sender.committed is not None and self.roles[member.role].stateful
+    def _is_stateful(self, member: ProcessId) -> bool:
+        return self.roles[member.role].stateful
 
     def _restore_request(self) -> Any:
-        if self.checkpoints is None or self._sender.committed is None:
+        if self.checkpoints is None or self.committed is None:
             raise self._abandoned(CheckpointMissing("no commits are kept"))
-        return self.checkpoints.restore_request(self._sender.committed)
+        return self.checkpoints.restore_request(self.committed)
 
     def _discard_commit(self, error: InvocationError) -> None:
         """A member cannot restore the last commit: if it is damaged, abandon the step without it."""
-        if is_damage(error) and self.checkpoints is not None and self._sender.committed is not None:
-            self.checkpoints.discard(self._sender.committed, str(error.original))
+        if is_damage(error) and self.checkpoints is not None and self.committed is not None:
+            self.checkpoints.discard(self.committed, str(error.original))
             raise self._abandoned(error)
         raise error
 

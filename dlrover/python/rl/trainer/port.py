@@ -28,7 +28,7 @@ STRAGGLER_LOG_INTERVAL_S = 15.0
 RAW_CALL = (-1, -1)
 """The call id of a call through a raw handle, which belongs to no step."""
 
-COMMIT, RESTORE, REPLAY, PERSIST = "!commit", "!restore", "!replay", "!persist"
+COMMIT, WRITTEN, RESTORE, PERSIST = "!commit", "!written", "!restore", "!persist"
 READ, STORE, HELD = "!read", "!store", "!held"
 FORGET, WHERE = "!forget", "!where"
 """Requests to a member beside its workload's methods; no method can have such a name. See ``MemberHost``."""
@@ -37,11 +37,15 @@ FORGET, WHERE = "!forget", "!where"
 @dataclass(frozen=True)
 class Standing:
     """The commits that a member's state agrees with: each from ``since`` to ``at``, together with the kept calls of
-    later steps; none if both are None. ``touched`` is the latest step that it has taken part in, 0 for none."""
+    later steps; none if both are None. ``touched`` is the latest step that it has taken part in, 0 for none; it has
+    forgotten the results of its calls up to step ``settled``. ``deterministic``: a call that is repeated gives the same
+    result again."""
 
     since: int | None = 0
     at: int | None = 0
     touched: int = 0
+    settled: int = field(default=0, compare=False)
+    deterministic: bool = field(default=False, compare=False)
     node: str = field(default="", compare=False)  # where the member runs
 
     def agrees_with(self, step: int) -> bool:
@@ -55,7 +59,7 @@ class Call(NamedTuple):
     kwargs: Mapping[str, Any]
     sized: bool = False  # return the row count of the result beside it
     epoch: int = 0  # of the calling trainer; the member refuses lower ones from then on. 0: not a trainer's call
-    committed: int = 0  # the last committed step, up to which the member forgets its results
+    settled: int = 0  # the last ended step, up to which the member forgets its results
     keep: bool = False  # the member keeps the result, and answers a repeated id with it
     after: tuple[int, int] | None = None  # id of the call to this member that must have run before; None for any
 
@@ -301,30 +305,42 @@ class Checkpoints(Protocol):
         ...
 
     def restore_request(self, step: int) -> Any:
-        """The argument of ``RESTORE``: go back to ``step``. The answer is how many calls ``REPLAY`` has to repeat."""
+        """The argument of ``RESTORE``: go back to ``step``."""
+        ...
+
+    @property
+    def adapts(self) -> bool:
+        """Commits may be several steps apart, if the steps are deterministic."""
+        ...
+
+    def set_deterministic(self, deterministic: bool) -> None:
+        """Say whether repeated steps give the same results again."""
+        ...
+
+    def is_due(self, step: int, last: bool) -> bool:
+        """Return True if ``step``, which has just ended, is to be committed. ``last``: no step follows."""
         ...
 
     def commit_request(self, step: int, last: bool) -> Any:
-        """The argument of ``COMMIT``: write the state after ``step``. ``last``: no step follows."""
+        """The argument of ``COMMIT``: begin to write the state after ``step``."""
         ...
 
-    def commit_request_for_states(self, answers: Mapping[ProcessId, Any]) -> Any:
-        """The argument of another ``COMMIT`` of all members, if one could not do the last one; else None."""
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        """Write the trainer's state after ``step``, whose commit was asked for."""
         ...
 
-    def copies(self, answers: Mapping[ProcessId, Any], nodes: Mapping[ProcessId, str]) -> list[Transfer]:
-        """The transfers that make the commit outlive the loss of a node."""
+    def written_request(self, waits: bool) -> Any:
+        """The argument of ``WRITTEN``: answer like ``COMMIT``, once the state is written if it ``waits``."""
         ...
 
-    def commit(
-        self,
-        step: int,
-        answers: Mapping[ProcessId, Any],
-        state: Mapping[str, Any],
-        copied: Mapping[Transfer, str],
-    ) -> None:
-        """Make ``step`` a generation of the members' answers and the trainer's state; ``copied`` has the node of each
-        transfer that has arrived. Raises StaleEpoch."""
+    def copies(self, answers: Mapping[ProcessId, Any], nodes: Mapping[ProcessId, str]) -> list[Transfer] | None:
+        """The transfers that make the commit outlive the loss of a node; None while a member still writes its
+        state."""
+        ...
+
+    def commit(self, step: int, answers: Mapping[ProcessId, Any], copied: Mapping[Transfer, str]) -> None:
+        """Make ``step`` a generation of the members' answers; ``copied`` has the node of each transfer that has
+        arrived. Raises StaleEpoch."""
         ...
 
     def trainers_copy(self, nodes: Mapping[ProcessId, str]) -> list[Transfer]:

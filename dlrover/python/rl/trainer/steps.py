@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: a step from its begin to its commit, and the ways back to a commit, over one port.
 """The steps of a trainer: where they begin, and the commit at the end of each."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from dlrover.python.rl.common.errors import (
     CallError,
@@ -22,9 +23,9 @@ from dlrover.python.rl.trainer.port import (
     FORGET,
     HELD,
     PERSIST,
-    REPLAY,
     RESTORE,
     WHERE,
+    WRITTEN,
     Checkpoints,
     Port,
     Recovery,
@@ -40,6 +41,8 @@ from dlrover.python.rl.trainer.role_group import CallCounter
 
 _LOG = get_logger(__name__)
 
+T = TypeVar("T")
+
 _LEFT = "\0left"  # beside the names of a user's state
 
 
@@ -51,6 +54,15 @@ class Attempt:
     number: int = 0
     opened: bool = False
     reason: str = ""
+
+
+@dataclass
+class _Pending:
+    """A commit whose states are being written."""
+
+    step: int
+    answers: Mapping[ProcessId, Any]
+    copied: Mapping[Transfer, str] | None = None  # None: not all are written
 
 
 class NoRecovery:
@@ -96,6 +108,7 @@ class Steps:
         info = self._recovery.restart_info
         self.restart_info = replace(info, count=info.count + attempt.number, reason=attempt.reason or info.reason)
         self.commits = 0
+        self._pending: _Pending | None = None
         self._as_new = set(members_of(self.port.roles)) if self._recovery.fresh and not attempt.number else set()
         self._loaded = False
         self._is_open = False
@@ -104,31 +117,31 @@ class Steps:
         self._left: list[int] = []  # of each loop until now the step in which it was left, 0 if it ran to its end
 
     def run(self, total: int) -> Iterator[int]:
-        """Yield the steps after the last commit up to ``total``, and commit each at the end of its body.
+        """Yield the steps after the last commit up to ``total``, and end each, mostly with a commit, after its body.
 
         ::
 
-            open ---> begin --> the user's body --> commit --.--> begin what comes after the loop
+            open ---> begin --> the user's body --> end -----.--> begin what comes after the loop
                         '<-----------------------------------'
 
         A body that is left ends with what comes after it: another loop, or the end of ``fit``.
         """
         self._commit_left_step()
-        committed = self.open()
+        ended = self.open()
         self._loops += 1
         if len(self._left) >= self._loops:
             total = min(total, self._left[self._loops - 1] or total)
-        for step in range(committed + 1, total + 1):
+        for step in range(ended + 1, total + 1):
             self.begin(step)
             self._running = step
             yield step
-            self.commit(step, last=step == total)
-        self.begin(max(committed, total) + 1)
+            self.end(step, last=step == total)
+        self.begin(max(ended, total) + 1)
 
     def open(self) -> int:
         """Bring trainer and members to the newest commit; returns its step. A second loop continues after the first."""
         if self._is_open:
-            return self.port.committed or 0
+            return self.port.ended
         self._is_open = True
         if self._recovers and not self._attempt.opened:
             self._recovery.opened()
@@ -139,7 +152,12 @@ class Steps:
             _LOG.warning("too many calls between init() and steps(): a new member repeats only those of init()")
         if self._checkpoints is not None and self._checkpoints.spread:
             self._look_at_nodes(self._checkpoints)
-        committed = self._go_back() if self._checkpoints is not None else 0
+        committed = 0
+        if self._checkpoints is not None:
+            committed = self._go_back()
+            if self._checkpoints.adapts:
+                standings = self.port.ask(members_of(self.port.roles), WHERE).values()
+                self._checkpoints.set_deterministic(all(standing.deterministic for standing in standings))
         self.restart_info = replace(self.restart_info, step=committed)
         return committed
 
@@ -150,27 +168,76 @@ class Steps:
         self.port.begin_step(step)
         self._recovery.began(step)
 
-    def commit(self, step: int, last: bool = False) -> None:
-        """Save the state of the stateful members and of the trainer; repeated if a failure was recovered meanwhile."""
-        transfers = self.port.transfers
+    def end(self, step: int, last: bool = False) -> None:
+        """End a step: publish the commit before, and begin one of this step's states if it is due. Repeated if a
+        failure was recovered meanwhile."""
+        self.port.settle()
+        is_due = self._checkpoints is not None and (step == 0 or self._checkpoints.is_due(step, last))
+        pending, is_whole = None, False
         while True:
             recoveries = self.port.recoveries
             self.port.settle()
-            answers, copied = {}, {}
-            if self._checkpoints is not None:
-                members = members_of(self.port.roles, stateful_only=True)
-                answers = self.port.ask(members, COMMIT, self._checkpoints.commit_request(step, last))
-                again = self._checkpoints.commit_request_for_states(answers)
-                answers = self.port.ask(members, COMMIT, again) if again is not None else answers
-                copied = transfers.make(self._checkpoints.copies(answers, transfers.nodes))
+            self._publish(waits=True)
+            if self._checkpoints is not None and is_due:
+                pending = self._capture(self._checkpoints, step, last)
+                is_whole = self._complete(self._checkpoints, pending, asks=last, waits=last)
             if self.port.recoveries == recoveries:
                 break
-        if self._checkpoints is not None:
-            self._publish(self._checkpoints, step, answers, copied)
-        self.port.commit(step)
-        if self._checkpoints is not None:
-            self._send_own_part(self._checkpoints)
-        self._running = 0
+        self.port.end_step(step)
+        self._pending, self._running = pending, 0
+        if pending is None:
+            if self._checkpoints is None:
+                self._note_commit(step)
+        elif is_whole:
+            self._publish()
+        else:
+            self.port.publish = self._publish_if_idle
+
+    def _capture(self, checkpoints: Checkpoints, step: int, last: bool) -> _Pending:
+        """Begin to write the states after ``step``."""
+        request = self._asked(checkpoints.commit_request, step, last)
+        answers = self.port.ask(members_of(self.port.roles, stateful_only=True), COMMIT, request)
+        self._asked(checkpoints.save, step, dump_state(self.state, checkpoints.run, self._left))
+        return _Pending(step, answers)
+
+    def _complete(self, checkpoints: Checkpoints, pending: _Pending, asks: bool, waits: bool) -> bool:
+        """Send the states to other nodes once all are written; returns False before. ``asks`` the members again."""
+        if pending.copied is not None:
+            return True
+        transfers = self.port.transfers
+        copies = checkpoints.copies(pending.answers, transfers.nodes)
+        if copies is None and asks:
+            members = members_of(self.port.roles, stateful_only=True)
+            pending.answers = self.port.ask(members, WRITTEN, checkpoints.written_request(waits))
+            copies = checkpoints.copies(pending.answers, transfers.nodes)
+        pending.copied = transfers.make(copies) if copies is not None else None
+        return copies is not None
+
+    def _publish(self, waits: bool = False) -> bool:
+        """Make the pending states a commit if all are written. Returns False if they are not."""
+        pending, checkpoints = self._pending, self._checkpoints
+        if pending is None or checkpoints is None:
+            return True
+        with self.port.lock:
+            if self._pending is not pending:
+                return True  # another thread has published it
+            if not self._complete(checkpoints, pending, asks=True, waits=waits):
+                return False
+            self._asked(checkpoints.commit, pending.step, pending.answers, pending.copied)
+            self._pending = self.port.publish = None
+            self._note_commit(pending.step)
+        self._send_own_part(checkpoints)
+        return True
+
+    def _publish_if_idle(self) -> bool:
+        """Publish the pending commit unless a member is busy that takes part in it: it would answer later."""
+        is_spread = self._checkpoints is not None and self._checkpoints.spread
+        if not self.port.are_idle(members_of(self.port.roles, stateful_only=not is_spread)):
+            return False
+        return self._publish()
+
+    def _note_commit(self, step: int) -> None:
+        self.port.committed = step
         self.commits += step > 0
         if step > 0:
             self._recovery.progressed(step)
@@ -180,12 +247,13 @@ class Steps:
         if self._running:
             self._left += [0] * (self._loops - len(self._left))
             self._left[self._loops - 1] = self._running
-            self.commit(self._running, last)
+            self.end(self._running, last)
 
     def finish(self) -> None:
-        """After ``fit``: wait for its running calls, and for the copy in the job's directory."""
+        """After ``fit``: wait for its running calls, the last commit, and its copy in the job's directory."""
         self._commit_left_step(last=True)
         self.port.settle()
+        self._publish(waits=True)
         if not self._is_open or self._checkpoints is None:
             return
         try:
@@ -227,7 +295,7 @@ class Steps:
                 self._checkpoints.discard(step, str(error).partition("\n")[0])
                 continue
             return step
-        self.commit(0)
+        self.end(0, last=True)
         return 0
 
     def _look_at_nodes(self, checkpoints: Checkpoints) -> None:
@@ -257,17 +325,14 @@ class Steps:
         standings = self.port.ask(members_of(self.port.roles), WHERE)
         ahead = {member: standing.touched for member, standing in standings.items() if standing.touched > step + 1}
         if ahead:
-            _LOG.warning("the later commits are lost: going back from step %d to step %d", max(ahead.values()), step)
-        self.port.ask(ahead, FORGET)
+            _LOG.warning("going back from step %d to step %d, the last committed one", max(ahead.values()), step)
+        if ahead or any(standing.settled > step for standing in standings.values()):
+            self.port.ask(standings, FORGET)  # all: ranks that meet have to meet again
         transfers = self.port.transfers
         while behind := self._members_not_at(step):
             self._as_new.difference_update(behind)
             transfers.make(self._checkpoints.transfers_to(step, behind, transfers.nodes))
-            restored = self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
-            try:
-                self.port.ask([member for member, calls in restored.items() if calls], REPLAY)
-            except InvocationError as error:
-                raise StepAbandoned(step + 1, error) from error
+            self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
 
     def _members_not_at(self, step: int) -> list[ProcessId]:
         """The stateful members that must be restored to ``step``. Ranks that meet in collectives are restored together:
@@ -308,13 +373,12 @@ class Steps:
     def _is_new(self, member: ProcessId, standing: Standing) -> bool:
         return standing.touched == 0 and (standing.agrees_with(0) or member in self._as_new)
 
-    def _publish(
-        self, checkpoints: Checkpoints, step: int, answers: Mapping[ProcessId, Any], copied: Mapping[Transfer, str]
-    ) -> None:
+    def _asked(self, act: Callable[..., T], *args: Any) -> T:
+        """``act`` of the checkpoints. Raises StepAbandoned if what it needs is lost."""
         try:
-            checkpoints.commit(step, answers, dump_state(self.state, checkpoints.run, self._left), copied)
+            return act(*args)
         except (CheckpointCorrupt, CheckpointMissing) as error:
-            raise StepAbandoned(step, error) from error
+            raise StepAbandoned(self.port.step, error) from error
 
 
 def _names(members: list[ProcessId]) -> str:

@@ -14,6 +14,7 @@ from dlrover.python.rl.common.errors import (
     InvocationTimeout,
     StepAbandoned,
     UnknownMethod,
+    WorkloadDied,
 )
 from dlrover.python.rl.common.log import cut_middle, get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
@@ -349,11 +350,15 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
             if not _is_retryable(error) and not link.is_loss(error):
                 raise
             step, cause = steps.port.step or (steps.port.committed or 0) + 1, error
-        failures = 1 if steps.commits else failures + 1
+        counts = int(not isinstance(cause, WorkloadDied))  # the master counts those
+        failures = counts if steps.commits else failures + counts
         if failures > _MAX_ATTEMPTS or not (steps.can_go_back() or attempt.number):
             raise cause
         reason = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-        _LOG.warning("repeating step %d from the last commit: %s", step, reason)
+        if (committed := steps.port.committed or 0) < step - 1:
+            _LOG.warning("going back from step %d to the commit of step %d: %s", step, committed, reason)
+        else:
+            _LOG.warning("repeating step %d from the last commit: %s", step, reason)
         steps.port.close(StepAbandoned(step, cause))
         attempt = Attempt(attempt.number + 1, True, reason)
 

@@ -10,11 +10,14 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
 from dlrover.python.rl.common.errors import ConfigError
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.trainer.port import RestartInfo
 
 __all__ = ["BaseWorkload", "MemberContext", "trainer_invocation"]
+
+_LOG = get_logger(__name__)
 
 _NO_TCP_PORT = -1
 _OPTIONS = "__trainer_invocation__"
@@ -34,10 +37,12 @@ class InvocationOptions:
     auto_shard: bool = True
     pre_func: Callable[..., Any] | None = None
     post_func: Callable[..., Any] | None = None
-    changes_state: bool = True
+    changes_state: bool | None = None
 
     def __post_init__(self) -> None:
-        for name in ("blocking", "is_async", "auto_shard", "changes_state"):
+        if self.changes_state is not None:
+            _LOG.warning("trainer_invocation(changes_state=...) has no effect any more, and will be an error")
+        for name in ("blocking", "is_async", "auto_shard"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"trainer_invocation({name}=...) takes True or False, not {getattr(self, name)!r}")
         if isinstance(self.timeout, bool) or not isinstance(self.timeout, int | float):
@@ -81,9 +86,7 @@ def trainer_invocation(**options: Any) -> Callable[[F], F]:
             argument (a tuple: the arguments).
         post_func: ``post_func(results)`` runs in the trainer on the gathered results; what it returns is the call's
             value.
-        changes_state: False says that the method leaves what ``state_dict`` returns as it is, random states included:
-            it may run while that is written, and a recovery that repeats the calls after an earlier commit leaves it
-            out.
+        changes_state: without effect; of earlier versions.
 
     Raises:
         TypeError: an unknown option (the nearest name is given) or one of the wrong type.
@@ -258,15 +261,21 @@ class BaseWorkload:
         :meth:`load_state_dict` if calls change the results of later calls.
 
         A tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. Called at a
-        commit; it is written before the next call that may change it, which is any but those with
-        ``changes_state=False``.
+        commit; another thread writes it until the next call, or longer: see :attr:`guards_state`.
         """
         return None
 
-    def note_writing(self, wait: Callable[[], None]) -> None:
-        """What ``state_dict`` has just returned is being written by another thread, until ``wait()`` returns. Override
-        it in a workload that frees or overwrites the memory of its tensors in calls with ``changes_state=False``, such
-        as those that move them between device and host: they have to wait first."""
+    guards_state: ClassVar[bool] = False
+    """True: methods that this very class defines may run while a state is written, since they call
+    :meth:`wait_until_written` before they change or free what :meth:`state_dict` has returned."""
+
+    def wait_until_written(self) -> None:
+        """Wait until the state of the last commit is written."""
+
+    def is_deterministic(self) -> bool:
+        """True: a step that is repeated from a commit gives the same results again, bit for bit. Where all workloads
+        say so, commits may be several steps apart; see ``checkpoint.commit_every``."""
+        return False
 
     def load_state_dict(self, state: Any) -> None:
         """Continue from a :meth:`state_dict`: in a new process after the trainer's ``init`` was repeated there, or in
@@ -367,6 +376,12 @@ def undecorated(workload_class: Any) -> Any:
     metadata = getattr(workload_class, "__ray_metadata__", None)
     modified = getattr(metadata, "modified_class", None)
     return getattr(modified, "__ray_actor_class__", modified) if modified is not None else workload_class
+
+
+def guards_state(workload_class: type[Any], method: str) -> bool:
+    """Return True if the class that defines the method says so of its own methods."""
+    definition = next((base for base in workload_class.__mro__ if method in vars(base)), BaseWorkload)
+    return bool(vars(definition).get("guards_state", False))
 
 
 def is_stateful(workload_class: type[Any]) -> bool:

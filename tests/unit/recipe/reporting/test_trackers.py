@@ -172,17 +172,18 @@ def test_trackers_do_not_get_the_secrets_among_the_settings(modules, tmp_path, m
 
 
 @pytest.mark.feature(136)
-def test_a_run_that_goes_on_is_the_same_one_and_no_step_comes_twice(modules, tmp_path):
+@pytest.mark.parametrize(("again", "steps"), [([3, 4], [1, 2, 3, 4]), ([2, 3, 4], [1, 2, 3, 2, 3, 4])])
+def test_resumed_run_is_the_same_and_sends_newer_values(modules, tmp_path, again, steps):
     first = log_of(tmp_path, **BOTH)
     written(first, [1, 2, 3])
     second = log_of(tmp_path, **BOTH)
     second.load_state_dict(first.state_dict())
-    written(second, [2, 3, 4])
+    written(second, again)
     (run,) = modules["wandb"].runs.values()
-    assert [step for step, _ in run.steps] == [1, 2, 3, 4]
+    assert [step for step, _ in run.steps] == steps
     assert [told["resume"] for told in modules["wandb"].begun] == ["allow", "allow"]
     (run,) = modules["mlflow"].runs.values()
-    assert [step for step, _ in run["steps"]] == [1, 2, 3, 4]
+    assert [step for step, _ in run["steps"]] == steps
     modules["mlflow"].now = None  # as in another process
     third = log_of(tmp_path, **BOTH)
     written(third, [1])

@@ -74,6 +74,7 @@ class EngineInfo:
     fills_device: bool = False  #: a cache of no given size takes all that ``gpu_memory_utilization`` leaves it
     masks_unknown_ids: bool = False  #: has the setting of this name, of train and rollout engines
     adds_adapters: bool = False  #: takes each weight by ``WeightSnapshot.tensor``; else they come merged
+    deterministic_on: tuple[str, ...] = ()  #: types of devices where repeated calls have the same results, bit for bit
     limit_option: str = ""  #: the option of ``backend`` that bounds the tokens of a sequence
     find_model_fault: Callable[[Mapping[str, Any], str], str] = lambda content, head: ""
     """Say why it cannot have a model, by its ``config.json`` and its head (``causal`` or ``token``); "" if it can."""

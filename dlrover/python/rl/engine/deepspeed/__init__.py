@@ -21,6 +21,7 @@ class DeepSpeedOptions:
 INFO = EngineInfo(
     DeepSpeedOptions,
     "deepspeed",
+    deterministic_on=("cpu",),
     divides=(),
     quantizes=True,
     shares_process=False,

@@ -25,6 +25,7 @@ class Fsdp2Options:
 
 
 INFO = EngineInfo(
+    deterministic_on=("cpu",),
     options=Fsdp2Options,
     divides=("ddp_size", "tensor_parallel_size", "context_parallel_size"),
     whole_matrices=("compile_layers",),

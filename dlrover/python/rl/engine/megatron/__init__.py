@@ -24,6 +24,7 @@ INFO = EngineInfo(
     MegatronOptions,
     "megatron",
     "megatron-core",
+    deterministic_on=("cpu",),
     divides=("tensor_parallel_size", "pipeline_parallel_size"),
     adapters=False,
     shares_process=False,

@@ -108,6 +108,7 @@ class DeviceShare(NamedTuple):
 class EngineWorkload(BaseWorkload):
     """A workload with one engine, ``self._engine``, which locks its device where several roles share it."""
 
+    guards_state: ClassVar[bool] = True
     takes_turns: ClassVar[bool | None] = None
     """True: members that share a device have it one at a time. None: if the device is an accelerator; processes that
     share a host's cores need not."""
@@ -120,20 +121,19 @@ class EngineWorkload(BaseWorkload):
     _device_locks: tuple[DeviceLock, ...] = ()
     _stays: bool = False  # on a shared device between its turns
     _memory: DeviceMemory | None = None
-    _wait_until_written: Callable[[], None] = staticmethod(lambda: None)
+    _is_deterministic: bool = False
 
     @classmethod
     def warm_up(cls) -> None:
         # Imported on demand: only standbys need the classes that it loads.
         getattr(importlib.import_module("dlrover.python.rl.recipe.base.warmup"), cls.warmup)()
 
-    @trainer_invocation(target="RANK0", changes_state=False)
+    @trainer_invocation(target="RANK0")
     def vocabulary(self) -> str:
         """Equal for models whose tokenizers give every token the same id."""
         vocabulary = json.dumps(sorted(self._engine.tokenizer.get_vocab().items()))
         return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
-    @trainer_invocation(changes_state=False)
     def device_share(self, engine: EngineConfig) -> DeviceShare | None:
         """This member's device; None for a host."""
         device = device_of(self, engine)
@@ -152,7 +152,6 @@ class EngineWorkload(BaseWorkload):
         """Return False if the engine has a process of its own: in this one, CUDA would only take memory."""
         return True
 
-    @trainer_invocation(changes_state=False)
     def keep_passes(self, tokens: int, recompute: bool) -> tuple[int, bool]:
         """The choice of the run's first trainer: a call that is repeated has the answer that it had before."""
         return tokens, recompute
@@ -189,11 +188,11 @@ class EngineWorkload(BaseWorkload):
                 yield
             finally:
                 if self._engine is not None and not self._stays:
-                    self._wait_until_written()
+                    self.wait_until_written()
                     self._engine.cpu()
 
-    def note_writing(self, wait: Callable[[], None]) -> None:
-        self._wait_until_written = wait
+    def is_deterministic(self) -> bool:
+        return self._is_deterministic
 
     @contextmanager
     def _bare_turn(self) -> Iterator[None]:
@@ -220,6 +219,8 @@ class EngineWorkload(BaseWorkload):
         use_threads(engine.threads)
         device = device_of(self, engine)
         settings = replace(train_settings(engine, device, ParallelSizes()), **changes)
+        info = engine_info(TRAIN_ENGINES, engine.train)
+        self._is_deterministic = torch.device(device).type in info.deterministic_on
         make = engine_class(TRAIN_ENGINES, engine.train)  # the import takes seconds: not while it holds the device
         use_device(device)
         with self._first_turn(device, engine) as memory:
@@ -288,6 +289,7 @@ class TrainedWorkload(EngineWorkload):
     per parameter of a copy) and recovers from it, without a collective that another failure could break."""
 
     needs_own_process = True
+    guards_state = True
 
     head: ClassVar[Head] = "causal"
     """Kind of the model's outputs."""
@@ -358,7 +360,6 @@ class TrainedWorkload(EngineWorkload):
         self._seed = (seed, self.role, self.rank)
         seed_random(*self._seed)
 
-    @trainer_invocation(changes_state=False)
     def save(self, path: Path) -> None:
         """Write the model in Hugging Face format (rank 0 does); waits for space on a full disk."""
         save = self._engine.save

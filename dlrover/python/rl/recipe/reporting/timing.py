@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.trainer.port import COMMIT, Call, Outcome, Port, Ref
+from dlrover.python.rl.trainer.port import COMMIT, WRITTEN, Call, Outcome, Port, Ref
 from dlrover.python.rl.trainer.shard import Rows
 
 _REST = "trainer"
@@ -117,7 +117,7 @@ _METHODS = {
     "sync": ("publish_weights", "published_stamp", "receive_weights"),
     "evaluation": ("measure",),
     "saving": ("save", "texts", "begin_samples", "write_samples", "write_held_out"),
-    "commit": (COMMIT,),
+    "commit": (COMMIT, WRITTEN),
 }
 PHASES = {method: phase for phase, methods in _METHODS.items() for method in methods}
 """The phase of each workload method; a method that is not listed is a phase under its own name."""

@@ -61,7 +61,8 @@ class Tracker(Protocol):
         tree."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the finite metrics of a step, once even if it is repeated; 0 is the evaluation before training."""
+        """Record the finite metrics of a step, 0 for the evaluation before training. A step that comes again replaces
+        the earlier one: the run has gone back to a commit before it."""
 
     def close(self, outcome: RunEnd) -> None:
         """End the run, which :meth:`start` opens again if it goes on. Of a failed or stopped run it may come from
@@ -90,7 +91,7 @@ def validate_log(config: LogConfig) -> list[ConfigError]:
 
 
 class Trackers:
-    """Sends each step to all trackers once: ``trackers.json`` in the job's directory has the last step that was sent.
+    """Sends each step to all trackers: ``trackers.json`` in the job's directory has the last step that was sent.
     ``settings`` are those of the run, for the trackers to show, and ``name`` is the job's."""
 
     def __init__(
@@ -107,12 +108,12 @@ class Trackers:
         self._state: dict[str, Any] = {}
 
     def log(self, run: str, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Send the metrics of a step, without the non-finite ones, and its ``samples``, unless it has been sent before
-        in this ``run``."""
+        """Send the metrics of a step, without the non-finite ones, and its ``samples``, unless it was the last one sent
+        in this ``run``. A run that goes back some steps sends them again."""
         if self._open is None:
             self._open = self._start_all(run)
             self._save_state()
-        if not self._open or step <= self._state["step"]:
+        if not self._open or (step or 1) == self._state["step"]:  # step 0 is sent in step 1
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name in list(self._open):
@@ -185,7 +186,7 @@ def _log_samples(tracker: Tracker, rows: Sequence[Mapping[str, Any]], step: int)
 
 
 class WandbTracker:
-    """The options are the fields of :class:`WandbConfig`."""
+    """The options are the fields of :class:`WandbConfig`. W&B itself ignores steps that come again."""
 
     def __init__(self, project: str, name: str | None = None) -> None:
         self._project, self._name = project, name

@@ -36,6 +36,7 @@ class ActorWorkload(TrainedWorkload):
     recipe_class: ClassVar[str | None] = "ActorWorkload"
     """The class of the recipes whose part this one has."""
 
+    guards_state = True
     has_adapters = True
     _sending: "Future[WeightStamp | None] | None" = None
 
@@ -50,7 +51,7 @@ class ActorWorkload(TrainedWorkload):
         self._runs_on = device, engine.precision
         return type(self._engine).__name__
 
-    @trainer_invocation(target="RANK0", changes_state=False)
+    @trainer_invocation(target="RANK0")
     def machine(self) -> Machine:
         return Machine.of(self._engine, *self._runs_on)
 
@@ -66,13 +67,13 @@ class ActorWorkload(TrainedWorkload):
         if "old_logprobs" not in batch:
             batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
         loss = EngineLoss(self._algorithm, logs_entropy=True)
+        self.wait_until_written()
         return self._measured(run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature)))
 
     def _measured(self, results: list[UpdateResult]) -> list[UpdateResult]:
         peak = peak_memory(self._runs_on[0])
         return [replace(result, metrics={**result.metrics, **peak}) for result in results]
 
-    @trainer_invocation(changes_state=False)
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
         """The ragged columns that an algorithm annotates from: ``action_mask`` and log-probs, old and the rollouts'."""
         if "rollout_logprobs" in names:
@@ -82,7 +83,7 @@ class ActorWorkload(TrainedWorkload):
         with self._turn() if self._recomputes else nullcontext():
             return rollouts.with_columns(old_logprobs=self._old_logprobs(rollouts, temperature)).select(*names)
 
-    @trainer_invocation(blocking=False, changes_state=False)
+    @trainer_invocation(blocking=False)
     @on_device
     def reference_logprobs(self, rollouts: Batch, temperature: float) -> Batch:
         """``ref_logprobs`` of the initial policy, where adapters are trained: this model without them."""
@@ -101,14 +102,13 @@ class ActorWorkload(TrainedWorkload):
 
     @on_device
     def train(self, batch: Batch) -> UpdateResult:
+        self.wait_until_written()
         return self._measured([self._engine.step(batch, EngineLoss(self._algorithm))])[0]
 
-    @trainer_invocation(changes_state=False)
     @on_device
     def measure(self, batch: Batch) -> Measured:
         return Measured.of(self._engine, batch, EngineLoss(self._algorithm))
 
-    @trainer_invocation(changes_state=False)
     @on_device
     def find_nonfinite(self, batch: Batch, names: tuple[str, ...]) -> Batch:
         """The columns ``names`` and the ``text`` of the rows with a non-finite value in a column or an output."""
@@ -116,13 +116,12 @@ class ActorWorkload(TrainedWorkload):
         texts = [self._engine.tokenizer.decode(batch.ragged("tokens")[row]) for row in offending]
         return batch.select(*names).take(offending).with_columns(text=texts)
 
-    @trainer_invocation(changes_state=False)
     def encode(self, model: str, data: ExampleData, evaluates: bool, seed: int) -> Examples:
         """Tokenise examples, and hold some out if the run ``evaluates``; needs no loaded model."""
         tokenizer = load_tokenizer(model)
         return load_examples(data, tokenizer, evaluates, seed, read_eos_ids(model, tokenizer))
 
-    @trainer_invocation(blocking=False, changes_state=False)
+    @trainer_invocation(blocking=False)
     def publish_weights(self) -> Ticket:
         """Send the current weights with the ticket that rank 0 returns.
 
@@ -149,7 +148,7 @@ class ActorWorkload(TrainedWorkload):
         except BaseException as error:  # noqa: BLE001 - raised by published_stamp()
             sending.set_exception(error)
 
-    @trainer_invocation(target="RANK0", changes_state=False)
+    @trainer_invocation(target="RANK0")
     def published_stamp(self) -> WeightStamp | None:
         if self._sending is not None:
             self._published = self._sending.result()  # waits: as long as the transport's own timeout
@@ -170,6 +169,7 @@ class CriticWorkload(TrainedWorkload):
     """CRITIC: a model with a head of one score, trained to predict the remaining reward."""
 
     recipe_class: ClassVar[str | None] = "CriticWorkload"
+    guards_state = True
     head: ClassVar[Head] = "token"
     optimizer_key = "critic.optimizer"
 
@@ -185,7 +185,7 @@ class CriticWorkload(TrainedWorkload):
         self._loss = loss
         self._load(model, engine, optimizer, seed)
 
-    @trainer_invocation(blocking=False, changes_state=False)
+    @trainer_invocation(blocking=False)
     @on_device
     def values(self, rollouts: Batch) -> Batch:
         scores = self._engine.evaluate(shift_to_states(rollouts.select(*TRAINED))).ragged("scores")
@@ -197,4 +197,5 @@ class CriticWorkload(TrainedWorkload):
 
         ``rows`` are ``returns``, ``values``, ``weight`` and ``update`` of the same rows."""
         batch = shift_to_states(join_columns(rollouts, rows))
+        self.wait_until_written()
         return run_updates(batch, plan, lambda part: self._engine.step(part, self._loss))

@@ -56,6 +56,8 @@ class RewardWorkload(BaseWorkload):
         message = f"{cls.__name__} calls reward.function: with reward.model it has to be ModelRewardWorkload"
         return [ConfigError("workload.reward.class", message)]
 
+    _is_deterministic = False
+
     def init_verifier(self, reward: RewardConfig, columns: Collection[str] = ()) -> str:
         """Start the verifiers, given the columns of the data that functions may ask for; returns the level at which
         programs of the model are confined here."""
@@ -64,9 +66,13 @@ class RewardWorkload(BaseWorkload):
         )
         self._ignores_thoughts = reward.thoughts == "ignored"
         self._parts = name_parts(reward.function)
+        self._is_deterministic = not any(":" in name and not name.startswith("dlrover.") for name in self._parts)
         self._verifiers = VerifierPool(reward.workers, start)
         self._shown: set[str] = set()
         return sandbox_level()
+
+    def is_deterministic(self) -> bool:
+        return self._is_deterministic
 
     def score(self, rollouts: Batch) -> Batch:
         """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None); of

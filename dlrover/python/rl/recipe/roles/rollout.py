@@ -88,6 +88,7 @@ class RolloutWorkload(EngineWorkload):
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
         info = engine_info(ROLLOUT_ENGINES, engine.rollout)
         self._adds_adapters = info.adds_adapters
+        self._is_deterministic = torch.device(device).type in info.deterministic_on and not rollout.env_path
         own = device if self._computes_here(engine) else "cpu"
         use_device(own)
         with self._first_turn(device, engine) as memory:

@@ -3,13 +3,11 @@
 
 ::
 
-    COMMIT --> members write their states, or the calls of the step --> trainer.state --> manifest: committed
-                  '- every few steps, in threads: states beside the calls, and copies of states
-    a later COMMIT --> all states written? commits follow from them from now on
-                       all copies complete? the trainer's file --> manifest: durable
+    COMMIT --> the trainer's state is written, members begin to write theirs
+    WRITTEN -> all are written? manifest: committed
+    a later COMMIT or WRITTEN --> all copies complete? the trainer's file --> manifest: durable
 """
 
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,17 +17,16 @@ from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, ret
 from dlrover.python.rl.common.errors import CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.config.layout import digest_of_results
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.checkpoint.cadence import Cadence
+from dlrover.python.rl.runtime.checkpoint.code import describe_changes, digest_code
 from dlrover.python.rl.runtime.checkpoint.copying import Copying
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
     PersistRequest,
     RestoreRequest,
+    WrittenRequest,
     incarnation_of,
-    is_calls,
 )
 from dlrover.python.rl.runtime.checkpoint.neighbours import (
     Held,
@@ -43,16 +40,11 @@ from dlrover.python.rl.runtime.checkpoint.neighbours import (
 )
 from dlrover.python.rl.runtime.checkpoint.roots import Roots, is_on_one_node, roots_of
 from dlrover.python.rl.runtime.checkpoint.run_files import RunFiles, files_of
-from dlrover.python.rl.runtime.checkpoint.runs import (
-    SETTINGS,
-    TRAINER,
-    can_repeat,
-    newest_commit,
-)
-from dlrover.python.rl.runtime.checkpoint.snapshots import Snapshots
+from dlrover.python.rl.runtime.checkpoint.runs import CODE, TRAINER, newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.generations import Generation, Store, find_newest
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import NODES, Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile
+from dlrover.python.rl.runtime.checkpoint.stride import Stride, Waited
 from dlrover.python.rl.trainer.port import LastCommit, Transfer
 
 _LOG = get_logger(__name__)
@@ -77,8 +69,8 @@ def checkpoints_of(job: JobSpec, run: str, epoch: int, node: str = "") -> "Store
         job.checkpoint.keep,
         before,
         files=files_of(job),
-        settings=digest_of_results(job),
-        cadence=Cadence(every if isinstance(every, int) else None),
+        code=digest_code(job),
+        stride=Stride(every if isinstance(every, int) else None),
         spread=roots.commits is None and not is_on_one_node(job),
     )
 
@@ -96,10 +88,10 @@ class StoreCheckpoints:
     files: RunFiles | None = None
     """Uploaded before each copy is published, which then has the files of its step."""
 
-    settings: str = ""
-    """Digest of the settings on which results depend; with others, calls of an earlier run are not repeated."""
+    code: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """Digests of the code that computes the steps."""
 
-    cadence: Cadence = field(default_factory=lambda: Cadence(every=1))
+    stride: Stride = field(default_factory=Stride)
     spread: bool = False
     """The commits are in the memories of several nodes, each one's also in the next one's."""
 
@@ -109,9 +101,10 @@ class StoreCheckpoints:
     _latest: Manifest | None = None
     _at: Manifest | None = None  # the last commit, if it is in the folder of the next one
     _asked: CommitRequest | None = None
+    _own: StateFile | None = None  # the trainer's, of the commit that was asked for
+    _waited: Waited = field(default_factory=Waited)  # of the trainer, for the commit under way
     _kept: list[Manifest] = field(default_factory=list, repr=False)
     _last: LastCommit | None = None
-    _transferring_since_s: float = 0.0
     _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
     _newest: Generation | None = field(default=None, repr=False)
     _offered: list[Generation] = field(default_factory=list, repr=False)
@@ -122,7 +115,6 @@ class StoreCheckpoints:
         self._patiently(partial(self._commits.claim, self.roots.epoch))
         self.copying = Copying(self._commits, self._durable, self.roots.epoch, self.files, self._extra)
         self.copying.claim(self.disk_wait, needed=not self._manifests(self._commits, remember=False))
-        self.snapshots = Snapshots()
 
     @property
     def run(self) -> str:
@@ -133,14 +125,14 @@ class StoreCheckpoints:
 
     def newest(self) -> int | None:
         self.copying.publish_complete()
-        self.snapshots.at = None
         self._newest = newest = self._find_newest()
         self._offered = [newest] if newest is not None else []
         self._at = newest.manifest if newest is not None and newest.store is self._commits else None
-        if self._at is not None:
-            self.cadence.go_on(_calls_since_states(self._at))
+        self.stride.start_after(newest.manifest.step if newest is not None else 0)
         if newest is not None:
             step = newest.manifest.step
+            if changes := describe_changes(newest.manifest.extra.get(CODE, {}), self.code):
+                _LOG.warning("the steps after %d are computed with changed code: %s", step, changes)
             if newest.store is self._durable:
                 text = "no commit later than step %d is left: continuing from its copy in %s"
                 _LOG.warning(text, step, self._durable.root)
@@ -163,11 +155,7 @@ class StoreCheckpoints:
                 raise
             _LOG.warning("going back to step %d; later copies were not sought: %s", newest.manifest.step, error)
         if newest is None and self.before is not None:
-            earlier = self._manifests(self.before, remember=False)
-            newest = find_newest(self.before, earlier, self.disk_wait, self._can_repeat)
-            if newest is None and not all(map(self._can_repeat, earlier)):
-                what = "it has calls without the states before them, which other settings cannot repeat"
-                raise CheckpointMissing(f"run {self.before.run} cannot be continued: {what}")
+            newest = find_newest(self.before, self._manifests(self.before, remember=False), self.disk_wait)
         return newest
 
     def _manifests(self, store: Store, wait: DiskWait | None = None, remember: bool = True) -> list[Manifest]:
@@ -175,9 +163,6 @@ class StoreCheckpoints:
         for manifest in manifests if remember else ():
             self._remember_writers(manifest, self._last.step if self._last is not None else 0)
         return manifests
-
-    def _can_repeat(self, manifest: Manifest) -> bool:
-        return can_repeat(manifest, self.settings)
 
     def last_known(self) -> LastCommit | None:
         return self._last
@@ -210,7 +195,7 @@ class StoreCheckpoints:
     def restore_request(self, step: int) -> RestoreRequest:
         self._offered = self._find(step)
         sources = tuple(generation.pieces(self._commits) for generation in self._offered)
-        return RestoreRequest(step, sources, self.roots, records=self.cadence.every != 1)
+        return RestoreRequest(step, sources, self.roots)
 
     def _find(self, step: int) -> list[Generation]:
         """In all places that can be read; raises OSError if it may be in one that cannot, and is in no other."""
@@ -225,122 +210,80 @@ class StoreCheckpoints:
                     raise
                 _LOG.warning("the copies in %s are left out: %s", store.root, error)
                 continue
-            found += [
-                Generation(store, manifest)
-                for manifest in manifests
-                if manifest.step == step and (store is not self.before or self._can_repeat(manifest))
-            ]
+            found += [Generation(store, manifest) for manifest in manifests if manifest.step == step]
         return found
+
+    @property
+    def adapts(self) -> bool:
+        return self.stride.every is None
+
+    def set_deterministic(self, deterministic: bool) -> None:
+        self.stride.deterministic = deterministic
+
+    def is_due(self, step: int, last: bool) -> bool:
+        return self.stride.is_due(step) or last or step % self.every == 0
 
     def commit_request(self, step: int, last: bool) -> CommitRequest:
         self.copying.publish_complete()
         due = step > 0 and (last or step % self.every == 0)
-        persist = due and self.copying.at is None and self.copying.claim(_NO_WAIT, needed=False)
-        calls = self.cadence.every != 1 and self._at is not None and self._at.step == step - 1
-        snapshot = calls and (persist or (self.snapshots.at is None and self.cadence.is_due()))
+        self._own, self._waited = None, Waited()
+        self._waited.start()
+        self.stride.start_after(step)
         self._asked = CommitRequest(
             step,
             self.roots,
-            persist,
+            due and self.copying.at is None and self.copying.claim(_NO_WAIT, needed=False),
             self.copying.step,
-            calls,
-            snapshot,
-            self.snapshots.at.step if self.snapshots.at is not None else None,
-            first_kept=min((manifest.since for manifest in self._kept), default=step - 1),
-            first_needed=self._first_needed(step),
-            records=self.cadence.every != 1,
+            first_kept=min((manifest.step for manifest in self._kept), default=step - 1),
+            first_needed=self._at.step if self._at is not None else step - 1,
         )
         return self._asked
 
-    def commit_request_for_states(self, answers: Mapping[ProcessId, CommitAnswer]) -> CommitRequest | None:
-        if self._asked is None or all(answer.file is not None for answer in answers.values()):
-            return None
-        self._asked = replace(self._asked, calls=False, snapshot=False)
-        return self._asked
-
-    def _first_needed(self, step: int) -> int:
-        """The first step whose files the commit before ``step`` needs."""
-        return self._at.since if self._at is not None else step - 1
-
-    def copies(self, answers: Mapping[ProcessId, CommitAnswer], nodes: Nodes) -> list[Transfer]:
-        self._transferring_since_s = time.monotonic()
-        self.snapshots.note(answers)
-        if not self.spread or self._asked is None:
-            return []
-        folder = folder_name(self._asked.step, self.roots.epoch)
-        pieces = {
-            member: (*self._earlier(member.file_name, answer.file), Piece(folder, answer.file))
-            for member, answer in answers.items()
-            if answer.file is not None
-        }
-        asked = self._asked
-        return copies_for_neighbours(self.roots, pieces, nodes, self._at, asked.first_kept, asked.copying)
-
-    def _earlier(self, name: str, file: StateFile) -> tuple[Piece, ...]:
-        return self.snapshots.earlier(name, self._at) if is_calls(file) and self._at is not None else ()
-
-    def commit(
-        self,
-        step: int,
-        answers: Mapping[ProcessId, CommitAnswer],
-        state: Mapping[str, Any],
-        copied: Mapping[Transfer, str],
-    ) -> None:
-        asked = self._asked
-        if asked is None or asked.step != step:
+    def save(self, step: int, state: Mapping[str, Any]) -> None:
+        if self._asked is None or self._asked.step != step:
             raise ValueError(f"step {step} was not asked for")
-        files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
-        earlier = {name: pieces for name, file in files.items() if (pieces := self._earlier(name, file))}
-        extra = {**self._extra, NODES: where_kept(files, copied, self._at)} if self.spread else self._extra
-        if (states := self.snapshots.commit_of_states(extra)) is not None:
-            self._patiently(partial(self._commits.revise, states, self.roots.epoch))
-            self._kept = [states if kept.folder == states.folder else kept for kept in self._kept]
-        self._commits.written = step if asked.snapshot else None
-        write = partial(self._write, step, files, earlier, dict(state), extra)
-        free_space = partial(self._commits.free_space, self._first_needed(step))
-        self._latest = self._at = retry_io(write, self._commits.root, self.disk_wait, free_space)
-        self._kept = [self._at, *self._kept][: self._commits.keep]
-        slowest_s = max((answer.seconds for answer in answers.values()), default=0.0)
-        transfer_s = time.monotonic() - self._transferring_since_s if copied else 0.0
-        slowest_s += transfer_s
-        self.cadence.note(files.values(), slowest_s, whole=not earlier)
-        self.committed_bytes += sum(file.nbytes for file in self._at.files.values())
-        self._remember_writers(self._at)
-        self._end_snapshots(transfer_s)
-        self.copying.note(answers)
-        if asked.snapshot:
-            self.snapshots.at = self._at
-            self.cadence.go_on(0)
-        if asked.persist:
-            self.copying.begin(self._at)
+        write = partial(self._write, step, dict(state))
+        free_space = partial(self._commits.free_space, self._asked.first_needed)
+        self._own = retry_io(write, self._commits.root, self.disk_wait, free_space)
 
-    def _end_snapshots(self, transfer_s: float) -> None:
-        """The commit follows from those that members have written meanwhile, if they have."""
-        states = {name: piece.file for name, piece in self.snapshots.states.items()}
-        if self.snapshots.at is not None and states:
-            self.cadence.note_states(states.values(), self.snapshots.seconds + transfer_s)
-            self.committed_bytes += sum(file.nbytes for file in states.values())
-            if self.copying.step == self.snapshots.at.step:
-                self.copying.note_states(states)
-            self.snapshots.at = None
-        elif self.snapshots.given_up is not None and self._at is not None:
-            if not self.snapshots.still_written:
-                self._commits.sweep(self.snapshots.given_up)
-            self.snapshots.given_up = None
-            self.cadence.go_on(_calls_since_states(self._at))
-
-    def _write(
-        self,
-        step: int,
-        files: Mapping[str, StateFile],
-        earlier: Mapping[str, tuple[Piece, ...]],
-        state: Mapping[str, Any],
-        extra: Mapping[str, Any],
-    ) -> Manifest:
+    def _write(self, step: int, state: Mapping[str, Any]) -> StateFile:
         header: Header = {"role": TRAINER, "step": step}
         own = self._commits.write(step, self.roots.epoch, f"{TRAINER}.state", header, state)
-        own = replace(own, node=self.roots.owner(self.roots.node))
-        return self._commits.commit(step, self.roots.epoch, {**files, TRAINER: own}, earlier, extra)
+        return replace(own, node=self.roots.owner(self.roots.node))
+
+    def written_request(self, waits: bool) -> WrittenRequest:
+        self._waited.start()
+        return WrittenRequest(waits, self.copying.step)
+
+    def copies(self, answers: Mapping[ProcessId, CommitAnswer], nodes: Nodes) -> list[Transfer] | None:
+        files = {member: answer.file for member, answer in answers.items() if answer.file is not None}
+        if len(files) < len(answers):
+            self._waited.stop()
+            return None
+        if not self.spread or self._asked is None:
+            return []
+        folder, asked = folder_name(self._asked.step, self.roots.epoch), self._asked
+        pieces = {member: Piece(folder, file) for member, file in files.items()}
+        return copies_for_neighbours(self.roots, pieces, nodes, asked.first_kept, asked.copying)
+
+    def commit(self, step: int, answers: Mapping[ProcessId, CommitAnswer], copied: Mapping[Transfer, str]) -> None:
+        asked, own = self._asked, self._own
+        if asked is None or own is None or asked.step != step:
+            raise ValueError(f"the state of step {step} was not saved")
+        files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
+        extra = {**self._extra, NODES: where_kept(files, copied, self._at)} if self.spread else self._extra
+        publish = partial(self._commits.commit, step, self.roots.epoch, {**files, TRAINER: own}, extra)
+        free_space = partial(self._commits.free_space, asked.first_needed)
+        self._latest = self._at = retry_io(publish, self._commits.root, self.disk_wait, free_space)
+        self._kept = [self._at, *self._kept][: self._commits.keep]
+        self._waited.stop()
+        calls_s = max((answer.seconds for answer in answers.values()), default=0.0)
+        self.stride.note_commit(self._waited.seconds + calls_s)
+        self.committed_bytes += sum(file.nbytes for file in self._at.files.values())
+        self._remember_writers(self._at)
+        self.copying.note(answers)
+        if asked.persist:
+            self.copying.begin(self._at)
 
     def trainers_copy(self, nodes: Nodes) -> list[Transfer]:
         if not self.spread or self._at is None:
@@ -368,24 +311,18 @@ class StoreCheckpoints:
 
     @property
     def _extra(self) -> dict[str, Any]:
-        return {SETTINGS: self.settings}
+        return {CODE: self.code}
 
     def persist_request(self) -> PersistRequest | None:
         self.copying.claim(self.disk_wait)
         newest = find_newest(self._commits, self._manifests(self._commits, remember=False), self.disk_wait)
         if newest is None:
             return None
-        manifest = self._patiently(partial(self.copying.next_at_the_end, newest.manifest))
-        if manifest is None:
+        if not self._patiently(partial(self.copying.is_left, newest.manifest)):
             return None
-        self._latest = manifest
-        pieces = Generation(self._commits, manifest).pieces(self._commits)
-        return PersistRequest(manifest.step, pieces, self.roots, finish=not self.copying.failed)
+        self._latest = newest.manifest
+        return PersistRequest(newest.manifest.step, newest.pieces(self._commits), self.roots)
 
-    def persisted(self, answers: Mapping[ProcessId, tuple[StateFile, ...]]) -> None:
+    def persisted(self, answers: Mapping[ProcessId, StateFile]) -> None:
         if self._latest is not None:
             self.copying.publish(self._latest, answers)
-
-
-def _calls_since_states(manifest: Manifest) -> int:
-    return max(map(len, manifest.earlier.values()), default=0)

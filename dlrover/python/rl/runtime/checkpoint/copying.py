@@ -2,7 +2,7 @@
 """The copies of a run's commits in its job's directory, of one commit at a time."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -13,8 +13,7 @@ from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer
 from dlrover.python.rl.runtime.checkpoint.run_files import RunFiles
 from dlrover.python.rl.runtime.checkpoint.runs import TRAINER, prune_earlier_runs
-from dlrover.python.rl.runtime.checkpoint.storage.copies import gathered, states_before
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, folder_name
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
@@ -34,10 +33,7 @@ class Copying:
     at: Manifest | None = None
     """The commit whose copy is under way."""
 
-    failed: bool = False
-    """A member could not copy its state at the end: then all copy what the commit has."""
-
-    _tried: list[int] = field(default_factory=list, repr=False)
+    _tried: int = -1  # the last step that was to be copied at the end of the run
     _has_claimed: bool = False
 
     def claim(self, wait: DiskWait, needed: bool = True) -> bool:
@@ -63,17 +59,12 @@ class Copying:
         self.at = manifest
         self.commits.pinned.add(manifest.step)
 
-    def note_states(self, states: Mapping[str, StateFile]) -> None:
-        """The states after the commit under way are written: copies of them are of the same lengths."""
-        if self.at is not None:
-            self.at = replace(self.at, files={**self.at.files, **states}, earlier={})
-
     def note(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
         """Publish the copy under way once every member has finished its part; abandon it if one has failed."""
         if self.at is None:
             return
         found = {member.file_name: answer.copy for member, answer in answers.items()}
-        copies = {name: (each.file,) for name, each in found.items() if each.file is not None}
+        copies = {name: each.file for name, each in found.items() if each.file is not None}
         if len(copies) == len(found):
             self._publish(self.at, copies)
         elif all(each.file is not None or each.running for each in found.values()):
@@ -83,7 +74,7 @@ class Copying:
     def publish_complete(self) -> None:
         """Publish the copy under way if all its files exist, even if members have died since: a file gets its name only
         after its checksum was verified."""
-        if self.at is None or self.at.earlier:
+        if self.at is None:
             return
         copies = {name: replace(file, node="") for name, file in self.at.files.items() if name != TRAINER}
         try:
@@ -91,7 +82,7 @@ class Copying:
                 self.durable.check(self.at.folder, copy)
         except (CheckpointCorrupt, CheckpointMissing, OSError):
             return
-        self._publish(self.at, {name: (copy,) for name, copy in copies.items()})
+        self._publish(self.at, copies)
         self.end()
 
     def end(self) -> None:
@@ -99,33 +90,24 @@ class Copying:
             self.commits.pinned.discard(self.at.step)
         self.at = None
 
-    def next_at_the_end(self, newest: Manifest) -> Manifest | None:
-        """A commit up to the ``newest`` one that is to be copied before the run ends; each is tried once."""
-        tried = max([*self._tried, *(manifest.step for manifest in self.durable.manifests())], default=-1)
-        first = states_before(self.commits, newest) if self.failed or self.step != newest.step else []
-        for manifest in (*first, newest):
-            if manifest.step > tried:
-                self._tried.append(manifest.step)
-                return manifest
-        return None
+    def is_left(self, newest: Manifest) -> bool:
+        """Return True if the ``newest`` commit is to be copied before the run ends; it is tried once."""
+        copied = max((manifest.step for manifest in self.durable.manifests()), default=-1)
+        if newest.step <= max(self._tried, copied):
+            return False
+        self._tried = newest.step
+        return True
 
-    def publish(self, manifest: Manifest, answers: Mapping[ProcessId, tuple[StateFile, ...]]) -> None:
-        if not self.failed and self.step == manifest.step and any(len(copies) > 1 for copies in answers.values()):
-            self.failed = True
-            self._tried.clear()
-        else:
-            self._publish(manifest, {member.file_name: copies for member, copies in answers.items()})
+    def publish(self, manifest: Manifest, answers: Mapping[ProcessId, StateFile]) -> None:
+        self._publish(manifest, {member.file_name: copy for member, copy in answers.items()})
 
-    def _publish(self, manifest: Manifest, copies: Mapping[str, tuple[StateFile, ...]]) -> None:
+    def _publish(self, manifest: Manifest, copies: Mapping[str, StateFile]) -> None:
         try:
             source = self.commits.root / manifest.folder
             trainers = self.durable.put(source, manifest.step, self.epoch, manifest.files[TRAINER])
             if self.files is not None:
                 self.files.upload()
-            files = {name: own[-1] for name, own in copies.items()}
-            earlier = gathered(folder_name(manifest.step, self.epoch), copies)
-            files[TRAINER] = trainers
-            self.durable.commit(manifest.step, self.epoch, files, earlier, self.extra)
+            self.durable.commit(manifest.step, self.epoch, {**copies, TRAINER: trainers}, self.extra)
             prune_earlier_runs(self.durable)
         except (CheckpointCorrupt, CheckpointMissing, OSError) as error:
             _LOG.warning("step %d was not copied to %s: %s", manifest.step, self.durable.root, error)

@@ -153,26 +153,18 @@ def _name_of(manifest: Manifest) -> str:
 
 
 def copies_for_neighbours(
-    roots: Roots,
-    pieces: Mapping[ProcessId, Sequence[Piece]],
-    nodes: Nodes,
-    before: Manifest | None,
-    first_kept: int,
-    copying: int | None = None,
+    roots: Roots, pieces: Mapping[ProcessId, Piece], nodes: Nodes, first_kept: int, copying: int | None = None
 ) -> list[Transfer]:
-    """What has to go to the next node of each member's, so that it has all ``pieces`` of the member; ``before`` is the
-    commit whose pieces those of calls come after, ``copying`` the step that is being copied to the job's directory."""
+    """What has to go to the next node of each member's; ``copying`` is the step that is being copied to the job's
+    directory."""
     following, on_node = _ring(nodes), _members_by_node(nodes)
     transfers = []
-    for member, (*earlier, last) in pieces.items():
-        neighbour = following.get(last.file.node)
+    for member, piece in pieces.items():
+        neighbour = following.get(piece.file.node)
         if neighbour is not None:
-            has_earlier = before is not None and neighbour in nodes_of(before, member.file_name)
             hosts = on_node[neighbour]
-            known = before.pieces_of(member.file_name) if before is not None and has_earlier else ()
-            wanted = [piece for piece in (*earlier, last) if piece not in known]
             target = hosts[member.rank % len(hosts)]
-            transfers.append(Transfer(target, _parts(roots, wanted, first_kept, copying), member))
+            transfers.append(Transfer(target, _parts(roots, piece, first_kept, copying), member))
     return transfers
 
 
@@ -193,8 +185,8 @@ def transfers_to(roots: Roots, manifest: Manifest, members: Iterable[ProcessId],
         having = nodes_of(manifest, member.file_name)
         holders = [holder for holder, node in nodes.items() if node in having and holder != member]
         if holders and nodes.get(member) not in having:
-            pieces = manifest.pieces_of(member.file_name)
-            transfers.append(Transfer(member, _parts(roots, pieces, needed=True), holders[0]))
+            piece = Piece(manifest.folder, manifest.files[member.file_name])
+            transfers.append(Transfer(member, _parts(roots, piece, needed=True), holders[0]))
     return transfers
 
 
@@ -257,10 +249,7 @@ def _members_by_node(nodes: Nodes) -> dict[str, list[ProcessId]]:
 
 
 def _parts(
-    roots: Roots, pieces: Iterable[Piece], first_kept: int = 0, copying: int | None = None, needed: bool = False
+    roots: Roots, piece: Piece, first_kept: int = 0, copying: int | None = None, needed: bool = False
 ) -> tuple[Part, ...]:
-    return tuple(
-        Part(roots, piece, start, first_kept, copying, needed)
-        for piece in pieces
-        for start in range(0, piece.file.nbytes, _PART_BYTES)
-    )
+    starts = range(0, piece.file.nbytes, _PART_BYTES)
+    return tuple(Part(roots, piece, start, first_kept, copying, needed) for start in starts)

@@ -9,7 +9,6 @@ import socket
 import stat
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -18,7 +17,7 @@ from pathlib import Path
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import is_url
-from dlrover.python.rl.runtime.checkpoint.storage.copies import open_copies, save_generations, with_states
+from dlrover.python.rl.runtime.checkpoint.storage.copies import open_copies, save_generation
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode, encode
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import check_size
@@ -166,7 +165,7 @@ def _save(root: Path) -> None:
     )
     newest = _newest_of(copies)
     for manifest in memory.manifests():
-        if manifest.step > newest and save_generations(root, with_states(memory, manifest), copies):
+        if manifest.step > newest and save_generation(root, manifest, copies):
             _LOG.warning(_SAVED, manifest.step, run, copies.root)
             return
 
@@ -175,13 +174,12 @@ def _newest_of(copies: CheckpointStore | ObjectStore) -> int:
     return next((copy.step for copy in copies.manifests() if copies.valid(copy, check_size)), 0)
 
 
-def known_in_memory(job: str, run: str) -> list[list[bytes]]:
-    """The generations that this node knows of and that are to be saved, each after the states that it goes on from."""
+def known_in_memory(job: str, run: str) -> list[bytes]:
+    """The manifests of the generations that this node knows of and that are to be saved."""
     root = memory_path(job, run)
     if not _is_to_be_saved(root):
         return []
-    memory = CheckpointStore(root, run, durable=False)
-    return [[encode(each) for each in with_states(memory, manifest)] for manifest in memory.manifests()]
+    return list(map(encode, CheckpointStore(root, run, durable=False).manifests()))
 
 
 def _is_to_be_saved(root: Path) -> bool:
@@ -190,24 +188,23 @@ def _is_to_be_saved(root: Path) -> bool:
     return target.is_symlink() and (is_url(place := os.readlink(target)) or Path(place).parent.parent.is_dir())
 
 
-def save_from_memory(job: str, run: str, generations: Sequence[bytes]) -> bool | None:
-    """Copy what this node has of generations that other nodes have the rest of. Returns True if they are complete now,
-    or a later copy exists; None after an error, which is logged."""
-    root = memory_path(job, run)
-    found = [decode(each) for each in generations]
+def save_from_memory(job: str, run: str, content: bytes) -> bool | None:
+    """Copy what this node has of a generation, given by its manifest, that other nodes have the rest of. Returns True
+    if it is complete now, or a later copy exists; None after an error, which is logged."""
+    root, manifest = memory_path(job, run), decode(content)
     if not _is_to_be_saved(root):
         return False
     try:
         place = os.readlink(root / _SAVED_TO)
         copies = open_copies(place if is_url(place) else Path(place), run, keep=_ALL)
-        if _newest_of(copies) >= found[-1].step:
+        if _newest_of(copies) >= manifest.step:
             return True
-        saved = save_generations(root, found, copies)
+        saved = save_generation(root, manifest, copies)
     except OSError as error:
-        _LOG.error("step %d of run %s cannot be saved from the memory of this node: %s", found[-1].step, run, error)
+        _LOG.error("step %d of run %s cannot be saved from the memory of this node: %s", manifest.step, run, error)
         return None
     if saved:
-        _LOG.warning(_SAVED, found[-1].step, run, copies.root)
+        _LOG.warning(_SAVED, manifest.step, run, copies.root)
     return saved
 
 

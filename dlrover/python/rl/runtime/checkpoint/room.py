@@ -3,8 +3,8 @@
 
 ::
 
-    of a node's memory   2 generations of states, 3 if each commit has them, and 1 more while it is copied;
-                         on several nodes also 2 or 3 of the states of the node before
+    of a node's memory   2 commits, the one that is written, and 1 more while it is copied;
+                         on several nodes also 3 of the node before
     of job_dir           checkpoint.keep copies of all states and the one that is written; with commit_to: job_dir also
                          the generations that would be in memory
 """
@@ -20,6 +20,8 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.roots import is_on_one_node, roots_of
+
+_KEPT = 3  # commits in memory, of which one is being written
 
 
 @dataclass(frozen=True)
@@ -44,14 +46,13 @@ def room_for(job: JobSpec, placement: Placement, state_bytes: Mapping[str, int |
             own[placement.position(slot.bundle)[0]] += nbytes
         if nbytes:
             parts.append(f"{role} {len(slots)} x {short_number(nbytes)}B")
-    kept = 3 if job.checkpoint.commit_every == 1 else 2
     roots = roots_of(job, "", 1)
     most = sorted(own, reverse=True)
     neighbours = most[1] if len(most) > 1 and not is_on_one_node(job) else 0
-    in_memory = (kept + 1) * most[0] + kept * neighbours
+    in_memory = (_KEPT + 1) * most[0] + _KEPT * neighbours
     disk = 0 if job.archive else (job.checkpoint.keep + 1) * sum(own)
     if roots.shared:
-        in_memory, disk = 0, disk + (kept + 1) * sum(own)
+        in_memory, disk = 0, disk + (_KEPT + 1) * sum(own)
     return Room(in_memory, disk, ", ".join(parts))
 
 
@@ -73,8 +74,6 @@ def validate_room(job: JobSpec, room: Room | None) -> list[ConfigError]:
     memory, folder = memory_path(job.name, "").parent.parent, job.run_folders or job.job_dir
     if is_on_one_node(job) and 0 < _size_of(memory) < room.memory:
         advice = "checkpoint.commit_to: job_dir needs no memory"
-        if job.checkpoint.commit_every == 1:
-            advice += ", checkpoint.commit_every: auto a quarter less"
         errors.append(_misfit("checkpoint.commit_to", room.memory, memory, advice))
     if 0 < _size_of(folder) < room.disk:
         errors.append(_misfit("job_dir", room.disk, folder, "checkpoint.keep: 1 and another disk are what helps"))

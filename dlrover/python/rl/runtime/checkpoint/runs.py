@@ -11,8 +11,8 @@ from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStor
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import check_size
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore, newest_of
 
-TRAINER, SETTINGS = "trainer", "settings"
-"""Names in a manifest: of the trainer's file, and of the digest of the settings."""
+TRAINER, CODE = "trainer", "code"
+"""Names in a manifest: of the trainer's file, and of the digests of the code that computed."""
 
 COPIES, COMMITS = "checkpoints", "commits"
 """Their folders in a job's directory."""
@@ -33,21 +33,13 @@ def _newest_step(store: CheckpointStore) -> int:
     return next((manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)), 0)
 
 
-def newest_commit(
-    job_dir: Path, archive: str = "", settings: str | None = None
-) -> tuple[CheckpointStore | ObjectStore, Manifest] | None:
-    """The valid commit or copy made last by any run in the folder, or at the URL of its archive, that a job of these
-    ``settings`` can go on from."""
+def newest_commit(job_dir: Path, archive: str = "") -> tuple[CheckpointStore | ObjectStore, Manifest] | None:
+    """The valid commit or copy made last by any run in the folder, or at the URL of its archive."""
     folder = job_dir.absolute()
     roots = [root for name in (COPIES, COMMITS) for root in (folder / name).glob("*") if root.is_dir()]
     stores = [CheckpointStore(root, root.name, durable=True) for root in roots if root.suffix != ".gone"]
     found = [*stores, *(stores_below(f"{archive}/{COPIES}") if archive else ())]
-    return newest_of(found, lambda manifest: settings is None or can_repeat(manifest, settings))
-
-
-def can_repeat(manifest: Manifest, settings: str) -> bool:
-    """Calls are repeated with the settings that they were made with."""
-    return not manifest.earlier or manifest.extra.get(SETTINGS, "") == settings
+    return newest_of(found)
 
 
 def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:

@@ -92,7 +92,7 @@ class CallHeader(NamedTuple):
     sized: bool = False
     epoch: int = 0
     incarnation: int = 0  # of the member that is called, 0 for any
-    committed: int = 0
+    settled: int = 0
     keep: bool = False
     after: CallId | None = None
 
@@ -105,7 +105,7 @@ class CallHeader(NamedTuple):
             call.sized,
             call.epoch,
             incarnation,
-            call.committed,
+            call.settled,
             call.keep,
             call.after,
         )

@@ -6,21 +6,20 @@
     call --> a replaced trainer, another incarnation: refused
          --> its id was answered before: the same answer again
          --> the call before it has not run: skipped
-         --> the workload's method; the result or error is kept under the id until the step is committed
+         --> the workload's method; the result or error is kept under the id until the step has ended
 
-Beside the workload's methods a host answers ``COMMIT``, ``RESTORE``, ``REPLAY``, ``PERSIST``, ``FORGET`` and ``WHERE``
+Beside the workload's methods a host answers ``COMMIT``, ``WRITTEN``, ``RESTORE``, ``PERSIST``, ``FORGET`` and ``WHERE``
 (``trainer/port.py``). Calls come one at a time; :meth:`MemberHost.current_call` may be called from any thread.
 """
 
 import asyncio
 import inspect
-import math
 import socket
 import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -28,7 +27,6 @@ import cloudpickle
 
 from dlrover.python.rl.common.errors import (
     CallSkipped,
-    DataError,
     InvocationError,
     ReplayDiverged,
     ResultLost,
@@ -36,9 +34,8 @@ from dlrover.python.rl.common.errors import (
     user_traceback,
 )
 from dlrover.python.rl.common.log import cut_middle, valid_text
-from dlrover.python.rl.common.progress import last_progress_s, note_progress, noted_progress
+from dlrover.python.rl.common.progress import last_progress_s, noted_progress
 from dlrover.python.rl.control.liveness import Work
-from dlrover.python.rl.runtime.checkpoint.calls import CallRecord, RecordedCall, note_modules
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, MemberState, RestoreRequest
 from dlrover.python.rl.runtime.checkpoint.neighbours import held, read, store
 from dlrover.python.rl.runtime.process.arguments import CallHeader, CallId, Stored
@@ -49,17 +46,16 @@ from dlrover.python.rl.trainer.port import (
     HELD,
     PERSIST,
     READ,
-    REPLAY,
     RESTORE,
     STORE,
     WHERE,
+    WRITTEN,
     Standing,
     gone_incarnation,
 )
 from dlrover.python.rl.trainer.workload import (
-    InvocationOptions,
     MemberContext,
-    get_invocation_options,
+    guards_state,
     is_stateful,
     member_context,
 )
@@ -107,20 +103,17 @@ class MemberHost:
         self._answers: dict[CallId, _Answer] = {}
         self._latest, self._settled = _NEVER, 0
         self._standing = Standing()
-        self._record, self._records = CallRecord(), False
-        self._raw_in: float | None = None  # the step whose committed state has all raw calls, infinity for none yet
-        self._restored: tuple[int, list[RecordedCall]] | None = None  # a step, and what is to be repeated to be there
         self._now: tuple[str, CallId, float] | None = None
         self._progress, self._progressed_s = 0, 0.0
         self.work = Work()
         self._loop: asyncio.Runner | None = None
         self._verbs: dict[str, Callable[..., Any]] = {
             COMMIT: self._commit,
+            WRITTEN: lambda request: self._state.written(request),
             RESTORE: self._restore,
-            REPLAY: self._replay,
             PERSIST: lambda request: self._state.persist(request),
             FORGET: self._forget,
-            WHERE: lambda: replace(self._standing, node=self._node),
+            WHERE: self._where,
             READ: read,
             STORE: lambda part, content: store(part, content, self._node),
             HELD: lambda roots: held(roots, self._node),
@@ -132,7 +125,7 @@ class MemberHost:
         with member_context(context), self._in(CONSTRUCTING, _NEVER):
             self.workload = workload_class(master_handle, config)
         self._is_stateful = is_stateful(type(self.workload))
-        note_modules()
+        self.workload.wait_until_written = self._state.wait_until_written
 
     @property
     def is_rebuilt(self) -> bool:
@@ -190,7 +183,6 @@ class MemberHost:
         return self._call(method, _NEVER, args, kwargs)
 
     def _note_raw_call(self) -> None:
-        self._raw_in = math.inf
         self._standing = replace(self._standing, since=None, at=None)
 
     def failure(self, method: str, error: BaseException) -> InvocationError:
@@ -226,8 +218,8 @@ class MemberHost:
         if header.epoch > self._epoch and not self._is_stateful:
             self._forget_failures()
         self._epoch = max(self._epoch, header.epoch)
-        if header.committed > self._settled:
-            self._settle(header.committed)
+        if header.settled > self._settled:
+            self._settle(header.settled)
 
     def _forget_failures(self) -> None:
         """Another trainer repeats the step: what failed last is tried again."""
@@ -257,8 +249,7 @@ class MemberHost:
         if not header.keep:
             self._note_raw_call()
         try:
-            with self._recording(header, args, kwargs):
-                result = self._call(header.method, header.call_id, args, kwargs)
+            result = self._call(header.method, header.call_id, args, kwargs)
             stored = _stored(result) if header.keep else None
         except ResultLost:  # an argument's value is lost: nothing has run
             raise
@@ -268,19 +259,6 @@ class MemberHost:
             raise failure from failure.original
         self._keep(header, _Answer(header.method, stored))
         return result
-
-    def _recording(
-        self, header: CallHeader, args: Sequence[Any], kwargs: Mapping[str, Any]
-    ) -> AbstractContextManager[None]:
-        if not self._is_stateful or not self._options_of(header.method).changes_state:
-            return nullcontext()
-        if not self._records or not header.keep:
-            return nullcontext()
-        step = max(header.call_id[0], self._settled + 1)  # it may come late
-        return self._record.recording(step, header.method, args, kwargs)
-
-    def _options_of(self, method: str) -> InvocationOptions:
-        return get_invocation_options(getattr(type(self.workload), method, None))
 
     def _keep(self, header: CallHeader, answer: _Answer) -> None:
         if not header.keep:
@@ -293,7 +271,7 @@ class MemberHost:
     def _call(self, method: str, call_id: CallId, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         with self._in(method, call_id):
             self.executed[method] += 1
-            if self._is_stateful and self._options_of(method).changes_state:
+            if not guards_state(type(self.workload), method):
                 self._state.wait_until_written()
             result = getattr(self.workload, method)(*args, **kwargs)
             if not inspect.isawaitable(result):
@@ -322,62 +300,37 @@ class MemberHost:
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code may raise anything
             raise (failure := self.failure(verb.removeprefix("!"), error)) from failure.original
 
+    def _where(self) -> Standing:
+        is_deterministic = bool(self.workload.is_deterministic())
+        return replace(self._standing, settled=self._settled, deterministic=is_deterministic, node=self._node)
+
     def _commit(self, request: CommitRequest) -> CommitAnswer:
-        calls = self._record.calls_of(request.step)
-        is_complete = self._records and self._raw_in is None
-        answer = self._state.commit(self.workload, request, calls if is_complete else None)
-        self._records = request.records
-        if answer.file is None:
-            return answer
-        if self._raw_in == math.inf:
-            self._raw_in = request.step
+        answer = self._state.commit(self.workload, request)
         since = request.step if self._standing.since is None else self._standing.since
         self._standing = Standing(since, request.step, max(self._standing.touched, request.step))
         return answer
 
-    def _restore(self, request: RestoreRequest) -> int:
-        """Returns how many calls :meth:`_replay` has to repeat."""
+    def _restore(self, request: RestoreRequest) -> None:
         self._forget()
-        calls = self._state.restore(self.workload, request)
-        self._raw_in, self._restored, self._records = None, (request.step, calls), request.records
-        if not calls:
-            self._replay()
-        return len(calls)
-
-    def _replay(self) -> None:
-        """Repeat the calls up to the step that was restored; all ranks do so together."""
-        if self._restored is None:
-            return
-        step, calls = self._restored
-        self._restored = None
-        for call in calls:
-            args, kwargs = call.load()
-            if call.method.startswith("_") or not callable(getattr(type(self.workload), call.method, None)):
-                raise DataError(f"the workload has no public method '{call.method}', which is to be repeated")
-            self._call(call.method, _NEVER, args, kwargs)
-            note_progress()
-        self._standing = Standing(step, step, step)
+        self._state.restore(self.workload, request)
+        self._standing = Standing(request.step, request.step, request.step)
 
     def _forget(self) -> None:
         """Forget the steps: the state is no longer that of a commit. The answers to calls of ``init`` stay."""
         self._drop(lambda step: step == 0)
-        self._record = CallRecord()
-        self._settled, self._restored = 0, None
+        self._settled = 0
         self._latest = max(self._answers, default=_NEVER)
         self._standing = Standing(None, None)
 
-    def _settle(self, committed: int) -> None:
-        """The calls of the steps up to ``committed`` will not be repeated."""
-        self._settled = committed
-        self._record.settle(committed)
-        if self._raw_in is not None and committed >= self._raw_in:
-            self._raw_in = None
-        self._drop(lambda step: step == 0 or step > committed)
+    def _settle(self, ended: int) -> None:
+        """The calls of the steps up to ``ended`` will not be repeated."""
+        self._settled = ended
+        self._drop(lambda step: step == 0 or step > ended)
         at = self._standing.at
-        if at is None or at < committed:
+        if at is None or at < ended:
             self._standing = replace(self._standing, since=None, at=None)
         else:
-            self._standing = replace(self._standing, since=max(self._standing.since or 0, committed))
+            self._standing = replace(self._standing, since=max(self._standing.since or 0, ended))
 
     def _drop(self, keeps_step: Callable[[int], bool]) -> None:
         self._answers = {call_id: answer for call_id, answer in self._answers.items() if keeps_step(call_id[0])}

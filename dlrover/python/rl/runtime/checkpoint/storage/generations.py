@@ -41,15 +41,10 @@ class Generation:
                 return False
             raise
 
-    def pieces(self, own: Store) -> dict[str, tuple[Piece, ...]]:
-        """The files of each process; those in ``own`` have relative folders."""
-        pieces = {name: self.manifest.pieces_of(name) for name in self.manifest.files}
-        if self.store is own:
-            return pieces
-        return {
-            name: tuple(Piece(f"{self.store.root}/{folder}", file) for folder, file in of_one)
-            for name, of_one in pieces.items()
-        }
+    def pieces(self, own: Store) -> dict[str, Piece]:
+        """The file of each process; one in ``own`` has a relative folder."""
+        folder = self.manifest.folder if self.store is own else f"{self.store.root}/{self.manifest.folder}"
+        return {name: Piece(folder, file) for name, file in self.manifest.files.items()}
 
 
 def find_newest(

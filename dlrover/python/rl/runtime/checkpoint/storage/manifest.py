@@ -33,21 +33,15 @@ _LARGEST = 1 << 28
 
 
 class Piece(NamedTuple):
-    """A file of an earlier generation in the same root, or of this one."""
+    """A file, and the folder of its generation: in the same root, or an absolute path or URL."""
 
     folder: str
     file: StateFile
 
 
-NOTHING: Mapping[str, Any] = {}
-
-
 @dataclass(frozen=True)
 class Manifest:
-    """One generation: the state of every stateful member and of the trainer after ``step``.
-
-    A member's file is its state, or its calls of the step. Before the latter ``earlier`` has the files that it goes on
-    from: a state, then the calls of the steps after that."""
+    """One generation: the state of every stateful member and of the trainer after ``step``."""
 
     step: int
     epoch: int
@@ -56,7 +50,6 @@ class Manifest:
     extra: Mapping[str, Any] = field(default_factory=dict)
     serial: int = 0  # rises with each commit in its folder; the highest is the newest
     committed_at: float = 0.0
-    earlier: Mapping[str, tuple[Piece, ...]] = field(default_factory=dict)
 
     @property
     def age(self) -> tuple[int, int]:
@@ -66,23 +59,6 @@ class Manifest:
     @property
     def folder(self) -> str:
         return folder_name(self.step, self.epoch)
-
-    def pieces_of(self, name: str) -> tuple[Piece, ...]:
-        """The files of a process, of which the first is a state. Raises KeyError."""
-        return (*self.earlier.get(name, ()), Piece(self.folder, self.files[name]))
-
-    def pieces(self) -> Iterator[Piece]:
-        return (piece for name in self.files for piece in self.pieces_of(name))
-
-    @property
-    def folders(self) -> set[str]:
-        """All that it needs."""
-        return {self.folder, *(piece.folder for pieces in self.earlier.values() for piece in pieces)}
-
-    @property
-    def since(self) -> int:
-        """The step of the first folder that it needs."""
-        return min((ids[0] for folder in self.folders if (ids := step_and_epoch(folder))), default=self.step)
 
 
 def folder_name(step: int, epoch: int) -> str:
@@ -96,30 +72,30 @@ def step_and_epoch(name: str) -> tuple[int, int] | None:
 
 def encode(manifest: Manifest) -> bytes:
     fields = dict(vars(manifest), files={name: vars(file) for name, file in manifest.files.items()})
-    del fields["earlier"]
-    if manifest.earlier:
-        fields["earlier"] = {
-            name: [(folder, vars(file)) for folder, file in pieces] for name, pieces in manifest.earlier.items()
-        }
-    body = json.dumps({"version": VERSION, **fields}, sort_keys=True, allow_nan=False)
-    return b'{"crc32": "%08x", "manifest": %s}\n' % (zlib.crc32(body.encode()), body.encode())
+    return _sealed(json.dumps({"version": VERSION, **fields}, sort_keys=True, allow_nan=False).encode())
+
+
+def _sealed(body: bytes) -> bytes:
+    return b'{"crc32": "%08x", "manifest": %s}\n' % (zlib.crc32(body), body)
 
 
 def decode(content: bytes) -> Manifest:
-    """Raises ValueError if a byte is not as :func:`encode` wrote it."""
+    """The inverse of :func:`encode`.
+
+    Raises:
+        ValueError: a byte is not as :func:`encode` wrote it.
+        CheckpointMissing: it has calls instead of states, as commits of earlier versions could.
+    """
     fields = json.loads(content)["manifest"]
+    if _sealed(json.dumps(fields, sort_keys=True, allow_nan=False).encode()) != content:
+        raise ValueError("it does not match its checksum")
     version = fields.pop("version")
     if version != VERSION:
         raise ValueError(f"format {version!r} instead of {VERSION}")
     files = {name: StateFile(**file) for name, file in fields.pop("files").items()}
-    earlier = {
-        name: tuple(Piece(folder, StateFile(**file)) for folder, file in pieces)
-        for name, pieces in fields.pop("earlier", {}).items()
-    }
-    manifest = Manifest(files=files, earlier=earlier, **fields)
-    if encode(manifest) != content:  # more than the checksum: JSON has many spellings of one value
-        raise ValueError("it does not match its checksum")
-    return manifest
+    if fields.pop("earlier", {}):
+        raise CheckpointMissing(f"step {fields['step']} was committed as calls, by an earlier version of this package")
+    return Manifest(files=files, **fields)
 
 
 def read_manifest(folder: Path, run: str) -> Manifest:
@@ -131,6 +107,9 @@ def read_manifest(folder: Path, run: str) -> Manifest:
         manifest = decode(content)
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointMissing(f"{path} is not there") from None
+    except CheckpointMissing as error:
+        _LOG.warning("%s; the newest whole state before it is used", error)
+        raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(str(path), f"not a manifest: {error}") from error
     if manifest.run != run:

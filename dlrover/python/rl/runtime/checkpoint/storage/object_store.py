@@ -31,9 +31,7 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
     MANIFEST,
-    NOTHING,
     Manifest,
-    Piece,
     decode,
     encode,
     folder_name,
@@ -84,16 +82,14 @@ class ObjectStore:
         step: int,
         epoch: int,
         files: Mapping[str, StateFile],
-        earlier: Mapping[str, tuple[Piece, ...]] = NOTHING,
-        extra: Mapping[str, Any] = NOTHING,
+        extra: Mapping[str, Any] | None = None,
     ) -> Manifest:
-        """Make the uploaded files, after ``earlier`` ones in the same folder, the newest generation, and remove
-        superfluous ones. Idempotent. Raises StaleEpoch, or CheckpointMissing, CheckpointCorrupt and OSError, after
-        which the generation is not valid."""
+        """Make the uploaded files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
+        CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""
         self._check(epoch)
-        manifest = Manifest(step, epoch, self.run, dict(files), dict(extra), earlier=dict(earlier))
-        for folder, file in manifest.pieces():
-            self.check(folder, file)
+        manifest = Manifest(step, epoch, self.run, dict(files), dict(extra or {}))
+        for file in files.values():
+            self.check(manifest.folder, file)
         existing = self.manifests()
         for old in existing:
             if replace(old, serial=0, committed_at=0.0) == manifest:
@@ -145,8 +141,8 @@ class ObjectStore:
         """Whether every file is there in its length; else the generation is set aside. Whoever reads one checks its
         bytes."""
         try:
-            for folder, file in manifest.pieces():
-                self.check(folder, file)
+            for file in manifest.files.values():
+                self.check(manifest.folder, file)
         except (CheckpointCorrupt, CheckpointMissing) as error:
             self._set_aside(manifest.folder, str(error))
             return False

@@ -8,7 +8,7 @@
       EPOCH                       the highest epoch that has claimed the folder; lower ones are refused
       step-00000007.e1/           a generation
         manifest.json             its appearance makes the generation valid
-        ACTOR-0.1.state           or ACTOR-0.7.1.calls, of step 7, after files of earlier generations
+        ACTOR-0.1.state           of rank 0, from the process of its incarnation 1
         trainer.state
       step-00000008.e1/           no manifest: being written, or left by a crash
       step-00000006.e1.bad.1/     damaged: set aside, never loaded
@@ -32,11 +32,8 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
     MANIFEST,
-    NOTHING,
     EpochFence,
     Manifest,
-    Piece,
-    encode,
     folder_name,
     read_manifest,
     step_and_epoch,
@@ -49,7 +46,6 @@ from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
     check_size,
     copy_file,
     make_folder,
-    new_file,
     read_state,
     sync_folder,
     write_state,
@@ -72,7 +68,6 @@ class CheckpointStore:
 
     Attributes:
         pinned: steps that are not removed, because they are being copied.
-        written: the step in whose folder others still write, None for none.
     """
 
     def __init__(self, root: Path, run: str, durable: bool, keep: int = 2, node: str = "") -> None:
@@ -80,7 +75,6 @@ class CheckpointStore:
             raise ValueError(f"keep must be at least 1, not {keep}")
         self.root, self.run, self.durable = root, run, durable
         self.pinned: set[int] = set()
-        self.written: int | None = None
         self.keep, self._node = keep, node
         self._known: dict[str, tuple[tuple[int, int, int], Manifest]] = {}
         self._fence = EpochFence(root, durable, lambda: max((epoch for _, epoch in self._folders()), default=0))
@@ -123,18 +117,16 @@ class CheckpointStore:
         step: int,
         epoch: int,
         files: Mapping[str, StateFile],
-        earlier: Mapping[str, tuple[Piece, ...]] = NOTHING,
-        extra: Mapping[str, Any] = NOTHING,
+        extra: Mapping[str, Any] | None = None,
     ) -> Manifest:
-        """Make the members' files, after ``earlier`` ones, the newest generation, and remove superfluous ones.
-        Idempotent. Raises StaleEpoch, or CheckpointMissing, CheckpointCorrupt and OSError, after which the generation
-        is not valid."""
+        """Make the members' files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
+        CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""
         with self._fence.locked():
             self._fence.claim(epoch)
             folder = self.root / folder_name(step, epoch)
-            manifest = Manifest(step, epoch, self.run, dict(files), dict(extra), earlier=dict(earlier))
-            for place, file in self._pieces_here(manifest):
-                check_size(place, file)
+            manifest = Manifest(step, epoch, self.run, dict(files), dict(extra or {}))
+            for file in self._files_here(manifest):
+                check_size(folder, file)
             existing = self.manifests()
             for old in existing:
                 if replace(old, serial=0, committed_at=0.0) == manifest:
@@ -148,15 +140,6 @@ class CheckpointStore:
                 sync_folder(self.root)
             self._prune(manifest, [old for old in existing if old.folder != manifest.folder])
         return manifest
-
-    def revise(self, manifest: Manifest, epoch: int) -> None:
-        """Give a generation other files, which are there. Raises StaleEpoch, and OSError, after which it has these or
-        those that it had."""
-        with self._fence.locked():
-            self._fence.check(epoch)
-            content = encode(manifest)
-            with new_file(self.root / manifest.folder / MANIFEST, self.durable, len(content)) as file:
-                file.write(content)
 
     def drop_older(self, step: int) -> None:
         """Remove the folders of the steps before ``step``: for a node with a separate root, where no manifest is ever
@@ -213,12 +196,12 @@ class CheckpointStore:
         raise CheckpointMissing(f"{folder} has no manifest")
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
-        """Return True if every file that it needs is intact; otherwise the generation is set aside.
+        """Return True if every file is intact; otherwise the generation is set aside.
         :func:`check_size` is a quicker and less strict ``verify``."""
         folder = self.root / manifest.folder
         try:
-            for place, file in self._pieces_here(manifest):
-                verify(place, file)
+            for file in self._files_here(manifest):
+                verify(folder, file)
         except (CheckpointCorrupt, CheckpointMissing) as error:
             self._set_aside(folder, str(error))  # does nothing if it was just removed as superfluous
             return False
@@ -249,9 +232,8 @@ class CheckpointStore:
     def _folders(self) -> list[tuple[int, int]]:
         return [ids for ids in map(step_and_epoch, _names_in(self.root)) if ids]
 
-    def _pieces_here(self, manifest: Manifest) -> list[tuple[Path, StateFile]]:
-        pieces = manifest.pieces()
-        return [(self.root / folder, file) for folder, file in pieces if file.node in ("", self._node)]
+    def _files_here(self, manifest: Manifest) -> list[StateFile]:
+        return [file for file in manifest.files.values() if file.node in ("", self._node)]
 
     def _prune(self, newest: Manifest, existing: list[Manifest]) -> None:
         """Keep the newest generations, pinned ones, and folders that may still become one."""
@@ -259,20 +241,15 @@ class CheckpointStore:
         for manifest in existing:
             if len(recent) < self.keep and self.valid(manifest, check_size):
                 recent.append(manifest)
-        needed = {folder for manifest in recent for folder in manifest.folders}
+        needed = {manifest.folder for manifest in recent}
         committed = {manifest.folder for manifest in existing}
-        for step, epoch in sorted(self._folders(), reverse=True):  # the states, which are first, are retired last
+        for step, epoch in sorted(self._folders(), reverse=True):  # the oldest one is retired last, and stays as spare
             name = folder_name(step, epoch)
             old = name in committed or (step <= newest.step and epoch <= newest.epoch)
             if old and name not in needed and step not in self.pinned:
                 self._retire(self.root / name)
         self._sweep()
-        if self.written != newest.step:
-            self.sweep(newest)
-
-    def sweep(self, manifest: Manifest) -> None:
-        """Remove the partial files of crashed processes in a generation whose folder is no longer written to."""
-        _remove_partial(self.root / manifest.folder, _names_in(self.root / manifest.folder))
+        _remove_partial(self.root / newest.folder, _names_in(self.root / newest.folder))
 
     def _sweep(self) -> None:
         """Remove the remains of crashed processes: partial files, half-removed folders, all but two damaged ones."""
@@ -287,28 +264,17 @@ class CheckpointStore:
             shutil.rmtree(folder, ignore_errors=True)
 
     def _set_aside(self, folder: Path, why: str) -> bool:
-        """Rename the folder, or only its manifest if other generations need the files beside it."""
-        what = folder / MANIFEST if self._is_needed(folder.name) else folder
-        names = (f"{what.name}{_BAD}.{number}" for number in count(1))
-        target = next(path for path in map(what.parent.joinpath, names) if not path.exists())
+        names = (f"{folder.name}{_BAD}.{number}" for number in count(1))
+        target = next(path for path in map(self.root.joinpath, names) if not path.exists())
         try:
-            what.rename(target)
+            folder.rename(target)
         except FileNotFoundError:
             return True  # removed, or set aside by another process
         except OSError as error:
             _LOG.warning("%s is not used (%s), and cannot be set aside: %s", folder, why, error)
             return False
-        _LOG.warning("%s is not used: %s; it is now %s", what, why, target.name)
+        _LOG.warning("%s is not used: %s; it is now %s", folder, why, target.name)
         return True
-
-    def _is_needed(self, name: str) -> bool:
-        """Whether the generation of another folder has files in this one."""
-        for ids in self._folders():
-            folder = self.root / folder_name(*ids)
-            with suppress(CheckpointMissing, CheckpointCorrupt):
-                if folder.name != name and name in self._manifest_in(folder).folders:
-                    return True
-        return False
 
     def _retire(self, folder: Path) -> None:
         """Remove a generation; in memory, its files stay until they are overwritten or the next one is removed."""
@@ -380,16 +346,13 @@ class AnyStore(Protocol):
 S = TypeVar("S", bound=AnyStore)
 
 
-def newest_of(
-    stores: Iterable[S], usable: Callable[[Manifest], bool] = lambda manifest: True
-) -> tuple[S, Manifest] | None:
-    """The valid and ``usable`` generation of the latest step of the run that committed last; a copy is younger than its
-    commit."""
+def newest_of(stores: Iterable[S]) -> tuple[S, Manifest] | None:
+    """The valid generation of the latest step of the run that committed last; a copy is younger than its commit."""
     pairs = [(store, manifest) for store in stores for manifest in store.manifests()]
     ended: dict[str, float] = {}
     for store, manifest in pairs:
         ended[store.run] = max(manifest.committed_at, ended.get(store.run, 0.0))
     for store, manifest in sorted(pairs, key=lambda pair: (ended[pair[0].run], pair[1].step), reverse=True):
-        if usable(manifest) and store.valid(manifest, check_size):
+        if store.valid(manifest, check_size):
             return store, manifest
     return None

@@ -29,21 +29,21 @@ async def forget_on_nodes(cluster: ClusterApi, pids: Mapping[str, Sequence[int]]
     ended = (cluster.run_on(node, _end_and_list, pids[node], job, run, limit_s=_SAVED_S) for node in pids)
     known = dict(zip(pids, await asyncio.gather(*ended), strict=True))
     answering = [node for node, found in known.items() if found is not None]
-    found = sorted((each for node in answering for each in known[node]), key=len)  # two nodes know the same ones
-    for _, each in sorted({decode(each[-1]).age: each for each in found}.items(), reverse=True):
+    found = {decode(each).age: each for node in answering for each in known[node]}  # two nodes know the same ones
+    for _, each in sorted(found.items(), reverse=True):
         saving = (cluster.run_on(node, save_from_memory, job, run, each, limit_s=_SAVED_S) for node in answering)
         saved = await asyncio.gather(*saving)
         if any(saved):
             break
         if None in saved:
-            _LOG.error("%s: step %d stays in the memory of its nodes", job, decode(each[-1]).step)
+            _LOG.error("%s: step %d stays in the memory of its nodes", job, decode(each).step)
             return False
-        _LOG.error("%s: step %d is lost with the nodes that had parts of it", job, decode(each[-1]).step)
+        _LOG.error("%s: step %d is lost with the nodes that had parts of it", job, decode(each).step)
     await asyncio.gather(*(cluster.run_on(node, _forget, job, run, limit_s=_SAVED_S) for node in pids))
     return True
 
 
-def _end_and_list(pids: Sequence[int], job: str, run: str) -> list[list[bytes]]:
+def _end_and_list(pids: Sequence[int], job: str, run: str) -> list[bytes]:
     kill_and_wait(pids)
     return known_in_memory(job, run)
 

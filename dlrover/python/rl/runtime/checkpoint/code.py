@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Digests of the code that computes a job's steps, which a commit keeps: a resume names what has changed since."""
+
+import ast
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import sha256
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.config.spec import JobSpec
+
+_PACKAGES = ("dlrover-rl", "torch", "transformers", "numpy", "vllm", "sglang", "deepspeed", "megatron-core")
+_OURS = "dlrover."  # whose version counts
+_REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # "package.module:name", as job files name functions
+
+
+def digest_code(job: JobSpec) -> dict[str, dict[str, str]]:
+    """The digests of the ``modules`` that the job names and has in its folders, with those that they import from there,
+    and the ``versions`` of the packages that compute."""
+    folders = [Path(job.work_dir), *map(Path, job.search_path)]
+    names = {job.trainer.module, *(spec.module for spec in job.workloads.values()), *_referenced(job.config)}
+    modules: dict[str, str] = {}
+    _add_modules(names, folders, modules)
+    return {"modules": modules, "versions": dict(_installed())}
+
+
+def describe_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> str:
+    """What differs, for people; empty for nothing, or if it is not known how it was ``before``."""
+    if not before:
+        return ""
+    old, new = before["modules"], now["modules"]
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    versions = sorted(before["versions"].keys() | now["versions"].keys())
+    pairs = [(name, before["versions"].get(name, "none"), now["versions"].get(name, "none")) for name in versions]
+    return ", ".join([*names, *(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)])
+
+
+def _installed() -> Iterator[tuple[str, str]]:
+    for name in _PACKAGES:
+        try:
+            yield name, version(name)
+        except PackageNotFoundError:
+            continue
+
+
+def _referenced(config: Any) -> Iterator[str]:
+    """The modules of all functions and classes that a configuration names."""
+    if isinstance(config, str):
+        if match := _REFERENCE.fullmatch(config):
+            yield match[1]
+    elif isinstance(config, Mapping):
+        yield from _referenced([*config, *config.values()])
+    elif isinstance(config, Sequence):
+        for item in config:
+            yield from _referenced(item)
+
+
+def _add_modules(names: Iterable[str], folders: list[Path], modules: dict[str, str]) -> None:
+    for name in names:
+        file = _find_module(name, folders)
+        if name not in modules and file is not None and not name.startswith(_OURS):
+            source = file.read_bytes()
+            modules[name] = sha256(source).hexdigest()[:16]
+            _add_modules(_imports(source, name, file.stem == "__init__"), folders, modules)
+
+
+def _find_module(name: str, folders: list[Path]) -> Path | None:
+    below = Path(*name.split("."))
+    files = (file for folder in folders for file in (folder / below.with_suffix(".py"), folder / below / "__init__.py"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def _imports(source: bytes, name: str, is_package: bool) -> Iterator[str]:
+    """The modules that may be imported by a module of this source, by absolute names."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parts = name.split(".")
+            parents = parts[: len(parts) - node.level + is_package] if node.level else []
+            base = ".".join([*parents, *filter(None, [node.module])])
+            yield base
+            yield from (f"{base}.{alias.name}" for alias in node.names)
