@@ -112,14 +112,17 @@ def _role(who: str) -> str:
 
 
 def lost_commits(commits: Sequence[Commit], faults: Sequence[Injected]) -> list[str]:
-    """Where the run fell back further than the one step that a damaged newest commit costs."""
-    told, newest = [], -1
+    """Where the run fell back further than to the commit before a damaged one."""
+    problems, newest, seen = [], -1, set[int]()
     damaged = Counter(fault.step for fault in faults if fault.kind in (Kind.FLIP_MEMORY, Kind.TEAR_MEMORY))
     for commit in commits:
-        if commit.step <= newest and newest - commit.step + 1 > sum(damaged[s] for s in range(commit.step, newest + 1)):
-            told.append(f"step {commit.step} was committed again by epoch {commit.epoch} when {newest} was the newest")
+        lost = sum(step >= commit.step for step in seen)
+        if lost > sum(damaged[step] for step in range(commit.step, newest + 1)):
+            message = f"step {commit.step} was committed again by epoch {commit.epoch} when {newest} was the newest"
+            problems.append(message)
         newest = max(newest, commit.step)
-    return told
+        seen.add(commit.step)
+    return problems
 
 
 def confusion(findings: Sequence[Finding]) -> dict[str, Counter[str]]:

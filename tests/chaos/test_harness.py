@@ -142,7 +142,10 @@ def test_going_back_further_than_a_damaged_commit_costs_is_told():
     damaged = Injected(Kind.FLIP_MEMORY, 3.5, 3)
     assert lost_commits(commits, [damaged]) == []
     assert lost_commits(commits, [])
-    assert lost_commits([Commit(3, 1, 1.0), Commit(2, 1, 2.0)], [damaged])
+    assert lost_commits([Commit(2, 1, 0.5), Commit(3, 1, 1.0), Commit(2, 1, 2.0)], [damaged])
+    assert not lost_commits(
+        [Commit(2, 1, 0.5), Commit(8, 1, 1.0), Commit(3, 1, 2.0)], [Injected(Kind.FLIP_MEMORY, 2.5, 8)]
+    )
 
 
 def test_steps_that_every_rollout_did_again_count_as_redone():
