@@ -7,12 +7,11 @@
     w  writes of a process, GB/s      measured      checksum and file in memory, over an old file
     r  reads of a process, GB/s       measured      file and checksum
     n  between two nodes, GB/s        assumed       as the table says; each node of g devices sends and receives g b
-    N  steps between states           8 at most     `commit_every: auto`
 
-    written in                        b / w         in the background of a rollout; calls wait for what it lasts longer
-    to the next node, on several      g b / n       every N steps
-    loaded after a loss               b / r         and at most N + 1 updates are repeated
-    memory of a node                  2 g b         one more while a copy is made; as much again for its neighbour's
+    written in                        b / w         in the background of a rollout; an update waits for what is left
+    to the next node, on several      g b / n       at each commit
+    loaded after a loss               b / r
+    memory of a node                  3 g b         one more while a copy is made; as much again for its neighbour's
 """
 
 import tempfile
@@ -31,7 +30,6 @@ _GB = 1e9
 _NETWORK_GB_S = 25.0  # 200 Gb/s
 _PER_NODE = 8
 _SHAPES = {"7 B on 8": (7e9, 8), "70 B on 64": (70e9, 64)}
-_STEPS = 8
 
 
 def speeds(nbytes: int = 1 << 29, rounds: int = 5) -> dict[str, float]:
@@ -67,7 +65,7 @@ def extrapolate(speed: dict[str, float]) -> str:
         rank_gb = 12 * parameters / devices / _GB
         on_node, nodes = min(_PER_NODE, devices), max(devices // _PER_NODE, 1)
         sent_s = on_node * rank_gb / _NETWORK_GB_S if nodes > 1 else 0.0
-        kept = 4 if nodes > 1 else 2
+        kept = 6 if nodes > 1 else 3
         rows.append(
             [
                 name,
@@ -83,6 +81,6 @@ def extrapolate(speed: dict[str, float]) -> str:
     head += ["memory of a node, GB", "a copy, GB"]
     measured = ", ".join(f"{name.replace('_', ' ')} {value:.2f}" for name, value in speed.items())
     assumed = f"n = {_NETWORK_GB_S:g} GB/s between nodes of {_PER_NODE} devices"
-    text = f"From GB/s of one process here: {measured}. Assumed: {assumed}, states at most every {_STEPS} steps."
+    text = f"From GB/s of one process here: {measured}. Assumed: {assumed}."
     formulas = (__doc__ or "").partition("::\n\n")[2].rstrip()
     return f"{text}\n\n```text\n{formulas}\n```\n\n{markdown(head, rows)}"

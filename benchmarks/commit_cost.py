@@ -151,23 +151,15 @@ def _table(results: dict[str, Any]) -> str:
 
 
 def _kills(results: dict[str, Any]) -> str:
-    head = [
-        "parameters",
-        "calls repeated",
-        "R, s",
-        "recovery, s",
-        "an update, s",
-        "of 1.15 R + 10 updates",
-        "lost",
-        "bits",
-    ]
+    head = ["parameters", "steps again", "R, s", "recovery, s", "beyond R and the steps again, s", "lost", "bits"]
     rows = []
     for name, found in results["kills"].items():
         for one in found["rounds"]:
-            share = one["recovery_s"] / (1.15 * one["raw_s"] + 10 * one["update_s"])
-            seconds = [f"{one[key]:.2f}" for key in ("raw_s", "recovery_s", "update_s")]
+            beyond_s = one["recovery_s"] - one["raw_s"] - one["steps_again"] * one["step_s"]
+            seconds = [f"{one[key]:.2f}" for key in ("raw_s", "recovery_s")]
             bits = "the same" if one["same_bits"] else "others"
-            rows.append([name, one["calls"], *seconds, f"{share:.2f}", "steps" if one["lost"] else "nothing", bits])
+            lost = "steps" if one["lost"] else "nothing"
+            rows.append([name, one["steps_again"], *seconds, f"{beyond_s:.2f}", lost, bits])
     return markdown(head, rows)
 
 

@@ -17,7 +17,7 @@ from types import FrameType
 from typing import Any
 
 from dlrover.python.rl.config.builder import JobBuilder
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.spec import CheckpointSpec, JobSpec
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.trainer.steps import Steps
@@ -81,6 +81,7 @@ def tiny_job(folder: Path) -> JobSpec:
         getattr(builder, role)(WORKLOADS, name).total(1)
     job = builder.spec("trace", search_path=(str(REPOSITORY),))
     object.__setattr__(job, "job_dir", folder / "out")
+    object.__setattr__(job, "checkpoint", CheckpointSpec(commit_every=8))  # step 2 is between two commits
     return job
 
 
