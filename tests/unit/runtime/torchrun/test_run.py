@@ -50,7 +50,7 @@ def test_the_trainer_is_told_that_it_has_failed(tmp_path, monkeypatch, error, ou
 
 def test_the_trainer_is_told_that_it_was_stopped(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    # The trainer's thread waits on for the actor that was interrupted: it shall not log that into another test's output.
+    # The trainer's thread waits on for the interrupted actor: it shall not log that into another test's output.
     monkeypatch.setattr("dlrover.python.rl.trainer.port.STRAGGLER_LOG_INTERVAL_S", 3600.0)
     with pytest.raises(KeyboardInterrupt):
         launched(tmp_path, "interrupt")
