@@ -8,6 +8,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -365,3 +366,22 @@ def test_who_is_warm_imports_nothing_more_when_it_takes_over(model):
     ran = subprocess.run([sys.executable, "-c", LATE, model], capture_output=True, text=True, timeout=240, check=True)
     family = "transformers.models."  # what is looked up by the name in a model's own files
     assert [name for name in ran.stdout.split() if not name.startswith(family)] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "expected"),
+    [
+        ("exact", True),
+        ("dlrover.python.rl.environment.verifiers:unjudged", True),
+        ({"exact": 0.5, "math": 0.5}, True),
+        ("verifiers:obedient", False),
+        ({"exact": 0.5, "verifiers:obedient": 0.5}, False),
+    ],
+)
+def test_is_deterministic_is_false_with_a_users_reward(function, expected, monkeypatch):
+    monkeypatch.setattr(
+        "dlrover.python.rl.recipe.roles.reward.VerifierPool", lambda workers, start: SimpleNamespace(close=lambda: None)
+    )
+    judge = RewardWorkload(None, {})
+    judge.init_verifier(RewardConfig(function=function))
+    assert judge.is_deterministic() is expected

@@ -66,7 +66,8 @@ class RewardWorkload(BaseWorkload):
         )
         self._ignores_thoughts = reward.thoughts == "ignored"
         self._parts = name_parts(reward.function)
-        self._is_deterministic = not any(":" in name and not name.startswith("dlrover.") for name in self._parts)
+        names = [reward.function] if isinstance(reward.function, str) else reward.function
+        self._is_deterministic = not any(":" in name and not name.startswith("dlrover.") for name in names)
         self._verifiers = VerifierPool(reward.workers, start)
         self._shown: set[str] = set()
         return sandbox_level()
