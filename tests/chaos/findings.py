@@ -112,7 +112,7 @@ def _role(who: str) -> str:
 
 
 def lost_commits(commits: Sequence[Commit], faults: Sequence[Injected]) -> list[str]:
-    """Where the run fell back further than to the commit before a damaged one."""
+    """Name the commits before which the run fell back further than damage explains."""
     problems, newest, seen = [], -1, set[int]()
     damaged = Counter(fault.step for fault in faults if fault.kind in (Kind.FLIP_MEMORY, Kind.TEAR_MEMORY))
     for commit in commits:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a commit knows of the code that computes a job's steps."""
+"""Digests of the code that computes a job's steps, and the names of what has changed."""
 
 from dataclasses import replace
 
@@ -52,6 +52,7 @@ def test_digest_has_named_modules_and_what_they_import(job):
         ),
         ("trainers.py", "this is no Python", "helpers, helpers.marks, helpers.numbers_of, helpers.texts, trainers"),
         ("unused.py", "print()\n", ""),
+        ("rewards.py", "from . import nothing\nimport torch\n", "rewards"),  # the first cannot be imported either
     ],
 )
 def test_changes_name_the_modules(job, tmp_path, file, text, changes):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many steps lie between two commits."""
+"""The distance between two commits, in steps."""
 
 import pytest
 

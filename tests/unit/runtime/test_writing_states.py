@@ -211,7 +211,7 @@ def test_copy_is_published_once_all_members_have_made_theirs(roots, other):
 
 @pytest.fixture
 def slow_writes(monkeypatch):
-    """No state is written before its member or trainer waits for it."""
+    """Each state takes 20 ms to write, so that members and the trainer continue before it is there."""
     monkeypatch.setattr(member_state, "AT_ONCE_BYTES", 0)
     monkeypatch.setattr("durable_toys.wait_for_copies", lambda: None)
     write, may_write = CheckpointStore.write, threading.Event()
@@ -228,7 +228,7 @@ STEPS = 5
 
 
 def results_of(outcome):
-    """Without members that have no state: they may be lost at the end, where nobody calls them."""
+    """Leave out members without a state: one may be lost after its last call."""
     return {**outcome, "members": {name: state for name, state in outcome["members"].items() if state is not None}}
 
 

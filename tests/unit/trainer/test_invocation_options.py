@@ -94,3 +94,11 @@ def test_any_callable_may_stand_before_and_after(function):
 def test_replacing_an_option_keeps_the_others():
     policy = InvocationOptions(blocking=False, timeout=3).replace(timeout=4)
     assert policy == InvocationOptions(blocking=False, timeout=4)
+
+
+def test_changes_state_warns_once_and_has_no_effect(caplog):
+    options = InvocationOptions(changes_state=False)
+    options.replace(timeout=5)
+    assert [record.getMessage().partition(" has")[0] for record in caplog.records] == [
+        "trainer_invocation(changes_state=...)"
+    ]

@@ -78,8 +78,7 @@ class DurablePort:
     """A port that recovers lost calls once it is ``opened``, else raises failures. Thread safe.
 
     Without ``checkpoints`` stateful members cannot be rebuilt once a step has ended; ``renewed`` receives the raw
-    handles of new members, and ``publish`` is called while the trainer waits for results, until it returns True: a
-    commit is being written."""
+    handles of new members. ``publish`` is called while the trainer waits for results: a commit is being written."""
 
     inner: Port
     recovery: Recovery
@@ -87,7 +86,7 @@ class DurablePort:
     checkpoints: Checkpoints | None = None
     opened: bool = False
     renewed: Callable[[Renewed], None] = lambda renewed: None
-    publish: Callable[[], bool] | None = None
+    publish: Callable[[], None] | None = None
     step: int = 0
     recoveries: int = 0
     log: CallLog = field(default_factory=CallLog)
@@ -151,13 +150,13 @@ class DurablePort:
                     return outcomes
 
     def _wait_and_publish(self, runs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        """Wait as the inner port does; the members that a commit waits for are mostly idle meanwhile."""
+        """Wait as the inner port does, and look in between if a commit can be published."""
         pause_s = _FIRST_LOOK_S
-        while self.publish is not None and (timeout_s is None or timeout_s > pause_s):
+        # Another thread may publish it, and withdraw the function.
+        while (publish := self.publish) is not None and (timeout_s is None or timeout_s > pause_s):
             outcomes = self.inner.wait(runs, pause_s)
             is_over = not any(outcome.late for outcome in outcomes) or any(outcome.error for outcome in outcomes)
-            if self.publish():
-                self.publish = None
+            publish()
             if is_over:
                 return outcomes
             timeout_s = None if timeout_s is None else timeout_s - pause_s

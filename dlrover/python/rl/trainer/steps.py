@@ -170,8 +170,7 @@ class Steps:
 
     def end(self, step: int, last: bool = False) -> None:
         """End a step: publish the commit before, and begin one of this step's states if it is due. Repeated if a
-        failure was recovered meanwhile."""
-        self.port.settle()
+        failure was recovered in between."""
         is_due = self._checkpoints is not None and (step == 0 or self._checkpoints.is_due(step, last))
         pending, is_whole = None, False
         while True:
@@ -229,12 +228,11 @@ class Steps:
         self._send_own_part(checkpoints)
         return True
 
-    def _publish_if_idle(self) -> bool:
+    def _publish_if_idle(self) -> None:
         """Publish the pending commit unless a member is busy that takes part in it: it would answer later."""
         is_spread = self._checkpoints is not None and self._checkpoints.spread
-        if not self.port.are_idle(members_of(self.port.roles, stateful_only=not is_spread)):
-            return False
-        return self._publish()
+        if self.port.are_idle(members_of(self.port.roles, stateful_only=not is_spread)):
+            self._publish()
 
     def _note_commit(self, step: int) -> None:
         self.port.committed = step

@@ -42,6 +42,7 @@ class InvocationOptions:
     def __post_init__(self) -> None:
         if self.changes_state is not None:
             _LOG.warning("trainer_invocation(changes_state=...) has no effect any more, and will be an error")
+            object.__setattr__(self, "changes_state", None)  # else each call with other options warned again
         for name in ("blocking", "is_async", "auto_shard"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"trainer_invocation({name}=...) takes True or False, not {getattr(self, name)!r}")

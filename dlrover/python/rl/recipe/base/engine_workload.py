@@ -314,7 +314,7 @@ class TrainedWorkload(EngineWorkload):
 
     @classmethod
     def keeps_process(cls, config: Any) -> bool:
-        """With FSDP2 on CPUs, elsewhere where its options say so. Other engines have global state."""
+        """Return True for FSDP2 on CPUs, or where its options say so. Other engines have global state."""
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
         stays = engine.device == "cpu" or engine.train_options.get("keep_processes") is True
         return engine.train == "fsdp2" and stays

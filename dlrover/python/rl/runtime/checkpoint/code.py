@@ -12,7 +12,16 @@ from typing import Any
 from dlrover.python.rl.config.spec import JobSpec
 
 _PACKAGES = ("dlrover-rl", "torch", "transformers", "numpy", "vllm", "sglang", "deepspeed", "megatron-core")
-_OURS = "dlrover."  # whose version counts
+_VERSIONED = {
+    "dlrover",
+    "torch",
+    "transformers",
+    "numpy",
+    "vllm",
+    "sglang",
+    "deepspeed",
+    "megatron",
+}  # their sources are not read
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # "package.module:name", as job files name functions
 
 
@@ -27,7 +36,7 @@ def digest_code(job: JobSpec) -> dict[str, dict[str, str]]:
 
 
 def describe_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> str:
-    """What differs, for people; empty for nothing, or if it is not known how it was ``before``."""
+    """Name what differs, for people; empty if nothing does, or if ``before`` is unknown."""
     if not before:
         return ""
     old, new = before["modules"], now["modules"]
@@ -59,15 +68,18 @@ def _referenced(config: Any) -> Iterator[str]:
 
 def _add_modules(names: Iterable[str], folders: list[Path], modules: dict[str, str]) -> None:
     for name in names:
-        file = _find_module(name, folders)
-        if name not in modules and file is not None and not name.startswith(_OURS):
+        file = _find_module(name, folders) if name not in modules else None
+        if file is not None:
             source = file.read_bytes()
             modules[name] = sha256(source).hexdigest()[:16]
             _add_modules(_imports(source, name, file.stem == "__init__"), folders, modules)
 
 
 def _find_module(name: str, folders: list[Path]) -> Path | None:
-    below = Path(*name.split("."))
+    parts = list(filter(None, name.split(".")))
+    if not parts or parts[0] in _VERSIONED:
+        return None
+    below = Path(*parts)
     files = (file for folder in folders for file in (folder / below.with_suffix(".py"), folder / below / "__init__.py"))
     return next((file for file in files if file.is_file()), None)
 

@@ -44,7 +44,7 @@ from dlrover.python.rl.runtime.checkpoint.runs import CODE, TRAINER, newest_comm
 from dlrover.python.rl.runtime.checkpoint.storage.generations import Generation, Store, find_newest
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import NODES, Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile
-from dlrover.python.rl.runtime.checkpoint.stride import Stride, Waited
+from dlrover.python.rl.runtime.checkpoint.stride import CommitTimer, Stride
 from dlrover.python.rl.trainer.port import LastCommit, Transfer
 
 _LOG = get_logger(__name__)
@@ -102,7 +102,7 @@ class StoreCheckpoints:
     _at: Manifest | None = None  # the last commit, if it is in the folder of the next one
     _asked: CommitRequest | None = None
     _own: StateFile | None = None  # the trainer's, of the commit that was asked for
-    _waited: Waited = field(default_factory=Waited)  # of the trainer, for the commit under way
+    _waited: CommitTimer = field(default_factory=CommitTimer)  # of the trainer, for the commit under way
     _kept: list[Manifest] = field(default_factory=list, repr=False)
     _last: LastCommit | None = None
     _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
@@ -226,7 +226,7 @@ class StoreCheckpoints:
     def commit_request(self, step: int, last: bool) -> CommitRequest:
         self.copying.publish_complete()
         due = step > 0 and (last or step % self.every == 0)
-        self._own, self._waited = None, Waited()
+        self._own, self._waited = None, CommitTimer()
         self._waited.start()
         self.stride.start_after(step)
         self._asked = CommitRequest(

@@ -30,7 +30,7 @@ from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 _LOG = get_logger(__name__)
 
 AT_ONCE_BYTES = 1 << 20
-"""Smaller states are written within the call, which takes a millisecond."""
+"""Smaller states are written within the call."""
 
 
 @dataclass(frozen=True)

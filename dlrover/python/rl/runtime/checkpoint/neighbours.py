@@ -155,8 +155,8 @@ def _name_of(manifest: Manifest) -> str:
 def copies_for_neighbours(
     roots: Roots, pieces: Mapping[ProcessId, Piece], nodes: Nodes, first_kept: int, copying: int | None = None
 ) -> list[Transfer]:
-    """What has to go to the next node of each member's; ``copying`` is the step that is being copied to the job's
-    directory."""
+    """Return the transfers of each member's file to the next node; ``copying`` is the step that is being copied to the
+    job's directory."""
     following, on_node = _ring(nodes), _members_by_node(nodes)
     transfers = []
     for member, piece in pieces.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How many steps lie between two commits."""
+"""The distance between two commits, in steps."""
 
 import math
 import time
@@ -49,7 +49,7 @@ class Stride:
 
 
 @dataclass
-class Waited:
+class CommitTimer:
     """Adds up the ``seconds`` between each start and the stop after it."""
 
     seconds: float = 0.0
