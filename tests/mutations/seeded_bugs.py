@@ -46,7 +46,7 @@ TESTS = {
     ),
     "runtime/process/heartbeat.py": ("runtime/test_heartbeat.py",),
     "runtime/checkpoint/stride.py": ("runtime/test_stride.py",),
-    "runtime/checkpoint/code.py": ("runtime/test_code.py",),
+    "runtime/checkpoint/code.py": ("runtime/test_code_digests.py",),
     "runtime/checkpoint/member_state.py": (
         "runtime/test_member_state.py",
         "runtime/test_host.py",
