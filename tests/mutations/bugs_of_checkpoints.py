@@ -5,20 +5,22 @@ from bug import Bug
 
 _CHECKPOINT = "runtime/checkpoint"
 _STORE, _MANIFEST, _FILE = (f"{_CHECKPOINT}/storage/{name}.py" for name in ("store", "manifest", "state_file"))
-_OBJECTS, _COPIES, _GENERATIONS = (
-    f"{_CHECKPOINT}/storage/{name}.py" for name in ("object_store", "copies", "generations")
-)
+_OBJECTS, _GENERATIONS = (f"{_CHECKPOINT}/storage/{name}.py" for name in ("object_store", "generations"))
 _JOURNAL = f"{_CHECKPOINT}/storage/journal_store.py"
 _MEMORY, _NEIGHBOURS, _MEMBER = (f"{_CHECKPOINT}/{name}.py" for name in ("node_memory", "neighbours", "member_state"))
-_COPYING, _COMMITS, _RUNS = (f"{_CHECKPOINT}/{name}.py" for name in ("copying", "commits", "runs"))
+_COMMITS, _RUNS = (f"{_CHECKPOINT}/{name}.py" for name in ("commits", "runs"))
 _ROOTS, _FILES = f"{_CHECKPOINT}/roots.py", f"{_CHECKPOINT}/run_files.py"
 
 TESTS = {
     _OBJECTS: ("runtime/test_object_store.py",),
-    _COPIES: ("runtime/test_node_memory.py", "runtime/ray/test_node_commits.py"),
-    _GENERATIONS: ("runtime/test_commits.py", "runtime/test_object_store.py"),
+    _GENERATIONS: (
+        "runtime/test_commits.py",
+        "runtime/test_object_store.py",
+        "runtime/test_node_memory.py",
+        "runtime/ray/test_node_commits.py",
+    ),
     _JOURNAL: ("runtime/test_journal_store.py",),
-    _COPYING: ("runtime/test_commits.py", "runtime/test_object_store.py"),
+    _COMMITS: ("runtime/test_commits.py", "runtime/test_object_store.py"),
     _RUNS: ("runtime/test_commits.py", "runtime/test_store.py"),
     _ROOTS: ("runtime/test_commits.py", "runtime/test_room.py"),
     _FILES: ("runtime/test_run_files.py", "runtime/test_result_files.py"),
@@ -99,10 +101,10 @@ BUGS = {
         "if not is_transient(error):",
     ),
     "a trainer that ended early keeps memory from being saved": Bug(
-        _COPIES, "max(manifest.epoch, copies.epoch)", "manifest.epoch"
+        _GENERATIONS, "max(manifest.epoch, copies.epoch)", "manifest.epoch"
     ),
     "a saved commit is lost with its nodes": Bug(
-        _COPIES,
+        _GENERATIONS,
         " for name, value in manifest.extra.items() if name != NODES}",
         " for name, value in manifest.extra.items()}",
     ),
@@ -152,13 +154,13 @@ BUGS = {
         _MEMBER, "self._disk_wait, partial(store.free_space, request.first_needed))", "self._disk_wait)"
     ),
     "a copy that failed is awaited": Bug(
-        _COPYING,
+        _COMMITS,
         "        elif all(each.file is not None or each.running for each in found.values()):\n",
         "        else:\n",
     ),
-    "copies of earlier runs stay": Bug(_COPYING, "            prune_earlier_runs(self.durable)\n", ""),
+    "copies of earlier runs stay": Bug(_COMMITS, "            prune_earlier_runs(self.durable)\n", ""),
     "a copy lacks the files of its step": Bug(
-        _COPYING, "                self.files.upload()\n", "                pass\n"
+        _COMMITS, "                self.files.upload()\n", "                pass\n"
     ),
     "a copy begins while another one is under way": Bug(_COMMITS, "due and self.copying.at is None and", "due and"),
     "a run whose only commit is damaged begins again": Bug(

@@ -58,21 +58,16 @@ TESTS = {
         "runtime/test_commits.py",
         "runtime/test_writing_states.py",
     ),
-    "runtime/checkpoint/copying.py": (
-        "runtime/test_commits.py",
-        "runtime/test_writing_states.py",
-    ),
     "runtime/checkpoint/neighbours.py": ("runtime/test_neighbours.py", "runtime/test_room.py"),
     "runtime/checkpoint/room.py": ("runtime/test_room.py",),
     "trainer/transfers.py": ("runtime/test_neighbours.py",),
     "engine/training/redivide.py": ("engine/test_redivide.py",),
     "runtime/checkpoint/runs.py": ("runtime/test_commits.py",),
-    "runtime/checkpoint/storage/copies.py": ("runtime/test_node_memory.py",),
     "runtime/checkpoint/storage/store.py": (
         "runtime/test_store.py",
         "runtime/test_commits.py",
     ),
-    "runtime/checkpoint/storage/generations.py": ("runtime/test_commits.py",),
+    "runtime/checkpoint/storage/generations.py": ("runtime/test_commits.py", "runtime/test_node_memory.py"),
     "runtime/checkpoint/storage/manifest.py": ("runtime/test_store.py",),
     "runtime/checkpoint/storage/state_file.py": (
         "runtime/test_state_file.py",
@@ -99,12 +94,10 @@ TESTS = {
 
 _DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/steps.py"
 _HOST, _ARGUMENTS, _BEATS = "runtime/process/host.py", "runtime/process/arguments.py", "runtime/process/heartbeat.py"
-_COPYING = "runtime/checkpoint/copying.py"
 _MEMBER, _COMMITS = "runtime/checkpoint/member_state.py", "runtime/checkpoint/commits.py"
 _RUNS, _NEIGHBOURS = "runtime/checkpoint/runs.py", "runtime/checkpoint/neighbours.py"
 _STORE, _MANIFEST = "runtime/checkpoint/storage/store.py", "runtime/checkpoint/storage/manifest.py"
-_FILE, _COPIES = "runtime/checkpoint/storage/state_file.py", "runtime/checkpoint/storage/copies.py"
-_GENERATIONS = "runtime/checkpoint/storage/generations.py"
+_FILE, _GENERATIONS = "runtime/checkpoint/storage/state_file.py", "runtime/checkpoint/storage/generations.py"
 _MEMORY = "runtime/checkpoint/node_memory.py"
 _STRIDE, _CODE = "runtime/checkpoint/stride.py", "runtime/checkpoint/code.py"
 _EXECUTOR, _TABLE = "runtime/ray/executor.py", "runtime/ray/processes/process_table.py"
@@ -390,8 +383,8 @@ BUGS = {
         "            except (CheckpointCorrupt, CheckpointMissing) as error:\n                raise error\n",
     ),
     # -- commits ------------------------------------------------------------------------------------------------------
-    "a copy is published when one member has it": Bug(_COPYING, "if len(copies) == len(found):", "if copies:"),
-    "what is being copied is not pinned": Bug(_COPYING, "        self.commits.pinned.add(manifest.step)\n", ""),
+    "a copy is published when one member has it": Bug(_COMMITS, "if len(copies) == len(found):", "if copies:"),
+    "what is being copied is not pinned": Bug(_COMMITS, "        self.commits.pinned.add(manifest.step)\n", ""),
     "only the first place of a damaged commit is set aside": Bug(
         _COMMITS, "for generation in self._offered:", "for generation in self._offered[:1]:"
     ),

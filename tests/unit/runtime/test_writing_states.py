@@ -12,7 +12,7 @@ from durable_toys import Stage, kill, kill_trainer, wait_for_copies
 from dlrover.python.rl.common.errors import DataError, InvocationError
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.runtime.checkpoint import member_state
-from dlrover.python.rl.runtime.checkpoint.copying import Copying
+from dlrover.python.rl.runtime.checkpoint.commits import Copying
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, Progress, WrittenRequest
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.runs import TRAINER

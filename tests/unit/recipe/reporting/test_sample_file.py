@@ -50,6 +50,23 @@ def _is_another_place(content, step, expected):
     return begins_a_line and expected > len(b"".join(lines_of(number) for number in range(1, step)))
 
 
+def test_lines_cut_off_stay_superseded_until_repeated(tmp_path):
+    file, old = tmp_path / "samples.jsonl", tmp_path / "samples.superseded.jsonl"
+    file.write_bytes(b"".join(map(lines_of, (1, 2, 3, 4, 5))) + lines_of(6)[:-4])
+    cut_at_step(file, 3)
+    assert old.read_bytes() == b"".join(map(lines_of, (3, 4, 5))) + lines_of(6, 1), "whole lines"
+    write_step(file, 3, [{"text": "new"}], Excerpt(0, 0, 0))
+    assert old.read_bytes() == b"".join(map(lines_of, (4, 5))) + lines_of(6, 1)
+    cut_at_step(file, 3)
+    assert old.read_bytes().startswith(b'{"step": 3, "text": "new"}\n' + lines_of(4)), "of a second way back too"
+    for step in (3, 4, 5, 6):
+        assert old.exists()
+        write_step(file, step, [], Excerpt(0, 0, 0))
+    assert not old.exists()
+    cut_at_step(file, 1)
+    assert not old.exists(), "a run that begins again replaces nothing"
+
+
 def test_lines_before_the_expected_place_are_not_read(tmp_path):
     file = tmp_path / "samples.jsonl"
     file.write_bytes(b"not a line of a step\n" + lines_of(5))

@@ -29,17 +29,19 @@ class FakeWandb(types.ModuleType):
     def __init__(self):
         super().__init__("wandb")
         self.runs, self.begun, self.fails = {}, [], False
+        self.axes = []
         self.Table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]
 
     def init(self, **told):
         self.begun.append(told)
         run = self.runs.setdefault(told["id"], types.SimpleNamespace(steps=[], exit_codes=[]))
         return types.SimpleNamespace(
-            log=lambda metrics, step: self._log(run, step, metrics),
+            log=lambda metrics: self._log(run, **metrics),
+            define_metric=lambda name, step_metric="step": self.axes.append((name, step_metric)),
             finish=lambda exit_code: run.exit_codes.append(exit_code),
         )
 
-    def _log(self, run, step, metrics):
+    def _log(self, run, step, **metrics):
         if self.fails:
             raise ConnectionError("no network")
         run.steps.append((step, metrics))
@@ -182,6 +184,7 @@ def test_resumed_run_is_the_same_and_sends_newer_values(modules, tmp_path, again
     (run,) = modules["wandb"].runs.values()
     assert [step for step, _ in run.steps] == steps
     assert [told["resume"] for told in modules["wandb"].begun] == ["allow", "allow"]
+    assert modules["wandb"].axes == [("step", "step"), ("*", "step")] * 2
     (run,) = modules["mlflow"].runs.values()
     assert [step for step, _ in run["steps"]] == steps
     modules["mlflow"].now = None  # as in another process

@@ -30,8 +30,10 @@ from dlrover.python.rl.recipe.reporting.sample_file import (
     Excerpt,
     Written,
     cut_at_step,
+    drop_superseded,
     format_line,
     replace_non_finite,
+    superseded,
     write_step,
 )
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
@@ -42,6 +44,7 @@ from dlrover.python.rl.trainer.trainer import RunEnd
 _LOG = get_logger(__name__)
 
 _FILES = (METRICS, SAMPLES, HELD_OUT, "refused.jsonl", "summary.json", *CURVES.values())
+_SUPERSEDED = tuple(superseded(Path(name)).name for name in (METRICS, SAMPLES))
 _TENSORBOARD = "tensorboard"
 _REDRAW_S = 30.0
 _STEP_FOLDER = re.compile(r"step-[0-9]+")
@@ -105,9 +108,10 @@ class RunLog:
     """Writes the metrics of a run into its directory at each step. Non-finite numbers become null.
 
     A step is in the files once, however often it is repeated: its rows of an earlier attempt are removed when it begins
-    again; nothing is changed before :meth:`begin_step`. On a full disk each method waits for ``disk_wait``; then the
-    error is raised, and no partial line is left. As part of a trainer's ``state`` it keeps the totals and the id of the
-    run, by which trackers recognize it when it goes on; they show ``settings``, and
+    again, and are in ``*.superseded.jsonl`` until it has ended; nothing is changed before :meth:`begin_step`. On a full
+    disk each method waits for ``disk_wait``; then the error is raised, and no partial line is left. As part of a
+    trainer's ``state`` it keeps the totals and the id of the run, by which trackers recognize it when it is resumed;
+    they show ``settings``, and
     the ``name`` of the job, by default the folder's."""
 
     def __init__(
@@ -145,6 +149,8 @@ class RunLog:
             for name in _FILES:
                 if name != SAMPLES or self.owns_samples:
                     (folder / name).unlink(missing_ok=True)
+            for name in _SUPERSEDED:
+                (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / _TENSORBOARD, ignore_errors=True)
         retry_io((folder / SAMPLES).touch, folder / SAMPLES, self._disk_wait)
         for name in (METRICS, SAMPLES) if self.owns_samples else (METRICS,):
@@ -162,6 +168,7 @@ class RunLog:
         values = {name: float(value) for name, value in metrics.items()}
         self._history.append((step, _curves_of(values)))
         self._append(METRICS, [{"step": step, **values}])
+        drop_superseded(self._folder / METRICS, step)
         samples, self._samples = self._samples, []
         self._tensorboard.log(step, values, samples)
         self._trackers.log(self._run, step, values, samples)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append
+from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.updates import check_same_samples
@@ -77,6 +77,7 @@ def write_step(
     first = (row for row in samples if row.get("trajectory", 0) < excerpt.samples)
     lines = b"".join(format_line({"step": step, **row}) for row in first)
     end = append(file, lines, disk_wait, at)
+    drop_superseded(file, step)
     if at is not None and end < at + len(lines):
         _LOG.warning("%s was cut or removed while the run went on: rows before step %d are missing", file, step)
     printed = [_format_sample(row, excerpt.max_chars) for row in samples[: excerpt.printed]]
@@ -85,10 +86,46 @@ def write_step(
 
 def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
     """Cut a file of rising steps off before its first line of ``step`` or later, or the first that is torn; returns its
-    size. Lines before byte ``expected`` are not read if it can be that place."""
+    size. Lines before byte ``expected`` are not read if it can be that place. After the first step, the lines cut off
+    are superseded: they are kept beside the file until their steps have been repeated."""
     size = expected if expected is not None and _can_begin_at(file, expected, step) else _find_step(file, step)
+    if step > 1:
+        _keep_superseded(file, size)
     os.truncate(file, size)
     return size
+
+
+def superseded(file: Path) -> Path:
+    """Return the path of the superseded lines of ``file``."""
+    return file.with_suffix(".superseded.jsonl")
+
+
+def drop_superseded(file: Path, step: int) -> None:
+    """Remove the superseded lines of the steps up to ``step``, which are in ``file`` again."""
+    old = superseded(file)
+    if old.exists():
+        replace(old, b"".join(_lines_after(old, step)))
+        if not old.stat().st_size:
+            old.unlink()
+
+
+def _keep_superseded(file: Path, size: int) -> None:
+    with open(file, "rb") as lines:
+        lines.seek(size)
+        tail = [line for line in lines if line.endswith(b"\n")]
+    if tail:
+        old = superseded(file)
+        later = _lines_after(old, _step_of(tail[-1])) if old.exists() else []
+        replace(old, b"".join([*tail, *later]))
+
+
+def _lines_after(file: Path, step: int) -> list[bytes]:
+    return [line for line in file.read_bytes().splitlines(keepends=True) if _step_of(line) > step]
+
+
+def _step_of(line: bytes) -> int:
+    match = _STEP.match(line)
+    return int(match[1]) if match is not None else 0
 
 
 def _can_begin_at(file: Path, at: int, step: int) -> bool:

@@ -186,7 +186,8 @@ def _log_samples(tracker: Tracker, rows: Sequence[Mapping[str, Any]], step: int)
 
 
 class WandbTracker:
-    """The options are the fields of :class:`WandbConfig`. W&B itself ignores steps that come again."""
+    """The options are the fields of :class:`WandbConfig`. The steps are a metric, ``step``, over which W&B draws the
+    others: its own count of steps refuses values of a step that comes again."""
 
     def __init__(self, project: str, name: str | None = None) -> None:
         self._project, self._name = project, name
@@ -197,13 +198,15 @@ class WandbTracker:
         self._run = wandb.init(
             project=self._project, name=name, id=run.id, resume="allow", dir=folder, config=dict(config)
         )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(metrics), step=step)
+        self._run.log({"step": step, **metrics})
 
     def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
         table = self._wandb.Table(columns=list(rows[0]), data=[list(row.values()) for row in rows])
-        self._run.log({"samples": table}, step=step)
+        self._run.log({"step": step, "samples": table})
 
     def close(self, outcome: RunEnd) -> None:
         self._run.finish(exit_code=int(outcome != "finished"))

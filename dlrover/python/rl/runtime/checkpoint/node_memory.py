@@ -17,7 +17,7 @@ from pathlib import Path
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import is_url
-from dlrover.python.rl.runtime.checkpoint.storage.copies import open_copies, save_generation
+from dlrover.python.rl.runtime.checkpoint.storage.generations import open_copies, save_generation
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode, encode
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import check_size

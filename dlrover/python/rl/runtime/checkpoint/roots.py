@@ -7,7 +7,7 @@ from pathlib import Path
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.runtime.checkpoint.runs import COMMITS, COPIES
-from dlrover.python.rl.runtime.checkpoint.storage.copies import open_copies
+from dlrover.python.rl.runtime.checkpoint.storage.generations import open_copies
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 

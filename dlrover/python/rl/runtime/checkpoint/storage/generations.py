@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The newest intact generation of several stores, and what becomes of one that cannot be read."""
+"""Generations in stores: the newest intact one, one that cannot be read, and copies, which have all their files in
+their own folder."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.disk_space import DiskWait, is_transient, retry_io
-from dlrover.python.rl.common.errors import CheckpointCorrupt
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest, Piece
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import NODES, Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
@@ -62,3 +64,30 @@ def find_newest(
         if usable(manifest) and generation.is_intact(wait):
             return generation
     return beyond
+
+
+def open_copies(place: Path | str, run: str, keep: int = 2) -> Store:
+    """The copies of a run in a folder, or at a URL."""
+    if isinstance(place, str):
+        return ObjectStore(place, run, keep)
+    return CheckpointStore(place, run, durable=True, keep=keep)
+
+
+def save_generation(memory: Path, manifest: Manifest, copies: Store) -> bool:
+    """Copy what is in ``memory`` of a generation, and make it a copy if that completes it: other nodes may have other
+    files, and save them. Returns False if it is not complete, or not intact. Raises OSError."""
+    # A later trainer may have claimed the copies and ended before its first commit.
+    epoch, folder = max(manifest.epoch, copies.epoch), memory / manifest.folder
+    try:
+        copies.claim(epoch)
+        for file in manifest.files.values():
+            if (folder / file.name).is_file():
+                copies.put(folder, manifest.step, epoch, file)
+        files = {name: replace(file, node="") for name, file in manifest.files.items()}
+        for file in files.values():
+            copies.check(folder_name(manifest.step, epoch), file)
+        extra = {name: value for name, value in manifest.extra.items() if name != NODES}
+        copies.commit(manifest.step, epoch, files, extra)
+    except (CheckpointCorrupt, CheckpointMissing, StaleEpoch, FileNotFoundError):
+        return False
+    return True

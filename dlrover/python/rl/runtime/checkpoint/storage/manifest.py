@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -108,7 +109,7 @@ def read_manifest(folder: Path, run: str) -> Manifest:
     except (FileNotFoundError, NotADirectoryError):
         raise CheckpointMissing(f"{path} is not there") from None
     except CheckpointMissing as error:
-        _LOG.warning("%s; the newest whole state before it is used", error)
+        _warn(f"{folder}: {error}; the newest whole state before it is used")
         raise
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise CheckpointCorrupt(str(path), f"not a manifest: {error}") from error
@@ -117,6 +118,12 @@ def read_manifest(folder: Path, run: str) -> Manifest:
     if manifest.folder != folder.name:
         raise CheckpointCorrupt(str(path), f"it belongs to {manifest.folder}")
     return manifest
+
+
+@cache
+def _warn(message: str) -> None:
+    """Log it once in this process: a store is read at each commit."""
+    _LOG.warning(message)
 
 
 def write_manifest(folder: Path, manifest: Manifest, durable: bool) -> None:
