@@ -71,18 +71,25 @@ def _job(folder: Path, name: str, steps: int, threads: int) -> JobSpec:
 
 
 def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -> dict[str, Any]:
-    """Seconds of each step, of its commit, and the most that the commits took in memory."""
+    """Seconds of each step, of its commit, the processor's of the writers, and the most that commits took in memory."""
     from dlrover.python.rl.master.checked_job import check_job
     from dlrover.python.rl.master.process.brain import run_local
     from dlrover.python.rl.runtime import local_executor
+    from dlrover.python.rl.runtime.checkpoint.member_state import _Background
     from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
     from dlrover.python.rl.runtime.run_folder import new_run
 
     job = _job(folder, name, steps, threads)
     checked = check_job(job, local=True)
     times, commit_s, sizes, largest = [time.perf_counter()], list[float](), [0], [1]
+    writers_s, write = list[float](), _Background._run
     run = new_run()
     memory = memory_path(job.name, run)
+
+    def timed(*args: Any) -> None:
+        began_s = time.thread_time()
+        write(*args)
+        writers_s.append(time.thread_time() - began_s)
 
     def report(step: Any) -> None:
         times.append(time.perf_counter())
@@ -93,12 +100,13 @@ def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -
 
     job = replace(checked.job, run=run)
     if commits:
-        run_local(job, checked.placement, report)
+        with patch.object(_Background, "_run", timed):
+            run_local(job, checked.placement, report)
     else:
         with patch.object(local_executor, "checkpoints_of", lambda *of: None):
             run_local(job, checked.placement, report)
     step_s = [later - earlier for earlier, later in zip(times, times[1:], strict=False)]
-    return {"step_s": step_s, "commit_s": commit_s, "states": max(sizes) / max(largest)}
+    return {"step_s": step_s, "commit_s": commit_s, "writers_s": sum(writers_s), "states": max(sizes) / max(largest)}
 
 
 def _child(folder: Path, name: str, steps: int, commits: bool, threads: int) -> dict[str, Any]:
@@ -125,6 +133,7 @@ def _measure(folder: Path, name: str, steps: int, rounds: int, threads: int) -> 
     return {
         "step_s": median(second for side in sides[False] for second in side["step_s"][_FIRST:]),
         "commit_share": median(sum(side["commit_s"][_FIRST:]) / sum(side["step_s"][_FIRST:]) for side in sides[True]),
+        "writers_share": median(side["writers_s"] / sum(side["step_s"]) for side in sides[True]),
         "states": max(side["states"] for side in sides[True]),
         "ratios": ratios,
     }
@@ -136,13 +145,14 @@ def _say(line: str) -> None:
 
 def _table(results: dict[str, Any]) -> str:
     head = ["parameters", "step, s", "wall time with commits", f"first {_FIRST} steps", "later", "in commits, later"]
-    head += ["states in memory"]
+    head += ["processor seconds of writers", "states in memory"]
     rows = [
         [
             name,
             f"{found['step_s']:.3f}",
             *(f"{median(found['ratios'][part]):.3f}x" for part in ("all", "first", "later")),
             f"{100 * found['commit_share']:.2f} %",
+            f"{100 * found['writers_share']:.2f} %",
             f"{found['states']:.2f}",
         ]
         for name, found in results["sizes"].items()
