@@ -32,8 +32,14 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, is_url, nearest
-from dlrover.python.rl.config.limits import validate_resolvers, without
-from dlrover.python.rl.config.plain import escape_references, from_plain, reference_error, to_plain
+from dlrover.python.rl.config.plain import (
+    escape_references,
+    from_plain,
+    reference_error,
+    to_plain,
+    validate_resolvers,
+    without,
+)
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.short_forms import runs_scripts_only, with_recipe, with_scripts
 from dlrover.python.rl.config.spec import (

@@ -17,8 +17,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
-from dlrover.python.rl.config.limits import check_text, list_texts, without
-from dlrover.python.rl.config.plain import from_plain
+from dlrover.python.rl.config.plain import check_text, from_plain, list_texts, without
 from dlrover.python.rl.config.secrets import is_secret_at
 from dlrover.python.rl.config.short_forms import ROLES
 from dlrover.python.rl.config.spec import JobSpec
