@@ -16,10 +16,10 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.model_shape import DENSE, ModelShape, shape_of
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base import memory_plan
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, bytes_of, host_bytes, size_passes
-from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
+from dlrover.python.rl.recipe.memory import plan as memory_plan
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of, host_bytes, size_passes
+from dlrover.python.rl.recipe.memory.plan import MemoryPlan
 
 ON_CUDA = EngineConfig(device="cuda", precision="bf16", rollout="torch")
 ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE

@@ -16,15 +16,15 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare
-from dlrover.python.rl.recipe.base.memory_bytes import (
-    GB,
+from dlrover.python.rl.recipe.base.model_files import GB
+from dlrover.python.rl.recipe.memory.arithmetic import (
     ModelUse,
     PlannedBytes,
     bytes_of,
     fit_together,
     has_auto_passes,
 )
-from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
+from dlrover.python.rl.recipe.memory.plan import MemoryPlan
 from dlrover.python.rl.trainer.port import gather
 
 _LOG = get_logger(__name__)
