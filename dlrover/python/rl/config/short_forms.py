@@ -86,10 +86,10 @@ def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any],
     name, errors = filled.pop("recipe"), list[ConfigError]()
     recipe = _find_recipe(name)
     if recipe is None:
-        known = f"{', '.join(RECIPES)}, or module:Class of your trainer"
+        names = f"{', '.join(RECIPES)}, or module:Class of your trainer"
         is_close = isinstance(name, str) and nearest(name, RECIPES)
-        what = f"unknown recipe '{name}'{hint(name, RECIPES)}" if is_close else f"has to be {known}, got {name!r}"
-        errors.append(ConfigError("recipe", what))
+        message = f"unknown recipe '{name}'{hint(name, RECIPES)}" if is_close else f"has to be {names}, got {name!r}"
+        errors.append(ConfigError("recipe", message))
     trainer = {} if filled.get("trainer") is None else filled["trainer"]
     if isinstance(trainer, Mapping):
         errors += [
@@ -127,8 +127,8 @@ def _with_classes(
             continue
         class_name = spec.get("class") or (recipe.workload(str(role).lower(), config) if recipe is not None else "")
         if recipe is not None and not class_name:
-            known = (*recipe.needs, *recipe.options)
-            end = hint(str(role), known)
+            names = (*recipe.needs, *recipe.options)
+            end = hint(str(role), names)
             own = "" if "did you mean" in end else "; a role of your own needs module and class"
             errors.append(ConfigError(f"workload.{role}", f"the recipe has no role '{role}'{end}{own}"))
         filled[role] = {"module": _WORKLOADS if class_name else "", "class": class_name, **spec}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: reading, and the hints for what cannot be read, which need the same walk
 """From plain mappings to frozen dataclasses, with defaults filled in and all errors reported at once.
 
 The reader walks through dataclasses, mappings and lists, and hands every other value to pydantic alone: a wrong part is
 left out and has its error, and its neighbours are read like any other. Booleans, numbers and texts are kept apart:
 ``true`` is not 1, and neither is ``"1"``.
 """
-# Over 400 lines: reading, and the hints for what cannot be read, which need the same walk
 
 import dataclasses
 import json
@@ -147,8 +147,8 @@ class _Reader:
         if kind is not None:
             ends = ["null" if item["type"] == "none_required" else _lower(item["msg"]) for _, item in items]
             ends = [end.removeprefix("input should be ") for end in ends]
-            what = ", or ".join([f"has to be a mapping with {', '.join(_names(kind))}", *ends])
-            self._report(what, path, value, "name" in _names(kind))
+            message = ", or ".join([f"has to be a mapping with {', '.join(_names(kind))}", *ends])
+            self._report(message, path, value, "name" in _names(kind))
             return _WRONG
         places = dict.fromkeys(place for place, _ in items)
         for place in places:
@@ -200,15 +200,15 @@ class _Reader:
         has_name = is_open and ".".join(map(str, path)) in getattr(self._schema, NAMED, ())
         self._report(", or ".join(texts), path, items[-1]["input"], has_name)
 
-    def _report(self, what: str, path: tuple[Any, ...], value: Any = _MISSING, has_name: bool = False) -> None:
+    def _report(self, message: str, path: tuple[Any, ...], value: Any = _MISSING, has_name: bool = False) -> None:
         """Add an error; a text in place of a mapping with a ``name`` is a usual short form elsewhere."""
         place = self._place_of(path)
         shown = value if value is _MISSING else without_secrets(value, place)
         if shown is not _MISSING and shown != HIDDEN:
-            what += f", got {shown!r}"
+            message += f", got {shown!r}"
             if isinstance(shown, str) and has_name:
-                what += f"; did you mean {'.'.join(map(str, path))}.name={shown}?"
-        self.errors.append(ConfigError(place, what))
+                message += f"; did you mean {'.'.join(map(str, path))}.name={shown}?"
+        self.errors.append(ConfigError(place, message))
 
     def _place_of(self, path: Sequence[Any]) -> str:
         return ".".join([*([self._where] if self._where else []), *map(str, path)])

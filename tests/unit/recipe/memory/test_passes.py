@@ -13,11 +13,11 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.recipe.base import engine_workload
 from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
+from dlrover.python.rl.recipe.base.devices import complete_config
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare, TrainedWorkload
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.memory import plan as memory_plan
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
-from dlrover.python.rl.recipe.memory.devices import complete_config
 from dlrover.python.rl.recipe.memory.passes import all_stay, choose_passes, smallest_device, weights_stay
 from dlrover.python.rl.recipe.memory.plan import MemoryPlan
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload

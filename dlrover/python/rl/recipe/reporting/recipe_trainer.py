@@ -24,9 +24,9 @@ from dlrover.python.rl.recipe.base.checks import (
     validate_options,
     validate_train_engine,
 )
+from dlrover.python.rl.recipe.base.devices import Devices, Machine, complete_config
 from dlrover.python.rl.recipe.base.model_files import FrozenModels, validate_model, validate_model_config
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
-from dlrover.python.rl.recipe.memory.devices import Devices, Machine, complete_config
 from dlrover.python.rl.recipe.memory.passes import choose_passes
 from dlrover.python.rl.recipe.memory.plan import MemoryPlan, describe_engines
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
