@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import pytest
 from half_billion import SIZES
+from transformers import AutoConfig
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.model_shape import ModelShape
@@ -31,7 +32,7 @@ from dlrover.python.rl.trainer.workload import MemberContext
 
 ACTOR, ROLLOUT = RLRoleType.ACTOR, RLRoleType.ROLLOUT
 GIVEN = {"model": "m", "data": {"train": "d"}, "steps": 1, "batch_size": 1}
-SMALL = ModelShape.of_dense({"model_type": "qwen2", **SIZES})
+SMALL = ModelShape.of(AutoConfig.for_model("qwen2", **SIZES))
 
 
 class Port:
