@@ -199,3 +199,17 @@ def test_table_of_recipes_names_classes_that_are_there(name):
     assert load_class(spec.trainer.module, spec.trainer.class_).config_class
     roles = [*RECIPES[name].needs, *RECIPES[name].options]
     assert all(hasattr(workloads, RECIPES[name].workload(role, None)) for role in roles)
+
+
+@pytest.mark.parametrize("override", ["roles.actor.num=1", "workload.actor={num: 1}", "roles.actor=x"])
+def test_override_of_roles_that_are_a_list_is_an_error(override):
+    with pytest.raises(InvalidJob, match="roles"):
+        short_job("{recipe: sft, roles: [1]}", override)
+    with pytest.raises(InvalidJob, match=r"roles\.actor\.env\.A: leads into a list by a name"):
+        short_job("{recipe: sft, roles: {actor: {env: [1]}}}", "roles.actor.env.A=1")
+
+
+@pytest.mark.parametrize("config", ["{teachers: 3}", "{engine: x, reward: 3, rollout: [1]}", "{teachers: '${none}'}"])
+def test_recipe_beside_wrong_settings_leaves_them_to_the_check(config):
+    spec = short_job(f"{{recipe: distill, workload_group: [], config: {config}}}")
+    assert list(spec.workloads) == ["ACTOR", "ROLLOUT", "REWARD"]

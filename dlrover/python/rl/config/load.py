@@ -222,6 +222,8 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError
         except (OmegaConfBaseException, YAMLError) as failure:
             what = "is not valid YAML" if is_secret_at(path, value) else str(failure).splitlines()[0]
             error = ConfigError(key, what)
+        except (TypeError, ValueError):
+            error = ConfigError(key, "leads into a list by a name")
         if error is not None:
             errors.append(error)
     return errors, unlisted
@@ -275,7 +277,7 @@ def _is_near_layout(data: DictConfig, key: str) -> bool:
 def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
     """The error of an override whose role or user key is not in the file; the layout checks its own keys."""
     first, *rest = path.split(".")
-    if first in ROLES and "recipe" in data:
+    if first in ROLES and "recipe" in data and isinstance(data.get(first), DictConfig | None):
         return None  # it has the roles
     if first in ROLES:
         rest = rest[:1]

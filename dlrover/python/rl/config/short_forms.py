@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
@@ -43,7 +44,7 @@ class Recipe:
 
     def workload(self, role: str, config: Any) -> str:
         """The class of a role, which depends on some settings; empty for a role that the recipe does not have."""
-        if role in (_setting(config, "teachers") or ()):
+        if role in _teachers(config):
             return "ShardedTeacherWorkload" if _setting(config, "engine.shard_frozen") else "TeacherWorkload"
         if role not in (*self.needs, *self.options):
             return ""
@@ -56,8 +57,7 @@ class Recipe:
     def needed(self, config: Any) -> list[str]:
         """The roles of ``needs``, and the teachers; an environment scores samples without a reward."""
         unused = {"reward"} if _setting(config, "rollout.env_path") else set()
-        teachers = map(str, _setting(config, "teachers") or ())
-        return [role for role in (*self.needs, *teachers) if role not in unused]
+        return [role for role in (*self.needs, *_teachers(config)) if role not in unused]
 
 
 _SAMPLING = ("actor", "rollout", "reward")
@@ -107,7 +107,7 @@ def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any],
 
 
 def _find_recipe(name: Any) -> Recipe | None:
-    """One of the table; for a user's trainer, any of its roles may be there, and the actor and the rollout are."""
+    """Return one of the table, or one of a user's trainer, which may have all roles of the table; None: unknown."""
     if not isinstance(name, str) or ":" not in name.strip(":"):
         return RECIPES.get(name) if isinstance(name, str) else None
     own = Recipe(name, ("actor",), ("rollout", "reward", "reference", "critic", "teacher"))
@@ -138,7 +138,8 @@ def _with_classes(
 def _free_devices(values: Mapping[str, Any]) -> None:
     """Give rewards that are functions no GPU, unless they share one or the file says otherwise."""
     groups = values.get("workload_group")
-    grouped = {str(role).lower() for group in groups or () for role in group} if isinstance(groups, list) else set()
+    mappings = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    grouped = {str(role).lower() for group in mappings for role in group}
     if values["trainer"].get("device_type", "GPU") != "GPU":
         return
     for role, spec in values["workload"].items():
@@ -149,9 +150,15 @@ def _free_devices(values: Mapping[str, Any]) -> None:
 
 def _setting(config: Any, key: str) -> Any:
     """A value of the user's ``config``; None if there is none, or it cannot be read, which is reported elsewhere."""
-    if config is None:
+    try:
+        return None if config is None else OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    except OmegaConfBaseException:
         return None
-    return OmegaConf.select(config, key, throw_on_resolution_failure=False, throw_on_missing=False)
+
+
+def _teachers(config: Any) -> list[str]:
+    teachers = _setting(config, "teachers")
+    return [str(name).lower() for name in teachers] if isinstance(teachers, Mapping | DictConfig) else []
 
 
 # -- roles that are programs -------------------------------------------------------------------------------------------
@@ -174,9 +181,9 @@ def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     if errors:
         raise InvalidJob(errors)
     roles = {role: {**_ROLE, **_without(spec, _PROGRAMS)} for role, spec in given.items()}
-    trainer: dict[str, Any] = dict(values.get("trainer") or {})
-    if len(given) == len(workload) and trainer.keys().isdisjoint(_TRAINER):
-        trainer |= _TRAINER
+    trainer: Any = {} if values.get("trainer") is None else values["trainer"]
+    if isinstance(trainer, Mapping) and len(given) == len(workload) and trainer.keys().isdisjoint(_TRAINER):
+        trainer = {**trainer, **_TRAINER}
     restart: dict[str, Any] = dict(values.get("restart") or {})
     limits: dict[str, Any] = dict(restart.get("workload_max_restart") or {})
     limited = {str(role).upper() for role in limits}
