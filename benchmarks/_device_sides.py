@@ -41,7 +41,7 @@ from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import train_settings
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, bytes_of
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
 
 

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from dlrover.python.rl.common import no_links, private_files, redaction
 from dlrover.python.rl.common.errors import AccessDenied, CallError, InvalidJob
-from dlrover.python.rl.config import layout, limits, load, secrets, typed
+from dlrover.python.rl.config import layout, load, plain, secrets, typed
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.metrics import endpoint
@@ -206,11 +206,11 @@ def a_tag_does_not_construct_an_object(folder):
 
 
 def a_large_file_is_refused(folder):
-    refused(lambda: limits.check_text("#" * 1_000_001, "job.yaml"))
+    refused(lambda: plain.check_text("#" * 1_000_001, "job.yaml"))
 
 
 def a_file_of_many_values_is_refused(folder):
-    refused(lambda: limits.check_text(f"[{'1,' * 50_000}]", "job.yaml"))
+    refused(lambda: plain.check_text(f"[{'1,' * 50_000}]", "job.yaml"))
 
 
 def a_nested_file_is_refused(folder):
@@ -340,13 +340,13 @@ GUARDS = {
     a_job_does_not_leave_the_root_of_the_service: (submissions, "_folder", lambda text, root, errors: root),
     a_large_submission_is_refused: (submissions, "MAX_TEXT", 1 << 30),
     a_tag_does_not_construct_an_object: [
-        (limits, "_faults", of_any_name),
+        (plain, "_faults", of_any_name),
         (omegaconf.omegaconf, "get_yaml_loader", lambda **_: yaml.UnsafeLoader),
     ],
-    a_large_file_is_refused: (limits, "MAX_BYTES", 1 << 30),
-    a_file_of_many_values_is_refused: (limits, "MAX_NODES", 1 << 30),
-    a_nested_file_is_refused: (limits, "MAX_DEPTH", 1000),
-    aliases_do_not_multiply: (limits, "MAX_ALIASES", 1000),
+    a_large_file_is_refused: (plain, "MAX_BYTES", 1 << 30),
+    a_file_of_many_values_is_refused: (plain, "MAX_NODES", 1 << 30),
+    a_nested_file_is_refused: (plain, "MAX_DEPTH", 1000),
+    aliases_do_not_multiply: (plain, "MAX_ALIASES", 1000),
     a_resolver_does_not_read_the_environment: (layout, "validate_resolvers", lambda values: []),
     a_secret_is_not_in_the_file_of_a_run: (secrets, "is_secret_key", lambda name, value: False),
     a_secret_of_a_wrong_type_is_not_shown: (typed, "without_secrets", lambda values, where: values),

@@ -333,7 +333,10 @@ def test_the_script_of_the_guide_to_algorithms_runs(desk):
 
 
 def test_the_job_files_of_the_reference_are_jobs():
-    whole, group = [item.text for item in blocks(PAGES) if item.page == "job-file.md" and item.language == "yaml"]
+    short, whole, group = [
+        item.text for item in blocks(PAGES) if item.page == "job-file.md" and item.language == "yaml"
+    ]
+    assert [spec.num for spec in load_job_text(short, "shown").workloads.values()] == [8, 8, 1]
     job = load_job_text(whole, "shown")
     assert list(job.workloads) == ["ACTOR"]
     roles = "workload: {actor: {module: m, class: C}, reference: {module: m, class: C}}\n"

@@ -12,7 +12,7 @@ from processes import run
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.memory_bytes import STATE_ONLY, ModelUse, state_of
+from dlrover.python.rl.recipe.memory.arithmetic import STATE_ONLY, ModelUse, state_of
 
 pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
 

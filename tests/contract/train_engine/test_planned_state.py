@@ -9,7 +9,7 @@ from processes import run
 
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, state_of
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, state_of
 
 SHIM = {"cpu_shim": True}
 CASES = [

@@ -6,8 +6,8 @@ import time
 import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.config.limits import MAX_DEPTH, MAX_NODES, check_text, find_resolver
 from dlrover.python.rl.config.load import load_job, load_job_text
+from dlrover.python.rl.config.plain import MAX_DEPTH, MAX_NODES, check_text, find_resolver
 
 BOMB = "a0: &a0 [x, x]\n" + "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 30))
 REFUSED = {

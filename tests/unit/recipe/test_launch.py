@@ -182,7 +182,9 @@ def test_a_reward_model_is_a_model_beside_the_policy(desk, monkeypatch):
     job.config.engine = {"train": "deepspeed"}
     (problem,) = _validate_sharing(job, LaunchEnv(0, 2, 0, 2))
     assert "cannot run the models of reward in the processes" in problem.what
-    assert "has to be ModelRewardWorkload" in problems_of(*given, recipe="grpo")["workload.reward.class"]
+    assert describe_job("grpo", None, given, LaunchEnv()).workloads["REWARD"].class_ == "ModelRewardWorkload"
+    judge = "workload.reward.class=RewardWorkload"
+    assert "has to be ModelRewardWorkload" in problems_of(*given, judge, recipe="grpo")["workload.reward.class"]
 
 
 def test_a_world_without_an_address_is_refused():

@@ -6,9 +6,11 @@
     name: my-job                       # default: the file's name
     job_dir: out                       # default: each run gets a folder in runs/<name>; or a URL: s3://bucket/run
     overwrite: false                   # true replaces the results in job_dir
+    recipe: grpo                       # in place of classes, see short_forms
     trainer: {module, class, node_number, device_type, device_per_node}
-    workload:
+    workload:                          # or roles
       actor: {module, class, num, resource: {cpu, gpu, memory}, env}
+      reward: 2                        # a number of members
       train: {command, num}          # or function; such jobs need no class and no actor
     workload_group: [{actor: 1, reference: 1}]
     env: {KEY: value}
@@ -30,10 +32,16 @@ from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_role_name, is_url, nearest
-from dlrover.python.rl.config.limits import validate_resolvers, without
-from dlrover.python.rl.config.plain import escape_references, from_plain, reference_error, to_plain
-from dlrover.python.rl.config.scripts import runs_scripts_only, with_scripts
+from dlrover.python.rl.config.plain import (
+    escape_references,
+    from_plain,
+    reference_error,
+    to_plain,
+    validate_resolvers,
+    without,
+)
 from dlrover.python.rl.config.secrets import seal
+from dlrover.python.rl.config.short_forms import runs_scripts_only, with_recipe, with_scripts
 from dlrover.python.rl.config.spec import (
     RUNS,
     CheckpointSpec,
@@ -80,6 +88,8 @@ class JobLayout:
 
     trainer: TrainerSpec
     workload: Mapping[str, WorkloadSpec]
+    recipe: str = ""
+    roles: Any = None
     name: str = ""
     job_dir: str = ""
     overwrite: bool = False
@@ -106,11 +116,19 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
         data = OmegaConf.create(without({call.where for call in calls}, written) or {})  # a key may be empty
     plain, unresolved = _layout_values(data)
     unresolved = [*calls, *unresolved]
-    values, scripts = with_scripts(plain)
+    has_roles, doubled = "roles" in plain, list[ConfigError]()
+    if has_roles:
+        if "workload" in plain:
+            doubled.append(ConfigError("roles", "is another name of workload, which is given too"))
+        plain["workload"] = plain.pop("roles")
+    values, unnamed = with_recipe(plain, data.get("config"))
+    values, scripts = with_scripts(values)
     layout, errors = salvage(JobLayout, _with_class_field(values), "")
-    errors = [_in_file_terms(error) for error in errors]
     errors += _validate_roles({"name": default_name, **values})
     errors += _validate_times(layout) if layout is not None else []
+    places = [error.where for error in unnamed]
+    errors = doubled + unnamed + [error for error in errors if not lies_in(error.where, places)]
+    errors = [_in_file_terms(error, has_roles) for error in errors]
     places = [error.where for error in unresolved]
     errors = unresolved + [error for error in errors if not lies_in(error.where, places)]
     config = data.get("config")
@@ -189,8 +207,9 @@ def _rename(mapping: Mapping[str, Any]) -> dict[str, Any]:
     return renamed
 
 
-def _in_file_terms(error: ConfigError) -> ConfigError:
-    return ConfigError(*(re.sub(r"\bclass_(?!\w)", "class", text) for text in (error.where, error.what)))
+def _in_file_terms(error: ConfigError, has_roles: bool) -> ConfigError:
+    where, what = (re.sub(r"\bclass_(?!\w)", "class", text) for text in (error.where, error.what))
+    return ConfigError(re.sub(r"^workload\b", "roles", where) if has_roles else where, what)
 
 
 def _validate_roles(values: Any) -> list[ConfigError]:

@@ -17,9 +17,9 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
-from dlrover.python.rl.config.limits import check_text, list_texts, without
-from dlrover.python.rl.config.plain import from_plain
+from dlrover.python.rl.config.plain import check_text, from_plain, list_texts, without
 from dlrover.python.rl.config.secrets import is_secret_at
+from dlrover.python.rl.config.short_forms import ROLES
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import lies_in
 
@@ -91,7 +91,7 @@ def load_job_with(path: str | Path, values: Mapping[str, Any], search_path: tupl
         raise InvalidJob(errors)
     given: dict[str, Any] = {}
     for key, value in values.items():
-        *parents, last = key.split(".") if key.split(".")[0] in JOB_KEYS else ["config", *key.split(".")]
+        *parents, last = _path(data, key).split(".")
         section = given
         for parent in parents:
             section = section.setdefault(parent, {})
@@ -205,7 +205,7 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError
     for override in overrides:
         key, equals, value = override.partition("=")
         adding, key = key.startswith("+"), key.removeprefix("+").strip()
-        path, lacking = _path(key), _secret_without_value(override)
+        path, lacking = _path(data, key), _secret_without_value(data, override)
         if not equals or not key or lacking:
             shown = lacking or (override if may_show else HIDDEN)
             errors.append(ConfigError(shown, "an override is written key=value"))
@@ -218,23 +218,41 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError
                 error = None
             if error is None:
                 # Not resolved here: a value may refer to other keys of the file.
-                data.merge_with_dotlist([f"{path}={value}"])
+                data.merge_with_dotlist([f"{_count_members(data, path, value)}={value}"])
         except (OmegaConfBaseException, YAMLError) as failure:
             what = "is not valid YAML" if is_secret_at(path, value) else str(failure).splitlines()[0]
             error = ConfigError(key, what)
+        except (TypeError, ValueError):
+            error = ConfigError(key, "leads into a list by a name")
         if error is not None:
             errors.append(error)
     return errors, unlisted
 
 
-def _path(key: str) -> str:
-    return key if key.split(".")[0] in JOB_KEYS else f"config.{key}"
+def _path(data: DictConfig, key: str) -> str:
+    """The place in the file of an override's key; roles are in the section that the file has for them."""
+    first, *names = key.split(".")
+    if first in ROLES:
+        section = next((name for name in ROLES if name in data), first)
+        return ".".join([section, *names])
+    return key if first in JOB_KEYS else f"config.{key}"
 
 
-def _secret_without_value(override: str) -> str:
+def _count_members(data: DictConfig, path: str, value: str) -> str:
+    """``path``; for a number in place of a role's settings, the place of its number of members. A role that is a number
+    becomes a mapping where ``path`` leads below it."""
+    section, role, *below = [*path.split("."), "", ""][: max(path.count(".") + 1, 2)]
+    roles = data.get(section) if section in ROLES else None
+    spec = roles.get(role) if isinstance(roles, DictConfig) else None
+    if below and isinstance(spec, int):
+        roles[role] = {"num": spec}  # type: ignore[index]  # a mapping, where it has a number
+    return f"{path}.num" if isinstance(spec, DictConfig) and not below and value.strip().isdecimal() else path
+
+
+def _secret_without_value(data: DictConfig, override: str) -> str:
     """The secret key at the beginning of an override, if no ``=`` follows it; else empty."""
     key, equals = _KEY.findall(override)[0]
-    return key if not equals and is_secret_at(_path(key.lstrip("+-")), override) else ""
+    return key if not equals and is_secret_at(_path(data, key.lstrip("+-")), override) else ""
 
 
 def _is_addable(data: DictConfig, path: str) -> bool:
@@ -259,7 +277,9 @@ def _is_near_layout(data: DictConfig, key: str) -> bool:
 def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
     """The error of an override whose role or user key is not in the file; the layout checks its own keys."""
     first, *rest = path.split(".")
-    if first == "workload":
+    if first in ROLES and "recipe" in data and isinstance(data.get(first), DictConfig | None):
+        return None  # it has the roles
+    if first in ROLES:
         rest = rest[:1]
     elif first != "config":
         return None

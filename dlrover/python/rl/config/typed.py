@@ -1,34 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From plain mappings to frozen dataclasses, with defaults filled in and all errors reported at once."""
+# Over 400 lines: reading, and the hints for what cannot be read, which need the same walk
+"""From plain mappings to frozen dataclasses, with defaults filled in and all errors reported at once.
 
-import copy
+The reader walks through dataclasses, mappings and lists, and hands every other value to pydantic alone: a wrong part is
+left out and has its error, and its neighbours are read like any other. Booleans, numbers and texts are kept apart:
+``true`` is not 1, and neither is ``"1"``.
+"""
+
 import dataclasses
 import json
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache
+from types import UnionType
+from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
-from pydantic import ValidationError
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic_core import PydanticKnownError, SchemaValidator
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest, nearest_path
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.secrets import without_secrets
-from dlrover.python.rl.config.validators import nested_dataclasses, validator_of
 
 T = TypeVar("T")
 
-_UNKNOWN = ("extra_forbidden", "unexpected_keyword_argument")
-_REQUIRED = ("missing", "missing_argument")
-
-_NO_MAPPING = ("dataclass_type",)
-_NO_DICT = ("dict_type", "mapping_type")
-_NO_LIST = ("tuple_type", "list_type")
 _ALMOST = 0.8
 """Similarity from which an unknown key is taken to mean one of another place."""
-
-_MENDED = 6
-"""Rounds in which what stands for a wrong value may be wrong itself."""
 
 OTHER_NAMES = "other_names"
 """The class variable of a schema that maps dotted keys of other libraries to those of its own fields: names, or
@@ -53,6 +51,8 @@ NAMED = "named"
 """The class variable of a schema with the keys of its open mappings that have a ``name``."""
 
 _MISSING = object()
+_WRONG = object()
+"""Stands for a value that has an error."""
 
 
 def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[ConfigError]]:
@@ -72,76 +72,32 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Config
 def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[ConfigError]]:
     """Like :func:`parse`, but with an instance beside the errors, for finding further errors and never to be run.
 
-    It lacks wrong and unknown values, and has ``""`` for missing ones and ``{}`` for what should be a mapping with
-    certain keys; None where even that is not an instance.
+    It lacks wrong and unknown values, and has empty ones in place of missing ones; None where even that is not an
+    instance.
     """
     errors: list[ConfigError] = []
     try:
         plain = to_plain(data, where)
     except InvalidJob as error:
         plain, errors = error.salvaged, list(error.errors)
+    unresolved = [error.where for error in errors]
     try:
-        values = complete_values(schema, plain, where)
+        plain = rename_keys(schema, plain, where)[0]
     except InvalidJob as error:
-        values, errors = _with_defaults(schema, error.salvaged), [*errors, *error.errors]
-    wrong = [error.where for error in errors]
-    for _ in range(_MENDED):
-        try:
-            return _validate(schema, values), errors
-        except ValidationError as error:
-            items: list[dict[str, Any]] = [{**item, "loc": _path(item, values)} for item in error.errors()]
-        found = [(item["type"] in _UNKNOWN, fault) for item in items for fault in _config_errors(schema, item, where)]
-        # Where something stands for a wrong part, what is wrong with the whole says nothing.
-        errors += [fault for fault in _join_branches([fault for _, fault in found]) if not _overlaps(fault, wrong)]
-        wrong += [fault.where for is_unknown, fault in found if not is_unknown]
-        wrong += [place for item in items if (place := _list_around(values, item["loc"], where))]
-        values = copy.deepcopy(values)
-        for item in items:
-            values = _mended(values, item)
-    return None, errors
+        plain, errors = error.salvaged, [*errors, *error.errors]
+    reader = _Reader(schema, where)
+    value = reader.read(schema, plain, ())
+    errors += [error for error in reader.errors if not _overlaps(error.where, unresolved)]
+    return (None if value is _WRONG else value), errors
 
 
-def _overlaps(error: ConfigError, places: Sequence[str]) -> bool:
-    place = error.where
+def _overlaps(place: str, places: Sequence[str]) -> bool:
     return lies_in(place, places) or any(not place or lies_in(other, [place]) for other in places)
 
 
 def lies_in(place: str, places: Sequence[str]) -> bool:
-    """Whether ``place`` is one of ``places`` or below one."""
+    """Return True if ``place`` is one of ``places`` or below one."""
     return any(f"{place}.".startswith(f"{other}.") for other in places)
-
-
-def _validate(schema: type[T], values: Any) -> T:
-    instance: T = validator_of(schema).validate_python(values)
-    return instance
-
-
-def _list_around(values: Any, loc: Sequence[Any], where: str) -> str:
-    """The place of the list that an error lies in, which goes with it; "" if there is none."""
-    inner, path = values, [where] if where else []
-    for part in loc[:-1]:
-        inner = inner.get(part) if isinstance(inner, dict) else None
-        path.append(str(part))
-        if not isinstance(inner, dict):
-            return ".".join(path)
-    return ""
-
-
-def _mended(values: Any, item: Mapping[str, Any]) -> Any:
-    """``values`` without the faulty value of an error, or what holds it if that is no mapping; with a missing one, or
-    an empty mapping in place of something else."""
-    if not isinstance(values, dict):
-        return {} if item["type"] in _NO_MAPPING else values
-    path, inner = list(item["loc"]), values
-    while len(path) > 1 and isinstance(inner.get(path[0]), dict):
-        inner = inner[path.pop(0)]
-    if not path:
-        return values
-    if len(path) == 1 and item["type"] in (*_REQUIRED, *_NO_MAPPING):
-        inner[path[0]] = "" if item["type"] in _REQUIRED else {}
-    else:
-        inner.pop(path[0], None)
-    return values
 
 
 def require(schema: type[T], data: Any, where: str) -> T:
@@ -152,33 +108,196 @@ def require(schema: type[T], data: Any, where: str) -> T:
     return value
 
 
-def _config_errors(schema: Any, item: Mapping[str, Any], where: str) -> list[ConfigError]:
-    """The error of an item; of an unknown key that begins keys of other libraries, one for each key below it."""
-    path = ".".join(map(str, item["loc"]))
-    foreign = [*getattr(schema, ELSEWHERE, {}), *getattr(schema, OTHER_NAMES, {})]
-    if item["type"] in _UNKNOWN and any(f"{key}.".startswith(f"{path}.") for key in foreign):
-        keys = [".".join([path, *below]) for below in _leaves(item["input"])]
-        return [answer(schema, ConfigError(f"{where}.{key}" if where else key, _foreign(key, foreign))) for key in keys]
-    return [_config_error(schema, item, where)]
+class _Reader:
+    """Reads values by their annotations, and collects the errors."""
+
+    def __init__(self, schema: Any, where: str) -> None:
+        self._schema, self._where = schema, where
+        self.errors: list[ConfigError] = []
+
+    def read(self, annotation: Any, value: Any, path: tuple[Any, ...], default: Any = None) -> Any:
+        """Return the value of an annotated place, or ``_WRONG``."""
+        branches = _branches(annotation)
+        default = default if dataclasses.is_dataclass(default) else None
+        kind = next(filter(_is_dataclass, branches), None) if default is None else type(default)
+        if kind is not None and isinstance(value, kind):
+            return value
+        if kind is not None and isinstance(value, Mapping):
+            return self._read_dataclass(kind, value, path, default)
+        for branch in branches:
+            origin, arguments = get_origin(branch), get_args(branch)
+            if isinstance(value, Mapping) and _is_mapping(origin) and arguments:
+                return self._read_mapping(arguments[0], arguments[1], value, path)
+            is_list = origin is list or (origin is tuple and arguments[1:] == (Ellipsis,))
+            if is_list and isinstance(value, list | tuple):
+                items = [self.read(arguments[0], item, (*path, number)) for number, item in enumerate(value)]
+                return _WRONG if any(item is _WRONG for item in items) else origin(items)
+        return self._read_leaf(annotation, kind, value, path)
+
+    def _read_leaf(self, annotation: Any, kind: type[Any] | None, value: Any, path: tuple[Any, ...]) -> Any:
+        """Return a value by pydantic; ``kind`` is a dataclass that the annotation has too, and the value is none."""
+        others = [branch for branch in _branches(annotation) if not _is_dataclass(branch)]
+        items: list[tuple[tuple[Any, ...], Any]] = []
+        try:
+            if kind is None or others:
+                leaf = annotation if kind is None else Union[tuple(others)]  # noqa: UP007 -- made of a list
+                return _validator(leaf).validate_python(value)
+        except ValidationError as error:
+            items = [(_place(item["loc"], value), item) for item in error.errors()]
+        if kind is not None:
+            ends = ["null" if item["type"] == "none_required" else _lower(item["msg"]) for _, item in items]
+            ends = [end.removeprefix("input should be ") for end in ends]
+            message = ", or ".join([f"has to be a mapping with {', '.join(_names(kind))}", *ends])
+            self._report(message, path, value, "name" in _names(kind))
+            return _WRONG
+        places = dict.fromkeys(place for place, _ in items)
+        for place in places:
+            # A branch that finds a fault inside the value has read the rest.
+            if not any(other[: len(place)] == place and other != place for other in places):
+                self._refuse([item for at, item in items if at == place], (*path, *place))
+        return _WRONG
+
+    def _read_dataclass(self, kind: type[Any], values: Mapping[str, Any], path: tuple[Any, ...], default: Any) -> Any:
+        """Return an instance with the right values, and defaults for wrong ones."""
+        arguments, before = dict[str, Any](), len(self.errors)
+        fields = [field for field in dataclasses.fields(kind) if field.init]
+        for field in fields:
+            usual = _default_of(field) if default is None else getattr(default, field.name)
+            if field.name in values:
+                value = self.read(_hints(kind)[field.name], values[field.name], (*path, field.name), usual)
+                usual = usual if value is _WRONG else value
+            elif usual is _MISSING:
+                self._report("is required", (*path, field.name))
+            arguments[field.name] = _stand_in(_hints(kind)[field.name]) if usual is _MISSING else usual
+        has_wrong = len(self.errors) > before
+        names = [field.name for field in fields]
+        for key in (key for key in values if key not in names):
+            self._refuse_key(names, values[key], (*path, key))
+        try:
+            return kind(**arguments)
+        except (ValueError, AssertionError) as error:
+            if not has_wrong:  # where something stands for a wrong part, the error of the whole says nothing
+                self._report(_lower(str(error)), path, dict(values))
+            return _WRONG
+
+    def _read_mapping(self, key_type: Any, value_type: Any, values: Mapping[Any, Any], path: tuple[Any, ...]) -> Any:
+        """Return the right items of a mapping."""
+        read: dict[Any, Any] = {}
+        for key, value in values.items():
+            name = self.read(key_type, key, (*path, key))
+            item = _WRONG if name is _WRONG else self.read(value_type, value, (*path, key))
+            if item is _WRONG and name is not _WRONG and _is_dataclass(value_type):
+                item = _stand_in(value_type)
+            if item is not _WRONG:
+                read[name] = item
+        return read
+
+    def _refuse(self, items: Sequence[Mapping[str, Any]], path: tuple[Any, ...]) -> None:
+        """Report the errors that pydantic has for the branches of one place, as one."""
+        texts = [_TEXTS.get(item["type"], _lower(item["msg"])) for item in items]
+        texts = [texts[0], *(text.removeprefix("input should be ") for text in texts[1:])]
+        is_open = any(_TEXTS.get(item["type"]) == _NO_MAPPING for item in items)
+        has_name = is_open and ".".join(map(str, path)) in getattr(self._schema, NAMED, ())
+        self._report(", or ".join(texts), path, items[-1]["input"], has_name)
+
+    def _report(self, message: str, path: tuple[Any, ...], value: Any = _MISSING, has_name: bool = False) -> None:
+        """Add an error; a text in place of a mapping with a ``name`` is a usual short form elsewhere."""
+        place = self._place_of(path)
+        shown = value if value is _MISSING else without_secrets(value, place)
+        if shown is not _MISSING and shown != HIDDEN:
+            message += f", got {shown!r}"
+            if isinstance(shown, str) and has_name:
+                message += f"; did you mean {'.'.join(map(str, path))}.name={shown}?"
+        self.errors.append(ConfigError(place, message))
+
+    def _place_of(self, path: Sequence[Any]) -> str:
+        return ".".join([*([self._where] if self._where else []), *map(str, path)])
+
+    def _refuse_key(self, names: Sequence[str], value: Any, path: tuple[Any, ...]) -> None:
+        """Report an unknown key; one that begins keys of other libraries, by an error for each key below it."""
+        key = ".".join(map(str, path))
+        foreign = [*getattr(self._schema, ELSEWHERE, {}), *getattr(self._schema, OTHER_NAMES, {})]
+        if not any(f"{other}.".startswith(f"{key}.") for other in foreign):
+            self._report(f"unknown key '{path[-1]}'{self._hint_of(names, [*map(str, path)])}", path)
+            return
+        for below in _leaves(value):
+            error = ConfigError(self._place_of([*path, *below]), _foreign(".".join([key, *below]), foreign))
+            self.errors.append(answer(self._schema, error))
+
+    def _hint_of(self, names: Sequence[str], path: Sequence[str]) -> str:
+        """The nearest key beside an unknown one, or that of its name, or almost so, in another place, as jobs write
+        it."""
+        *parents, name = path
+        places = dict[str, list[str]]()
+        for key, _ in list_keys(self._schema):
+            parts = key.split(".")
+            for end in range(1, len(parts) + 1):
+                places.setdefault(parts[end - 1], []).append(".".join(parts[:end]))
+        near = name if name in places else None if nearest(name, names) else nearest(name, places, _ALMOST)
+        if near is None:
+            return hint(name, names)
+        around = "".join(f"{part}." for part in parents)
+        closest = min(places[near], key=lambda key: (not key.startswith(around), key.count(".")))
+        return f"; did you mean '{f'{self._where}.{closest}'.removeprefix('config.').removeprefix('.')}'?"
 
 
-def _join_branches(errors: Sequence[ConfigError]) -> list[ConfigError]:
-    """One error for each place: of a value that fits no branch of a union, pydantic says why for each. A branch that
-    finds a fault inside the value has read the rest."""
-    by_place: dict[str, list[str]] = {}
-    above = {error.where[:end] for error in errors for end, letter in enumerate(error.where) if letter == "."}
-    for error in errors:
-        if error.where not in above:
-            by_place.setdefault(error.where, []).append(error.what)
-    return [ConfigError(place, _one_of(texts)) for place, texts in by_place.items()]
+_NO_MAPPING = "has to be a mapping"
+_TEXTS: Mapping[str, str] = {
+    **dict.fromkeys(("dict_type", "mapping_type"), _NO_MAPPING),
+    **dict.fromkeys(("list_type", "tuple_type"), "input should be a list, [...]"),
+}
+"""Messages in place of pydantic's, by the type of its error."""
 
 
-def _one_of(texts: Sequence[str]) -> str:
-    if len(texts) == 1:
-        return texts[0]
-    wanted = [text.rpartition(", got ")[0] or text for text in texts]
-    given = texts[-1].removeprefix(wanted[-1])
-    return ", or ".join([wanted[0], *(text.removeprefix("input should be ") for text in wanted[1:])]) + given
+def _branches(annotation: Any) -> list[Any]:
+    return [*get_args(annotation)] if get_origin(annotation) in (Union, UnionType) else [annotation]
+
+
+def _is_dataclass(annotation: Any) -> bool:
+    return isinstance(annotation, type) and dataclasses.is_dataclass(annotation)
+
+
+def _is_mapping(origin: Any) -> bool:
+    return isinstance(origin, type) and issubclass(origin, Mapping)
+
+
+_HINTS: dict[type[Any], dict[str, Any]] = {}
+
+
+def _hints(kind: type[Any]) -> dict[str, Any]:
+    if kind not in _HINTS:
+        _HINTS[kind] = get_type_hints(kind, include_extras=True)
+    return _HINTS[kind]
+
+
+def _names(kind: type[Any]) -> list[str]:
+    return [field.name for field in dataclasses.fields(kind)]
+
+
+def _stand_in(annotation: Any) -> Any:
+    """A value of a required field that is missing or wrong: empty."""
+    for branch in _branches(annotation):
+        if _is_dataclass(branch):
+            return _Reader(branch, "").read(branch, {}, ())
+        if _is_mapping(get_origin(branch)):
+            return {}
+    return ""
+
+
+def _default_of(field: dataclasses.Field[Any]) -> Any:
+    if field.default_factory is not dataclasses.MISSING:
+        return field.default_factory()
+    return _MISSING if field.default is dataclasses.MISSING else field.default
+
+
+def _place(loc: Sequence[Any], value: Any) -> tuple[Any, ...]:
+    """The place of an error in ``value``, without pydantic's names of the branches of a union."""
+    place: list[Any] = []
+    for part in loc:
+        is_index = isinstance(value, list | tuple) and isinstance(part, int) and part < len(value)
+        if is_index or (isinstance(value, Mapping) and part in value):
+            place, value = [*place, part], value[part]
+    return tuple(place)
 
 
 def _leaves(value: Any) -> list[list[str]]:
@@ -200,69 +319,6 @@ def answer(schema: Any, error: ConfigError) -> ConfigError:
     return error
 
 
-def _config_error(schema: Any, item: Mapping[str, Any], where: str) -> ConfigError:
-    path = item["loc"]
-    place = ".".join([where, *map(str, path)]) if where else ".".join(map(str, path))
-    if item["type"] in _UNKNOWN:
-        return ConfigError(place, f"unknown key '{path[-1]}'{_hint_of_key(schema, [*map(str, path)], where)}")
-    if item["type"] in _REQUIRED:
-        return ConfigError(place, "is required")
-    value = without_secrets(item["input"], place)
-    text = _no_mapping(schema, path) if item["type"] in _NO_MAPPING else _lower(item["msg"])
-    text = "input should be a list, [...]" if item["type"] in _NO_LIST else text
-    text = "has to be a mapping" if item["type"] in _NO_DICT else text
-    text += f", got {value!r}" if value != HIDDEN else ""
-    if isinstance(value, str) and value != HIDDEN and _has_name(schema, path, item["type"]):
-        text += f"; did you mean {'.'.join(map(str, path))}.name={value}?"
-    return ConfigError(place, text)
-
-
-def _has_name(schema: Any, path: Sequence[Any], kind: str) -> bool:
-    """Return True for a mapping with a key ``name``, for which a text is a usual short form elsewhere."""
-    if kind in _NO_MAPPING:
-        return "name" in _fields_at(schema, path)
-    return kind in _NO_DICT and ".".join(map(str, path)) in getattr(schema, NAMED, ())
-
-
-def _hint_of_key(schema: Any, path: Sequence[str], where: str) -> str:
-    """The nearest key beside an unknown one, or that of its name, or almost so, in another place, as jobs write it."""
-    *parents, name = path
-    fields, places = _fields_at(schema, parents), dict[str, list[str]]()
-    for key, _ in list_keys(schema):
-        parts = key.split(".")
-        for end in range(1, len(parts) + 1):
-            places.setdefault(parts[end - 1], []).append(".".join(parts[:end]))
-    near = name if name in places else None if nearest(name, fields) else nearest(name, places, _ALMOST)
-    if near is None:
-        return hint(name, fields)
-    around = "".join(f"{part}." for part in parents)
-    found = min(places[near], key=lambda key: (not key.startswith(around), key.count(".")))
-    return f"; did you mean '{f'{where}.{found}'.removeprefix('config.').removeprefix('.')}'?"
-
-
-def _no_mapping(schema: Any, path: Sequence[Any]) -> str:
-    optional = ", or null" if type(None) in get_args(_annotation_at(schema, path)) else ""
-    return f"has to be a mapping with {', '.join(_fields_at(schema, path))}{optional}"
-
-
-def _path(item: Mapping[str, Any], values: Any) -> list[Any]:
-    """Where an error in ``values`` is, without pydantic's names of the branches of a union: those lead to no other
-    value, and a key may be called the same."""
-    path: list[Any] = []
-    end = len(item["loc"]) - (item["type"] in (*_UNKNOWN, *_REQUIRED))
-    for part in item["loc"][:end]:
-        inner = _MISSING if values is item["input"] else _value_at(values, part)
-        if inner is not _MISSING:
-            path, values = [*path, part], inner
-    return [*path, *item["loc"][end:]]
-
-
-def _value_at(values: Any, part: Any) -> Any:
-    if isinstance(values, Mapping):
-        return next((value for key, value in values.items() if key == part or str(key) == part), _MISSING)
-    return values[part] if isinstance(values, list | tuple) and isinstance(part, int) else _MISSING
-
-
 def _lower(text: str) -> str:
     text = text.removeprefix("Value error, ")
     return text[:1].lower() + text[1:]
@@ -270,45 +326,22 @@ def _lower(text: str) -> str:
 
 def list_keys(schema: type[Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     """Every dotted key of a schema, and its default as a job file would have it; ``required``."""
-    hints = get_type_hints(schema)
     for field in dataclasses.fields(schema):
-        default = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        given = default is not None and default is not dataclasses.MISSING
-        (kind,) = nested_dataclasses(type(default) if given else hints[field.name])[:1] or (None,)
-        if kind is not None:
-            yield from list_keys(kind, f"{prefix}{field.name}.")
-        elif default is dataclasses.MISSING:
+        default = _default_of(field)
+        has_default = default is not None and default is not _MISSING
+        kinds = _dataclasses_in(type(default) if has_default else _hints(schema)[field.name])
+        if kinds:
+            yield from list_keys(kinds[0], f"{prefix}{field.name}.")
+        elif default is _MISSING:
             yield f"{prefix}{field.name}", "required"
         else:
             yield f"{prefix}{field.name}", "null" if default is None else str(default)
 
 
-def _is_collection(annotation: Any) -> bool:
-    origin = get_origin(annotation)
-    return isinstance(origin, type) and issubclass(origin, Mapping | list)
-
-
-def _annotation_at(schema: Any, path: Sequence[Any]) -> Any:
-    annotation = schema
-    for part in path:
-        kind, branches = next(iter(nested_dataclasses(annotation)), None), [annotation, *get_args(annotation)]
-        plain = next((branch for branch in branches if _is_collection(branch)), None)
-        if plain is not None:
-            annotation = get_args(plain)[-1]
-        elif kind is not None:
-            annotation = get_type_hints(kind).get(part, kind)
-    return annotation
-
-
-def _fields_at(schema: Any, path: Sequence[Any]) -> list[str]:
-    kinds = nested_dataclasses(_annotation_at(schema, path))[:1]
-    return [field.name for kind in kinds for field in dataclasses.fields(kind)]
-
-
-def complete_values(schema: type[Any], values: Any, where: str) -> Any:
-    """Rename the keys of ``values`` to the schema's own, and add its defaults; other values than mappings stay. Raises
-    InvalidJob if a value has two names."""
-    return _with_defaults(schema, rename_keys(schema, values, where)[0])
+def _dataclasses_in(annotation: Any) -> list[Any]:
+    if _is_dataclass(annotation):
+        return [annotation]
+    return [kind for argument in get_args(annotation) for kind in _dataclasses_in(argument)]
 
 
 def rename_keys(schema: type[Any], values: Any, where: str, later: Sequence[str] = ()) -> tuple[Any, list[str]]:
@@ -366,18 +399,42 @@ def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[st
     return {**values, first: _with(inner or {}, rest, value) if rest else value}
 
 
-def _with_defaults(kind: Any, partial: Any, default: Any = None) -> Any:
-    """``partial`` values for a dataclass, completed where ``default`` differs from the defaults of the class."""
-    if not isinstance(partial, Mapping) or not dataclasses.is_dataclass(kind):
-        return partial
-    hints, values = get_type_hints(kind), dict(partial)
-    for field in (field for field in dataclasses.fields(kind) if field.init):
-        usual = field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
-        value = usual if default is None else getattr(default, field.name)
-        if field.name in partial and dataclasses.is_dataclass(value):
-            values[field.name] = _with_defaults(type(value), partial[field.name], value)
-        elif field.name in partial:
-            values[field.name] = _with_defaults(hints[field.name], partial[field.name])
-        elif default is not None and value != usual:
-            values[field.name] = value
-    return values
+_VALUES = ("default", "expected", "metadata", "serialization")
+"""Keys of a core schema with something else than schemas."""
+
+
+@cache
+def _validator(annotation: Any) -> SchemaValidator:
+    """Pydantic's validator of an annotation without dataclasses; to make one takes longer than to use it."""
+    adapter: Any = TypeAdapter(annotation, config=ConfigDict(arbitrary_types_allowed=True))
+    return SchemaValidator(_kept_apart(adapter.core_schema))
+
+
+def _kept_apart(schema: Any) -> Any:
+    """A core schema whose numbers and booleans look at the type of a value before they convert it."""
+    if isinstance(schema, list | tuple):
+        return type(schema)(map(_kept_apart, schema))
+    if not isinstance(schema, dict):
+        return schema
+    parts = {key: part if key in _VALUES else _kept_apart(part) for key, part in schema.items()}
+    kind = parts.get("type")
+    check = _CHECKS.get(kind) if isinstance(kind, str) else None
+    if kind == "literal" and "off" in parts["expected"]:  # YAML 1.1 reads it as false
+        check = {"type": "no-info", "function": lambda value: "off" if value is False else value}
+    return parts if check is None else {"type": "function-before", "function": check, "schema": parts}
+
+
+def _refusing(kind: str, wrong: Callable[[Any], bool]) -> Mapping[str, Any]:
+    def check(value: Any) -> Any:
+        if wrong(value):
+            raise PydanticKnownError(kind)  # type: ignore[arg-type]  # one of its names
+        return value
+
+    return {"type": "no-info", "function": check}
+
+
+_CHECKS: Mapping[str, Mapping[str, Any]] = {
+    "int": _refusing("int_type", lambda value: isinstance(value, bool | str | bytes)),
+    "float": _refusing("float_type", lambda value: isinstance(value, bool | str | bytes)),
+    "bool": _refusing("bool_type", lambda value: not isinstance(value, bool)),
+}

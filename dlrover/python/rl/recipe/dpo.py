@@ -10,7 +10,7 @@ from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.recipe.base.model_facts import validate_model, validate_vocabulary
+from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
 from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
 from dlrover.python.rl.recipe.offline.examples import PairData
 from dlrover.python.rl.recipe.rm import METRICS

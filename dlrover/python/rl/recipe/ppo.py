@@ -11,9 +11,9 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe.base.checks import require_role, validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.config import NonNegative, PolicyConfig, Positive, RolloutConfig
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
-from dlrover.python.rl.recipe.base.model_facts import validate_model, validate_vocabulary
+from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
 from dlrover.python.rl.recipe.base.updates import average_metrics
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import AuxResults, PolicyTrainer
 from dlrover.python.rl.recipe.reporting.evaluation import Scores

@@ -16,7 +16,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.common.terminal import echo
-from dlrover.python.rl.config.limits import ALLOW_RESOLVERS
+from dlrover.python.rl.config.plain import ALLOW_RESOLVERS
 from dlrover.python.rl.service.state import default_state, write_address
 
 _LOG = get_logger(__name__)

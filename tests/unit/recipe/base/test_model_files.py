@@ -12,7 +12,7 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model.loading import SafetensorsSource, fingerprint_files
 from dlrover.python.rl.engine.model.spec import ModelSpec, load_causal_lm
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base.model_facts import validate_model
+from dlrover.python.rl.recipe.base.model_files import validate_model
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 

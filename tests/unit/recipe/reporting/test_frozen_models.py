@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
-from dlrover.python.rl.recipe.reporting.frozen_models import FrozenModels
+from dlrover.python.rl.recipe.base.model_files import FrozenModels
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 
 
 def models(**paths):

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dlrover.python.rl.recipe.reporting.model_config import validate_model_config
+from dlrover.python.rl.recipe.base.model_files import validate_model_config
 
 CONFIG = {
     "model_type": "qwen2",

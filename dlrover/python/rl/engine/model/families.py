@@ -6,6 +6,9 @@ from typing import Any
 
 _AUTO_CLASSES = {"causal": "AutoModelForCausalLM", "token": "AutoModelForTokenClassification"}
 
+_DENSE = ("llama", "mistral", "qwen2", "qwen3")
+"""Types of models that every engine can have, which need no look at their class."""
+
 _WITH_STATE = {"conv", "linear_attention", "hybrid", "hybrid_sliding"}
 """Types of layers, as Transformers calls them, that not all models with a state declare otherwise."""
 
@@ -42,10 +45,8 @@ def by_library(find: Callable[[Any, str], str]) -> Callable[[Mapping[str, Any], 
     """Give ``find`` what Transformers makes of a ``config.json``, but for dense models, which need no such look."""
 
     def find_fault(content: Mapping[str, Any], head: str) -> str:
-        from dlrover.python.rl.engine.model.model_shape import DENSE
-
         kind = content.get("model_type")
-        if not content or kind in DENSE:
+        if not content or kind in _DENSE:
             return ""
         if kind is None:
             return "its config.json has no 'model_type': choose a folder of a model in Hugging Face format"

@@ -19,14 +19,9 @@ from dlrover.python.rl.engine.model.chunked_head import RAW_LOGITS
 from dlrover.python.rl.engine.model.families import find_class
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
-DENSE = ("llama", "mistral", "qwen2", "qwen3")
-"""Types of models whose shape follows from the configuration alone, which takes no time."""
-
 _OUTPUT = "lm_head"
 
 _POSITIONS = ("max_position_embeddings", "n_positions")
-
-_MATRICES = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
 @dataclass(frozen=True)
@@ -84,39 +79,6 @@ class ModelShape:
         own = layer if self.outside >= 2 * layer else 0
         parameters = self.parameters - own + self.hidden
         return replace(self, parameters=parameters, vocabulary=1, output="score", head=self.hidden)
-
-    @classmethod
-    def of_dense(cls, config: Mapping[str, Any]) -> "ModelShape":
-        """``config`` is the ``config.json`` of a model of one of the types ``DENSE``. Raises KeyError."""
-        hidden, inner, vocabulary = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
-        heads, layers, kind = config["num_attention_heads"], config["num_hidden_layers"], config["model_type"]
-        width = config.get("head_dim") or hidden // heads
-        queries, keys = heads * width, (config.get("num_key_value_heads") or heads) * width
-        sizes = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden), *[(hidden, inner)] * 3]
-        matrices = dict(zip(_MATRICES, sizes, strict=True))
-        vectors = 2 * hidden + (queries + 2 * keys if kind == "qwen2" else 0) + (2 * width if kind == "qwen3" else 0)
-        if config.get("attention_bias"):
-            vectors += queries + 2 * keys + hidden
-        if config.get("mlp_bias"):
-            vectors += 2 * inner + hidden
-        products = [rows * columns for rows, columns in sizes]
-        layer = sum(products) + vectors
-        embeddings = vocabulary * hidden * (1 if config.get("tie_word_embeddings") else 2)
-        return cls(
-            embeddings + layers * layer + hidden,
-            layers,
-            layer,
-            max(vocabulary * hidden, *products),
-            hidden,
-            queries,
-            keys,
-            inner,
-            vocabulary,
-            {name: layers * sum(pair) for name, pair in matrices.items()},
-            layers * sum(products),
-            "" if config.get("tie_word_embeddings") else _OUTPUT,
-            raw_logits=kind in RAW_LOGITS,
-        )
 
     @classmethod
     def of(cls, config: Any) -> "ModelShape":
@@ -195,9 +157,6 @@ def count_positions(config: Mapping[str, Any]) -> int | None:
 @cache
 def _read_shape(file: Path, _written_ns: int) -> ModelShape | None:
     try:
-        plain = json.loads(file.read_text())
-        if plain.get("model_type") in DENSE:
-            return ModelShape.of_dense(plain)
         from transformers import AutoConfig
 
         config = AutoConfig.from_pretrained(file)

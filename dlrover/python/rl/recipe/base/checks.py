@@ -40,7 +40,7 @@ from dlrover.python.rl.engine.weight_sync.transports import validate_transport, 
 from dlrover.python.rl.environment.core.functions import find_environment, load_function
 from dlrover.python.rl.environment.core.scoring import RewardFunction
 from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig, PolicyConfig
-from dlrover.python.rl.recipe.base.lengths import count_room
+from dlrover.python.rl.recipe.base.model_files import count_room
 
 _ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
 """Columns that train engines compute for a loss."""

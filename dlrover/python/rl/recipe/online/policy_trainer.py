@@ -17,8 +17,8 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig, SenderConfig
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics, means_by_weight
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import (
     AuxOutput,
     RewardFailures,

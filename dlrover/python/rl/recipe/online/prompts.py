@@ -34,7 +34,7 @@ from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction
 from dlrover.python.rl.recipe.base.config import PolicyConfig
 from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData, digest_of_rows, name_source
-from dlrover.python.rl.recipe.base.lengths import count_room, find_large, find_tokenizer
+from dlrover.python.rl.recipe.base.model_files import count_room, find_large, find_tokenizer
 
 _LOG = get_logger(__name__)
 

@@ -17,7 +17,6 @@ from dlrover.python.rl.config.typed import answer, lies_in, require, salvage
 from dlrover.python.rl.data.source import is_left_unread
 from dlrover.python.rl.engine.model.model_shape import read_config, shape_of
 from dlrover.python.rl.engine.model.packing import Head
-from dlrover.python.rl.recipe.base.auto import Devices, complete_config
 from dlrover.python.rl.recipe.base.checks import (
     point_to_options,
     validate_family,
@@ -25,13 +24,11 @@ from dlrover.python.rl.recipe.base.checks import (
     validate_options,
     validate_train_engine,
 )
-from dlrover.python.rl.recipe.base.machine import Machine
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
-from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan, describe_engines
-from dlrover.python.rl.recipe.base.model_facts import validate_model
-from dlrover.python.rl.recipe.reporting.frozen_models import FrozenModels
-from dlrover.python.rl.recipe.reporting.model_config import validate_model_config
-from dlrover.python.rl.recipe.reporting.passes import choose_passes
+from dlrover.python.rl.recipe.base.devices import Devices, Machine, complete_config
+from dlrover.python.rl.recipe.base.model_files import FrozenModels, validate_model, validate_model_config
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
+from dlrover.python.rl.recipe.memory.passes import choose_passes
+from dlrover.python.rl.recipe.memory.plan import MemoryPlan, describe_engines
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog, validate_keep
 from dlrover.python.rl.recipe.reporting.timing import PHASES, PHASES_BY_ROLE, Stopwatch, TimedPort
 from dlrover.python.rl.recipe.reporting.trackers import validate_log

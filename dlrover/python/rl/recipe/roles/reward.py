@@ -27,7 +27,7 @@ from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifie
 from dlrover.python.rl.environment.verifiers import exact
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, on_device
-from dlrover.python.rl.recipe.base.model_facts import validate_model
+from dlrover.python.rl.recipe.base.model_files import validate_model
 from dlrover.python.rl.recipe.reporting.rewards import SUMMARIES
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
 from dlrover.python.rl.trainer.workload import BaseWorkload

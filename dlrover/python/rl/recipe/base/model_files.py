@@ -1,22 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A model's folder before a run starts: whether it can be loaded, and its size from the headers of its files."""
+"""The files of a model before a run starts: whether it can be loaded, its size, vocabulary and room for tokens."""
 
 import json
 import math
+import os
 import struct
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from difflib import get_close_matches
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from dlrover.python.rl.common.errors import ConfigError, EngineError
+import torch
+
+from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError
 from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_cached, is_path
-from dlrover.python.rl.common.names import variable_hint
+from dlrover.python.rl.common.names import nearest, variable_hint
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
-from dlrover.python.rl.engine.model.loading import fingerprint_files
-from dlrover.python.rl.engine.model.model_shape import find_config_file, read_config, shape_of
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
+from dlrover.python.rl.engine.model.loading import fingerprint_files, load_tokenizer
+from dlrover.python.rl.engine.model.model_shape import count_positions, find_config_file, read_config, shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.training.eight_bit import BLOCK
+from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.trainer.workload import Setting
 
 _ALMOST = 0.8
@@ -31,6 +38,8 @@ _OLD_WEIGHTS, _OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
 _HEADER = struct.Struct("<Q")
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
 _FLOAT32 = 4
+
+GB = 1e9
 
 
 def count_parameters(folder: Path) -> int | None:
@@ -96,6 +105,13 @@ def moment_bytes(optimizer: OptimizerConfig, lora: LoraSettings | None = None) -
         short_rows = 0.0 if lora is None else 1 / (2 * lora.rank)  # half of the adapters have rows of their rank
         return 2 + 2 * _FLOAT32 * (1 / BLOCK + short_rows)
     return _FLOAT32 * (2 if optimizer.name == "adamw" else 1 if optimizer.momentum else 0)
+
+
+def device_bytes(engine: EngineConfig, device: str = "cuda:0") -> float | None:
+    """Memory of a CUDA device; None if it is not known here."""
+    if engine.device_memory_gb is not None:
+        return engine.device_memory_gb * GB
+    return float(torch.cuda.get_device_properties(device).total_memory) if torch.cuda.is_available() else None
 
 
 def trained_bytes(
@@ -185,3 +201,97 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         return {**tokens, **added, **more}
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None
+
+
+T = TypeVar("T")
+
+LARGEST = 1000
+"""Rows of a file that a check encodes at most, the largest ones; a run encodes all."""
+
+_OPENING, _TEMPLATE = 2, 256
+"""Tokens that a tokenizer may add to a text, and a chat template to a conversation beyond the bytes of its JSON."""
+
+
+def count_room(cfg: Any, generates: bool = False) -> int | None:
+    """The most tokens of a sequence by the model and, if it ``generates``, the option of the rollout engine; None:
+    unknown."""
+    option = engine_info(ROLLOUT_ENGINES, cfg.engine.rollout).limit_option if generates else ""
+    limits = [count_positions(read_config(cfg.model, cfg.model_config)), cfg.engine.rollout_options.get(option)]
+    return min((limit for limit in limits if isinstance(limit, int)), default=None)
+
+
+def find_large(rows: Iterable[T], content: Callable[[T], Any], limit: int) -> list[T]:
+    """The rows that may have more than ``limit`` tokens, the largest first: a token is at least a byte of its text."""
+    sized = [(_count_bytes(content(row)), number, row) for number, row in enumerate(rows)]
+    large = sorted((item for item in sized if item[0] > limit), key=lambda item: (-item[0], item[1]))
+    return [row for _, _, row in large[:LARGEST]]
+
+
+def _count_bytes(content: Any) -> int:
+    is_text = isinstance(content, str)
+    text = content if is_text else json.dumps(content, ensure_ascii=False, default=str)
+    return len(text.encode(errors="replace")) + (_OPENING if is_text else _TEMPLATE)
+
+
+@cache
+def find_tokenizer(model: str) -> Any:
+    """The tokenizer of a model in a folder or in the hub's cache; None if it is elsewhere or cannot be loaded."""
+    file = find_config_file(model)
+    try:
+        return None if file is None else load_tokenizer(file.parent)
+    except EngineError:  # the engine reports it
+        return None
+
+
+def validate_model_config(given: str | None) -> list[ConfigError]:
+    """It has to be a ``config.json``, a folder with one, or a model in this machine's cache of the hub."""
+    if given is None or shape_of(given) is not None:
+        return []
+    path = Path(given).expanduser()
+    if path.exists() or is_cached(given):
+        what = f"{given} is no config.json of a language model, nor a folder with one"
+    else:
+        where = "" if path.is_absolute() else f" in {Path.cwd()}"
+        may_be_of_hub = given.count("/") == 1 and not given.startswith((".", "/", "~")) and not given.endswith(".json")
+        of_hub = ", nor a model in this machine's cache of the hub" if may_be_of_hub else ""
+        what = f"no such file or folder: {given}{where}{of_hub}{_nearest_entry(path)}"
+    return [ConfigError("config.model_config", what)]
+
+
+def _nearest_entry(path: Path) -> str:
+    """The entry that the first missing part of ``path`` may mean, as an end of a message."""
+    missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
+    close = None
+    with suppress(OSError):  # below a file, or a folder that may not be listed
+        close = nearest(missing.name, os.listdir(missing.parent))
+    return f"; did you mean '{missing.parent / close}'?" if close else ""
+
+
+class FrozenModels:
+    """Part of a trainer's ``state``: a sample of the files of references, teachers and reward models, of those that are
+    in folders here."""
+
+    def __init__(self, trainer: Any, cfg: Any) -> None:
+        uses = trainer.model_uses(cfg, {role: len(handles) for role, handles in trainer.actor_handles.items()})
+        self._models = {str(role): use.model for role, use in uses.items() if use.kind == "frozen"}
+        self._fingerprints = {role: _fingerprint(model) for role, model in self._models.items()}
+
+    def state_dict(self) -> dict[str, str]:
+        return dict(self._fingerprints)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Raises DataError if a model has other weights, wherever it is."""
+        errors = []
+        for role, model in self._models.items():
+            was, now = state.get(role, ""), self._fingerprints[role]
+            self._fingerprints[role] = now or was  # files that are not here now
+            if was and now and was != now:
+                what = f"the weights of '{model}', the {role.lower()}, are not those that the run was begun with"
+                errors.append(ConfigError("config", what))
+        if errors:
+            raise DataError(errors)
+
+
+def _fingerprint(model: str) -> str:
+    folder = Path(model).expanduser()
+    return fingerprint_files(folder if folder.is_dir() else None)

@@ -14,12 +14,12 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.model.model_shape import DENSE, ModelShape, shape_of
+from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base import memory_plan
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse, bytes_of, host_bytes, size_passes
-from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
+from dlrover.python.rl.recipe.memory import plan as memory_plan
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of, host_bytes, size_passes
+from dlrover.python.rl.recipe.memory.plan import MemoryPlan
 
 ON_CUDA = EngineConfig(device="cuda", precision="bf16", rollout="torch")
 ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE
@@ -41,7 +41,7 @@ def large():
     """The shape of Qwen2.5-72B."""
     sizes = {"hidden_size": 8192, "intermediate_size": 29568, "num_hidden_layers": 80, "num_attention_heads": 64}
     others = {"num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False}
-    return ModelShape.of_dense({"model_type": "qwen2", **SIZES, **sizes, **others})
+    return ModelShape.of(AutoConfig.for_model("qwen2", **{**SIZES, **sizes, **others}))
 
 
 def test_a_shape_is_that_of_the_model(small):
@@ -49,18 +49,6 @@ def test_a_shape_is_that_of_the_model(small):
     assert (small.layers, small.hidden, small.queries, small.keys, small.vocabulary) == (24, 896, 896, 128, 151936)
     assert small.tensor == 151936 * 896
     assert small.parameters == 24 * small.layer + small.tensor + 896
-
-
-@pytest.mark.parametrize("kind", DENSE)
-@pytest.mark.parametrize("more", [{}, {"tie_word_embeddings": True}, {"head_dim": 16}])
-@pytest.mark.parametrize("biased", [False, True])
-def test_of_common_models_it_follows_from_the_configuration_alone(kind, more, biased):
-    if biased and kind in ("llama", "qwen3"):
-        more = {**more, "attention_bias": True, **({"mlp_bias": True} if kind == "llama" else {})}
-    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3, "vocab_size": 200}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
-    config = AutoConfig.for_model(kind, **sizes, **heads, **more)
-    assert ModelShape.of_dense(config.to_dict()) == ModelShape.of(config)
 
 
 def test_of_experts_those_count_that_a_token_passes():
@@ -463,8 +451,8 @@ def test_the_cache_of_the_torch_engine_is_as_long_as_it_allocates_it(small, long
 
 
 def test_the_output_layer_that_can_have_adapters_is_the_models_own():
-    tied = ModelShape.of_dense({"model_type": "qwen2", **SIZES})
-    own = ModelShape.of_dense({"model_type": "qwen2", **SIZES, "tie_word_embeddings": False})
+    tied = ModelShape.of(AutoConfig.for_model("qwen2", **SIZES))
+    own = ModelShape.of(AutoConfig.for_model("qwen2", **{**SIZES, "tie_word_embeddings": False}))
     head, score = LoraSettings(targets=("lm_head",)), LoraSettings(targets=("q_proj", "score"))
     assert own.find_target_errors(head) == []
     assert tied.find_target_errors(head) == [

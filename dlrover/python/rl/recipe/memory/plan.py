@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """The memory that a job's models take on each device, for people, before anything starts: a table, and the smallest
-change where something cannot fit. The arithmetic is in ``memory_bytes``."""
+change where something cannot fit. The arithmetic is in ``arithmetic``."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -18,15 +18,14 @@ from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.memory_bytes import (
+from dlrover.python.rl.recipe.base.model_files import GB, device_bytes, parameters_of
+from dlrover.python.rl.recipe.memory.arithmetic import (
     FEW_TOKENS,
     FEWEST_TOKENS,
-    GB,
     STATE_ONLY,
     ModelUse,
     PlannedBytes,
     bytes_of,
-    device_bytes,
     has_auto_passes,
     host_bytes,
     is_on_host,
@@ -35,7 +34,6 @@ from dlrover.python.rl.recipe.base.memory_bytes import (
     sizes_of,
     state_of,
 )
-from dlrover.python.rl.recipe.base.model_facts import parameters_of
 
 _USABLE = 0.92
 """Of a device's memory: the rest is CUDA's own, and lost between blocks."""

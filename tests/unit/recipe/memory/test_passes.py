@@ -8,17 +8,19 @@ from typing import ClassVar
 
 import pytest
 from half_billion import SIZES
+from transformers import AutoConfig
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.model_shape import ModelShape
-from dlrover.python.rl.recipe.base import engine_workload, memory_plan
-from dlrover.python.rl.recipe.base.auto import complete_config
+from dlrover.python.rl.recipe.base import engine_workload
 from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
+from dlrover.python.rl.recipe.base.devices import complete_config
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare, TrainedWorkload
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
-from dlrover.python.rl.recipe.base.memory_plan import MemoryPlan
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
-from dlrover.python.rl.recipe.reporting.passes import all_stay, choose_passes, smallest_device, weights_stay
+from dlrover.python.rl.recipe.memory import plan as memory_plan
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
+from dlrover.python.rl.recipe.memory.passes import all_stay, choose_passes, smallest_device, weights_stay
+from dlrover.python.rl.recipe.memory.plan import MemoryPlan
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload
 from dlrover.python.rl.recipe.roles.rollout import RolloutWorkload
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
@@ -30,7 +32,7 @@ from dlrover.python.rl.trainer.workload import MemberContext
 
 ACTOR, ROLLOUT = RLRoleType.ACTOR, RLRoleType.ROLLOUT
 GIVEN = {"model": "m", "data": {"train": "d"}, "steps": 1, "batch_size": 1}
-SMALL = ModelShape.of_dense({"model_type": "qwen2", **SIZES})
+SMALL = ModelShape.of(AutoConfig.for_model("qwen2", **SIZES))
 
 
 class Port:

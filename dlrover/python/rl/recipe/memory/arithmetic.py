@@ -45,8 +45,6 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Literal
 
-import torch
-
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.model.chunked_head import CHUNK_ELEMENTS
@@ -54,12 +52,10 @@ from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.rollout_torch import rounded_capacity
 from dlrover.python.rl.recipe.base.config import AUTO, MOST_TOKENS, EngineConfig
-from dlrover.python.rl.recipe.base.model_facts import moment_bytes
+from dlrover.python.rl.recipe.base.model_files import moment_bytes
 
 FEW_TOKENS, FEWEST_TOKENS = 4096, 1024
 """Of a pass: fewer than the first are used where nothing else helps, and never fewer than the second."""
-
-GB = 1e9
 
 STATE_ONLY = ("deepspeed", "megatron")
 """Train engines of which weights, gradients and optimizer are computed."""
@@ -267,13 +263,6 @@ def _has_chunks(shape: ModelShape, tokens: float, tensor: int) -> bool:
 def _head_gradient(shape: ModelShape, width: int, tokens: float, tensor: int) -> float:
     """Of the output layer, added up over chunks."""
     return (4 + width) * shape.vocabulary * shape.hidden if _has_chunks(shape, tokens, tensor) else 0.0
-
-
-def device_bytes(engine: EngineConfig, device: str = "cuda:0") -> float | None:
-    """Memory of a CUDA device; None if it is not known here."""
-    if engine.device_memory_gb is not None:
-        return engine.device_memory_gb * GB
-    return float(torch.cuda.get_device_properties(device).total_memory) if torch.cuda.is_available() else None
 
 
 def fit_together(planned: Sequence[PlannedBytes], capacity: float, free: float, more: float = 0.0) -> bool:

@@ -1,0 +1,215 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Recipes and numbers in place of classes and mappings, and roles that name a program."""
+
+from pathlib import Path
+
+import pytest
+from omegaconf import OmegaConf
+
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.config.layout import job_from_mapping, job_to_yaml
+from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.short_forms import RECIPES
+from dlrover.python.rl.recipe import workloads
+from dlrover.python.rl.runtime.process.executor import load_class
+
+CPU = {"device_type": "CPU", "device_per_node": 2}
+
+
+def job(workload, **more):
+    return job_from_mapping(OmegaConf.create({"trainer": CPU, "workload": workload, **more}), "programs")
+
+
+def test_a_command_needs_no_class_no_actor_and_no_trainer_class():
+    spec = job({"train": {"command": "python train.py", "num": 2}}, config={"lr": 1.0})
+    assert spec.trainer.class_ == "ScriptTrainer"
+    assert spec.workloads["TRAIN"].class_ == "Script"
+    assert spec.workloads["TRAIN"].num == 2
+    assert spec.config == {"lr": 1.0, "scripts": {"train": {"command": "python train.py"}}}
+    assert spec.restart.workload_max_restart == {"train": 3}
+
+
+def test_what_is_written_reads_back_as_the_same_job():
+    spec = job({"train": {"command": ["python", "train.py"]}, "serve": {"function": "server:main"}})
+    assert load_job_text(job_to_yaml(spec), "programs", search_path=()) == spec
+
+
+def test_a_command_may_have_variables_of_its_shell():
+    text = r"workload: {train: {command: 'train.py --rank \${RANK} \${name}', num: 2}}"
+    spec = load_job_text(text, "programs", search_path=())
+    assert spec.config.scripts.train.command == "train.py --rank ${RANK} ${name}"
+    assert load_job_text(job_to_yaml(spec), "programs", search_path=()) == spec
+
+
+def test_limits_and_a_trainer_that_are_given_stay():
+    spec = job(
+        {"actor": {"module": "m", "class": "C"}, "Train": {"command": "x", "hang_after_s": 60}},
+        restart={"workload_max_restart": {"train": 0}},
+        trainer={**CPU, "module": "mine", "class": "Mine"},
+    )
+    assert spec.trainer.class_ == "Mine"
+    assert spec.restart.workload_max_restart == {"train": 0}
+    assert spec.workloads["TRAIN"].hang_after_s == 60
+
+
+@pytest.mark.parametrize(
+    ("role", "message"),
+    [
+        ({"command": "x", "class": "C"}, "workload.train: has command and class: a role is a program or a class"),
+        ({"command": "x", "function": "m:f"}, "workload.train: has command and function: a role runs one program"),
+        ({"command": ""}, "workload.train: its command is empty"),
+        ({"command": {"a": 1}}, "workload.train.command: must be text or a list of texts, got"),
+        ({"command": "x", "nun": 2}, "workload.train.nun: unknown key 'nun'; did you mean 'num'?"),
+    ],
+)
+def test_a_program_that_cannot_be_is_refused(role, message):
+    with pytest.raises(InvalidJob) as refused:
+        job({"train": role})
+    assert message in str(refused.value)
+
+
+def test_a_job_with_a_class_and_a_program_still_needs_a_trainer():
+    with pytest.raises(InvalidJob, match=r"trainer\.module"):
+        job({"actor": {"module": "m", "class": "C"}, "train": {"command": "x"}})
+
+
+ROOT = Path(__file__).parents[3]
+LONG_FORMS = OmegaConf.to_container(OmegaConf.load(Path(__file__).with_name("long_forms.yaml")))
+
+
+@pytest.mark.parametrize("file", LONG_FORMS)
+def test_job_file_short_and_long_gives_the_same_job(file):
+    short = OmegaConf.load(ROOT / file)
+    assert "recipe" in short and "workload" not in short
+    shared = {key: short._get_node(key) for key in short if key not in ("recipe", "roles", "trainer")}
+    long = OmegaConf.create({**LONG_FORMS[file], **shared})
+    described = [load_job_text(OmegaConf.to_yaml(data), "job", search_path=()) for data in (short, long)]
+    assert described[0] == described[1]
+    assert list(described[0].workloads) == list(described[1].workloads)
+
+
+def short_job(text, *overrides):
+    return load_job_text(text, "short", overrides, search_path=())
+
+
+def sizes(spec):
+    return {str(role).lower(): (workload.class_, workload.num) for role, workload in spec.workloads.items()}
+
+
+@pytest.mark.parametrize(
+    ("text", "roles"),
+    [
+        ("recipe: sft", {"actor": ("ActorWorkload", 1)}),
+        ("recipe: rm", {"actor": ("ScorerWorkload", 1)}),
+        (
+            "{recipe: grpo, roles: {actor: 8, rollout: {num: 4}}}",
+            {"actor": ("ActorWorkload", 8), "rollout": ("RolloutWorkload", 4), "reward": ("RewardWorkload", 1)},
+        ),
+        (
+            "{recipe: grpo, roles: {ACTOR: 1}, config: {rollout: {env_path: mine}}}",
+            {"actor": ("ActorWorkload", 1), "rollout": ("RolloutWorkload", 1)},
+        ),
+        (
+            "{recipe: dpo, config: {engine: {shard_frozen: true}}}",
+            {"actor": ("ActorWorkload", 1), "reference": ("ShardedReferenceWorkload", 1)},
+        ),
+        (
+            "{recipe: distill, config: {teachers: {maths: {}}, reward: {model: m}}}",
+            {
+                "actor": ("ActorWorkload", 1),
+                "rollout": ("RolloutWorkload", 1),
+                "reward": ("ModelRewardWorkload", 1),
+                "maths": ("TeacherWorkload", 1),
+            },
+        ),
+        (
+            "{recipe: 'mine:Mine', roles: {critic: 2, judge: {module: m, class: Judge, num: 3}}}",
+            {"critic": ("CriticWorkload", 2), "judge": ("Judge", 3), "actor": ("ActorWorkload", 1)},
+        ),
+        ("{recipe: sft, roles: {actor: {class: Other}}}", {"actor": ("Other", 1)}),
+    ],
+)
+def test_recipe_fills_in_classes_and_needed_roles(text, roles):
+    assert sizes(short_job(text)) == roles
+
+
+def test_recipe_of_a_job_on_gpus_leaves_them_to_models():
+    text = "{recipe: grpo, roles: {actor: 1, rollout: 1, reward: {resource: {cpu: 4}}}}"
+    assert short_job(text).workloads["REWARD"].resource == {"gpu": 0, "cpu": 4}
+    assert short_job(text, "trainer.device_type=CPU").workloads["REWARD"].resource == {"cpu": 4}
+    assert (
+        short_job(text, "reward.resource.gpu=1", "roles.reward.resource.gpu=1").workloads["REWARD"].resource["gpu"] == 1
+    )
+    assert short_job(text, "+reward.model=m").workloads["REWARD"].resource == {"cpu": 4}
+    assert short_job(f"{text[:-1]}, workload_group: [{{reward: 1, actor: 1}}]}}").workloads["REWARD"].resource == {
+        "cpu": 4
+    }
+
+
+@pytest.mark.parametrize("section", ["roles", "workload"])
+def test_override_of_a_role_changes_what_the_file_has(section):
+    text = "{recipe: grpo, roles: {actor: 2, rollout: {num: 4, standby: 1}}}"
+    spec = short_job(text, f"{section}.actor.standby=1", f"{section}.rollout=6", f"{section}.reward.num=3")
+    assert [(each.num, each.standby) for each in spec.workloads.values()] == [(2, 1), (6, 1), (3, 0)]
+    assert short_job(text, "recipe=ppo").workloads["CRITIC"].num == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "errors"),
+    [
+        ("recipe: gropo", ["recipe: unknown recipe 'gropo'; did you mean 'grpo'?"]),
+        (
+            "recipe: 5",
+            ["recipe: has to be sft, rm, dpo, grpo, ppo, distill, or module:Class of your trainer, got 5"],
+        ),
+        (
+            "{recipe: grpo, roles: {actor: 0, rolout: 8}}",
+            [
+                "roles.rolout: the recipe has no role 'rolout'; did you mean 'rollout'?",
+                "roles.actor.num: input should be greater than 0, got 0",
+            ],
+        ),
+        (
+            "{recipe: sft, roles: {actor: 1, judge: 2}}",
+            ["roles.judge: the recipe has no role 'judge'; known: actor; a role of your own needs module and class"],
+        ),
+        ("{recipe: sft, roles: {actor: x}}", ["roles.actor: has to be a mapping with module, class, num, "]),
+        ("{recipe: sft, trainer: {class: X}}", ["trainer.class: recipe names the trainer: leave one of them out"]),
+        (
+            "{recipe: sft, roles: {actor: 1}, workload: {actor: 1}}",
+            ["roles: is another name of workload, which is given too"],
+        ),
+        ("{recipe: sft, roles: [1]}", ["roles: has to be a mapping, got [1]"]),
+        (
+            "{recip: sft, trainer: {module: m, class: C}, workload: {actor: {module: m, class: C}}}",
+            ["recip: unknown key 'recip'; did you mean 'recipe'?"],
+        ),
+    ],
+)
+def test_short_form_that_is_wrong_is_answered_with_the_nearest(text, errors):
+    with pytest.raises(InvalidJob) as refused:
+        short_job(text)
+    assert len(refused.value.errors) == len(errors)
+    assert all(str(error).startswith(start) for error, start in zip(refused.value.errors, errors, strict=True))
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_table_of_recipes_names_classes_that_are_there(name):
+    spec = short_job(f"recipe: {name}")
+    assert load_class(spec.trainer.module, spec.trainer.class_).config_class
+    roles = [*RECIPES[name].needs, *RECIPES[name].options]
+    assert all(hasattr(workloads, RECIPES[name].workload(role, None)) for role in roles)
+
+
+@pytest.mark.parametrize("override", ["roles.actor.num=1", "workload.actor={num: 1}", "roles.actor=x"])
+def test_override_of_roles_that_are_a_list_is_an_error(override):
+    with pytest.raises(InvalidJob, match="roles"):
+        short_job("{recipe: sft, roles: [1]}", override)
+    with pytest.raises(InvalidJob, match=r"roles\.actor\.env\.A: leads into a list by a name"):
+        short_job("{recipe: sft, roles: {actor: {env: [1]}}}", "roles.actor.env.A=1")
+
+
+@pytest.mark.parametrize("config", ["{teachers: 3}", "{engine: x, reward: 3, rollout: [1]}", "{teachers: '${none}'}"])
+def test_recipe_beside_wrong_settings_leaves_them_to_the_check(config):
+    spec = short_job(f"{{recipe: distill, workload_group: [], config: {config}}}")
+    assert list(spec.workloads) == ["ACTOR", "ROLLOUT", "REWARD"]
