@@ -24,7 +24,7 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.runs import COPIES, TRAINER
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import read_manifest
 from dlrover.python.rl.runtime.ray.processes.actors import process_env
-from dlrover.python.rl.runtime.run_folder import new_run
+from dlrover.python.rl.runtime.run.folder import new_run
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LEARNT_BY = 16  # steps until the most that lie between two commits are known

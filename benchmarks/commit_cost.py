@@ -74,10 +74,10 @@ def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -
     """Seconds of each step, of its commit, the processor's of the writers, and the most that commits took in memory."""
     from dlrover.python.rl.master.checked_job import check_job
     from dlrover.python.rl.master.process.brain import run_local
-    from dlrover.python.rl.runtime import local_executor
+    from dlrover.python.rl.runtime import local as local_executor
     from dlrover.python.rl.runtime.checkpoint.member_state import _Background
     from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-    from dlrover.python.rl.runtime.run_folder import new_run
+    from dlrover.python.rl.runtime.run.folder import new_run
 
     job = _job(folder, name, steps, threads)
     checked = check_job(job, local=True)

@@ -14,14 +14,14 @@ LAYERS = (
     ("config",),
     ("data",),
     ("control", "trainer"),
-    ("runtime", "engine", "environment", "algorithm", "metrics"),
+    ("runtime", "engine", "environment", "algorithm"),
     ("master", "recipe", "session"),
     ("classic", "script", "service"),
     ("cli",),
 )
 LAYER_OF = {package: index for index, layer in enumerate(LAYERS) for package in layer}
 
-CONTROL_HALF = {"trainer", "control", "runtime", "master", "metrics", "service", "cli"}
+CONTROL_HALF = {"trainer", "control", "runtime", "master", "service", "cli"}
 MODEL_HALF = {"data", "environment", "algorithm", "engine"}
 TENSOR_LIBRARIES = {"torch", "transformers", "tokenizers", "safetensors"}
 
@@ -33,7 +33,7 @@ HOMES = {
     "grpc_health": "service",
     "grpc_reflection": "service",
     "google": "service",
-    "prometheus_client": "metrics",
+    "prometheus_client": "master/process",
     "vllm": "engine/vllm",
     "sglang": "engine/sglang",
     "deepspeed": "engine/deepspeed",
@@ -48,7 +48,7 @@ HOMES = {
 }
 
 GUESTS = {
-    ("runtime/ray/cluster/open_ray.py", "grpc"): "asks Ray's GCS as a stranger would",
+    ("runtime/ray/cluster/health.py", "grpc"): "asks Ray's GCS as a stranger would",
 }
 """Files that import a dependency away from its home, and why."""
 
@@ -181,7 +181,7 @@ def faults_of_tree(root: Path) -> list[str]:
 def folder_cycle(root: Path) -> list[str]:
     """A cycle of imports between the folders of the package folder ``dlrover``, empty if there is none.
 
-    A folder and its sub-folders are separate nodes: ``runtime`` and ``runtime/process`` may not import each other.
+    A folder and its sub-folders are separate nodes: ``runtime`` and ``runtime/member`` may not import each other.
     """
     base = root / "python" / "rl"
     graph: dict[str, set[str]] = {}

@@ -294,7 +294,7 @@ HEAVY = {"torch", "ray", "grpc", "transformers"}
         ("import dlrover.python.rl.config.load, dlrover.python.rl.config.builder", HEAVY),
         ("import dlrover.python.rl.control.machine, dlrover.python.rl.control.placement", HEAVY),
         ("from dlrover.rl import BaseTrainer, BaseWorkload, RLRoleType, Replicate, Shard, trainer_invocation", HEAVY),
-        ("import dlrover.python.rl.runtime.local_executor, dlrover.python.rl.runtime.process.inspection", HEAVY),
+        ("import dlrover.python.rl.runtime.local, dlrover.python.rl.runtime.member.inspection", HEAVY),
         ("import dlrover.python.rl.cli.commands", HEAVY),
         ("import dlrover.python.rl.master.supervisor", {"torch", "grpc", "transformers"}),
         ("import dlrover.python.rl.recipe.grpo, dlrover.python.rl.recipe.workloads", {"ray", "transformers", "sympy"}),

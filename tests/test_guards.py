@@ -28,9 +28,10 @@ from dlrover.python.rl.common.errors import AccessDenied, CallError, InvalidJob
 from dlrover.python.rl.config import layout, load, plain, secrets, typed
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.metrics import endpoint
-from dlrover.python.rl.runtime.process.result_files import RunFolder
-from dlrover.python.rl.runtime.ray.cluster import cluster, open_ray
+from dlrover.python.rl.master.process import metrics as endpoint
+from dlrover.python.rl.runtime.ray.cluster import cluster
+from dlrover.python.rl.runtime.ray.cluster import health as open_ray
+from dlrover.python.rl.runtime.run.files import RunFolder
 from dlrover.python.rl.service import auth, client, command, server
 from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
 from dlrover.python.rl.service.jobs import ledger, submissions

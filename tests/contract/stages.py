@@ -17,8 +17,8 @@ from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.control.commands import Place, Release, StartMembers
 from dlrover.python.rl.control.events import MemberStarted, Placed, Released
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
-from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes.actors import find

@@ -9,7 +9,7 @@ _OBJECTS, _GENERATIONS = (f"{_CHECKPOINT}/storage/{name}.py" for name in ("objec
 _JOURNAL = f"{_CHECKPOINT}/storage/journal_store.py"
 _MEMORY, _NEIGHBOURS, _MEMBER = (f"{_CHECKPOINT}/{name}.py" for name in ("node_memory", "neighbours", "member_state"))
 _COMMITS, _RUNS = (f"{_CHECKPOINT}/{name}.py" for name in ("commits", "runs"))
-_ROOTS, _FILES = f"{_CHECKPOINT}/roots.py", f"{_CHECKPOINT}/run_files.py"
+_ROOTS = f"{_CHECKPOINT}/roots.py"
 
 TESTS = {
     _OBJECTS: ("runtime/test_object_store.py",),
@@ -21,9 +21,13 @@ TESTS = {
     ),
     _JOURNAL: ("runtime/test_journal_store.py",),
     _COMMITS: ("runtime/test_commits.py", "runtime/test_object_store.py"),
-    _RUNS: ("runtime/test_commits.py", "runtime/test_store.py"),
+    _RUNS: (
+        "runtime/test_commits.py",
+        "runtime/test_store.py",
+        "runtime/test_run_files.py",
+        "runtime/test_result_files.py",
+    ),
     _ROOTS: ("runtime/test_commits.py", "runtime/test_room.py"),
-    _FILES: ("runtime/test_run_files.py", "runtime/test_result_files.py"),
 }
 
 BUGS = {
@@ -178,7 +182,7 @@ BUGS = {
         _ROOTS, '"job_dir" if job.scheduling_strategy == "SIMPLE" and not job.archive else "memory"', '"memory"'
     ),
     "a file that was cut here is not fetched": Bug(
-        _FILES, 'target.is_file() and target.stat().st_size >= details["size"]', "target.is_file()"
+        _RUNS, 'target.is_file() and target.stat().st_size >= details["size"]', "target.is_file()"
     ),
     "lines of a journal that were safe may be missing": Bug(_JOURNAL, "    if len(lines) < safe:\n", "    if False:\n"),
 }

@@ -3,12 +3,13 @@
 
 from bug import Bug
 
-_FOLDER, _OWNER, _EARLIER = "runtime/run_folder.py", "runtime/owner.py", "runtime/earlier_run.py"
+_FOLDER, _OWNER = "runtime/run/folder.py", "runtime/run/owner.py"
 _SAVED, _SUPERVISOR = "master/saved_run.py", "master/supervisor.py"
 
 TESTS = {
     _FOLDER: (
         "runtime/test_owner.py",
+        "runtime/test_other_members.py",
         "runtime/test_run_folder.py",
         "master/test_saved_run.py",
         "master/test_run_claim.py",
@@ -23,12 +24,6 @@ TESTS = {
         "master/test_local_run.py",
         "master/test_run_folders.py",
         "master/test_jobs_elsewhere.py",
-    ),
-    _EARLIER: (
-        "runtime/test_owner.py",
-        "runtime/test_run_folder.py",
-        "runtime/test_other_members.py",
-        "master/test_run_folders.py",
     ),
     _SAVED: (
         "master/test_resumption.py",
@@ -70,9 +65,7 @@ BUGS = {
     "a master that is back with overwrite removes its own commits": Bug(
         _FOLDER, "if starts_afresh and (earlier is None or earlier.run != job.run):", "if starts_afresh:"
     ),
-    "an overwritten run stays in memory": Bug(
-        _FOLDER, 'job.job_dir / "commits", *memory):', 'job.job_dir / "commits"):'
-    ),
+    "an overwritten run stays in memory": Bug(_FOLDER, "for name in STATES), *memory):", "for name in STATES),):"),
     "a beat does not touch the record": Bug(_FOLDER, "            os.utime(self.record)\n", ""),
     "a beat does not see who took the folder": Bug(
         _FOLDER, "if newest is not None and newest != self.record:", "if newest is None:"
@@ -89,20 +82,18 @@ BUGS = {
         _FOLDER, "link.symlink_to(folder.name)", "link.symlink_to(folder)"
     ),
     "a process with the number of a dead owner is the owner": Bug(
-        _OWNER, "return _began(owner.pid) == owner.began", 'return _began(owner.pid) != ""'
+        _OWNER, "return process_began(owner.pid) == owner.began", 'return process_began(owner.pid) != ""'
     ),
     "a zombie holds its folder": Bug(_OWNER, 'state in "ZX"', 'state in "X"'),
     "a lease is compared with this machine's clock": Bug(
         _OWNER, "_now_s(record.parent) - record.stat()", "time.time() - record.stat()"
     ),
     "a disk that does not answer gives the folder away": Bug(_OWNER, "return True  # a disk", "return False  # a disk"),
-    "record 9 is newer than record 10": Bug(
-        _OWNER, 'folder.glob("owner.*.json"), key=number_of)', 'folder.glob("owner.*.json"))'
-    ),
-    "another command continues with the last run": Bug(_EARLIER, "owner.given == job.given and ", ""),
-    "the same command continues with a finished run": Bug(_EARLIER, " and owner.state != FINISHED:\n", ":\n"),
+    "record 9 is newer than record 10": Bug(_OWNER, "folder.glob(RECORDS), key=number_of)", "folder.glob(RECORDS))"),
+    "another command continues with the last run": Bug(_FOLDER, "owner.given == job.given and ", ""),
+    "the same command continues with a finished run": Bug(_FOLDER, " and owner.state != FINISHED:\n", ":\n"),
     "a description here hides the one of the object store": Bug(
-        _EARLIER,
+        _FOLDER,
         'there or (path.read_text(encoding="utf-8") if path.is_file() else "")',
         '(path.read_text(encoding="utf-8") if path.is_file() else "") or there',
     ),

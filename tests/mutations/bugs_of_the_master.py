@@ -10,15 +10,15 @@ _EXECUTOR, _RESERVATIONS, _GROUPS = (
 )
 _NODES, _COMMITS, _HEAD = (
     "runtime/ray/cluster/nodes.py",
-    "runtime/ray/cluster/node_commits.py",
+    "runtime/ray/cluster/api.py",
     "runtime/ray/cluster/head.py",
 )
-_FENCED, _MASTER, _BRAIN = "runtime/ray/cluster/fenced.py", "master/process/rl_master.py", "master/process/brain.py"
+_CLUSTER, _MASTER, _BRAIN = "runtime/ray/cluster/api.py", "master/process/rl_master.py", "master/process/brain.py"
 _HANGS, _RESIZER = (
     "master/process/hang_detector.py",
-    "master/process/resizer.py",
+    "master/process/resize.py",
 )
-_OBSERVER, _STATUS, _CLAIM = "master/process/observer.py", "master/process/status.py", "master/process/run_claim.py"
+_STATUS = "master/process/status.py"
 
 TESTS = {
     _GROUPS: ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py"),
@@ -27,9 +27,8 @@ TESTS = {
     _HEAD: ("runtime/ray/test_gcs_keeper.py", "runtime/ray/test_shutdown.py"),
     _BRAIN: ("master/test_brain.py", "master/test_local_run.py"),
     _RESIZER: ("master/test_rl_master.py", "control/test_resizing.py"),
-    _OBSERVER: ("master/test_status.py", "metrics/test_job_metrics.py"),
+    _MASTER: ("master/test_status.py", "master/test_job_metrics.py", "master/test_run_claim.py"),
     _STATUS: ("master/test_status.py", "master/test_brain.py"),
-    _CLAIM: ("master/test_run_claim.py",),
 }
 
 BUGS = {
@@ -136,11 +135,7 @@ BUGS = {
         "                fcntl.flock(owner, fcntl.LOCK_EX | fcntl.LOCK_NB)\n                _remove(folder)",
         "                _remove(folder)",
     ),
-    "a replaced master runs functions on nodes": Bug(
-        _FENCED,
-        "        self.check()\n        return await self.cluster.run_on(",
-        "        return await self.cluster.run_on(",
-    ),
+    "a replaced master runs functions on nodes": Bug(_CLUSTER, '"remove_group", "run_on"', '"remove_group"'),
     "a job that has ended reserves again when its master is back": Bug(
         _MASTER,
         "            if state.phase.terminal:\n                self._leave()  # nothing",
@@ -192,12 +187,12 @@ BUGS = {
         _RESIZER, "        if size_of(self._state(), role) != num:\n", "        if False:\n"
     ),
     "one who follows a long job gets old reports": Bug(
-        _OBSERVER, "self._reports[max(since - self._dropped, 0) :]", "self._reports[since:]"
+        _MASTER, "self._reports[max(since - self._dropped, 0) :]", "self._reports[since:]"
     ),
-    "metrics of a master that is back begin at 0": Bug(_OBSERVER, "        if resumed:\n", "        if False:\n"),
+    "metrics of a master that is back begin at 0": Bug(_MASTER, "        if resumed:\n", "        if False:\n"),
     "a standby that takes over is shown twice": Bug(_STATUS, "            if process_id not in taking\n", ""),
     "a run that was taken over by another run ends silently": Bug(
-        _CLAIM, "if owner is not None and owner.run == self._job.run:", "if owner is not None:"
+        _MASTER, "if owner is not None and owner.run == self._job.run:", "if owner is not None:"
     ),
-    "a master that cannot begin keeps the folder": Bug(_CLAIM, "            self.leave(FAILED)\n", ""),
+    "a master that cannot begin keeps the folder": Bug(_MASTER, "            self.leave(FAILED)\n", ""),
 }

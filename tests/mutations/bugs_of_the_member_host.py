@@ -3,18 +3,9 @@
 
 from bug import Bug
 
-_HOST, _ARGUMENTS, _BEATS = "runtime/process/host.py", "runtime/process/arguments.py", "runtime/process/heartbeat.py"
-_CAUSES, _LOGS, _INTERRUPTS = (
-    "runtime/process/executor.py",
-    "runtime/process/log_copy.py",
-    "runtime/process/interrupts.py",
-)
-_FILES, _HEALTH, _SECRETS, _OOM = (
-    "runtime/process/result_files.py",
-    "runtime/process/health.py",
-    "runtime/process/held_secrets.py",
-    "runtime/process/oom_kills.py",
-)
+_HOST, _ARGUMENTS, _BEATS = "runtime/member/host.py", "runtime/member/arguments.py", "runtime/member/heartbeat.py"
+_LOADING, _FILES = "runtime/member/loading.py", "runtime/run/files.py"
+_INTERRUPTS, _HEALTH = "runtime/interrupts.py", "runtime/run/machine.py"
 _MEMBER, _ACTORS, _TABLE = (
     "runtime/ray/processes/member.py",
     "runtime/ray/processes/actors.py",
@@ -23,14 +14,21 @@ _MEMBER, _ACTORS, _TABLE = (
 _PORT = "runtime/ray/processes/port.py"
 
 TESTS = {
-    _BEATS: ("runtime/test_heartbeat.py", "runtime/test_notice.py", "runtime/test_stacks.py"),
-    _CAUSES: ("control/test_faults.py", "runtime/test_local_port.py"),
-    _LOGS: ("runtime/test_log_copy.py", "runtime/test_result_files.py"),
+    _BEATS: (
+        "runtime/test_heartbeat.py",
+        "runtime/test_notice.py",
+        "runtime/test_stacks.py",
+        "runtime/test_oom_kills.py",
+    ),
+    _LOADING: (
+        "control/test_faults.py",
+        "runtime/test_local_port.py",
+        "runtime/test_log_copy.py",
+        "config/test_secrets.py",
+    ),
     _INTERRUPTS: ("runtime/test_interrupts.py",),
-    _FILES: ("runtime/test_result_files.py", "master/test_ray_logs.py"),
+    _FILES: ("runtime/test_log_copy.py", "runtime/test_result_files.py", "master/test_ray_logs.py"),
     _HEALTH: ("runtime/test_try_devices.py", "runtime/ray/test_cluster_health.py"),
-    _SECRETS: ("runtime/test_log_copy.py", "config/test_secrets.py"),
-    _OOM: ("runtime/test_oom_kills.py",),
     _MEMBER: (
         "runtime/ray/test_member_actor.py",
         "runtime/ray/test_reserved_devices.py",
@@ -92,29 +90,33 @@ BUGS = {
         _BEATS, "        signal.signal(number, self._before or signal.SIG_DFL)\n", ""
     ),
     "each death is one by the OOM killer": Bug(
-        _OOM, "self._now[process.host]) <= before:", "self._now[process.host]) < before:"
+        _BEATS, "self._now[process.host]) <= before:", "self._now[process.host]) < before:"
     ),
-    "a host without a count has had no kills": Bug(_OOM, "process is not None and count >= 0:", "process is not None:"),
+    "a host without a count has had no kills": Bug(
+        _BEATS, "process is not None and count >= 0:", "process is not None:"
+    ),
     "a full disk of a member is an unknown error": Bug(
-        _CAUSES, "kind = _kind_of(error.original) if", "kind = _KINDS[fault_of(error.original)] if"
+        _LOADING, "kind = _kind_of(error.original) if", "kind = _KINDS[fault_of(error.original)] if"
     ),
     "a device that fails while a workload starts ends the job": Bug(
-        _CAUSES, "        failure.fault = fault_of(error).value\n", ""
+        _LOADING, "        failure.fault = fault_of(error).value\n", ""
     ),
     "a trainer that has lost its master is the user's fault": Bug(
-        _CAUSES, "isinstance(error, JobFailed | MasterLost):", "isinstance(error, JobFailed):"
+        _LOADING, "isinstance(error, JobFailed | MasterLost):", "isinstance(error, JobFailed):"
     ),
     "a line is copied before it ends": Bug(
-        _LOGS,
-        'whole = data.rfind(b"\\n") + 1 or (len(data) if is_last or len(data) == _CHUNK else 0)',
+        _FILES,
+        'whole = data.rfind(b"\\n") + 1 or (len(data) if is_last or len(data) == _COPIED else 0)',
         "whole = len(data)",
     ),
-    "a source that was rotated is not copied on": Bug(_LOGS, "offset = 0  # it was rotated", "pass"),
-    "secrets are in the logs of the folder": Bug(_LOGS, "file.write(redacted_bytes(data))", "file.write(data)"),
+    "a source that was rotated is not copied on": Bug(_FILES, "offset = 0  # it was rotated", "pass"),
+    "secrets are in the logs of the folder": Bug(_FILES, "file.write(redacted_bytes(data))", "file.write(data)"),
     "the output of a living process is copied twice": Bug(
-        _LOGS, 'rest["host"] != socket.gethostname() or _is_alive(rest["pid"])', 'rest["host"] != socket.gethostname()'
+        _FILES,
+        'rest["host"] != socket.gethostname() or process_began(rest["pid"])',
+        'rest["host"] != socket.gethostname()',
     ),
-    "a rotation loses the older logs": Bug(_LOGS, "range(KEPT_LOGS - 1, 0, -1)", "range(1, KEPT_LOGS)"),
+    "a rotation loses the older logs": Bug(_FILES, "range(KEPT_LOGS - 1, 0, -1)", "range(1, KEPT_LOGS)"),
     "a second SIGTERM interrupts the exit handlers": Bug(
         _INTERRUPTS, "    signal.signal(number, signal.SIG_IGN)\n    raise", "    raise"
     ),
@@ -127,7 +129,7 @@ BUGS = {
     "a check that crashes finds a good device": Bug(
         _HEALTH, "    if done.returncode:\n        lines", "    if done.returncode > 0:\n        lines"
     ),
-    "secrets of a process are not hidden in its output": Bug(_SECRETS, "    hide_values(secrets.values())\n", ""),
+    "secrets of a process are not hidden in its output": Bug(_LOADING, "    hide_values(secrets.values())\n", ""),
     "devices have the numbers of the node": Bug(
         _MEMBER, "visible.index(name) if name in visible else int(name)", "int(name)"
     ),

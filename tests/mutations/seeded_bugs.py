@@ -33,18 +33,18 @@ TESTS = {
     "trainer/trainer.py": ("trainer/test_trainer.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
     "trainer/role_group.py": ("trainer/test_role_group.py",),
     "trainer/port.py": ("trainer/test_role_group.py", "trainer/test_durable.py"),
-    "runtime/process/host.py": (
+    "runtime/member/host.py": (
         "runtime/test_host.py",
         "runtime/test_writing_states.py",
         "runtime/test_local_durable.py",
     ),
-    "runtime/process/arguments.py": (
+    "runtime/member/arguments.py": (
         "runtime/test_arguments.py",
         "runtime/test_host.py",
         "runtime/test_local_port.py",
         "runtime/test_local_durable.py",
     ),
-    "runtime/process/heartbeat.py": ("runtime/test_heartbeat.py",),
+    "runtime/member/heartbeat.py": ("runtime/test_heartbeat.py",),
     "runtime/checkpoint/stride.py": ("runtime/test_stride.py",),
     "runtime/checkpoint/code.py": ("runtime/test_code_digests.py",),
     "runtime/checkpoint/member_state.py": (
@@ -83,17 +83,16 @@ TESTS = {
         _MASTERS,
     ),
     "runtime/ray/reservations.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py", _MASTERS),
-    "runtime/ray/cluster/fenced.py": ("runtime/ray/test_reservations.py", _MASTERS),
-    "master/process/rl_master.py": ("master/test_rl_master.py", _MASTERS),
+    "runtime/ray/cluster/api.py": ("runtime/ray/test_reservations.py", _MASTERS),
+    "master/process/rl_master.py": ("master/test_rl_master.py", "master/test_replacement.py", _MASTERS),
     "master/process/hang_detector.py": ("master/test_hang_detector.py", _MASTERS),
-    "master/process/replacement.py": ("master/test_replacement.py",),
     "control/state.py": ("control/test_members.py",),
 }
 """The files of ``tests/unit`` that are run against a bug in a file of the package."""
 
 
 _DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/steps.py"
-_HOST, _ARGUMENTS, _BEATS = "runtime/process/host.py", "runtime/process/arguments.py", "runtime/process/heartbeat.py"
+_HOST, _ARGUMENTS, _BEATS = "runtime/member/host.py", "runtime/member/arguments.py", "runtime/member/heartbeat.py"
 _MEMBER, _COMMITS = "runtime/checkpoint/member_state.py", "runtime/checkpoint/commits.py"
 _RUNS, _NEIGHBOURS = "runtime/checkpoint/runs.py", "runtime/checkpoint/neighbours.py"
 _STORE, _MANIFEST = "runtime/checkpoint/storage/store.py", "runtime/checkpoint/storage/manifest.py"
@@ -101,12 +100,12 @@ _FILE, _GENERATIONS = "runtime/checkpoint/storage/state_file.py", "runtime/check
 _MEMORY = "runtime/checkpoint/node_memory.py"
 _STRIDE, _CODE = "runtime/checkpoint/stride.py", "runtime/checkpoint/code.py"
 _EXECUTOR, _TABLE = "runtime/ray/executor.py", "runtime/ray/processes/process_table.py"
-_PARTS, _FENCED, _MASTER = (
+_PARTS, _CLUSTER, _MASTER = (
     "engine/training/redivide.py",
-    "runtime/ray/cluster/fenced.py",
+    "runtime/ray/cluster/api.py",
     "master/process/rl_master.py",
 )
-_HANGS, _REPLACED = "master/process/hang_detector.py", "master/process/replacement.py"
+_HANGS = "master/process/hang_detector.py"
 
 BUGS = {
     # -- states that are written while the members continue --
@@ -541,13 +540,13 @@ BUGS = {
     "a master that was paused kills everybody": Bug(
         _HANGS, "            self._listening_since_s = now_s  # this", "            pass  # this"
     ),
-    "a part of a group is ready": Bug(_REPLACED, "    if whole and len(up) < len(group):\n", "    if False:\n"),
+    "a part of a group is ready": Bug(_MASTER, "    if whole and len(up) < len(group):\n", "    if False:\n"),
     "the lost incarnation is its own replacement": Bug(
-        _REPLACED, "member.incarnation <= incarnation or", "member.incarnation < incarnation or"
+        _MASTER, "member.incarnation <= incarnation or", "member.incarnation < incarnation or"
     ),
-    "a loss of another incarnation counts": Bug(_REPLACED, "member.incarnation == incarnation and ", ""),
+    "a loss of another incarnation counts": Bug(_MASTER, "member.incarnation == incarnation and ", ""),
     "a job that ends replaces its members": Bug(
-        _REPLACED, "    if state.phase is not Phase.RUNNING:\n", "    if False:\n"
+        _MASTER, "    if state.phase is not Phase.RUNNING:\n", "    if False:\n"
     ),
     "a change of a member changes its former ones": Bug(
         "control/state.py",
@@ -599,11 +598,7 @@ BUGS = {
     "copies of a part count twice": Bug(_PARTS, "            if start not in seen[name]:", "            if True:"),
     "moments stay as they were": Bug(_PARTS, "        if tensor.ndim or not part.ndim:\n", "        if False:\n"),
     # -- masters that were replaced ------------------------------------------------------------------------------------
-    "a replaced master ends actors": Bug(
-        _FENCED,
-        "        self.check()\n        self.cluster.kill_actor(handle)",
-        "        self.cluster.kill_actor(handle)",
-    ),
+    "a replaced master ends actors": Bug(_CLUSTER, '"start_actor", "kill_actor"', '"start_actor"'),
     "a master that is back forgets what was outstanding": Bug(
         _MASTER, "            for command in self._brain.outstanding():\n", "            for command in ():\n"
     ),

@@ -12,7 +12,7 @@ from ray.exceptions import ActorDiedError
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.control.liveness import Work
-from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat
+from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
 from dlrover.python.rl.runtime.ray.cluster.api import CREATED, REMOVED, GroupRow
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
 

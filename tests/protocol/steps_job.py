@@ -21,8 +21,8 @@ from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import TAKE_OVER_S
 from dlrover.python.rl.runtime.checkpoint.stride import Stride
-from dlrover.python.rl.runtime.local_port import CallResult, LocalHandle, LocalMember, LocalPort, LocalRecovery
-from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.local import CallResult, LocalHandle, LocalMember, LocalPort, LocalRecovery
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
 from dlrover.python.rl.trainer.trainer import TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import MemberContext

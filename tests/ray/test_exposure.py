@@ -16,7 +16,7 @@ from service_jobs import job_text
 from test_cli_on_ray import CLI, descendants, environment
 
 from dlrover.python.rl.common.sockets import machine_addresses
-from dlrover.python.rl.runtime.ray.cluster.open_ray import find_risk
+from dlrover.python.rl.runtime.ray.cluster.health import find_risk
 from tests.processes import free_port
 
 pytestmark = pytest.mark.ray

@@ -21,7 +21,7 @@ from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.master.ray_run import follow, start_master, stop_master
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import end, launch
-from dlrover.python.rl.runtime.run_folder import begin
+from dlrover.python.rl.runtime.run.folder import begin
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 

@@ -21,7 +21,7 @@ from dlrover.python.rl.master.ray_run import follow, start_master, stop_master
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest
 from dlrover.python.rl.runtime.checkpoint.roots import roots_of
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
-from dlrover.python.rl.runtime.process.arguments import CallHeader
+from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.ray.processes.actors import end
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
 

@@ -25,7 +25,7 @@ from test_cli_on_ray import CLI, environment
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.events import MasterStarted, MemberStarted
 from dlrover.python.rl.control.journal import decode
-from dlrover.python.rl.metrics.endpoint import MetricsEndpoint
+from dlrover.python.rl.master.process.metrics import MetricsEndpoint
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase

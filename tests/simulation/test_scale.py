@@ -22,7 +22,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.machine import replay, step
 from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.hang_detector import HangDetector
-from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSettings
 from tests.toy_jobs import toy_job
 
 NODES, PER_NODE = 1000, 8

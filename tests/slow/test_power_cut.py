@@ -33,7 +33,7 @@ class Machine:
         self.disk, self.memory, self.log = folder / "disk", folder / "memory", folder / "log"
         self._image = folder / "image"
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["dlrover.python.rl.cli.commands", "dlrover.python.rl.runtime.local_port"])
+        self._context.set_forkserver_preload(["dlrover.python.rl.cli.commands", "dlrover.python.rl.runtime.local"])
         self.disk.mkdir()
 
     def format(self) -> bool:

@@ -15,11 +15,11 @@ from dlrover.python.rl.cli.doctor import doctor
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-from dlrover.python.rl.runtime.owner import FAILED, IN_PROCESS
-from dlrover.python.rl.runtime.process import health
-from dlrover.python.rl.runtime.process.health import MachineReport, check_devices, check_folder, check_port
 from dlrover.python.rl.runtime.ray.cluster.health import compare
-from dlrover.python.rl.runtime.run_folder import begin, claim
+from dlrover.python.rl.runtime.run import machine as health
+from dlrover.python.rl.runtime.run.folder import begin, claim
+from dlrover.python.rl.runtime.run.machine import MachineReport, check_devices, check_folder, check_port
+from dlrover.python.rl.runtime.run.owner import FAILED, IN_PROCESS
 from tests.served import JOB
 
 

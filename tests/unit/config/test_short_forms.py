@@ -11,7 +11,7 @@ from dlrover.python.rl.config.layout import job_from_mapping, job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.short_forms import RECIPES
 from dlrover.python.rl.recipe import workloads
-from dlrover.python.rl.runtime.process.executor import load_class
+from dlrover.python.rl.runtime.member.loading import load_class
 
 CPU = {"device_type": "CPU", "device_per_node": 2}
 

@@ -9,7 +9,7 @@ import torch
 from dlrover.python.rl.common.errors import DataError, InvocationError, JobFailed, MasterLost, WorkloadStartError
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
-from dlrover.python.rl.runtime.process.executor import cause_of, starting
+from dlrover.python.rl.runtime.member.loading import cause_of, starting
 
 DEVICE = [
     "CUDA error: uncorrectable ECC error encountered",

@@ -28,9 +28,9 @@ from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
-from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
-from dlrover.python.rl.runtime.process.host import MemberHost
-from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.member.host import MemberHost
+from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.trainer.workload import MemberContext
 from tests.manual_clock import ManualClock
 

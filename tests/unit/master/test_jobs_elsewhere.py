@@ -19,8 +19,8 @@ from dlrover.python.rl.master.operations import ray_jobs as module
 from dlrover.python.rl.master.operations.history import RunHistory
 from dlrover.python.rl.master.operations.jobs import view_of_folder
 from dlrover.python.rl.master.operations.ray_jobs import ray_jobs
-from dlrover.python.rl.runtime.owner import ON_RAY
-from dlrover.python.rl.runtime.run_folder import CLUSTER, begin, claim
+from dlrover.python.rl.runtime.run.folder import CLUSTER, begin, claim
+from dlrover.python.rl.runtime.run.owner import ON_RAY
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload
 

@@ -20,7 +20,7 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
 )
 from dlrover.python.rl.control.machine import replay
-from dlrover.python.rl.master.process.replacement import find_up, replacement
+from dlrover.python.rl.master.process.rl_master import find_up, replacement
 
 GONE = Cause(CauseKind.PROCESS_DIED, "ACTOR[1]", "gone")
 BEGUN = (

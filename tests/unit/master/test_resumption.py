@@ -20,8 +20,8 @@ from dlrover.python.rl.master.saved_run import (
 )
 from dlrover.python.rl.runtime.checkpoint.runs import CODE
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
-from dlrover.python.rl.runtime.owner import FAILED, FINISHED, IN_PROCESS, encode_owner
-from dlrover.python.rl.runtime.run_folder import begin, claim, in_use
+from dlrover.python.rl.runtime.run.folder import begin, claim
+from dlrover.python.rl.runtime.run.owner import FAILED, FINISHED, IN_PROCESS, encode_owner, in_use
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, config: {model: m}}"
 

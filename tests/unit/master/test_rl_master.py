@@ -15,14 +15,13 @@ from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.control.commands import Release
 from dlrover.python.rl.control.events import Cause, CauseKind, MemberLost, Process, Released, Resized, StopRequested
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.process import resizer, rl_master
+from dlrover.python.rl.master.process import resize, rl_master
 from dlrover.python.rl.master.process.brain import Brain
-from dlrover.python.rl.master.process.resizer import Resizer
+from dlrover.python.rl.master.process.resize import Resizer
 from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
-from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, HeartbeatSettings
-from dlrover.python.rl.runtime.process.inspection import Inspection
-from dlrover.python.rl.runtime.process.oom_kills import OomKills
+from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, HeartbeatSettings, OomKills
+from dlrover.python.rl.runtime.member.inspection import Inspection
 from tests.unit.control import runs
 
 JOB = """
@@ -260,8 +259,8 @@ def test_resize_says_when_it_was_not_done(monkeypatch, tmp_path, outcome, error)
 
     executor = Stepping(None, None, None)
     executor.reservations = executor
-    monkeypatch.setattr(resizer, "inspect_in_child", lambda job: Inspection())
-    monkeypatch.setattr(resizer, "_NEXT_STEP_S", 0.0)
+    monkeypatch.setattr(resize, "inspect_in_child", lambda job: Inspection())
+    monkeypatch.setattr(resize, "_NEXT_STEP_S", 0.0)
     job = load_job_text(JOB.format(folder=tmp_path), "job")
     resizing = Resizer(job, Inspection(), executor, lambda: state.state, decide).resize("ROLLOUT", 3)
     if error is None:

@@ -10,9 +10,9 @@ import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.master.process import run_claim
-from dlrover.python.rl.master.process.run_claim import RunClaim
-from dlrover.python.rl.runtime.run_folder import in_use
+from dlrover.python.rl.master.process import rl_master
+from dlrover.python.rl.master.process.rl_master import RunClaim
+from dlrover.python.rl.runtime.run.owner import in_use
 
 JOB = """
 trainer: {module: toys, class: Loop}
@@ -24,7 +24,7 @@ def test_a_folder_that_fails_does_not_keep_the_master_from_ending(monkeypatch, c
     def fail(folder):
         raise OSError(errno.EIO, "simulated", str(folder))
 
-    monkeypatch.setattr(run_claim, "copy_all_rests", fail)
+    monkeypatch.setattr(rl_master, "copy_all_rests", fail)
     held, ended = RunClaim(load_job_text(JOB, "job"), claims=False), []
     held._claim = SimpleNamespace(end=ended.append)
     held.leave("failed")
@@ -33,7 +33,7 @@ def test_a_folder_that_fails_does_not_keep_the_master_from_ending(monkeypatch, c
 
 
 def test_a_folder_that_cannot_be_used_is_named_before_the_job_begins_and_given_back(tmp_path, monkeypatch):
-    monkeypatch.setattr(run_claim, "current_address", lambda: "127.0.0.1:1")
+    monkeypatch.setattr(rl_master, "current_address", lambda: "127.0.0.1:1")
     held = RunClaim(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
     with pytest.raises(InvalidJob, match="job_dir: the master cannot use it: .*simulated"), held.opening():
         held.take()
@@ -49,9 +49,9 @@ def test_hold_of_a_run_taken_by_its_own_next_master_leaves(tmp_path, monkeypatch
         raise JobConflict("another process has the folder")
 
     departures = []
-    monkeypatch.setattr(run_claim, "BEAT_S", 0.0)
-    monkeypatch.setattr(run_claim, "leave", departures.append)
-    monkeypatch.setattr(run_claim, "newest_owner", lambda folder: SimpleNamespace(run=owner))
+    monkeypatch.setattr(rl_master, "BEAT_S", 0.0)
+    monkeypatch.setattr(rl_master, "leave", departures.append)
+    monkeypatch.setattr(rl_master, "newest_owner", lambda folder: SimpleNamespace(run=owner))
     hold = RunClaim(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
     hold._claim = SimpleNamespace(beat=refuse)
     with pytest.raises(JobConflict):

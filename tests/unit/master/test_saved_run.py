@@ -17,8 +17,8 @@ from dlrover.python.rl.master.saved_run import describe_start, find_saved_run, h
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path, memory_root
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
-from dlrover.python.rl.runtime.owner import FAILED, IN_PROCESS
-from dlrover.python.rl.runtime.run_folder import begin, claim
+from dlrover.python.rl.runtime.run.folder import begin, claim
+from dlrover.python.rl.runtime.run.owner import FAILED, IN_PROCESS
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 

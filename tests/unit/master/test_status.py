@@ -17,12 +17,12 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
 )
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Standby, StandbyPhase
-from dlrover.python.rl.master.process import observer
+from dlrover.python.rl.master.process import rl_master
 from dlrover.python.rl.master.process.brain import Brain, fresh_journal, submission
-from dlrover.python.rl.master.process.observer import JobObserver
+from dlrover.python.rl.master.process.rl_master import JobObserver
 from dlrover.python.rl.master.process.status import Position, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
-from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.trainer.trainer import StepReport
 
 BEFORE = JobState()
@@ -58,7 +58,7 @@ def test_reports_are_read_on_where_the_reader_was_and_anew_from_a_master_that_ha
 
 
 def test_update_after_reports_were_dropped_has_the_next_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(observer, "_KEPT_REPORTS", 2)
+    monkeypatch.setattr(rl_master, "_KEPT_REPORTS", 2)
     observed = JobObserver(toy_job(tmp_path), "run")
     for step in range(1, 5):
         observed.report(StepReport(step, 4, {}))

@@ -17,8 +17,8 @@ from dlrover.python.rl.master import supervisor
 from dlrover.python.rl.master.checked_job import CheckedJob
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
-from dlrover.python.rl.runtime.owner import FINISHED, newest_owner
-from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.member.inspection import Inspection
+from dlrover.python.rl.runtime.run.owner import FINISHED, newest_owner
 
 
 @pytest.fixture

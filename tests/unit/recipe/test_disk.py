@@ -20,7 +20,7 @@ from dlrover.python.rl.recipe.base import engine_workload
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.workloads import ActorWorkload
-from dlrover.python.rl.runtime.process.curve import redraw
+from dlrover.python.rl.runtime.run.progress import redraw
 
 QUICK = DiskWait(limit_s=20.0, pause_s=0.01)
 NONE = DiskWait(limit_s=0.05, pause_s=0.01)

@@ -10,7 +10,7 @@ import pytest
 
 from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.config.load import load_job
-from dlrover.python.rl.runtime.process.inspection import inspect_job
+from dlrover.python.rl.runtime.member.inspection import inspect_job
 
 REPOSITORY = Path(__file__).parents[3]
 RECIPES = sorted((REPOSITORY / "examples/recipes").glob("*.yaml"))

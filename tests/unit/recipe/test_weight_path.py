@@ -20,7 +20,7 @@ from dlrover.python.rl.engine.weight_sync.pull import PullTransport  # noqa: E40
 from dlrover.python.rl.recipe.base.config import EngineConfig, SenderConfig  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
-from dlrover.python.rl.runtime.process.host import Stored  # noqa: E402
+from dlrover.python.rl.runtime.member.host import Stored  # noqa: E402
 from dlrover.python.rl.trainer.port import Ref  # noqa: E402
 from tests.chaos.job import tiny_job, write_inputs  # noqa: E402
 

@@ -14,8 +14,8 @@ from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.stride import Stride
-from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort, LocalRecovery, process_environment
-from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort, LocalRecovery, process_environment
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import RestartInfo
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink, run_trainer

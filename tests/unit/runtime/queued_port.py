@@ -8,7 +8,7 @@ from random import Random
 from durable_toys import FaultyPort, TrainerKilled
 
 from dlrover.python.rl.common.errors import InvocationError, ResultLost
-from dlrover.python.rl.runtime.local_port import CallResult
+from dlrover.python.rl.runtime.local import CallResult
 from dlrover.python.rl.trainer.port import Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
 

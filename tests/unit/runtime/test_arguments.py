@@ -3,7 +3,7 @@
 
 import pytest
 
-from dlrover.python.rl.runtime.process.arguments import CallHeader, decode, encode
+from dlrover.python.rl.runtime.member.arguments import CallHeader, decode, encode
 from dlrover.python.rl.trainer.port import Call, Ref
 
 RESULTS = {"first": 1, "second": 2}

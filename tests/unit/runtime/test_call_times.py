@@ -3,8 +3,8 @@
 
 import pytest
 
-from dlrover.python.rl.runtime.ray.processes import call_times
-from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
+from dlrover.python.rl.runtime.ray.processes import port as call_times
+from dlrover.python.rl.runtime.ray.processes.port import CallTimes
 from dlrover.python.rl.trainer.call_counts import BUCKETS_S
 
 

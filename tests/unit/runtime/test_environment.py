@@ -10,10 +10,9 @@ from dataclasses import replace
 import pytest
 
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.runtime.environment import ENVIRONMENT, describe_origin, record_environment
-from dlrover.python.rl.runtime.owner import FAILED, IN_PROCESS
-from dlrover.python.rl.runtime.process.health import check_devices
-from dlrover.python.rl.runtime.run_folder import begin, claim
+from dlrover.python.rl.runtime.run.folder import begin, claim
+from dlrover.python.rl.runtime.run.machine import ENVIRONMENT, check_devices, describe_origin, record_environment
+from dlrover.python.rl.runtime.run.owner import FAILED, IN_PROCESS
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, env: {API_KEY: canary-1}}"
 

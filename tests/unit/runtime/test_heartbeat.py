@@ -5,8 +5,7 @@ import threading
 import time
 
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings
-from dlrover.python.rl.runtime.process.oom_kills import count_oom_kills
+from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSender, HeartbeatSettings, count_oom_kills
 from tests.manual_clock import ManualClock
 
 QUICK = HeartbeatSettings(beat_s=0.001, lease_s=10.0)

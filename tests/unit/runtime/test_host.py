@@ -23,8 +23,8 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, PersistRequest, RestoreRequest
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece
-from dlrover.python.rl.runtime.process.arguments import CallHeader
-from dlrover.python.rl.runtime.process.host import CurrentCall, MemberHost
+from dlrover.python.rl.runtime.member.arguments import CallHeader
+from dlrover.python.rl.runtime.member.host import CurrentCall, MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 from tests.manual_clock import ManualClock

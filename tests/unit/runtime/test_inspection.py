@@ -11,8 +11,8 @@ from toy_jobs import toy_job
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
 from dlrover.python.rl.control.events import RecoveryScope
-from dlrover.python.rl.runtime.process.executor import load_class
-from dlrover.python.rl.runtime.process.inspection import inspect_in_child, inspect_job
+from dlrover.python.rl.runtime.member.inspection import inspect_in_child, inspect_job
+from dlrover.python.rl.runtime.member.loading import load_class
 
 TESTS = str(Path(toy_jobs.__file__).parent)
 

@@ -13,7 +13,7 @@ import time
 
 import pytest
 
-from dlrover.python.rl.runtime.process.interrupts import (
+from dlrover.python.rl.runtime.interrupts import (
     Interrupts,
     hangup_terminates,
     insistent_interrupts,
@@ -129,7 +129,7 @@ def test_other_errors_of_finalizers_are_reported_as_ever(monkeypatch):
 
 HUNG_UP = """
 import sys, time
-from dlrover.python.rl.runtime.process.interrupts import hangup_terminates, sigterm_unwinds
+from dlrover.python.rl.runtime.interrupts import hangup_terminates, sigterm_unwinds
 hangup_terminates()
 with sigterm_unwinds():
     try:

@@ -23,8 +23,8 @@ from durable_toys import (
 from queued_port import QueuedPort
 
 from dlrover.python.rl.common.errors import CheckpointMissing, InvocationError, StaleCall, WorkloadDied
-from dlrover.python.rl.runtime.local_port import process_environment
-from dlrover.python.rl.runtime.process.arguments import CallHeader
+from dlrover.python.rl.runtime.local import process_environment
+from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.trainer.trainer import run_trainer
 
 OPENED = 8

@@ -4,7 +4,7 @@
 import pytest
 
 from dlrover.python.rl.common.errors import WorkloadStartError
-from dlrover.python.rl.runtime.local_executor import LocalHosting
+from dlrover.python.rl.runtime.local import LocalHosting
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
 calls = []

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, WorkloadDied
-from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
-from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Call, gather
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 from tests.manual_clock import ManualClock

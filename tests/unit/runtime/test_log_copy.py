@@ -11,8 +11,8 @@ import pytest
 
 from dlrover.python.rl.common import redaction
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.runtime.process import held_secrets
-from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests
+from dlrover.python.rl.runtime.member import loading
+from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests
 
 JOB = """
 trainer: {module: m, class: T, device_type: CPU, device_per_node: 1}
@@ -62,10 +62,10 @@ def test_copy_beyond_its_limit_keeps_the_two_files_before(tmp_path, source):
 
 def test_secrets_of_a_process_are_not_in_its_log(tmp_path, source, monkeypatch):
     monkeypatch.setattr(redaction, "_known", ())
-    monkeypatch.setattr(held_secrets, "_HELD", {})
+    monkeypatch.setattr(loading, "_HELD", {})
     monkeypatch.setenv("MEMBER_TOKEN", "")
-    held_secrets.take_secrets(load_job_text(JOB, "job"), "ACTOR")
-    assert os.environ["MEMBER_TOKEN"] in held_secrets.held_secrets().values()
+    loading.take_secrets(load_job_text(JOB, "job"), "ACTOR")
+    assert os.environ["MEMBER_TOKEN"] in loading.held_secrets().values()
     copier = LogCopier(tmp_path, "trainer", [source])
     append(source, "with canary-1\n")
     copier.copy()

@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 
-from dlrover.python.rl.runtime.process.heartbeat import DepartureNotice
+from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice
 
 TOLD = """
 import os, signal
-from dlrover.python.rl.runtime.process.heartbeat import DepartureNotice
+from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice
 
 notice = DepartureNotice()
 os.kill(os.getpid(), signal.SIGTERM)

@@ -5,7 +5,7 @@ import pytest
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
-from dlrover.python.rl.runtime.process.oom_kills import OomKills, count_oom_kills
+from dlrover.python.rl.runtime.member.heartbeat import OomKills, count_oom_kills
 
 FIRST, SECOND = ProcessId("ACTOR", 0), ProcessId("ACTOR", 1)
 GONE = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "the actor is dead")

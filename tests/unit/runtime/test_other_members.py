@@ -14,9 +14,9 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
-from dlrover.python.rl.runtime.earlier_run import earlier_description
-from dlrover.python.rl.runtime.owner import DESCRIPTION
-from dlrover.python.rl.runtime.process.inspection import inspect_job
+from dlrover.python.rl.runtime.member.inspection import inspect_job
+from dlrover.python.rl.runtime.run.folder import earlier_description
+from dlrover.python.rl.runtime.run.owner import DESCRIPTION
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, Setting
 

@@ -14,18 +14,18 @@ from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-from dlrover.python.rl.runtime.earlier_run import repeated
-from dlrover.python.rl.runtime.owner import (
+from dlrover.python.rl.runtime.run.folder import LATEST, begin, claim, conflict, held, repeated, superseded
+from dlrover.python.rl.runtime.run.owner import (
     FAILED,
     FINISHED,
     IN_PROCESS,
-    create_record,
+    encode_owner,
     is_alive,
     newest_owner,
     newest_record,
     owner_of,
+    write_shared,
 )
-from dlrover.python.rl.runtime.run_folder import LATEST, begin, claim, conflict, held, superseded
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 
@@ -55,7 +55,7 @@ def going_on(job):
 )
 def test_an_owner_lives_as_its_process_or_its_lease_says(job, tmp_path, monkeypatch, changes, age_s, alive):
     owner, record = replace(owner_of(job, IN_PROCESS, True), lease_s=30.0, **changes), tmp_path / "owner.1.json"
-    assert create_record(record, owner)
+    write_shared(record, encode_owner(owner), exclusive=True)
     touched_s = record.stat().st_mtime - age_s
     os.utime(record, (touched_s, touched_s))
     now_s = time.time()
@@ -106,7 +106,9 @@ def test_a_claim_shows_life_until_another_start_has_the_folder(job):
     os.utime(claimed.record, (0, 0))
     claimed.beat()
     assert claimed.record.stat().st_mtime > 0
-    assert create_record(job.job_dir / f"owner.{claimed.number + 1}.json", owner_of(job, IN_PROCESS, False))
+    write_shared(
+        job.job_dir / f"owner.{claimed.number + 1}.json", encode_owner(owner_of(job, IN_PROCESS, False)), exclusive=True
+    )
     with pytest.raises(JobConflict, match="taken over"):
         claimed.beat()
 

@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from dlrover.python.rl.runtime.process import progress
-from dlrover.python.rl.runtime.process.progress import ProgressView, format_metrics
+from dlrover.python.rl.runtime.run import progress
+from dlrover.python.rl.runtime.run.progress import ProgressView, format_metrics
 from dlrover.python.rl.trainer.trainer import StepReport
 
 

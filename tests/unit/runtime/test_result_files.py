@@ -11,8 +11,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.common.no_links import with_real_parent
-from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_all_rests
-from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
+from dlrover.python.rl.runtime.run.files import LogCopier, LogReader, RunFolder, copy_all_rests
 
 CHUNK = 256 * 1024
 MB = 1024 * 1024
@@ -156,7 +155,7 @@ def test_a_process_that_dies_at_once_has_its_words_copied(tmp_path, text):
     program = f"""
 import os, sys
 from pathlib import Path
-from dlrover.python.rl.runtime.process import log_copy
+from dlrover.python.rl.runtime.run import files as log_copy
 log_copy._POLL_S = 3600.0  # it dies before the first time
 sys.stdout = os.fdopen(1, "w")
 log_copy.copy_output(Path({str(tmp_path)!r}), "trainer", "trainer")

@@ -4,7 +4,7 @@
 import pytest
 
 from dlrover.python.rl.common.errors import CheckpointMissing
-from dlrover.python.rl.runtime.checkpoint.run_files import RunFiles
+from dlrover.python.rl.runtime.checkpoint.runs import RunFiles
 
 
 class Changing(RunFiles):

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.runtime.process.heartbeat import ray_worker_log_tail, stacks_of
+from dlrover.python.rl.runtime.member.heartbeat import ray_worker_log_tail, stacks_of
 
 WAITING = (
     "import threading\ndef stuck_here():\n    print('ready', flush=True)\n    threading.Event().wait()\nstuck_here()"
@@ -152,5 +152,5 @@ def test_a_log_that_cannot_be_read_is_no_error(session):
 
 
 def test_the_module_needs_no_ray():
-    code = "import sys, dlrover.python.rl.runtime.process.heartbeat; sys.exit('ray' in sys.modules)"
+    code = "import sys, dlrover.python.rl.runtime.member.heartbeat; sys.exit('ray' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0

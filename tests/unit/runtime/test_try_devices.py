@@ -4,7 +4,7 @@
 import pytest
 
 from dlrover.python.rl.control.faults import Fault, fault_of
-from dlrover.python.rl.runtime.process.health import try_devices
+from dlrover.python.rl.runtime.run.machine import try_devices
 
 
 def test_devices_that_compute_are_used_again():

@@ -18,8 +18,8 @@ from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.runs import TRAINER
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
-from dlrover.python.rl.runtime.process.arguments import CallHeader
-from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.member.arguments import CallHeader
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL, WRITTEN
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 

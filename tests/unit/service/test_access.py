@@ -4,7 +4,7 @@
 import pytest
 
 from dlrover.python.rl.common.errors import ServiceBusy
-from dlrover.python.rl.service.access.limits import CallLimit, FailureLimit
+from dlrover.python.rl.service.access import CallLimit, FailureLimit
 from tests.manual_clock import ManualClock
 
 

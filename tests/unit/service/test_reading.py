@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob, ServiceBusy, ServiceUnavailable
-from dlrover.python.rl.service.jobs import reading
-from dlrover.python.rl.service.jobs.reading import SubmissionReader, in_a_process
+from dlrover.python.rl.service import reading
 from dlrover.python.rl.service.jobs.submissions import check_submission
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+from dlrover.python.rl.service.reading import SubmissionReader, in_a_process
 from tests.served import JOB, serving, until
 
 REQUEST = wire.SubmitRequest(client_token="t", name="job", job_file=JOB)

@@ -6,7 +6,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import SessionError
-from dlrover.python.rl.runtime.process.executor import Device
+from dlrover.python.rl.runtime.member.loading import Device
 from dlrover.python.rl.session.session import SlotRequest, SlotTable
 from dlrover.python.rl.session.train import train_sizes
 

@@ -7,7 +7,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import SessionError
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.runtime.process.executor import Device
+from dlrover.python.rl.runtime.member.loading import Device
 from dlrover.python.rl.session.session import Members
 from dlrover.python.rl.session.weight_sync import Endpoints, Route, choose_route
 

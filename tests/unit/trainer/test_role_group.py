@@ -13,8 +13,8 @@ import torch
 from dlrover.python.rl.common.errors import CallError, InvocationError, InvocationTimeout, ShardError, UnknownMethod
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
-from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Call, Outcome, Pending, Ref, gather
 from dlrover.python.rl.trainer.role_group import CallCounter, RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard

@@ -29,8 +29,8 @@ from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.recipe.launch import check_job, run_together
-from dlrover.python.rl.runtime.owner import newest_owner
-from dlrover.python.rl.runtime.run_folder import LATEST, folder_name, in_use, new_run
+from dlrover.python.rl.runtime.run.folder import LATEST, folder_name, new_run
+from dlrover.python.rl.runtime.run.owner import in_use, newest_owner
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from dlrover.python.rl.trainer.trainer import StepReport
 from dlrover.python.rl.trainer.workload import BaseWorkload

@@ -20,7 +20,7 @@ def main() -> None:
     if before is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, _end)
     from dlrover.python.rl.cli.commands import main as run  # takes the first half second
-    from dlrover.python.rl.runtime.process.interrupts import hangup_terminates
+    from dlrover.python.rl.runtime.interrupts import hangup_terminates
 
     signal.signal(signal.SIGINT, before)
     hangup_terminates()

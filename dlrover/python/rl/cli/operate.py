@@ -19,7 +19,7 @@ from dlrover.python.rl.common.terminal import echo, inert
 from dlrover.python.rl.master.main import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_STOPPED, EXIT_TIMED_OUT
 from dlrover.python.rl.master.operations.jobs import JobOperations, JobReports, JobView, check_name
 from dlrover.python.rl.master.operations.saved_runs import SavedRuns, is_run_folder
-from dlrover.python.rl.runtime.process.progress import ProgressView
+from dlrover.python.rl.runtime.run.progress import ProgressView
 
 _ADDRESS = click.option("--address", default="auto", show_default=True, help="A running Ray cluster.")
 _SERVER = click.option(

@@ -15,9 +15,10 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.master.main import EXIT_INTERRUPTED, job_of_options
 from dlrover.python.rl.master.saved_run import evaluation_name, evaluation_overrides
-from dlrover.python.rl.runtime.owner import DESCRIPTION
-from dlrover.python.rl.runtime.process.progress import SUMMARY, print_summary
-from dlrover.python.rl.runtime.run_folder import MODEL
+from dlrover.python.rl.runtime.run.files import SUMMARY
+from dlrover.python.rl.runtime.run.folder import MODEL
+from dlrover.python.rl.runtime.run.owner import DESCRIPTION
+from dlrover.python.rl.runtime.run.progress import print_summary
 from dlrover.python.rl.service.verbs import check_submitted, read_job_file, submit
 
 _SERVER = click.Option(["--server"], help="Submit the job to this job service, host:port.")

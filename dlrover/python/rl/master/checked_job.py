@@ -13,12 +13,11 @@ from dlrover.python.rl.config.plain import from_plain
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import lies_in
 from dlrover.python.rl.control.placement import Placement, plan
-from dlrover.python.rl.master.process.resizing import validate_least
+from dlrover.python.rl.master.process.resize import validate_least
 from dlrover.python.rl.runtime.checkpoint.room import Room, room_for, validate_room
-from dlrover.python.rl.runtime.checkpoint.run_files import validate_archive
-from dlrover.python.rl.runtime.earlier_run import continued, earlier_description
-from dlrover.python.rl.runtime.process.inspection import Inspection, inspect_in_child, inspect_job
-from dlrover.python.rl.runtime.run_folder import conflict
+from dlrover.python.rl.runtime.checkpoint.runs import validate_archive
+from dlrover.python.rl.runtime.member.inspection import Inspection, inspect_in_child, inspect_job
+from dlrover.python.rl.runtime.run.folder import conflict, continued, earlier_description
 
 _JOB = "job"
 """The place of an inspection's own failures."""

@@ -14,9 +14,9 @@ from dlrover.python.rl.master.checked_job import CheckedJob, check_described, ch
 from dlrover.python.rl.master.process.brain import fresh_journal, run_local
 from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
-from dlrover.python.rl.runtime.owner import IN_PROCESS
-from dlrover.python.rl.runtime.process.curve import redraw
-from dlrover.python.rl.runtime.run_folder import begin, claim, held
+from dlrover.python.rl.runtime.run.folder import begin, claim, held
+from dlrover.python.rl.runtime.run.owner import IN_PROCESS
+from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 

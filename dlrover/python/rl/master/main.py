@@ -60,9 +60,10 @@ from dlrover.python.rl.master.saved_run import (
     wait_for_lost_owner,
 )
 from dlrover.python.rl.runtime.checkpoint.room import describe_room
-from dlrover.python.rl.runtime.owner import FINISHED, IN_PROCESS, LAUNCHED
-from dlrover.python.rl.runtime.process.progress import SUMMARY, ProgressView, print_summary
-from dlrover.python.rl.runtime.run_folder import begin, superseded
+from dlrover.python.rl.runtime.run.files import SUMMARY
+from dlrover.python.rl.runtime.run.folder import begin, superseded
+from dlrover.python.rl.runtime.run.owner import FINISHED, IN_PROCESS, LAUNCHED
+from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
 EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
 EXIT_TIMED_OUT = 124

@@ -21,11 +21,11 @@ from dlrover.python.rl.master.checked_job import CheckedJob
 from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus, Position, Update
 from dlrover.python.rl.master.saved_run import wait_for_lost_owner
-from dlrover.python.rl.runtime.owner import write_shared
-from dlrover.python.rl.runtime.process.interrupts import Interrupts
+from dlrover.python.rl.runtime.interrupts import Interrupts
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
-from dlrover.python.rl.runtime.run_folder import CLUSTER, begin
+from dlrover.python.rl.runtime.run.folder import CLUSTER, begin
+from dlrover.python.rl.runtime.run.owner import write_shared
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 _LOG = get_logger(__name__)

@@ -25,8 +25,8 @@ from dlrover.python.rl.runtime.checkpoint.runs import CODE, newest_commit
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
-from dlrover.python.rl.runtime.owner import DESCRIPTION, FINISHED, Owner, newest_owner
-from dlrover.python.rl.runtime.run_folder import BEAT_S, LATEST, MODEL, has_commits, in_use
+from dlrover.python.rl.runtime.run.folder import BEAT_S, LATEST, MODEL, has_commits
+from dlrover.python.rl.runtime.run.owner import DESCRIPTION, FINISHED, Owner, in_use, newest_owner
 
 _LOG = get_logger(__name__)
 

@@ -38,10 +38,10 @@ from dlrover.python.rl.master.checked_job import CheckedJob
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.master.ray_run import interrupted
 from dlrover.python.rl.master.saved_run import last_commit
-from dlrover.python.rl.runtime.owner import ON_RAY
-from dlrover.python.rl.runtime.process.interrupts import Interrupts, sigterm_unwinds
+from dlrover.python.rl.runtime.interrupts import Interrupts, sigterm_unwinds
 from dlrover.python.rl.runtime.ray.cluster.head import private_folder
-from dlrover.python.rl.runtime.run_folder import claim, held, new_run
+from dlrover.python.rl.runtime.run.folder import claim, held, new_run
+from dlrover.python.rl.runtime.run.owner import ON_RAY
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
 
 _LOG = get_logger(__name__)

@@ -43,12 +43,12 @@ from dlrover.python.rl.config.typed import list_keys
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
 from dlrover.python.rl.engine.model.ranks import meet_at_store
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.runtime.earlier_run import continued, earlier_description, repeated
-from dlrover.python.rl.runtime.process.executor import load_class
-from dlrover.python.rl.runtime.process.inspection import inspect_job
-from dlrover.python.rl.runtime.process.interrupts import hangup_terminates
-from dlrover.python.rl.runtime.process.progress import SUMMARY, ProgressView, print_summary
-from dlrover.python.rl.runtime.run_folder import begin, has_commits
+from dlrover.python.rl.runtime.interrupts import hangup_terminates
+from dlrover.python.rl.runtime.member.inspection import inspect_job
+from dlrover.python.rl.runtime.member.loading import load_class
+from dlrover.python.rl.runtime.run.files import SUMMARY
+from dlrover.python.rl.runtime.run.folder import begin, continued, earlier_description, has_commits, repeated
+from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 from dlrover.python.rl.runtime.torchrun.links import MEETING_S, KeyValueStore, LaunchEnv, accept_all, join, refuse_all
 from dlrover.python.rl.runtime.torchrun.run import Leader, open_run, run_follower
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing

@@ -18,8 +18,8 @@ from dlrover.python.rl.config.load import load_job_with, search_folders
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.recipe import launch as launcher
-from dlrover.python.rl.runtime.process.progress import ProgressView
-from dlrover.python.rl.runtime.run_folder import LATEST, has_commits
+from dlrover.python.rl.runtime.run.folder import LATEST, has_commits
+from dlrover.python.rl.runtime.run.progress import ProgressView
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from dlrover.python.rl.script.inputs import Inputs
 from dlrover.python.rl.script.result import TrainResult

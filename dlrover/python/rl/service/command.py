@@ -97,13 +97,13 @@ def _bracketed(host: str) -> str:
 async def _serve(
     address: str, state: Path, tls: tuple[Path, Path, Path | None] | None, options: dict[str, Any]
 ) -> None:
-    from dlrover.python.rl.metrics.endpoint import tls_context
-    from dlrover.python.rl.service.access.tls import TlsFiles
+    from dlrover.python.rl.master.process.metrics import tls_context
+    from dlrover.python.rl.service.access import TlsFiles
     from dlrover.python.rl.service.auth import TokenFile, prepare
-    from dlrover.python.rl.service.jobs.reading import SubmissionReader, in_a_process
     from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
     from dlrover.python.rl.service.manager import JobManager
+    from dlrover.python.rl.service.reading import SubmissionReader, in_a_process
     from dlrover.python.rl.service.runner import MemoryRunner
     from dlrover.python.rl.service.server import JobServer
 
@@ -138,7 +138,7 @@ async def _serve(
 
 
 def _metrics(registry: Any, host: str, port: int, token: str, tls: Any) -> Any:
-    from dlrover.python.rl.metrics.endpoint import MetricsEndpoint
+    from dlrover.python.rl.master.process.metrics import MetricsEndpoint
 
     try:
         return MetricsEndpoint(registry, host, port, token, tls)
@@ -178,9 +178,9 @@ def _lost_process() -> Callable[[], str]:
 
 @contextmanager
 def _cluster(address: str | None, cpus: int | None, may_be_open: bool) -> Iterator[None]:
-    from dlrover.python.rl.runtime.local_executor import set_ray_auto_start
+    from dlrover.python.rl.runtime.local import set_ray_auto_start
     from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
-    from dlrover.python.rl.runtime.ray.cluster.open_ray import risk_of_open_ray
+    from dlrover.python.rl.runtime.ray.cluster.health import risk_of_open_ray
 
     with ray_cluster(address, {"cpu": float(os.cpu_count() or 1)}, log_to_driver=False, cpus=cpus):
         if (risk := risk_of_open_ray()) and not may_be_open:

@@ -31,12 +31,11 @@ from dlrover.python.rl.master.checked_job import CheckedJob, check_job
 from dlrover.python.rl.master.operations.history import read_history
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update
 from dlrover.python.rl.master.ray_run import start_master
-from dlrover.python.rl.runtime.owner import newest_owner
-from dlrover.python.rl.runtime.process.result_files import RunFolder
 from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process
-from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
-from dlrover.python.rl.runtime.ray.processes.actors import sweep
-from dlrover.python.rl.runtime.ray.processes.master_calls import MasterCalls, cluster_capacity, find_master
+from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread
+from dlrover.python.rl.runtime.ray.processes.actors import MasterCalls, cluster_capacity, find_master, sweep
+from dlrover.python.rl.runtime.run.files import RunFolder
+from dlrover.python.rl.runtime.run.owner import newest_owner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed
 from dlrover.python.rl.service.runner import Sink
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from dlrover.python.rl.master.operations.history import JobHistory, log_of
 from dlrover.python.rl.master.operations.jobs import JobOperations, JobView
 from dlrover.python.rl.master.process.status import RunningProcess
-from dlrover.python.rl.runtime.process.result_files import LOGS, SUFFIX
+from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX
 from dlrover.python.rl.service.client import ClientTls, ServiceClient
 from dlrover.python.rl.service.messages import phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire

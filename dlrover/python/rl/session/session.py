@@ -25,8 +25,8 @@ import torch
 from dlrover.python.rl.common.errors import SessionError, WorkloadDied
 from dlrover.python.rl.common.names import RLRoleType, hint, is_role_name
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.runtime.local_executor import LocalHosting
-from dlrover.python.rl.runtime.process.executor import Device, Hosting
+from dlrover.python.rl.runtime.local import LocalHosting
+from dlrover.python.rl.runtime.member.loading import Device, Hosting
 from dlrover.python.rl.trainer.port import Ref, gather
 from dlrover.python.rl.trainer.role_group import CallCounter, RoleGroup
 

@@ -24,8 +24,8 @@ from dlrover.python.rl.recipe.memory.plan import MemoryPlan
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload
 from dlrover.python.rl.recipe.roles.rollout import RolloutWorkload
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
-from dlrover.python.rl.runtime.local_port import LocalHandle, LocalMember, LocalPort
-from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Outcome, Pending, Ref
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 from dlrover.python.rl.trainer.workload import MemberContext

@@ -10,8 +10,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog, markdown_table
-from dlrover.python.rl.runtime.process import curve
-from dlrover.python.rl.runtime.process.curve import CURVES, redraw
+from dlrover.python.rl.runtime.run import progress as curve
+from dlrover.python.rl.runtime.run.progress import CURVES, redraw
 
 
 def refuse(token):

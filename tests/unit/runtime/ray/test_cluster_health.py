@@ -7,10 +7,10 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlrover.python.rl.runtime.process.health import MachineReport, accept_one, examine, leave_mark, reach
 from dlrover.python.rl.runtime.ray.cluster import health
 from dlrover.python.rl.runtime.ray.cluster.health import check_connections, check_shared
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
+from dlrover.python.rl.runtime.run.machine import MachineReport, accept_one, examine, leave_mark, reach
 
 NODES = [NodeRow(f"node{number}", True, f"127.0.0.{number}", 1) for number in (1, 2, 3)]
 

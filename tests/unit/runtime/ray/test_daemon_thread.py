@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
+from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread
 
 
 def test_a_result_and_an_error_come_to_the_loop():
@@ -38,7 +38,7 @@ def test_a_call_that_was_given_up_ends_in_silence():
 def test_a_call_that_does_not_end_does_not_keep_the_process_from_ending():
     code = (
         "import asyncio, time\n"
-        "from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread\n"
+        "from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread\n"
         "async def main():\n"
         "    in_daemon_thread(time.sleep, 600)\n"
         "asyncio.run(main())\n"

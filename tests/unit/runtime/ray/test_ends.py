@@ -8,8 +8,8 @@ import pytest
 from ray.core.generated.gcs_pb2 import ActorTableData
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
-from dlrover.python.rl.runtime.ray.cluster import ends as module
-from dlrover.python.rl.runtime.ray.cluster.ends import ActorEnds
+from dlrover.python.rl.runtime.ray.cluster import api as module
+from dlrover.python.rl.runtime.ray.cluster.api import ActorEnds
 
 ALIVE, DEAD = ActorTableData.ActorState.ALIVE, ActorTableData.ActorState.DEAD
 ID = bytes(range(16))

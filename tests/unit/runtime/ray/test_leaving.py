@@ -10,8 +10,8 @@ import pytest
 
 from dlrover.python.rl.common.errors import CallSkipped, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.runtime.process.arguments import CallHeader
-from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.member.arguments import CallHeader
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.ray.processes import member
 from dlrover.python.rl.runtime.ray.processes.member import MemberActor
 from dlrover.python.rl.runtime.ray.processes.port import is_loss

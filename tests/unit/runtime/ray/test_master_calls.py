@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("ray")
 
 from dlrover.python.rl.common.errors import MasterLost
-from dlrover.python.rl.runtime.ray.processes.master_calls import MasterCalls
+from dlrover.python.rl.runtime.ray.processes.actors import MasterCalls
 
 
 def calls_that_answer(answer):

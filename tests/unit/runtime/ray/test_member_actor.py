@@ -9,8 +9,8 @@ import ray
 
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.runtime.process.arguments import CallHeader
-from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat
+from dlrover.python.rl.runtime.member.arguments import CallHeader
+from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
 from dlrover.python.rl.runtime.ray.processes import member
 from dlrover.python.rl.runtime.ray.processes.member import WITHOUT_WATCHDOG, MemberActor, MemberStart, send_to
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext

@@ -11,8 +11,8 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import save_from_memory
 from dlrover.python.rl.runtime.checkpoint.roots import Roots
 from dlrover.python.rl.runtime.checkpoint.storage import state_file
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
-from dlrover.python.rl.runtime.ray.cluster import node_commits
-from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
+from dlrover.python.rl.runtime.ray.cluster import api as node_commits
+from dlrover.python.rl.runtime.ray.cluster.api import forget_on_nodes
 
 
 class Nodes:

@@ -11,7 +11,7 @@ import pytest
 
 from dlrover.python.rl.common.sockets import machine_addresses
 from dlrover.python.rl.runtime.ray.cluster.cluster import _own
-from dlrover.python.rl.runtime.ray.cluster.open_ray import find_risk, gcs_answers
+from dlrover.python.rl.runtime.ray.cluster.health import find_risk, gcs_answers
 
 needs_address = pytest.mark.skipif(not machine_addresses(), reason="this machine has loopback only")
 NO_GCS = "127.0.0.1:9"

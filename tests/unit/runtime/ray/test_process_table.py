@@ -14,7 +14,7 @@ from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase
-from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import HeartbeatSettings
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement
 from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Threads, classify, member_env

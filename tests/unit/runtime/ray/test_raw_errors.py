@@ -7,7 +7,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
-from dlrover.python.rl.runtime.process.host import MemberHost
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.ray.processes import member
 from dlrover.python.rl.runtime.ray.processes.member import MemberActor
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext

@@ -32,8 +32,8 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
-from dlrover.python.rl.runtime.process.heartbeat import Heartbeat
-from dlrover.python.rl.runtime.process.inspection import Inspection
+from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
+from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes import actors, process_table

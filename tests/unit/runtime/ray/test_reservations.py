@@ -15,8 +15,7 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.runtime.ray import placement_groups
 from dlrover.python.rl.runtime.ray import reservations as module
-from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE
-from dlrover.python.rl.runtime.ray.cluster.fenced import FencedCluster
+from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, fenced
 from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
 
 JOB = """
@@ -292,6 +291,6 @@ def test_replaced_master_changes_nothing_on_the_cluster(method, arguments):
 
     cluster = MemoryCluster(("a",))
     with pytest.raises(SystemExit):
-        done = getattr(FencedCluster(cluster, refuse), method)(*arguments)
+        done = getattr(fenced(cluster, refuse), method)(*arguments)
         asyncio.run(done)
     assert (cluster.groups, cluster.calls, cluster.actors) == ({}, [], {})

@@ -12,7 +12,7 @@ from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.process.brain import JOURNAL
 from dlrover.python.rl.master.process.status import line_of
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
-from dlrover.python.rl.runtime.process.result_files import LOGS, SUFFIX
+from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX
 
 _FAILURES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
 

@@ -19,8 +19,8 @@ from dlrover.python.rl.common.no_links import open_file
 from dlrover.python.rl.control.recovery import completed_recoveries
 from dlrover.python.rl.master.operations.history import JobHistory, RunHistory
 from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, reward_of
-from dlrover.python.rl.runtime.owner import Owner, newest_owner
-from dlrover.python.rl.runtime.run_folder import CLUSTER, in_use
+from dlrover.python.rl.runtime.run.folder import CLUSTER
+from dlrover.python.rl.runtime.run.owner import Owner, in_use, newest_owner
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter
 
 _TAIL_BYTES = 64 * 1024

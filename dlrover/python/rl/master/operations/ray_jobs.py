@@ -26,11 +26,11 @@ from dlrover.python.rl.master.operations.saved_runs import SavedRuns, view_of_ru
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.master.ray_run import follow, stop_master
 from dlrover.python.rl.master.saved_run import SavedRun, find_saved_run
-from dlrover.python.rl.runtime.owner import ON_RAY
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, other_addresses, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, sweep, wait_gone
-from dlrover.python.rl.runtime.run_folder import LATEST
+from dlrover.python.rl.runtime.run.folder import LATEST
+from dlrover.python.rl.runtime.run.owner import ON_RAY
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 _ANSWER_S = 30.0

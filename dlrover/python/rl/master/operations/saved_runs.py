@@ -12,8 +12,8 @@ from dlrover.python.rl.common.no_links import with_real_parent
 from dlrover.python.rl.master.operations.history import JobHistory, read_history
 from dlrover.python.rl.master.operations.jobs import JobView, view_of_folder
 from dlrover.python.rl.master.saved_run import SavedRun, find_saved_run
-from dlrover.python.rl.runtime.owner import LAUNCHED, newest_owner
-from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
+from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
+from dlrover.python.rl.runtime.run.owner import LAUNCHED, newest_owner
 
 _POLL_S = 0.5
 

@@ -25,10 +25,9 @@ from dlrover.python.rl.runtime.checkpoint.storage.journal_store import (
     StateStore,
     read_lines,
 )
-from dlrover.python.rl.runtime.local_executor import LocalExecutor
-from dlrover.python.rl.runtime.process.inspection import Inspection
-from dlrover.python.rl.runtime.process.interrupts import insistent_interrupts
-from dlrover.python.rl.runtime.run_folder import new_run
+from dlrover.python.rl.runtime.local import LocalExecutor
+from dlrover.python.rl.runtime.member.inspection import Inspection
+from dlrover.python.rl.runtime.run.folder import new_run
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, announce_nothing
 
 JOURNAL = "journal.jsonl"
@@ -204,12 +203,11 @@ def run_local(
                 commands.clear()  # starts that are still pending
             commands.append(command)
 
-    execute = insistent_interrupts()(executor.execute)
     with closing(brain):
         emit(submission(job, run, Inspection(), brain))
         while commands:
             try:
-                execute(commands.popleft(), emit)
+                executor.execute(commands.popleft(), emit)
             except KeyboardInterrupt:
                 emit(StopRequested("interrupted"))
     return status_of(job, brain.state, last[0] if last else None)

@@ -19,7 +19,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.liveness import Hang, Listening, Paces, Sign, hangs, odd_one_out
 from dlrover.python.rl.control.state import JobState, MemberPhase, StandbyPhase
-from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
 
 _LOG = get_logger(__name__)
 

@@ -15,17 +15,29 @@ replays its journal, finds the processes by name, and continues all outstanding 
 """
 
 import asyncio
+import json
 import os
 import time
-from collections.abc import Callable, Coroutine, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 from dlrover.python.rl.common.disk_space import retry_io_async
-from dlrover.python.rl.common.errors import JobConflict, JobFailed, JournalCorrupt, StaleEpoch
+from dlrover.python.rl.common.errors import (
+    CallError,
+    ConfigError,
+    InvalidJob,
+    JobConflict,
+    JobFailed,
+    JournalCorrupt,
+    StaleEpoch,
+)
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.redaction import hide_values
 from dlrover.python.rl.config.secrets import Secrets, hidden_in, unseal
 from dlrover.python.rl.config.spec import JobSpec
@@ -44,8 +56,9 @@ from dlrover.python.rl.control.events import (
     StopRequested,
     Unplaced,
 )
+from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.control.state import JobState
+from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase, ranks_of
 from dlrover.python.rl.master.process.brain import (
     JOURNAL,
     Brain,
@@ -56,25 +69,30 @@ from dlrover.python.rl.master.process.brain import (
     submission,
 )
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
-from dlrover.python.rl.master.process.observer import JobObserver
-from dlrover.python.rl.master.process.replacement import find_up, replacement
-from dlrover.python.rl.master.process.resizer import Resizer, size_of
-from dlrover.python.rl.master.process.run_claim import RunClaim
-from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore
-from dlrover.python.rl.runtime.process.heartbeat import BeatAnswer, Heartbeat, leave
-from dlrover.python.rl.runtime.process.inspection import Inspection
-from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, kill_process, read_stacks
-from dlrover.python.rl.runtime.ray.cluster.fenced import FencedCluster
+from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
+from dlrover.python.rl.master.process.resize import Resizer, size_of
+from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore, read_lines
+from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, leave
+from dlrover.python.rl.runtime.member.inspection import Inspection
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, fenced, kill_process, read_stacks
+from dlrover.python.rl.runtime.ray.cluster.cluster import current_address
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, end_unless, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
+from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests, copy_output
+from dlrover.python.rl.runtime.run.folder import BEAT_S, CLUSTER, Claim, claim
+from dlrover.python.rl.runtime.run.owner import FAILED, ON_RAY, newest_owner, write_shared
+from dlrover.python.rl.trainer.step_pace import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
 
 T = TypeVar("T")
+
+ADDRESS = "metrics.json"
+_KEPT_REPORTS = 1000  # some 15 kB each
 
 _RELEASE_S = 30.0
 _TAKEN_S = 60.0
@@ -97,7 +115,7 @@ class RLMaster:
         self._claim = RunClaim(job, claims)
         self._brain = Brain(MemoryStateStore())
         self._fallen: JobState | None = None
-        self._cluster = FencedCluster(RayClusterApi(), self._check_current)
+        self._cluster = fenced(RayClusterApi(), self._check_current)
         plan = RunPlan(job, job.run, placement, inspection.methods)
         self._executor = RayExecutor(plan, current_actor(), self._cluster)
         self._resizer = Resizer(job, inspection, self._executor, lambda: self._state, self._decide)
@@ -414,3 +432,144 @@ class RLMaster:
     async def _tell(self) -> None:
         async with self._news:
             self._news.notify_all()
+
+
+class RunClaim:
+    """Without ``claims`` the process that started the job holds the folder."""
+
+    def __init__(self, job: JobSpec, claims: bool) -> None:
+        self._job, self._claims = job, claims
+        self._claim: Claim | None = None
+        self._log: LogCopier | None = None
+
+    def take(self) -> None:
+        """Not in a thread: until it is done, no other request may resume too. Raises JobConflict."""
+        if self._claims:
+            self._claim = claim(self._job, ON_RAY, bound=False)
+            with suppress(OSError):
+                write_shared(self._job.job_dir / CLUSTER, current_address().encode())
+        if self._log is None:
+            self._log = copy_output(self._job.job_dir, "master", "master")
+
+    @contextmanager
+    def opening(self) -> Iterator[None]:
+        """Raises InvalidJob, and gives the folder back, if a file in it cannot be written."""
+        try:
+            yield
+        except OSError as error:
+            self.leave(FAILED)
+            raise InvalidJob([ConfigError("job_dir", f"the master cannot use it: {error}")]) from error
+
+    async def hold(self, is_over: Callable[[], bool]) -> None:
+        """Show life until the job ``is_over``. Raises JobConflict if another run has the folder."""
+        while self._claim is not None and not is_over():
+            await asyncio.sleep(BEAT_S)
+            try:
+                await asyncio.to_thread(self._claim.beat)
+            except JobConflict as error:
+                owner = newest_owner(self._job.job_dir)
+                if owner is not None and owner.run == self._job.run:
+                    leave(f"another process of this master has taken over: {error}")
+                raise
+
+    def leave(self, outcome: str) -> None:
+        """Also of a folder that fails: the master ends all the same."""
+        try:
+            try:
+                if self._log is not None:
+                    self._log.copy()
+                copy_all_rests(self._job.job_dir)
+            finally:
+                if self._claim is not None:
+                    self._claim.end(outcome)
+        except OSError as error:
+            _LOG.error("how %s has ended is not in its folder: %s", self._job.name, error)
+
+
+class JobObserver:
+    """Told of all events and reports. Metrics that cannot be served do not fail the job."""
+
+    def __init__(self, job: JobSpec, run: str) -> None:
+        self._reports: list[StepReport] = []
+        self._dropped = 0
+        self._boot = os.urandom(4).hex()
+        self._pace, self._began_s = StepPace(), 0.0
+        self.activity = ""  # of the trainer
+        self._metrics = JobMetrics(job.name, run, time.time)
+        self._endpoint: MetricsEndpoint | None = None
+        self._job = job
+
+    def open(self, began_s: float, resumed: bool = False) -> None:
+        """Begin to serve; a master that was ``resumed`` goes on with what its journal says."""
+        self._began_s = began_s
+        master, folder = self._job.master, self._job.job_dir
+        if resumed:
+            self._metrics.replay(decode(read_lines(folder / JOURNAL)))
+        if master.metrics_port < 0 or self._endpoint is not None:
+            return
+        try:
+            token = read_token(Path(master.metrics_token_file)) if master.metrics_token_file else ""
+            pair = Path(master.metrics_tls_cert), Path(master.metrics_tls_key)
+            tls = tls_context(*pair) if master.metrics_tls_cert or master.metrics_tls_key else None
+            self._endpoint = MetricsEndpoint(
+                self._metrics.registry, master.metrics_host, master.metrics_port, token, tls
+            )
+            (folder / ADDRESS).write_text(json.dumps({"address": self._endpoint.address}))
+        except (OSError, CallError) as error:
+            _LOG.error("%s: no metrics are served: %s", self._job.name, error)
+
+    def take(self, before: JobState, after: JobState, event: Event) -> None:
+        self._metrics.take(time.time(), before, after, event)
+
+    def beat(self, beat: Heartbeat) -> None:
+        self._metrics.beat(beat.process_id, dict(beat.pending))
+
+    def report(self, report: StepReport) -> None:
+        self._metrics.report(report)
+        self._pace.note(report.step, time.monotonic())
+        self.activity = ""
+        self._reports.append(report)
+        if len(self._reports) > _KEPT_REPORTS:
+            del self._reports[0]
+            self._dropped += 1
+
+    # -- what people ask ----------------------------------------------------------------------------------------------
+
+    def status(self, state: JobState) -> JobStatus:
+        status = status_of(self._job, state, self._reports[-1] if self._reports else None, self.activity)
+        return replace(status, step_s=self._pace.step_s, started_s=self._began_s)
+
+    def end(self) -> int:
+        """How many steps this process was told of."""
+        return self._dropped + len(self._reports)
+
+    def since(self, position: Position) -> int:
+        return position.since(self._boot)
+
+    def update(self, state: JobState, since: int) -> Update:
+        fresh = self._reports[max(since - self._dropped, 0) :]
+        return Update(self.status(state), tuple(fresh), Position(self._boot, self.end()))
+
+
+def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member | None:
+    member = state.members.get(ProcessId(role, rank))
+    is_up = member is not None and member.incarnation == incarnation and member.phase is MemberPhase.UP
+    return member if is_up else None
+
+
+def replacement(  # noqa: PLR0913 -- one decision
+    state: JobState, role: str, rank: int, incarnation: int, whole: bool, name_of: Callable[[str, int, int, int], str]
+) -> Replaced | None:
+    """The process after ``incarnation`` of a member, with its group if that is replaced as a ``whole``; None while it
+    is not there yet. Raises JobFailed if there will be none."""
+    if state.phase is not Phase.RUNNING:
+        lost = ProcessId(role, rank)
+        raise JobFailed(f"{lost} is not replaced: the job is {state.phase.value}. {state.reason}".strip())
+    group = {at: state.members.get(ProcessId(role, at)) for at in ranks_of(state, role)}
+    member = group.get(rank)
+    if member is None or member.incarnation <= incarnation or member.phase is not MemberPhase.UP:
+        return None
+    up = {at: peer for at, peer in group.items() if peer is not None and peer.phase is MemberPhase.UP}
+    if whole and len(up) < len(group):
+        return None
+    return Replaced({at: (peer.incarnation, name_of(role, at, peer.first, peer.standby)) for at, peer in up.items()})

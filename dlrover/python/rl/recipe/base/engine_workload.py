@@ -56,7 +56,7 @@ from dlrover.python.rl.engine.weight_sync.transports import check_collocation, m
 from dlrover.python.rl.recipe.base.config import EngineConfig, SenderConfig
 from dlrover.python.rl.recipe.base.model_files import device_bytes, setting_of_weights, trained_bytes
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
-from dlrover.python.rl.runtime.checkpoint.run_files import local_folder
+from dlrover.python.rl.runtime.checkpoint.runs import local_folder
 from dlrover.python.rl.trainer.workload import BaseWorkload, Setting, trainer_invocation
 
 _PATIENCE_S = 5.0

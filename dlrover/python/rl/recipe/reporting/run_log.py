@@ -37,13 +37,14 @@ from dlrover.python.rl.recipe.reporting.sample_file import (
     write_step,
 )
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
-from dlrover.python.rl.runtime.checkpoint.run_files import remove_folder
-from dlrover.python.rl.runtime.process.curve import CURVES, METRICS, Points, curve_png, finite_points
+from dlrover.python.rl.runtime.checkpoint.runs import remove_folder
+from dlrover.python.rl.runtime.run.files import METRICS, SUMMARY
+from dlrover.python.rl.runtime.run.progress import CURVES, Points, curve_png, finite_points
 from dlrover.python.rl.trainer.trainer import RunEnd
 
 _LOG = get_logger(__name__)
 
-_FILES = (METRICS, SAMPLES, HELD_OUT, "refused.jsonl", "summary.json", *CURVES.values())
+_FILES = (METRICS, SAMPLES, HELD_OUT, "refused.jsonl", SUMMARY, *CURVES.values())
 _SUPERSEDED = tuple(superseded(Path(name)).name for name in (METRICS, SAMPLES))
 _TENSORBOARD = "tensorboard"
 _REDRAW_S = 30.0
@@ -198,7 +199,7 @@ class RunLog:
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing metrics, which the command line prints as a table, and end the run in the trackers."""
-        self._replace("summary.json", json.dumps(replace_non_finite(values), indent=2).encode())
+        self._replace(SUMMARY, json.dumps(replace_non_finite(values), indent=2).encode())
         self.close("finished")
 
     def close(self, outcome: RunEnd) -> None:

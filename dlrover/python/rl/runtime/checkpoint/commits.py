@@ -39,8 +39,14 @@ from dlrover.python.rl.runtime.checkpoint.neighbours import (
     where_kept,
 )
 from dlrover.python.rl.runtime.checkpoint.roots import Roots, is_on_one_node, roots_of
-from dlrover.python.rl.runtime.checkpoint.run_files import RunFiles, files_of
-from dlrover.python.rl.runtime.checkpoint.runs import CODE, TRAINER, newest_commit, prune_earlier_runs
+from dlrover.python.rl.runtime.checkpoint.runs import (
+    CODE,
+    TRAINER,
+    RunFiles,
+    files_of,
+    newest_commit,
+    prune_earlier_runs,
+)
 from dlrover.python.rl.runtime.checkpoint.storage.generations import Generation, Store, find_newest
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import NODES, Manifest, Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile

@@ -48,8 +48,8 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.process.executor import Emit
-from dlrover.python.rl.runtime.process.heartbeat import Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.member.loading import Emit
 from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Turnstile, answer_of, cause_with_log

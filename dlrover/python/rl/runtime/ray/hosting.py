@@ -27,7 +27,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.config.spec import JobSpec, TrainerSpec, WorkloadSpec
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.runtime.process.executor import Device, own_search_path
+from dlrover.python.rl.runtime.member.loading import Device, own_search_path
 from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ON_CPU, VISIBLE_DEVICES_OFF
 from dlrover.python.rl.runtime.ray.processes.member import MemberActor, MemberStart
@@ -49,7 +49,7 @@ class _FreeDevices:
 
 
 class RayHosting:
-    """Implements :class:`~dlrover.python.rl.runtime.process.executor.Hosting` on Ray.
+    """Implements :class:`~dlrover.python.rl.runtime.member.loading.Hosting` on Ray.
 
     Args:
         address: of a running cluster (``"auto"``, ``"host:port"``); None starts one on loopback.

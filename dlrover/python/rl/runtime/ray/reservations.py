@@ -15,8 +15,7 @@ from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.control.placement import Placement, Slot
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.checkpoint.runs import forget_commits
-from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, GroupRow
-from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
+from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ClusterApi, GroupRow, forget_on_nodes
 from dlrover.python.rl.runtime.ray.placement_groups import (
     check_free,
     find_or_reserve,

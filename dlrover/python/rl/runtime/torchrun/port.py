@@ -14,7 +14,7 @@ from typing import Any
 
 from dlrover.python.rl.common.errors import InvocationError, WorkloadDied
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.process.arguments import CallHeader, Stored, encode
+from dlrover.python.rl.runtime.member.arguments import CallHeader, Stored, encode
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.worker import (
     Drop,

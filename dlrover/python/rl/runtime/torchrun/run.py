@@ -28,14 +28,14 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.checkpoint.roots import roots_of
-from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
-from dlrover.python.rl.runtime.local_port import trainer_maker
-from dlrover.python.rl.runtime.owner import FAILED, FINISHED, IN_PROCESS, LAUNCHED, ON_RAY, newest_owner
-from dlrover.python.rl.runtime.process.arguments import Stored
-from dlrover.python.rl.runtime.process.curve import redraw
-from dlrover.python.rl.runtime.process.executor import cause_of
-from dlrover.python.rl.runtime.process.interrupts import insistent_interrupts
-from dlrover.python.rl.runtime.run_folder import BEAT_S, Claim, claim, held, in_use
+from dlrover.python.rl.runtime.checkpoint.runs import files_of, results_of
+from dlrover.python.rl.runtime.interrupts import insistent_interrupts
+from dlrover.python.rl.runtime.local import trainer_maker
+from dlrover.python.rl.runtime.member.arguments import Stored
+from dlrover.python.rl.runtime.member.loading import cause_of
+from dlrover.python.rl.runtime.run.folder import BEAT_S, Claim, claim, held
+from dlrover.python.rl.runtime.run.owner import FAILED, FINISHED, IN_PROCESS, LAUNCHED, ON_RAY, in_use, newest_owner
+from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.runtime.torchrun.worker import End, Worker

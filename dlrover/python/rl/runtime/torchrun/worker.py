@@ -14,10 +14,10 @@ from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
-from dlrover.python.rl.runtime.local_port import process_environment
-from dlrover.python.rl.runtime.process.arguments import CallHeader, Stored, decode
-from dlrover.python.rl.runtime.process.executor import load_class, starting
-from dlrover.python.rl.runtime.process.host import Arguments, MemberHost
+from dlrover.python.rl.runtime.local import process_environment
+from dlrover.python.rl.runtime.member.arguments import CallHeader, Stored, decode
+from dlrover.python.rl.runtime.member.host import Arguments, MemberHost
+from dlrover.python.rl.runtime.member.loading import starting
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from dlrover.python.rl.trainer.workload import MemberContext
 
@@ -156,13 +156,12 @@ class Worker:
         job, world_size = task.job, task.context.world_size
         local_world_size = min(self._launch.local_world_size, world_size)
         context = replace(task.context, local_rank=self._launch.local_rank, local_world_size=local_world_size)
-        spec = job.workloads[context.role]
         os.environ.update(job.env)  # permanently: the trainer has it too
-        env = {**job.env, **spec.env, **context.to_env()}
+        env = {**job.env, **job.workloads[context.role].env, **context.to_env()}
         host = MemberHost(node=socket.gethostname())
         try:
             with starting(f"{context.role}[{context.rank}]"), process_environment(env):
-                host.start(load_class(spec.module, spec.class_, job.search_path), context, None, job.config)
+                host.load(job, context)
         except Exception as error:  # noqa: BLE001 -- the boundary of a process: it travels to rank 0
             return Result(ResultKey(task.number), error)
         self._members[context.role] = host, env

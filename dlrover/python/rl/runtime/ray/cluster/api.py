@@ -13,19 +13,24 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import ray
 from ray._raylet import PlacementGroupID
-from ray.exceptions import RayActorError
+from ray.core.generated.gcs_pb2 import ActorTableData
+from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.control.events import Process
-from dlrover.python.rl.runtime.process.heartbeat import stacks_of
-from dlrover.python.rl.runtime.ray.cluster.ends import ActorEnds
+from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, known_in_memory, save_from_memory
+from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode
+from dlrover.python.rl.runtime.member.heartbeat import stacks_of
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, node_table
+
+_LOG = get_logger(__name__)
 
 MEGABYTE = 1024 * 1024
 PENDING, CREATED, REMOVED = "PENDING", "CREATED", "REMOVED"
@@ -34,6 +39,11 @@ RAY_NAMES = {"cpu": "CPU", "gpu": "GPU"}
 REMOTE_S = 20.0
 _GONE_S = 10.0
 _POLL_S = 0.02
+
+_CHANGES = frozenset({"start_actor", "kill_actor", "create_group", "remove_group", "run_on"})
+_LOOK_S = 0.2
+_RELEASED_S = 5.0
+_SAVED_S = 900.0
 
 
 @dataclass(frozen=True)
@@ -186,6 +196,29 @@ class RayClusterApi:
         return None
 
 
+class _FencedCluster:
+    def __init__(self, cluster: ClusterApi, check: Callable[[], None]) -> None:
+        self._cluster, self._check = cluster, check
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._cluster, name)
+
+        def checked(*arguments: Any, **options: Any) -> Any:
+            self._check()
+            return method(*arguments, **options)
+
+        return checked if name in _CHANGES else method
+
+
+def fenced(cluster: ClusterApi, check: Callable[[], None]) -> ClusterApi:
+    """Return ``cluster`` with a ``check`` before each change, which does not return in a process that was replaced.
+
+    A master that was frozen, for example in the middle of a release, would otherwise continue it when it is thawed, and
+    end the processes of the one that has taken over.
+    """
+    return cast(ClusterApi, _FencedCluster(cluster, check))
+
+
 async def awaited(ref: Any) -> Any:
     """A coroutine, as which a ref can be cancelled."""
     return await ref  # waits: the caller's deadline
@@ -226,3 +259,79 @@ def _is_ray_worker(pid: int) -> bool:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
     except OSError:
         return False
+
+
+class ActorEnds:
+    """One task looks at all actors that are waited for, on the event loop of the first who waits."""
+
+    def __init__(self) -> None:
+        self._watched: dict[asyncio.Future[None], Any] = {}
+        self._looking: asyncio.Task[None] | None = None
+
+    async def wait(self, handle: Any) -> RayActorError:
+        """The error of calls to the actor, once its process has ended, busy or not."""
+        handle.dlrover_ping.remote()  # Ray follows the actors that this process has called
+        ended = asyncio.get_running_loop().create_future()
+        self._watched[ended] = handle
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().create_task(self._look())
+        try:
+            await ended  # waits: for the end of the process, which may never come
+        finally:
+            del self._watched[ended]
+        while True:
+            try:
+                await handle.dlrover_ping.remote()  # waits: no longer than Ray needs to say that the actor is dead
+            except ActorUnavailableError:
+                pass
+            except RayActorError as error:
+                return error
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look(self) -> None:
+        try:
+            while self._watched:
+                self._look_at_all()
+                await asyncio.sleep(_LOOK_S)
+        finally:
+            self._looking = None
+
+    def _look_at_all(self) -> None:
+        for ended, handle in self._watched.items():
+            if ended.done():
+                continue
+            try:
+                if handle._get_local_state() == ActorTableData.ActorState.DEAD:
+                    ended.set_result(None)
+            except Exception as error:  # noqa: BLE001 -- who waits must know that this end would not be noticed
+                ended.set_exception(error)
+
+
+async def forget_on_nodes(cluster: ClusterApi, pids: Mapping[str, Sequence[int]], job: str, run: str) -> bool:
+    """End the processes ``pids`` of each node and remove the run's commits from its memory. The newest that is whole
+    and goes beyond the copies in the run's folder is saved before. Returns False if that failed: an error is logged,
+    and everything stays."""
+    ended = (cluster.run_on(node, _end_and_list, pids[node], job, run, limit_s=_SAVED_S) for node in pids)
+    known = dict(zip(pids, await asyncio.gather(*ended), strict=True))
+    answering = [node for node, found in known.items() if found is not None]
+    found = {decode(each).age: each for node in answering for each in known[node]}  # two nodes know the same ones
+    for _, each in sorted(found.items(), reverse=True):
+        saving = (cluster.run_on(node, save_from_memory, job, run, each, limit_s=_SAVED_S) for node in answering)
+        saved = await asyncio.gather(*saving)
+        if any(saved):
+            break
+        if None in saved:
+            _LOG.error("%s: step %d stays in the memory of its nodes", job, decode(each).step)
+            return False
+        _LOG.error("%s: step %d is lost with the nodes that had parts of it", job, decode(each).step)
+    await asyncio.gather(*(cluster.run_on(node, _forget, job, run, limit_s=_SAVED_S) for node in pids))
+    return True
+
+
+def _end_and_list(pids: Sequence[int], job: str, run: str) -> list[bytes]:
+    kill_and_wait(pids)
+    return known_in_memory(job, run)
+
+
+def _forget(job: str, run: str) -> None:
+    forget_memory(job, run, patience_s=_RELEASED_S)

@@ -26,8 +26,8 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob
 from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.common.terminal import inert
-from dlrover.python.rl.runtime.process.executor import restore_environment
-from dlrover.python.rl.runtime.process.interrupts import sigterm_unwinds
+from dlrover.python.rl.runtime.interrupts import sigterm_unwinds
+from dlrover.python.rl.runtime.member.loading import restore_environment
 from dlrover.python.rl.runtime.ray.cluster.head import (
     GcsKeeper,
     has_durable_gcs,
@@ -38,7 +38,7 @@ from dlrover.python.rl.runtime.ray.cluster.head import (
     use_token,
     without_spare_processes,
 )
-from dlrover.python.rl.runtime.ray.cluster.open_ray import risk_of_open_ray
+from dlrover.python.rl.runtime.ray.cluster.health import risk_of_open_ray
 
 _LOG = logging.getLogger(__name__)
 

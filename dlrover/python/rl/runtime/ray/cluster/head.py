@@ -29,7 +29,7 @@ from ray._private import ray_constants, services
 from ray._private.node import Node
 
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.process.executor import restore_environment
+from dlrover.python.rl.runtime.member.loading import restore_environment
 
 _LOG = get_logger(__name__)
 

@@ -13,14 +13,16 @@ another one.
 """
 
 import asyncio
+import contextlib
+import threading
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 import ray
 
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.process.oom_kills import OomKills
-from dlrover.python.rl.runtime.ray.cluster.daemon_thread import in_daemon_thread
+from dlrover.python.rl.runtime.member.heartbeat import OomKills
 
 _LOG = get_logger(__name__)
 
@@ -168,3 +170,29 @@ class NodeWatch:
             if refused < _REFUSALS:
                 await asyncio.sleep(_RETRY_S)
         report(Loss(row.node_id, f"its raylet no longer listens at {row.host}:{row.port}"))
+
+
+T = TypeVar("T")
+
+
+def in_daemon_thread(call: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
+    """The result of a call in a thread of its own, which goes on when the future is cancelled."""
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def settle(act: Callable[[Any], None], outcome: Any) -> None:
+        if not future.done():
+            act(outcome)
+
+    def run() -> None:
+        act: Callable[[Any], None] = future.set_result
+        outcome: Any
+        try:
+            outcome = call(*arguments)
+        except BaseException as error:  # noqa: BLE001 - handed over to the waiting loop
+            act, outcome = future.set_exception, error
+        with contextlib.suppress(RuntimeError):  # the loop has ended in the meantime
+            loop.call_soon_threadsafe(settle, act, outcome)
+
+    threading.Thread(target=run, name=getattr(call, "__name__", "call"), daemon=True).start()
+    return future

@@ -14,7 +14,6 @@ import ray
 from ray.exceptions import (
     ActorDiedError,
     ActorUnavailableError,
-    GetTimeoutError,
     NodeDiedError,
     OutOfMemoryError,
     RayActorError,
@@ -36,10 +35,10 @@ from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
-from dlrover.python.rl.runtime.process.executor import cause_of
-from dlrover.python.rl.runtime.process.heartbeat import ray_worker_log_tail
-from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, REMOVED, RayClusterApi, awaited
-from dlrover.python.rl.runtime.ray.cluster.node_commits import forget_on_nodes
+from dlrover.python.rl.runtime.member.heartbeat import ray_worker_log_tail
+from dlrover.python.rl.runtime.member.loading import cause_of
+from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, REMOVED, RayClusterApi, awaited, forget_on_nodes
+from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread
 
 _LOG = get_logger(__name__)
 
@@ -55,6 +54,10 @@ VISIBLE_DEVICES_OFF = {
 
 ON_CPU = {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"}
 """Several processes share the cores: threads that spin while they wait take them from the others."""
+
+_MASTER_RETRY_S = 0.5
+_OURS = {"CPU": "cpu", "GPU": "gpu", "memory": "memory"}
+_RAYS_OWN = ("node:", "object_store")
 
 
 def process_env(job: JobSpec) -> dict[str, str]:
@@ -143,25 +146,24 @@ def ask(request: Callable[[], Any], timeout_s: float) -> Any:
     deadline_s = time.monotonic() + timeout_s
     while True:
         try:
-            return _answer(request(), deadline_s - time.monotonic(), timeout_s)
-        except ActorUnavailableError as error:
-            if time.monotonic() > deadline_s:
-                raise MasterLost(f"the master did not come back within {timeout_s:g} s") from error
-            time.sleep(_RETRY_S)
+            return ray.get(request(), timeout=max(deadline_s - time.monotonic(), 0.0))
+        except (TimeoutError, RayTaskError, RayActorError) as error:
+            _raise_if_final(error, deadline_s, timeout_s)
+        time.sleep(_RETRY_S)
 
 
-def _answer(ref: Any, remaining_s: float, timeout_s: float) -> Any:
-    try:
-        return ray.get(ref, timeout=max(remaining_s, 0.0))
-    except ActorUnavailableError:
-        raise
-    except GetTimeoutError as error:
+def _raise_if_final(error: Exception, deadline_s: float, timeout_s: float) -> None:
+    """Raise the error of a call to a master as one of this package; return if the call is to be repeated."""
+    if isinstance(error, ActorUnavailableError):
+        if time.monotonic() > deadline_s:
+            raise MasterLost(f"the master did not come back within {timeout_s:g} s") from error
+    elif isinstance(error, TimeoutError):
         raise MasterLost(f"the master did not answer within {timeout_s:g} s") from error
-    except RayTaskError as error:
+    elif isinstance(error, RayTaskError):
         if isinstance(error.cause, DLRoverRLError):
             raise error.cause from None
-        raise MasterLost(f"the master failed: {error}") from error
-    except RayActorError as error:
+        raise MasterLost(f"the master failed: {error.cause}") from error
+    else:
         raise MasterLost(f"the master is gone: {_one_line(error)}") from error
 
 
@@ -344,3 +346,44 @@ class Detached:
             except Exception:  # noqa: BLE001 -- the remaining actions run all the same
                 _LOG.exception("%s: not everything could be ended or released (attempt %d)", self._job, attempt)
                 await asyncio.sleep(_PAUSE_S)
+
+
+class MasterCalls:
+    def __init__(self, handle: Any) -> None:
+        self._handle = handle
+
+    async def call(self, method: str, *arguments: Any, timeout_s: float) -> Any:
+        """The master's answer; repeated while it restarts.
+
+        Raises:
+            MasterLost: it is gone, or has not answered in time.
+            DLRoverRLError: the error that it answered with.
+        """
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            try:
+                ref = getattr(self._handle, method).remote(*arguments)
+                async with asyncio.timeout(deadline_s - time.monotonic()):
+                    return await awaited(ref)
+            except (TimeoutError, RayTaskError, RayActorError) as error:
+                _raise_if_final(error, deadline_s - _MASTER_RETRY_S, timeout_s)
+            await asyncio.sleep(_MASTER_RETRY_S)
+
+    def end(self) -> None:
+        with suppress(RayActorError, ValueError):
+            end(self._handle)
+
+
+async def find_master(job: str) -> MasterCalls | None:
+    handle = await in_daemon_thread(find, master_name(job))
+    return None if handle is None else MasterCalls(handle)
+
+
+async def cluster_capacity() -> dict[str, float]:
+    """What all nodes have: ``cpu``, ``gpu``, ``memory`` in MB, and custom resources."""
+    amounts = await in_daemon_thread(ray.cluster_resources)
+    return {
+        _OURS.get(name, name): amount / MEGABYTE if name == "memory" else float(amount)
+        for name, amount in amounts.items()
+        if not name.startswith(_RAYS_OWN)
+    }

@@ -33,19 +33,18 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import CauseKind, Process
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
-from dlrover.python.rl.runtime.process.arguments import CallHeader, decode
-from dlrover.python.rl.runtime.process.executor import enter_folder, load_class, starting
-from dlrover.python.rl.runtime.process.health import try_devices
-from dlrover.python.rl.runtime.process.heartbeat import (
+from dlrover.python.rl.runtime.member.arguments import CallHeader, decode
+from dlrover.python.rl.runtime.member.heartbeat import (
     BeatAnswer,
     DepartureNotice,
     Heartbeat,
     HeartbeatSender,
     HeartbeatSettings,
 )
-from dlrover.python.rl.runtime.process.held_secrets import held_secrets, take_secrets
-from dlrover.python.rl.runtime.process.host import MemberHost
-from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
+from dlrover.python.rl.runtime.member.host import MemberHost
+from dlrover.python.rl.runtime.member.loading import enter_folder, held_secrets, load_class, starting, take_secrets
+from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
+from dlrover.python.rl.runtime.run.machine import try_devices
 from dlrover.python.rl.trainer.port import gone_incarnation
 from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
@@ -270,7 +269,7 @@ def serve(host: MemberHost, header: CallHeader, values: Sequence[Any]) -> Any:
     """Run a method of what ``host`` holds; ``values`` are the positional arguments, then the keyword ones.
 
     Raises:
-        InvocationError: see :meth:`~dlrover.python.rl.runtime.process.host.MemberHost.invoke`.
+        InvocationError: see :meth:`~dlrover.python.rl.runtime.member.host.MemberHost.invoke`.
     """
 
     def load_arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -4,6 +4,8 @@
 import re
 import threading
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -23,8 +25,8 @@ from ray.exceptions import (
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
-from dlrover.python.rl.runtime.process.arguments import CallHeader, encode
-from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
+from dlrover.python.rl.runtime.member.arguments import CallHeader, encode
+from dlrover.python.rl.trainer.call_counts import BUCKETS_S, CallCounts
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
@@ -285,3 +287,41 @@ class WatchedPort(RayPort):
             if not outcome.late:
                 self.call_times.end(_task_of(ref), now_s)
         return outcomes
+
+
+_MOST_PENDING = 10_000
+
+
+class CallTimes:
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: dict[bytes, tuple[str, str, float]] = {}
+        self._counts: dict[tuple[str, str], list[float]] = {}
+
+    def begin(self, call: bytes, role: str, method: str, now_s: float) -> None:
+        with self._lock:
+            if len(self._pending) >= _MOST_PENDING:  # results that nobody waited for
+                del self._pending[next(iter(self._pending))]
+            self._pending[call] = role, method, now_s
+
+    def end(self, call: bytes, now_s: float) -> None:
+        """Nothing for a call that has ended already."""
+        with self._lock:
+            begun = self._pending.pop(call, None)
+            if begun is None:
+                return
+            role, method, began_s = begun
+            counts = self._counts.setdefault((role, method), [0.0] * (len(BUCKETS_S) + 2))
+            counts[bisect_left(BUCKETS_S, now_s - began_s)] += 1
+            counts[-1] += now_s - began_s
+
+    def pending(self) -> dict[str, int]:
+        """Role to its calls whose results nobody has had yet."""
+        with self._lock:
+            return dict(Counter(role for role, _, _ in self._pending.values()))
+
+    def drain(self) -> CallCounts:
+        """What was counted since the last time."""
+        with self._lock:
+            counts, self._counts = self._counts, {}
+        return {key: tuple(values) for key, values in counts.items()}

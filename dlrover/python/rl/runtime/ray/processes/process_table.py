@@ -25,7 +25,7 @@ from dlrover.python.rl.common.names import (
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, Event, Process, make_lost_event
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.process.heartbeat import HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import HeartbeatSettings
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ActorRequest, ClusterApi, awaited, kill_process
 from dlrover.python.rl.runtime.ray.processes.actors import Threads, member_env, process_env
 from dlrover.python.rl.runtime.ray.processes.member import member_class

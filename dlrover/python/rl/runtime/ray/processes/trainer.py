@@ -20,16 +20,21 @@ from dlrover.python.rl.control.commands import StartTrainer
 from dlrover.python.rl.control.events import Cause, Process
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
-from dlrover.python.rl.runtime.checkpoint.run_files import files_of, results_of
-from dlrover.python.rl.runtime.process.executor import cause_of, death_kind, enter_folder, load_class, starting
-from dlrover.python.rl.runtime.process.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender, HeartbeatSettings
-from dlrover.python.rl.runtime.process.held_secrets import take_secrets
-from dlrover.python.rl.runtime.process.log_copy import LogCopier, copy_output
-from dlrover.python.rl.runtime.process.progress import format_step
+from dlrover.python.rl.runtime.checkpoint.runs import files_of, results_of
+from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.member.loading import (
+    cause_of,
+    death_kind,
+    enter_folder,
+    load_class,
+    starting,
+    take_secrets,
+)
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
-from dlrover.python.rl.runtime.ray.processes.call_times import CallTimes
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
-from dlrover.python.rl.runtime.ray.processes.port import Activity, WatchedPort, is_loss
+from dlrover.python.rl.runtime.ray.processes.port import Activity, CallTimes, WatchedPort, is_loss
+from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
+from dlrover.python.rl.runtime.run.progress import format_step
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 

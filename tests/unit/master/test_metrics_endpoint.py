@@ -13,7 +13,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Gauge
 
 from dlrover.python.rl.common.errors import CallError
-from dlrover.python.rl.metrics.endpoint import MetricsEndpoint, tls_context
+from dlrover.python.rl.master.process.metrics import MetricsEndpoint, tls_context
 
 TOKEN = "a-token-of-some-length"
 

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, ServiceUnavailable
-from dlrover.python.rl.service.access.limits import CallLimit
+from dlrover.python.rl.service.access import CallLimit
 from dlrover.python.rl.service.jobs.records import SubmitJob
 from dlrover.python.rl.service.jobs.submissions import check_submission
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire

@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The port that starts the processes of a script's engines; the user's classes, and the errors in them."""
+"""Start of a process: the port that starts those of a script's engines; the user's classes, the errors in them, and
+the job's secrets, which are in the memory and the environment of its processes and nowhere else."""
 
 import os
 import sys
@@ -24,6 +25,9 @@ from dlrover.python.rl.common.errors import (
 from dlrover.python.rl.common.extensions import load_module
 from dlrover.python.rl.common.log import valid_text
 from dlrover.python.rl.common.names import ProcessId, hint
+from dlrover.python.rl.common.redaction import hide_values
+from dlrover.python.rl.config.secrets import Secrets, seal, variables_of
+from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import COULD_NOT_START, LEFT_ALIVE, Cause, CauseKind, Event, Process
 from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
 from dlrover.python.rl.trainer.port import Port
@@ -186,3 +190,19 @@ def class_at(path: str, search_path: Sequence[str] = ()) -> Any:
 def own_search_path() -> list[str]:
     """The folders of ``sys.path``, with which other processes can find the user's modules."""
     return [os.path.abspath(folder or ".") for folder in sys.path]
+
+
+_HELD: dict[str, str] = {}
+
+
+def take_secrets(job: JobSpec, role: str = "") -> None:
+    """Give this process the secret variables of the trainer or a ``role``, which did not come with its environment."""
+    _, secrets = seal(job)
+    hide_values(secrets.values())
+    os.environ.update(variables_of(secrets, role))
+    _HELD.update(secrets)
+
+
+def held_secrets() -> Secrets:
+    """What this process was given, for a master that has none left."""
+    return dict(_HELD)

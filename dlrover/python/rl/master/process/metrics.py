@@ -1,13 +1,36 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of one job, from its journal's events and its trainer's step reports."""
+# Over 400 lines: all that Prometheus reads of a job and of the service, and the endpoint that it reads.
+"""The metrics of one job, from its journal's events and its trainer's step reports; ``GET /metrics`` for Prometheus.
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import replace
+Goodput is the share of a job's time in which it makes progress. Each moment of a job has one use:
+
+- ``start``: from its submission until its trainer enters ``steps()`` for the first time;
+- ``useful``: steps run, and nothing is being recovered;
+- ``recovery``: from a loss within ``steps()`` until the next progress; it has the steps that are done again;
+- ``restart``: from a failure that ends all processes until the next progress;
+- ``ending``: from the decided outcome until everything is released.
+
+A recovery, a restart, and the end of a job that failed have a cause, which is the one of the failure that began them.
+The journal alone decides it, so that anybody can check the figure afterwards.
+
+On loopback the endpoint needs no token, since Prometheus has none by default; the check of the ``Host`` header keeps
+out pages whose names were rebound to loopback. Beyond loopback it needs a bearer token and TLS.
+"""
+
+import hmac
+import ssl
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from http import HTTPStatus
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import islice
 from math import isfinite, nan
+from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter, Histogram
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -15,12 +38,27 @@ from prometheus_client.core import (
     InfoMetricFamily,
     Metric,
 )
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
+from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, package_version
-from dlrover.python.rl.control.events import CauseKind, Event, Failed, MemberStarted, TrainerStarted
+from dlrover.python.rl.common.sockets import is_loopback
+from dlrover.python.rl.control.events import (
+    CauseKind,
+    Event,
+    Failed,
+    MemberLost,
+    MemberStarted,
+    NodeLost,
+    Progressed,
+    StandbyLost,
+    StepsOpened,
+    TrainerLost,
+    TrainerStarted,
+    Unplaced,
+)
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
-from dlrover.python.rl.metrics.goodput import LOSSES, TimeAccount, TimeUse
 from dlrover.python.rl.trainer.call_counts import BUCKETS_S
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -53,6 +91,13 @@ SANDBOX_LEVELS = ("bubblewrap", "namespaces", "limits", "none")
 """Of ``sandbox/<level>`` in a step's metrics."""
 
 _RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
+
+_TIMEOUT_S = 10.0
+_MAX_CLIENTS = 20
+_CLOSING_S = 0.05
+"""How soon it sees that it is closed."""
+
+_BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
 class _Buckets:
@@ -279,3 +324,215 @@ def _members(state: JobState, up: bool) -> dict[str, float]:
     for process_id, member in state.members.items():
         counts[process_id.role] = counts.get(process_id.role, 0.0) + float(not up or member.phase is MemberPhase.UP)
     return counts
+
+
+LOSSES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Unplaced, Failed)
+"""Events that have a cause."""
+
+
+class TimeUse(StrEnum):
+    START = "start"
+    USEFUL = "useful"
+    RECOVERY = "recovery"
+    RESTART = "restart"
+    ENDING = "ending"
+
+
+@dataclass
+class TimeAccount:
+    """Seconds by use and cause, a CauseKind or ""; ``since_s`` is the Unix time up to which they are booked, 0 before
+    the first event."""
+
+    use: TimeUse = TimeUse.START
+    cause: str = ""
+    since_s: float = 0.0
+    over: bool = False
+    seconds: dict[tuple[TimeUse, str], float] = field(default_factory=dict)
+
+    def take(self, at_s: float, before: JobState, after: JobState, event: Event) -> None:
+        if self.over:
+            return
+        self.book(at_s)
+        use = _next_use(self.use, before, after, event)
+        if use is not self.use:
+            self.use, self.cause = use, _cause_of(use, after, event)
+        self.over = after.phase.terminal
+
+    def book(self, now_s: float) -> None:
+        """Count the time up to now."""
+        if self.since_s and not self.over:
+            key = self.use, self.cause
+            self.seconds[key] = self.seconds.get(key, 0.0) + max(now_s - self.since_s, 0.0)
+        self.since_s = max(now_s, self.since_s)
+
+    def spent_s(self, use: TimeUse) -> float:
+        return sum(seconds for (booked, _), seconds in self.seconds.items() if booked is use)
+
+    @property
+    def goodput(self) -> float:
+        """From 0 to 1; 0 before any time has passed."""
+        total = sum(self.seconds.values())
+        return self.spent_s(TimeUse.USEFUL) / total if total else 0.0
+
+
+def _next_use(use: TimeUse, before: JobState, after: JobState, event: Event) -> TimeUse:
+    if after.phase is Phase.ENDING or after.phase.terminal:
+        return TimeUse.ENDING
+    if after.phase is Phase.RESTARTING and before.phase is not Phase.RESTARTING:
+        return TimeUse.RESTART
+    if isinstance(event, StepsOpened) and use is TimeUse.START and after.incarnation <= 1:
+        return TimeUse.USEFUL
+    if isinstance(event, Progressed) and use in (TimeUse.RECOVERY, TimeUse.RESTART):
+        return TimeUse.USEFUL
+    if isinstance(event, MemberLost | TrainerLost | NodeLost) and after is not before and use is TimeUse.USEFUL:
+        return TimeUse.RECOVERY
+    return use
+
+
+def _cause_of(use: TimeUse, after: JobState, event: Event) -> str:
+    if use is TimeUse.ENDING:
+        return after.failure.kind.value if after.failure is not None else ""
+    is_loss = use in (TimeUse.RECOVERY, TimeUse.RESTART)
+    return event.cause.kind.value if is_loss and isinstance(event, LOSSES) else ""
+
+
+def tls_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
+    """For a server; clients need a certificate of ``client_ca``, where there is one. Raises OSError."""
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(certificate, key)
+    if client_ca is not None:
+        context.load_verify_locations(client_ca)
+        context.verify_mode = ssl.CERT_REQUIRED
+    return context
+
+
+class MetricsEndpoint:
+    """Serves ``registry`` in a thread until it is closed. Raises CallError beyond loopback without a token or without
+    TLS, OSError if the address is taken."""
+
+    def __init__(
+        self, registry: CollectorRegistry, host: str, port: int, token: str = "", tls: ssl.SSLContext | None = None
+    ) -> None:
+        if not is_loopback(host) and (not token or tls is None):
+            raise CallError(
+                f"metrics at {host}, which is beyond loopback, need a token and TLS: set metrics_token_file,"
+                " metrics_tls_cert and metrics_tls_key (serve: --metrics-token-file, --tls-cert, --tls-key), or keep"
+                " them on loopback, behind a proxy"
+            )
+        self._server = _Server((host, port), _handler(registry, token, is_loopback(host)))
+        if tls is not None:
+            # The handshake is at the first read, in the client's own thread and within its time.
+            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
+        self.address = f"{host}:{self._server.server_address[1]}"
+        self.url = f"{'https' if tls is not None else 'http'}://{self.address}/metrics"
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, args=(_CLOSING_S,), name="metrics", daemon=True
+        )
+        self._thread.start()
+
+    def close(self) -> None:
+        self._server.shutdown()
+        self._server.server_close()
+
+
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = _MAX_CLIENTS
+
+    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
+        self._slots = threading.BoundedSemaphore(_MAX_CLIENTS)
+        super().__init__(address, handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        if not self._slots.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._slots.release()
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A client that went away is no news."""
+
+
+def _handler(registry: CollectorRegistry, token: str, is_local: bool) -> type[BaseHTTPRequestHandler]:
+    class Handler(BaseHTTPRequestHandler):
+        timeout = _TIMEOUT_S
+        server_version, sys_version = "dlrover-rl", ""
+
+        def do_GET(self) -> None:
+            refusal = self._refusal()
+            body = b"" if refusal else generate_latest(registry)
+            self.send_response(refusal or HTTPStatus.OK)
+            self.send_header("Content-Type", CONTENT_TYPE_LATEST)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def _refusal(self) -> HTTPStatus | None:
+            host = (self.headers.get("Host") or "").rpartition(":")[0].strip("[]")
+            if self.headers.get("Origin") is not None or (is_local and not is_loopback(host)):
+                return HTTPStatus.FORBIDDEN
+            if token and not hmac.compare_digest(
+                (self.headers.get("Authorization") or "").encode("latin-1"), f"Bearer {token}".encode()
+            ):
+                return HTTPStatus.UNAUTHORIZED
+            return None if self.path == "/metrics" else HTTPStatus.NOT_FOUND
+
+        def _not_allowed(self) -> None:
+            self.send_response(HTTPStatus.METHOD_NOT_ALLOWED)
+            self.send_header("Allow", "GET")
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        do_POST = do_PUT = do_DELETE = do_PATCH = do_OPTIONS = do_HEAD = _not_allowed
+
+        def log_message(self, format: str, *args: Any) -> None:
+            """Scrapes are not logged."""
+
+    return Handler
+
+
+@dataclass(frozen=True)
+class ServiceCounts:
+    jobs: Mapping[str, int]  # by phase, without those that have ended
+    events: int = 0
+    submissions: int = 0  # that made a job
+
+
+class ServiceMetrics:
+    """Collected by ``registry``. Methods and codes are those of the protocol: no client can add a series."""
+
+    def __init__(self, counts: Callable[[], ServiceCounts]) -> None:
+        self._counts = counts
+        self.registry = CollectorRegistry(auto_describe=False)
+        self._requests = Counter(
+            "rl_service_requests", "Requests that have ended.", ["method", "code"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "rl_service_request_seconds",
+            "Duration of requests that do not stream.",
+            ["method"],
+            buckets=_BUCKETS_S,
+            registry=self.registry,
+        )
+        self.registry.register(self)
+
+    def count(self, method: str, code: str) -> None:
+        self._requests.labels(method, code).inc()
+
+    def time(self, method: str, seconds: float) -> None:
+        self._seconds.labels(method).observe(seconds)
+
+    def collect(self) -> Iterator[Metric]:
+        counts = self._counts()
+        jobs = GaugeMetricFamily("rl_service_jobs", "Jobs that have not ended.", labels=["phase"])
+        for phase, number in counts.jobs.items():
+            jobs.add_metric([phase], number)
+        yield jobs
+        yield CounterMetricFamily("rl_service_events", "Events of all jobs.", value=counts.events)
+        yield CounterMetricFamily("rl_service_submissions", "Accepted submissions.", value=counts.submissions)

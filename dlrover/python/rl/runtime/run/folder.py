@@ -30,11 +30,11 @@ from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, list_memory, memory_path
-from dlrover.python.rl.runtime.checkpoint.run_files import files_of
-from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
+from dlrover.python.rl.runtime.checkpoint.runs import STATES, files_of, newest_commit, resumed_layout
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import make_folder, sync_folder
-from dlrover.python.rl.runtime.environment import describe_origin, record_environment
-from dlrover.python.rl.runtime.owner import (
+from dlrover.python.rl.runtime.run.files import METRICS, SUMMARY
+from dlrover.python.rl.runtime.run.machine import describe_origin, record_environment
+from dlrover.python.rl.runtime.run.owner import (
     COMMITTED,
     DESCRIPTION,
     FAILED,
@@ -42,10 +42,9 @@ from dlrover.python.rl.runtime.owner import (
     LAUNCHED,
     RUNNING,
     Owner,
-    create_record,
     encode_owner,
     has_commits_on_disk,
-    is_alive,
+    in_use,
     newest_owner,
     newest_record,
     number_of,
@@ -61,7 +60,7 @@ LATEST, MODEL, CLUSTER = "latest", "model", "cluster"
 BEAT_S = 5.0
 _QUIET_S = 600.0
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
-_RESULTS = ("metrics.jsonl", "summary.json", MODEL, "checkpoints/*/step-*", "commits/*/step-*")
+_RESULTS = (METRICS, SUMMARY, MODEL, *(f"{name}/*/step-*" for name in STATES))
 
 
 def new_run() -> str:
@@ -87,12 +86,6 @@ def has_commits(folder: Path) -> bool:
     owner = newest_owner(folder)
     in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(COMMITTED))
     return in_memory or has_commits_on_disk(folder)
-
-
-def in_use(folder: Path) -> bool:
-    record = newest_record(folder)
-    owner = read_owner(record) if record is not None else None
-    return record is not None and owner is not None and is_alive(owner, record)
 
 
 def ended_memory() -> list[RunMemory]:
@@ -144,15 +137,7 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
         raise InvalidJob([ConfigError("job_dir", f"cannot be made: {error}")]) from error
     earlier, goes_on = newest_owner(folder), job.checkpoint.resume == "latest"
     goes_on = goes_on and (has_commits(folder) or bool(job.archive and newest_commit(folder, job.archive)))
-    while True:
-        newest = newest_record(folder)
-        if why := conflict(job):
-            raise JobConflict(why)
-        record = folder / f"owner.{number_of(newest) + 1}.json"
-        if _create_record(record, owner):
-            if newest_record(folder) == record:
-                break
-            record.unlink()  # others came and went meanwhile
+    record = _create_record(job, owner)
     try:
         replaced = _describe(job, earlier, goes_on)
     except BaseException:
@@ -168,12 +153,23 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
     return Claim(record, owner, job, replaced)
 
 
-def _create_record(record: Path, owner: Owner) -> bool:
-    try:
-        return create_record(record, owner)
-    except OSError as error:
-        what = f"{record.parent} cannot be written to: {error.strerror or error}"
-        raise InvalidJob([ConfigError("job_dir", what)]) from error
+def _create_record(job: JobSpec, owner: Owner) -> Path:
+    """The next record in the job's folder, which only one of several processes can create."""
+    while True:
+        newest = newest_record(job.job_dir)
+        if why := conflict(job):
+            raise JobConflict(why)
+        record = job.job_dir / f"owner.{number_of(newest) + 1}.json"
+        try:
+            write_shared(record, encode_owner(owner), exclusive=True)
+        except FileExistsError:
+            continue
+        except OSError as error:
+            why = f"{job.job_dir} cannot be written to: {error.strerror or error}"
+            raise InvalidJob([ConfigError("job_dir", why)]) from error
+        if newest_record(job.job_dir) == record:
+            return record
+        record.unlink()  # others came and went meanwhile
 
 
 def _describe(job: JobSpec, earlier: Owner | None, goes_on: bool) -> bytes:
@@ -192,7 +188,7 @@ def _describe(job: JobSpec, earlier: Owner | None, goes_on: bool) -> bytes:
     starts_afresh = job.overwrite and job.checkpoint.resume != "latest"
     if starts_afresh and (earlier is None or earlier.run != job.run):
         memory = [memory_path(earlier.job, earlier.run)] if earlier is not None else []
-        for folder in (job.job_dir / "checkpoints", job.job_dir / "commits", *memory):
+        for folder in (*(job.job_dir / name for name in STATES), *memory):
             shutil.rmtree(folder, ignore_errors=True)
     return before if goes_on else b""
 
@@ -221,7 +217,7 @@ def superseded(job: JobSpec) -> list[Path]:
     return [
         path
         for folder in sorted(ended, reverse=True)[job.checkpoint.keep_runs :]
-        for name in ("checkpoints", "commits")
+        for name in STATES
         if (path := folder / name).is_dir()
     ]
 
@@ -272,10 +268,10 @@ class Claim:
 
     def _has_committed(self) -> bool:
         job = self.job
-        roots = memory_path(job.name, job.run), *(job.job_dir / name / job.run for name in ("checkpoints", "commits"))
         newest = newest_commit(job.job_dir, job.archive) if job.archive else None
         in_store = newest is not None and newest[0].run == job.run and newest[1].step > 0
-        return in_store or any(any(root.glob(COMMITTED)) for root in roots)
+        in_memory = any(memory_path(job.name, job.run).glob(COMMITTED))
+        return in_store or in_memory or has_commits_on_disk(job.job_dir, job.run)
 
 
 @contextmanager
@@ -318,3 +314,34 @@ def _link_latest(folder: Path) -> None:
         link.symlink_to(folder.name)
         link.replace(folder.parent / LATEST)
         sync_folder(folder.parent)
+
+
+def repeated(job: JobSpec) -> JobSpec:
+    """The same command as that of the last run, which has not finished, goes on in its folder; another one is a new
+    run."""
+    folder = (job.run_folders / LATEST).resolve() if job.run_folders else job.job_dir
+    owner = newest_owner(folder)
+    if owner is not None and owner.given == job.given and owner.state != FINISHED:
+        return replace(job, job_dir=folder)
+    return replace(job, checkpoint=replace(job.checkpoint, resume="never"))
+
+
+def continued(job: JobSpec) -> JobSpec:
+    """With ``checkpoint.resume: latest`` a job without ``job_dir`` goes on in the folder of the last run of this name.
+    One that has finished is gone on with only by a command (``given``) with other arguments."""
+    if job.run_folders is None or job.checkpoint.resume != "latest":
+        return job
+    last = (job.run_folders / LATEST).resolve()
+    owner = newest_owner(last)
+    if owner is None or (owner.state == FINISHED and (job.given in ("", owner.given) or not has_commits(last))):
+        return job
+    return replace(job, job_dir=last)
+
+
+def earlier_description(job: JobSpec) -> str:
+    """The description of the run whose state ``job`` goes on from; empty if there is none."""
+    if job.checkpoint.resume != "latest" or not (has_commits(job.job_dir) or resumed_layout(job)):
+        return ""
+    path, files = job.job_dir / DESCRIPTION, files_of(job)
+    there = "" if files is None else files.read(DESCRIPTION)  # a folder here may be another run's
+    return there or (path.read_text(encoding="utf-8") if path.is_file() else "")

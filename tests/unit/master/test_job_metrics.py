@@ -16,9 +16,15 @@ from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.control.events import CauseKind, Progressed, Released, RoleSettings, TrainerFinished
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.metrics.goodput import TimeUse, account_of
-from dlrover.python.rl.metrics.job import MAX_CALL_SERIES, MAX_MEMBER_SERIES, STEP_METRICS, JobMetrics
-from dlrover.python.rl.metrics.service import ServiceCounts, ServiceMetrics
+from dlrover.python.rl.master.process.metrics import (
+    MAX_CALL_SERIES,
+    MAX_MEMBER_SERIES,
+    STEP_METRICS,
+    JobMetrics,
+    ServiceCounts,
+    ServiceMetrics,
+    TimeUse,
+)
 from dlrover.python.rl.trainer.trainer import StepReport
 from tests.unit.control import runs
 
@@ -56,6 +62,12 @@ def test_numbers_are_those_of_the_journal():
     assert samples["rl_job_members", ("role", "ACTOR")] == samples["rl_job_members_wanted", ("role", "ACTOR")] == 2
     assert samples["rl_job_recovery_seconds_count", ("role", "ROLLOUT")] == 1
     assert samples["rl_job_recovery_seconds_sum", ("role", "ROLLOUT")] == 1.0
+
+
+def account_of(events):
+    metrics = JobMetrics("job", "0a1b", lambda: 0.0)
+    metrics.replay(events)
+    return metrics.account
 
 
 def test_told_one_by_one_is_told_from_the_journal():

@@ -13,13 +13,16 @@ Ray leaves the processes of a partitioned node running beside their replacements
 
 import contextlib
 import os
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from pathlib import Path
@@ -27,8 +30,8 @@ from types import FrameType
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.control.liveness import Work
-from dlrover.python.rl.runtime.process.oom_kills import count_oom_kills
 
 _LOG = get_logger(__name__)
 
@@ -37,6 +40,9 @@ LEASE_OVER = 75
 
 CONSTRUCTING = "__init__"
 """The method of a process that is being started; the time limit of calls does not apply."""
+
+_COUNTS = (Path("/proc/vmstat"), Path("/sys/fs/cgroup/memory.events"))  # the first one includes those of all cgroups
+_COUNT = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -256,3 +262,39 @@ class DepartureNotice:
             if not self._told and self._file is not None and self._file.exists():
                 self._told = f"{self._file} is there"
         return self._told
+
+
+def count_oom_kills(files: tuple[Path, ...] = _COUNTS) -> int:
+    """The processes of this host that the kernel has ended since it booted because memory ran out; -1 for unknown."""
+    for file in files:
+        with suppress(OSError):
+            if match := _COUNT.search(file.read_text(encoding="ascii")):
+                return int(match[1])
+    return -1
+
+
+@dataclass
+class OomKills:
+    """The counts of a job's hosts, in the heartbeats of its processes."""
+
+    host: str = field(default_factory=socket.gethostname)
+    files: tuple[Path, ...] = _COUNTS
+    _before: dict[ProcessId, int] = field(default_factory=dict)
+    _now: dict[str, int] = field(default_factory=dict)
+
+    def note(self, process_id: ProcessId, process: Process | None, count: int) -> None:
+        """Record the count that a heartbeat brings."""
+        if process is not None and count >= 0:
+            self._before[process_id] = count
+            self._now[process.host] = max(count, self._now.get(process.host, 0))
+
+    def explain(self, process_id: ProcessId, process: Process | None, cause: Cause) -> Cause:
+        """The cause of a death: memory, if the kernel has killed for it on that host since the last heartbeat."""
+        before = self._before.pop(process_id, None)
+        if cause.kind is not CauseKind.PROCESS_DIED or process is None or before is None:
+            return cause
+        is_here = process.host == self.host
+        if (count_oom_kills(self.files) if is_here else self._now[process.host]) <= before:
+            return cause
+        message = f"the kernel's OOM killer has ended a process of its host: {cause.message}"
+        return replace(cause, kind=CauseKind.OUT_OF_MEMORY, message=message)

@@ -19,12 +19,13 @@ import yaml
 from dlrover.python.rl.common.no_links import open_file
 from dlrover.python.rl.common.private_files import share_file
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.runtime.checkpoint.runs import STATES
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file
 
 RUNNING, FINISHED, FAILED = "running", "finished", "failed"
 IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
 
-DESCRIPTION = "job.yaml"
+DESCRIPTION, RECORDS = "job.yaml", "owner.*.json"
 COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
 _UNKNOWN = "unknown"
 
@@ -67,7 +68,7 @@ def owner_of(job: JobSpec, runtime: str, bound: bool) -> Owner:
         host=socket.gethostname(),
         machine=_machine(),
         pid=pid,
-        began=_began(pid) if pid else "",
+        began=process_began(pid) if pid else "",
         since_s=time.time(),
         lease_s=job.liveness.lease_s,
         work_dir=job.work_dir,
@@ -100,12 +101,12 @@ def _described_owner(folder: Path) -> Owner | None:
     return Owner(str(name), _UNKNOWN, ON_RAY, _UNKNOWN, "", 0, "", 0.0, 0.0, "", ())
 
 
-def has_commits_on_disk(folder: Path) -> bool:
-    return any(any(folder.glob(f"{name}/*/{COMMITTED}")) for name in ("checkpoints", "commits"))
+def has_commits_on_disk(folder: Path, run: str = "*") -> bool:
+    return any(any(folder.glob(f"{name}/{run}/{COMMITTED}")) for name in STATES)
 
 
 def records_in(folder: Path) -> list[Path]:
-    return sorted(folder.glob("owner.*.json"), key=number_of)
+    return sorted(folder.glob(RECORDS), key=number_of)
 
 
 def newest_record(folder: Path) -> Path | None:
@@ -132,15 +133,6 @@ def read_owner(record: Path) -> Owner | None:
         return None
 
 
-def create_record(record: Path, owner: Owner) -> bool:
-    """Write a record that does not exist yet; False if it does."""
-    try:
-        write_shared(record, encode_owner(owner), exclusive=True)
-    except FileExistsError:
-        return False
-    return True
-
-
 def write_shared(path: Path, content: bytes, exclusive: bool = False) -> None:
     """Write a file that is as readable as its folder: whole, and on disk when this returns. Raises FileExistsError if
     it is ``exclusive`` and exists."""
@@ -149,11 +141,17 @@ def write_shared(path: Path, content: bytes, exclusive: bool = False) -> None:
         file.write(content)
 
 
+def in_use(folder: Path) -> bool:
+    record = newest_record(folder)
+    owner = read_owner(record) if record is not None else None
+    return record is not None and owner is not None and is_alive(owner, record)
+
+
 def is_alive(owner: Owner, record: Path) -> bool:
     if owner.state != RUNNING:
         return False
     if owner.pid and owner.is_here:
-        return _began(owner.pid) == owner.began
+        return process_began(owner.pid) == owner.began
     try:
         return _now_s(record.parent) - record.stat().st_mtime < owner.lease_s
     except OSError:
@@ -179,7 +177,7 @@ def _machine() -> str:
         return socket.gethostname()
 
 
-def _began(pid: int) -> str:
+def process_began(pid: int) -> str:
     """When the process of this number began, in ticks since the boot; empty if there is none."""
     try:
         state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()

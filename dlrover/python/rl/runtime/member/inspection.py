@@ -26,7 +26,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import lies_in, parse, rename_keys
 from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
-from dlrover.python.rl.runtime.process.executor import load_class
+from dlrover.python.rl.runtime.member.loading import load_class
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, is_unknown
@@ -320,7 +320,7 @@ def inspect_in_child(
         }
         described |= {"lookup": current_lookup(), "before": before, "types_only": types_only}
         request.write(json.dumps(described))
-        command = [sys.executable, "-m", "dlrover.python.rl.runtime.process.inspection", request.path, answer.path]
+        command = [sys.executable, "-m", "dlrover.python.rl.runtime.member.inspection", request.path, answer.path]
         try:
             child = subprocess.run(
                 command,

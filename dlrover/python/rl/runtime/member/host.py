@@ -35,11 +35,13 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.log import cut_middle, valid_text
 from dlrover.python.rl.common.progress import last_progress_s, noted_progress
+from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, MemberState, RestoreRequest
 from dlrover.python.rl.runtime.checkpoint.neighbours import held, read, store
-from dlrover.python.rl.runtime.process.arguments import CallHeader, CallId, Stored
-from dlrover.python.rl.runtime.process.heartbeat import CONSTRUCTING
+from dlrover.python.rl.runtime.member.arguments import CallHeader, CallId, Stored
+from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING
+from dlrover.python.rl.runtime.member.loading import load_class
 from dlrover.python.rl.trainer.port import (
     COMMIT,
     FORGET,
@@ -126,6 +128,13 @@ class MemberHost:
             self.workload = workload_class(master_handle, config)
         self._is_stateful = is_stateful(type(self.workload))
         self.workload.wait_until_written = self._state.wait_until_written
+
+    def load(self, job: JobSpec, context: MemberContext) -> type[Any]:
+        """Import and construct the workload of the context's role, without a master; returns its class."""
+        spec = job.workloads[context.role]
+        workload: type[Any] = load_class(spec.module, spec.class_, job.search_path)
+        self.start(workload, context, None, job.config)
+        return workload
 
     @property
     def is_rebuilt(self) -> bool:
