@@ -34,7 +34,8 @@ class Needs:
 
     ``old_logprobs`` are of the policy before the update, from the train engine or, without a correction, from the
     rollout engine; ``rollout_logprobs`` of the rollout engine, ``ref_logprobs`` of a frozen reference,
-    ``teacher_logprobs`` of a teacher; ``values`` (before each action) of a critic.
+    ``teacher_logprobs`` of a teacher; ``values`` (before each action) of a critic. A column that the rollout engine
+    declares (``EngineInfo.columns``) has its own name; one per sample is dense, and repeated over the tokens of a loss.
     """
 
     annotate: frozenset[str] = frozenset()

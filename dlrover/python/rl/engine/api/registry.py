@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, MissingExtra
 from dlrover.python.rl.common.extensions import ExtensionPoint, load_object
 from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.data.batch import GENERATED, ColumnSpec
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.settings import OptimizerConfig, ParallelSizes
 
@@ -75,6 +76,8 @@ class EngineInfo:
     masks_unknown_ids: bool = False  #: has the setting of this name, of train and rollout engines
     adds_adapters: bool = False  #: takes each weight by ``WeightSnapshot.tensor``; else they come merged
     deterministic_on: tuple[str, ...] = ()  #: types of devices where repeated calls have the same results, bit for bit
+    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
+    """Columns of a rollout engine's samples besides log-probs and versions, which a loss may name."""
     limit_option: str = ""  #: the option of ``backend`` that bounds the tokens of a sequence
     find_model_fault: Callable[[Mapping[str, Any], str], str] = lambda content, head: ""
     """Say why it cannot have a model, by its ``config.json`` and its head (``causal`` or ``token``); "" if it can."""
@@ -86,6 +89,12 @@ def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:
         return _read_info(point, name)
     except (ClassNotFound, MissingExtra):
         return EngineInfo()
+
+
+def sample_columns(engine: Any) -> dict[str, ColumnSpec]:
+    """The columns of a rollout engine's samples, by its class."""
+    info = getattr(engine, "info", None)
+    return {**GENERATED, **(info.columns if isinstance(info, EngineInfo) else {})}
 
 
 def _read_info(point: ExtensionPoint, name: str) -> EngineInfo:

@@ -13,12 +13,13 @@ A trajectory holds tokens as the policy saw them, in one sequence while each sta
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from dlrover.python.rl.common.errors import DataError, EnvironmentFailed, user_traceback
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.data.batch import GENERATED, SEQUENCE, ColumnSpec, SequenceColumns
 from dlrover.python.rl.environment.core.base import (
     Environment,
     EnvironmentTraits,
@@ -199,39 +200,40 @@ Encode: TypeAlias = Callable[[str], list[int]]
 """Token ids of a text, without special tokens around it."""
 
 
+ROW: Mapping[str, ColumnSpec] = {**SEQUENCE, "token_rewards": ColumnSpec("float32")}
+"""The columns of a sequence whose engine declares none: rewards are on the last token of each action."""
+
+
 @dataclass
 class TokenSequence:
-    """Tokens in order; lists are ``[seq]``.
+    """Tokens in order, with their ``columns``: those of :data:`ROW`, and the engine's.
 
     ``opening`` is the text at the start, which the policy received; ``text`` all later actions and observations.
-    ``action_mask`` is True on the policy's tokens; ``logprobs`` and weight ``versions`` are 0 and -1 on others;
-    ``rewards`` are on the last token of each action. ``finished``: the last action ended without a token limit.
+    ``action_mask`` is True on the policy's tokens. ``finished``: the last action ended without a token limit.
     """
 
     opening: str
+    columns: SequenceColumns
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    action_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
     score: float = 0.0
     finished: bool = False
 
+    @property
+    def tokens(self) -> list[int]:
+        return self["tokens"]
+
+    def __getitem__(self, column: str) -> list[Any]:
+        values: list[Any] = self.columns.values[column]
+        return values
+
     def give(self, tokens: Sequence[int]) -> None:
-        self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
+        self.columns.give(len(tokens), tokens=tokens)
 
-    def act(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        self._extend(tokens, True, logprobs, versions)
-
-    def _extend(
-        self, tokens: Sequence[int], by_policy: bool, logprobs: Sequence[float], versions: Sequence[int]
-    ) -> None:
-        self.tokens += tokens
-        self.action_mask += [by_policy] * len(tokens)
-        self.logprobs += logprobs
-        self.versions += versions
-        self.rewards += [0.0] * len(tokens)
+    def act(self, tokens: Sequence[int], columns: Mapping[str, Any]) -> None:
+        """Add tokens of the policy with the engine's ``columns``."""
+        count = len(tokens)
+        own = {"tokens": tokens, "action_mask": [True] * count, "token_rewards": [0.0] * count}
+        self.columns.extend(count, {**columns, **own})
 
 
 class Trajectory:
@@ -245,11 +247,18 @@ class Trajectory:
         state: the first state.
         tokens: its tokens (of a chat template); by default ``encode_whole(state)``.
         encode_whole: encodes states that start a sequence, with the model's prefix; by default ``encode``.
+        columns: the engine's.
     """
 
     def __init__(
-        self, encode: Encode, state: str, tokens: Sequence[int] | None = None, encode_whole: Encode | None = None
+        self,
+        encode: Encode,
+        state: str,
+        tokens: Sequence[int] | None = None,
+        encode_whole: Encode | None = None,
+        columns: Mapping[str, ColumnSpec] = GENERATED,
     ) -> None:
+        self._specs = {**ROW, **columns}
         self._encode, self._encode_whole = encode, encode_whole or encode
         self._state, self.action, self._ending = state, "", ""
         self.sequences: list[TokenSequence] = []
@@ -260,31 +269,20 @@ class Trajectory:
         """The tokens that the policy continues."""
         return self.last.tokens
 
-    def act(
-        self,
-        text: str,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        version: int | Sequence[int] = 0,
-        ending: str = "",
-    ) -> None:
-        """Add the policy's action: its decoded ``text``, sampled ``tokens``, their log-probs and weight version(s).
+    def act(self, text: str, tokens: Sequence[int], columns: Mapping[str, Any], ending: str = "") -> None:
+        """Add the policy's action: its decoded ``text``, sampled ``tokens``, and the engine's ``columns`` of them.
 
         ``ending`` is the text of the end marker that is the last token; it is not in ``text``. Where the next state
         continues the action with it, as a chat template does, it is not encoded again."""
-        versions = [version] * len(tokens) if isinstance(version, int) else version
-        for name, values in (("log-probs", logprobs), ("versions", versions)):
-            if len(tokens) != len(values):
-                raise DataError(f"{len(values)} {name} for {len(tokens)} tokens")
-        self.last.act(tokens, logprobs, versions)
+        self.last.act(tokens, columns)
         self.last.text += text
         self.action, self._ending = self.action + text, ending
 
     def reward(self, value: float, score: float = 0.0) -> None:
         """Credit the last action; raise DataError without one."""
-        if not any(self.last.action_mask):
+        if not any(mask := self.last["action_mask"]):
             raise DataError("there is no action to reward")
-        self.last.rewards[-1 - self.last.action_mask[::-1].index(True)] += value
+        self.last["token_rewards"][-1 - mask[::-1].index(True)] += value
         self.last.score += score
 
     def observe(self, state: str, fits: Callable[[list[int]], bool] | None = None) -> bool:
@@ -305,7 +303,7 @@ class Trajectory:
         return True
 
     def _begin(self, state: str, tokens: Sequence[int]) -> None:
-        self.sequences.append(TokenSequence(state))
+        self.sequences.append(TokenSequence(state, SequenceColumns(self._specs)))
         self.last.give(tokens)
 
     @property

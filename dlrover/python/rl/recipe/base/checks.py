@@ -247,6 +247,10 @@ def validate_algorithm(
     if isinstance(algorithm, DAPO) and not algorithm.can_penalize(longest):
         what = f"completions have {longest} tokens at most, so none gets to where over-long shaping begins"
         errors.append(ConfigError("config.algorithm.max_tokens", what))
+    generated = engine_info(ROLLOUT_ENGINES, cfg.engine.rollout).columns.keys()
+    if clash := sorted(generated & (provided | _ENGINE_COLUMNS)):
+        errors.append(ConfigError("config.engine.rollout", f"declares a column '{clash[0]}', which the trainer has"))
+    provided |= generated
     absent = algorithm.needs.annotate - provided | algorithm.needs.loss - provided - _ENGINE_COLUMNS
     if absent:
         where = {_RECIPES[name] for name in absent if name in _RECIPES}

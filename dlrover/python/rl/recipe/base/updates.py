@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """How the rows of a step become optimizer steps."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -49,11 +49,12 @@ def check_same_samples(rollouts: Batch, rows: Batch) -> None:
             raise RowsDiffer(f"rows {differing[:20]} of {len(rows)} are not the samples that were scored")
 
 
-def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()) -> Batch:
-    """The columns of a loss: from rollout members, from the algorithm (``rows``), and from other roles, where a column
-    of several roles is stacked, ``[seq, n]``. Raises as :func:`check_same_samples`."""
+def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = (), needs: Collection[str] = ()) -> Batch:
+    """The columns of a loss: those that it ``needs`` from rollout members, the algorithm's (``rows``), and those from
+    other roles, where a column of several roles is stacked, ``[seq, n]``. Raises as :func:`check_same_samples`."""
     check_same_samples(rollouts, rows)
-    columns = {**rollouts.select(*TRAINED).columns, **rows.columns}
+    names = dict.fromkeys([*TRAINED, *(name for name in sorted(needs) if name in rollouts)])
+    columns = {**rollouts.select(*names).columns, **rows.columns}
     for name in dict.fromkeys(name for output in aux_outputs for name in output.columns):
         columns[name] = _stack([output.ragged(name) for output in aux_outputs if name in output])
     return Batch(columns)

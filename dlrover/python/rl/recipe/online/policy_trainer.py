@@ -371,8 +371,8 @@ class PolicyTrainer(RecipeTrainer):
     def find_errors(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_data(cfg)]
         errors += [*validate_roles(cls.__name__, cfg, roles), *validate_rollout(cfg)]
-        columns = {name for output in cls.aux_outputs(cfg) for name in output.columns}
-        errors += validate_algorithm(lambda: cls.algorithm_of(cfg), cls.own_columns | columns, cfg, roles)
+        columns = cls.own_columns | {name for output in cls.aux_outputs(cfg) for name in output.columns}
+        errors += validate_algorithm(lambda: cls.algorithm_of(cfg), columns, cfg, roles)
         errors += cls.validate_own(cfg, roles)
         is_unfit = any(error.where in ("config.algorithm", "config.algorithm.name") for error in errors)
         for output in () if is_unfit else cls.aux_outputs(cfg):

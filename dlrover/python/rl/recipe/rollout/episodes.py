@@ -7,18 +7,19 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError, EngineError, EnvironmentFailed
-from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, SequenceColumns, stack_sequences
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
+from dlrover.python.rl.engine.api.registry import sample_columns
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.messages import Message
-from dlrover.python.rl.environment.core.turns import Episode, Guard, TokenSequence, Trajectory
+from dlrover.python.rl.environment.core.turns import ROW, Episode, Guard, TokenSequence, Trajectory
 from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
 
 _SUMMARY = (
@@ -88,10 +89,11 @@ class Group:
         return (*self.seed, *([0] * (3 - len(self.seed))), turn) if turn else self.seed
 
 
-def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
+def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, ColumnSpec] = GENERATED) -> Batch:
     """The rows of complete groups: groups in this order, samples by index, sequences of a sample adjacent.
 
-    Ragged ``[rows, seq]``: ``tokens``, ``action_mask``, ``logprobs``, ``versions`` (int64, -1 outside the mask). Dense:
+    Ragged ``[rows, seq]``: ``tokens``, ``action_mask``, and the columns that the engine ``generated``: ``logprobs``,
+    ``versions`` (int64, -1 outside the mask), and those that it declares (dense if they are per sample). Dense:
     ``prompt_id``, ``sample_index``, ``retry``, ``turns`` (of the sample), ``finished``, ``version`` and ``min_version``
     (highest and lowest of the row, -1 without an action token), ``trajectory`` (the same on the rows of one sample),
     ``digest`` (of the tokens). Objects: ``completion``, ``prompt``, ``answer``, ``extra_info``, ``think_prefix`` (by
@@ -99,13 +101,11 @@ def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
     (float64; of the row's own actions, NaN where the sample failed) and ``error`` (None, or why it failed)."""
     rows = [(group, sample, row) for group in groups for sample in group.samples for row in sample.sequences]
     sequences = [row for _, _, row in rows]
-    tokens = Ragged.from_rows([row.tokens for row in sequences], dtype=np.int64)
-    versions = Ragged.from_rows([row.versions for row in sequences], dtype=np.int64)
+    stacked = stack_sequences([row.columns for row in sequences], {**ROW, **generated})
+    if not scored:
+        del stacked["token_rewards"]
+    tokens, versions = cast(Ragged, stacked["tokens"]), cast(Ragged, stacked["versions"])
     columns: dict[str, Any] = {
-        "tokens": tokens,
-        "action_mask": Ragged.from_rows([row.action_mask for row in sequences], dtype=np.bool_),
-        "logprobs": Ragged.from_rows([row.logprobs for row in sequences], dtype=np.float32),
-        "versions": versions,
         "prompt_id": _integers(group.prompt_id for group, _, _ in rows),
         "sample_index": _integers(sample.index for _, sample, _ in rows),
         "retry": _integers(group.retry for group, _, _ in rows),
@@ -123,7 +123,9 @@ def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
     }
     if scored:
         columns |= _reward_columns([sample for _, sample, _ in rows], sequences)
-    return Batch(columns)
+    if clash := sorted(columns.keys() & stacked.keys()):
+        raise DataError(f"the engine declares a column '{clash[0]}', which the samples of every engine have")
+    return Batch(stacked | columns)
 
 
 def summarize_rows(rollouts: Batch) -> Batch:
@@ -146,12 +148,10 @@ def _count_true(flags: Ragged) -> npt.NDArray[np.int64]:
 
 
 def _reward_columns(samples: Sequence[Sample], sequences: Sequence[TokenSequence]) -> dict[str, Any]:
-    rewards = Ragged.from_rows([row.rewards for row in sequences], dtype=np.float32)
     failed = np.array([sample.error is not None for sample in samples], dtype=np.bool_)
-    sums = np.array([math.fsum(row.rewards) for row in sequences], dtype=np.float64)
+    sums = np.array([math.fsum(row["token_rewards"]) for row in sequences], dtype=np.float64)
     scores = np.array([row.score for row in sequences], dtype=np.float64)
     return {
-        "token_rewards": rewards,
         "reward": np.where(failed, np.nan, sums),
         "score": np.where(failed, np.nan, scores),
         "error": [sample.error for sample in samples],
@@ -205,6 +205,7 @@ class EpisodeRunner:
     ) -> None:
         self._stream, self._guard, self._max_turns = stream, guard, max_turns
         self._tokenizer, self._arguments_of_template = stream.engine.tokenizer, arguments_of_template
+        self.columns = sample_columns(stream.engine)
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
@@ -212,10 +213,10 @@ class EpisodeRunner:
         sample has an ``error``. Raises EngineError if the engine refuses the prompt, DataError if it cannot be
         encoded."""
         if self._guard is None:
-            sequence = TokenSequence(group.text)
+            sequence = TokenSequence(group.text, SequenceColumns({**ROW, **self.columns}))
             sequence.give(tokens)
             completion = await self._generate(group, sample, tokens)
-            sequence.act(*_generated_columns(completion))
+            sequence.act(completion.request.done.tolist(), completion.columns)
             sequence.text, sequence.finished = completion.text, _has_finished(completion)
             sample.sequences = [sequence]
             return
@@ -236,9 +237,9 @@ class EpisodeRunner:
             guard.fail(episode, _first_state_error(len(trajectory.context)))
         while episode.state is not None:
             completion = await self._generate(group, sample, trajectory.context)
-            columns = _generated_columns(completion)
-            ending = str(self._tokenizer.decode(columns[0][-1:])) if completion.finish == "eos" else ""
-            trajectory.act(completion.text, *columns, ending)
+            tokens = completion.request.done.tolist()
+            ending = str(self._tokenizer.decode(tokens[-1:])) if completion.finish == "eos" else ""
+            trajectory.act(completion.text, tokens, completion.columns, ending)
             trajectory.last.finished = _has_finished(completion)
             # A message has no prompt before it that could tell that its thoughts are open.
             result = await self._step(guard, episode, find_think_prefix(chat.text) + trajectory.action)
@@ -258,10 +259,10 @@ class EpisodeRunner:
     def _start_trajectory(self, group: Group, state: str | None, chat: ChatText) -> Trajectory:
         state = group.text if state is None else state
         if chat.messages:
-            return Trajectory(self._encode, state)
+            return Trajectory(self._encode, state, columns=self.columns)
         tokens = encode_prompt(self._tokenizer, group.prompt, chat.template_kwargs) if state == group.text else None
         whole = partial(encode_prompt, self._tokenizer) if isinstance(group.prompt, str) else self._encode
-        return Trajectory(self._encode, state, tokens, whole)
+        return Trajectory(self._encode, state, tokens, whole, self.columns)
 
     async def _generate(self, group: Group, sample: Sample, context: Sequence[int]) -> Completion:
         request = Request.fresh(group.prompt_id, sample.index, context)
@@ -301,11 +302,6 @@ def _render_state(guard: Guard, episode: Episode, chat: ChatText, action: str = 
     except DataError as error:
         guard.fail(episode, EnvironmentFailed(str(error)))
         return None
-
-
-def _generated_columns(completion: Completion) -> tuple[list[int], list[float], list[int]]:
-    request = completion.request
-    return request.done.tolist(), request.logprobs.tolist(), request.versions.tolist()
 
 
 def _has_finished(completion: Completion) -> bool:

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.data.batch import ColumnSpec, SequenceColumns
 from dlrover.python.rl.engine.api.weights import WeightStamp
-from dlrover.python.rl.environment.core.turns import TokenSequence
+from dlrover.python.rl.environment.core.turns import ROW, TokenSequence
 from dlrover.python.rl.recipe.rollout.episodes import Group, GroupKey, Sample
 
 _LOG = get_logger(__name__)
@@ -49,21 +50,28 @@ class KeptSamples:
             "sampling": repr(group.sampling),
             "prompt": group.text,
             "stamps": {str(version): self._stamps.get(str(version)) for version in _versions(sample.sequences)},
-            "sequences": [dict(vars(sequence)) for sequence in sample.sequences],
+            "sequences": [vars(sequence) | {"columns": sequence.columns.values} for sequence in sample.sequences],
             "turns": sample.turns,
             "error": sample.error,
             "versions": sample.versions,
         }
         self._writer.submit(_write, self._file(group.key, sample.index), data)
 
-    def load(self, group: Group, index: int) -> Sample | None:
-        """A finished sample of this group that an earlier process has drawn, if it is still valid."""
+    def load(self, group: Group, index: int, columns: Mapping[str, ColumnSpec]) -> Sample | None:
+        """A finished sample of this group that an earlier process has drawn, if it is still valid and has the engine's
+        ``columns``."""
+        specs = {**ROW, **columns}
         try:
             data = json.loads(self._file(group.key, index).read_text())
             asked = (tuple(data["seed"]), data["sampling"], data["prompt"])
             if asked != (group.seed, repr(group.sampling), group.text) or not self._stands_on(data["stamps"]):
                 return None
-            sequences = [TokenSequence(**sequence) for sequence in data["sequences"]]
+            if any(sequence["columns"].keys() != specs.keys() for sequence in data["sequences"]):
+                return None
+            sequences = [
+                TokenSequence(**sequence | {"columns": SequenceColumns(specs, sequence["columns"])})
+                for sequence in data["sequences"]
+            ]
             low, high = data["versions"]
             return Sample(index, sequences, data["turns"], data["error"], versions=(low, high), ended=True)
         except (OSError, ValueError, KeyError, TypeError):
@@ -102,14 +110,14 @@ def _name(key: GroupKey) -> str:
 
 
 def _versions(sequences: Iterable[TokenSequence]) -> set[int]:
-    return {version for sequence in sequences for version in sequence.versions if version >= 0}
+    return {version for sequence in sequences for version in sequence["versions"] if version >= 0}
 
 
 def _write(file: Path, data: Any) -> bool:
     """Replace a file as a whole, if there is space."""
     new = file.with_suffix(f".{os.getpid()}")
     try:
-        new.write_text(json.dumps(data, default=lambda number: number.item()))  # of numpy
+        new.write_text(json.dumps(data, default=lambda value: value.tolist()))  # of numpy
         new.replace(file)
     except OSError as error:
         _LOG.warning("%s is not kept: %s", file.name, error)
