@@ -15,9 +15,10 @@ from dlrover.python.rl.data.jsonl import raise_errors
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import Ticket
 from dlrover.python.rl.recipe.base.config import PolicyConfig, eval_sampling, training_sampling
-from dlrover.python.rl.recipe.online.batch import StepBatch, find_failed_groups, trainable_rewards
+from dlrover.python.rl.recipe.online.batch import StepBatch
 from dlrover.python.rl.recipe.online.prompts import PromptSource
 from dlrover.python.rl.recipe.reporting.evaluation import Scores, collect_scores
+from dlrover.python.rl.recipe.reporting.rewards import find_failed_groups, trainable_rewards
 from dlrover.python.rl.recipe.rollout.episodes import Group, GroupKey
 from dlrover.python.rl.trainer.port import STRAGGLER_LOG_INTERVAL_S, Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard

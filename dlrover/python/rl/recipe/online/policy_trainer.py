@@ -18,24 +18,17 @@ from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig, SenderConfig
 from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
-from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics, means_by_weight
-from dlrover.python.rl.recipe.online.batch import (
-    AuxOutput,
-    RewardFailures,
-    StepBatch,
+from dlrover.python.rl.recipe.base.updates import (
+    UpdatePlan,
     annotate_errors_with_samples,
+    assign_updates,
+    average_metrics,
     cast_columns,
-    failure_metrics,
-    is_unscored,
-    mask_rewards,
-    name_samples,
-    sample_metrics,
-    uniform_share,
+    means_by_weight,
 )
+from dlrover.python.rl.recipe.online.batch import AuxOutput, SampleLog, StepBatch, name_samples
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, warn_of_repeats
-from dlrover.python.rl.recipe.online.sample_log import SampleLog
-from dlrover.python.rl.recipe.online.step_warnings import StepWarnings
 from dlrover.python.rl.recipe.reporting.evaluation import (
     Scores,
     evaluation_metrics,
@@ -43,7 +36,17 @@ from dlrover.python.rl.recipe.reporting.evaluation import (
     summarize_evaluations,
 )
 from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
-from dlrover.python.rl.recipe.reporting.rewards import find_cut, merge_rows
+from dlrover.python.rl.recipe.reporting.rewards import (
+    RewardFailures,
+    StepWarnings,
+    failure_metrics,
+    find_cut,
+    is_unscored,
+    mask_rewards,
+    merge_rows,
+    sample_metrics,
+    uniform_share,
+)
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -167,7 +170,7 @@ class PolicyTrainer(RecipeTrainer):
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
         """Annotate the rows and train on them; returns the metrics. NonFiniteUpdate names the samples."""
         names, find_offending = name_samples(batch.scored), partial(self.offending_samples, batch)
-        with annotate_errors_with_samples(step, self.run_log, names, find_offending):
+        with annotate_errors_with_samples(step, self.run_log.write_refused, names, find_offending):
             if not is_unscored(batch.train_rows).all():
                 aux = self.compute_aux_outputs(batch)
                 rows = self.algorithm.annotate(self.add_token_columns(batch, aux))

@@ -1,13 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of whole samples, of which an environment's have several rows."""
+"""Rewards of whole samples, of which an environment's have several rows. Failed samples have none: they are logged with
+the reason, and never trained on."""
 
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.algorithm.losses.columns import SampleView
+from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.base.config import RewardConfig
+
+_LOG = get_logger(__name__)
+
+_MAX_TRUNCATED = 0.5
+"""A larger share of truncated completions is warned of."""
 
 _ALIKE = ("prompt_id", "sample_index", "retry", "turns")
 _SUMMED = ("reward", "score", "action_tokens", "token_count")
@@ -64,3 +75,161 @@ def mean_reward(rewards: Rewards) -> float:
     """Mean over the scored answers; NaN when there is none."""
     scored = rewards[~np.isnan(rewards)]
     return float(scored.mean()) if len(scored) else float("nan")
+
+
+def sample_metrics(rows: Batch) -> dict[str, float]:
+    """Of whole samples: their rewards (of the scored ones) with each function's part, an environment's score, and the
+    lengths of their completions, which samples that failed before the first token do not have."""
+    samples = merge_rows(rows)
+    rewards, tokens = samples.dense("reward"), samples.dense("action_tokens")
+    has_completion = (tokens > 0) | ~np.isnan(rewards)
+    lengths, finished = tokens[has_completion].astype(np.float64), samples.dense("finished")[has_completion]
+    scored, parts = rewards[~np.isnan(rewards)], part_columns(samples)
+    metrics = {"reward/mean": mean_reward(rewards)}
+    if len(scored):
+        metrics |= {"reward/std": scored.std(), "reward/min": scored.min(), "reward/max": scored.max()}
+    metrics |= {name: mean_reward(samples.dense(name)) for name in parts}
+    if "score" in samples:
+        metrics["reward/score"] = mean_reward(samples.dense("score"))
+    if len(lengths):
+        shares = {"mean": lengths.mean(), "min": lengths.min(), "max": lengths.max()}
+        shares |= {f"p{share}": np.percentile(lengths, share) for share in (50, 95)}
+        metrics |= {f"completions/length_{name}": value for name, value in shares.items()}
+        metrics["completions/truncated"] = 1.0 - finished.mean()
+    if "unknown_ids" in rows:
+        metrics["completions/unknown_ids"] = rows.dense("unknown_ids").sum()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def is_unscored(rows: Batch) -> npt.NDArray[np.bool_]:
+    """``[rows]``, or ``[samples]`` of whole ones: those without a reward."""
+    return np.isnan(rows.dense("reward"))
+
+
+def find_failed_groups(scored: Batch) -> npt.NDArray[np.int64]:
+    """Prompt ids of the groups in whose last retry a sample failed, rising."""
+    ids, retry = scored.dense("prompt_id"), scored.dense("retry")
+    _, group = np.unique(ids, return_inverse=True)
+    last = np.full(len(ids), -1)
+    np.maximum.at(last, group, retry)  # per group: one that an earlier step retried may be among others
+    return np.unique(ids[(retry == last[group]) & is_unscored(scored)])
+
+
+class RewardFailures:
+    """Counts consecutive steps without a sample to train on, since scoring failed; part of a trainer's ``state``."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config, self._steps = config, 0
+
+    def update(self, step: int, scored: Batch) -> None:
+        """Count a step, given all of its rows, filtered ones included. Raises DataError if no sample is left in the
+        run's first step, or in ``give_up_after`` consecutive ones."""
+        self._steps = self._steps + 1 if np.isnan(trainable_rewards(scored, self._config)).all() else 0
+        if not self._steps:
+            return
+        message, most = _describe_failure(merge_rows(scored), scored.objects("error")), self._config.give_up_after
+        if self._steps >= most > 1:
+            message = f"{message}; it was the last of {self._steps} such steps in a row (reward.give_up_after)"
+        if step == 1 or self._steps >= most:
+            raise DataError([ConfigError(f"step {step}", message)])
+        _LOG.warning("step %d: %s; %d such steps in a row, of which %d end the run", step, message, self._steps, most)
+
+    def metrics(self) -> dict[str, float]:
+        return {"samples/steps_without_reward": float(self._steps)} if self._steps else {}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._steps = state["steps"]
+
+
+def mask_rewards(scored: Batch, config: RewardConfig) -> Batch:
+    """The rows as the algorithm sees them: those that it may not train on have no reward."""
+    return scored.with_columns(reward=trainable_rewards(scored, config))
+
+
+def uniform_share(train_rows: Batch) -> float:
+    """The share of groups of several samples whose rewards are all equal: they have no gradient under a group
+    baseline. 0 without such a group."""
+    samples = merge_rows(train_rows)
+    ids, rewards = samples.dense("prompt_id"), samples.dense("reward")
+    groups = [rewards[(ids == number) & ~np.isnan(rewards)] for number in np.unique(ids)]
+    several = [group for group in groups if len(group) > 1]
+    return sum(bool((group == group[0]).all()) for group in several) / len(several) if several else 0.0
+
+
+def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.float64]:
+    """``[rows]``: rewards, NaN in samples that are not trained on."""
+    reward = scored.dense("reward").copy()
+    if config.on_failure != "drop_sample":
+        keys = np.stack([scored.dense("prompt_id"), scored.dense("retry")])
+        group = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+        has_failure = np.bincount(group, weights=is_unscored(scored)) > 0
+        reward[has_failure[group]] = np.nan
+    return reward
+
+
+def _describe_failure(samples: Batch, errors: list[str | None]) -> str:
+    last = [error for error in errors if error is not None][-1]
+    scorer = "environment" if "score" in samples else "reward function"
+    if is_unscored(samples).all():
+        return f"the {scorer} failed on all {len(samples)} samples, last with: {last}"
+    count, groups = int(is_unscored(samples).sum()), len(np.unique(samples.dense("prompt_id")))
+    fault = f"the {scorer} failed on {count} of {len(samples)} samples, which are in each of the {groups} groups"
+    return (
+        f"{fault}: none is left to train on (reward.on_failure: drop_sample would keep the others); last with: {last}"
+    )
+
+
+def failure_metrics(scored: Batch, train_rows: Batch) -> dict[str, float]:
+    """Counts of a step, of all its rows and of those from :func:`mask_rewards`, which were not filtered out."""
+    samples, ids = merge_rows(scored), train_rows.dense("prompt_id")
+    return {
+        "samples/failed": float(is_unscored(samples).sum()),
+        "samples/redrawn": float((samples.dense("retry") > 0).sum()),
+        "groups/dropped": float(len(np.unique(ids)) - len(np.unique(ids[~is_unscored(train_rows)]))),
+    }
+
+
+@dataclass
+class StepWarnings:
+    """Logs steps that teach nothing, or whose samples were cut off, when such steps begin."""
+
+    compares_samples: bool
+    max_new_tokens: int
+    _without_signal: int = field(default=0, init=False)
+    _had_room: bool = field(default=True, init=False)
+    _had_unknown_ids: bool = field(default=False, init=False)
+
+    def note_rewards(self, step: int, rows: Batch) -> None:
+        """Log steps whose rewards give no gradient: the first, and ever fewer of the later ones."""
+        share = uniform_share(rows) if self.compares_samples else 0.0
+        self._without_signal += share == 1.0
+        if share == 1.0 and self._without_signal.bit_count() == 1:
+            _LOG.warning(
+                "step %d: no gradient: all rewards of a group are equal, in every group; check the reward function on"
+                " samples.jsonl, raise the temperature, or take easier prompts",
+                step,
+            )
+
+    def note_truncated(self, step: int, share: float) -> None:
+        """Log the first step, of several in a row, most of whose completions ended by their length."""
+        if share > _MAX_TRUNCATED and self._had_room:
+            _LOG.warning(
+                "step %d: %.0f %% of the completions were cut off: raise rollout.max_new_tokens, now %d, or see on"
+                " samples.jsonl why they do not end",
+                step,
+                100 * share,
+                self.max_new_tokens,
+            )
+        self._had_room = share <= _MAX_TRUNCATED
+
+    def note_unknown_ids(self, step: int, count: int) -> None:
+        """Log the first step whose completions have ids that the tokenizer does not have."""
+        if count and not self._had_unknown_ids:
+            self._had_unknown_ids, what = (
+                True,
+                f"{count} sampled ids are none of the tokenizer's, so no reward sees them",
+            )
+            _LOG.warning("step %d: %s: engine.mask_unknown_ids masks them in engines torch and vllm", step, what)

@@ -39,8 +39,7 @@ from dlrover.python.rl.recipe.reporting.sample_file import (
     format_rows,
     write_step,
 )
-from dlrover.python.rl.recipe.rollout.episodes import count_unknown_ids, summarize_rows
-from dlrover.python.rl.recipe.rollout.kept import KeptSamples
+from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, count_unknown_ids, summarize_rows
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import InlineLoop, ThreadLoop
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root

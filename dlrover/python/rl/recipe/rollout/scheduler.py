@@ -19,8 +19,7 @@ from dlrover.python.rl.data.conversation import NO_KWARGS, arguments_of_template
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.core.turns import Guard
-from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, Sample, make_batch
-from dlrover.python.rl.recipe.rollout.kept import KeptSamples
+from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, KeptSamples, Sample, make_batch
 from dlrover.python.rl.recipe.rollout.stream import EngineStream, Wakeup
 
 _LOG = get_logger(__name__)
