@@ -134,7 +134,9 @@ def test_a_sample_with_calls_is_one_sequence_in_which_responses_are_not_trained(
             assert trajectory.observe(state)
     (sequence,) = trajectory.sequences
     assert bytes(sequence.tokens).decode() == f"Q: {action}{seen}5"
-    by_policy = bytes(token for token, acted in zip(sequence.tokens, sequence["action_mask"], strict=True) if acted)
+    by_policy = bytes(
+        token for token, acted in zip(sequence.tokens, sequence.values["action_mask"], strict=True) if acted
+    )
     assert by_policy.decode() == f"{action}5"
 
 

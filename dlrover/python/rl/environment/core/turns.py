@@ -200,40 +200,34 @@ Encode: TypeAlias = Callable[[str], list[int]]
 """Token ids of a text, without special tokens around it."""
 
 
-ROW: Mapping[str, ColumnSpec] = {**SEQUENCE, "token_rewards": ColumnSpec("float32")}
-"""The columns of a sequence whose engine declares none: rewards are on the last token of each action."""
+ROW: Mapping[str, ColumnSpec] = {
+    **SEQUENCE,
+    "token_rewards": ColumnSpec("float32"),
+    "finished": ColumnSpec("bool", fill=False, per="sample"),
+    "score": ColumnSpec("float64", per="sample"),
+}
+"""The columns of a sequence whose engine declares none. ``action_mask`` is True on the policy's tokens, a reward is on
+the last token of its action, and ``finished`` says that the last action ended without a token limit."""
 
 
-@dataclass
-class TokenSequence:
-    """Tokens in order, with their ``columns``: those of :data:`ROW`, and the engine's.
+@dataclass(eq=False)
+class TokenSequence(SequenceColumns):
+    """Tokens with the columns of :data:`ROW` and the engine's. ``opening`` is the text at the start, which the policy
+    received; ``text`` all later actions and observations."""
 
-    ``opening`` is the text at the start, which the policy received; ``text`` all later actions and observations.
-    ``action_mask`` is True on the policy's tokens. ``finished``: the last action ended without a token limit.
-    """
-
-    opening: str
-    columns: SequenceColumns
+    opening: str = ""
     text: str = ""
-    score: float = 0.0
-    finished: bool = False
 
     @property
     def tokens(self) -> list[int]:
-        return self["tokens"]
-
-    def __getitem__(self, column: str) -> list[Any]:
-        values: list[Any] = self.columns.values[column]
-        return values
-
-    def give(self, tokens: Sequence[int]) -> None:
-        self.columns.give(len(tokens), tokens=tokens)
+        tokens: list[int] = self.values["tokens"]
+        return tokens
 
     def act(self, tokens: Sequence[int], columns: Mapping[str, Any]) -> None:
         """Add tokens of the policy with the engine's ``columns``."""
         count = len(tokens)
         own = {"tokens": tokens, "action_mask": [True] * count, "token_rewards": [0.0] * count}
-        self.columns.extend(count, {**columns, **own})
+        self.extend(count, {**columns, **own})
 
 
 class Trajectory:
@@ -280,10 +274,11 @@ class Trajectory:
 
     def reward(self, value: float, score: float = 0.0) -> None:
         """Credit the last action; raise DataError without one."""
-        if not any(mask := self.last["action_mask"]):
+        values = self.last.values
+        if not any(mask := values["action_mask"]):
             raise DataError("there is no action to reward")
-        self.last["token_rewards"][-1 - mask[::-1].index(True)] += value
-        self.last.score += score
+        values["token_rewards"][-1 - mask[::-1].index(True)] += value
+        values["score"] += score
 
     def observe(self, state: str, fits: Callable[[list[int]], bool] | None = None) -> bool:
         """Add the next state; return False, without a change, if ``fits`` refuses the tokens to continue from."""
@@ -295,7 +290,7 @@ class Trajectory:
         if fits is not None and not fits([*self.context, *tokens] if continues else tokens):
             return False
         if continues:
-            self.last.give(tokens)
+            self.last.give(len(tokens), tokens=tokens)
             self.last.text += rest
         else:
             self._begin(state, tokens)
@@ -303,8 +298,8 @@ class Trajectory:
         return True
 
     def _begin(self, state: str, tokens: Sequence[int]) -> None:
-        self.sequences.append(TokenSequence(state, SequenceColumns(self._specs)))
-        self.last.give(tokens)
+        self.sequences.append(TokenSequence(self._specs, opening=state))
+        self.last.give(len(tokens), tokens=tokens)
 
     @property
     def last(self) -> TokenSequence:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError, EngineError, EnvironmentFailed
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, SequenceColumns, stack_sequences
+from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, stack_sequences
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
 from dlrover.python.rl.engine.api.registry import sample_columns
@@ -114,16 +114,14 @@ def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, Co
     (float64; of the row's own actions, NaN where the sample failed) and ``error`` (None, or why it failed)."""
     rows = [(group, sample, row) for group in groups for sample in group.samples for row in sample.sequences]
     sequences = [row for _, _, row in rows]
-    stacked = stack_sequences([row.columns for row in sequences], {**ROW, **generated})
-    if not scored:
-        del stacked["token_rewards"]
+    stacked = stack_sequences(sequences, {**ROW, **generated})
+    score, token_rewards = stacked.pop("score"), stacked.pop("token_rewards")
     tokens, versions = cast(Ragged, stacked["tokens"]), cast(Ragged, stacked["versions"])
     columns: dict[str, Any] = {
         "prompt_id": _integers(group.prompt_id for group, _, _ in rows),
         "sample_index": _integers(sample.index for _, sample, _ in rows),
         "retry": _integers(group.retry for group, _, _ in rows),
         "turns": _integers(sample.turns for _, sample, _ in rows),
-        "finished": np.array([row.finished for row in sequences], dtype=np.bool_),
         "version": _integers(row.max() for row in versions),
         "min_version": _integers(row[row >= 0].min(initial=row.max()) for row in versions),
         "trajectory": _integers(_trajectory_number(group, sample) for group, sample, _ in rows),
@@ -135,7 +133,14 @@ def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, Co
         "think_prefix": [find_think_prefix(row.opening) for row in sequences],
     }
     if scored:
-        columns |= _reward_columns([sample for _, sample, _ in rows], sequences)
+        failed = np.array([sample.error is not None for _, sample, _ in rows], dtype=np.bool_)
+        sums = np.array([math.fsum(row.values["token_rewards"]) for row in sequences], dtype=np.float64)
+        columns |= {
+            "token_rewards": token_rewards,
+            "reward": np.where(failed, np.nan, sums),
+            "score": np.where(failed, np.nan, cast(Any, score)),
+            "error": [sample.error for _, sample, _ in rows],
+        }
     if clash := sorted(columns.keys() & stacked.keys()):
         raise DataError(f"the engine declares a column '{clash[0]}', which the samples of every engine have")
     return Batch(stacked | columns)
@@ -158,17 +163,6 @@ def count_unknown_ids(rollouts: Batch, known_ids: int) -> Batch:
 def _count_true(flags: Ragged) -> npt.NDArray[np.int64]:
     totals: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(flags.values)])
     return totals[flags.offsets[1:]] - totals[flags.offsets[:-1]]
-
-
-def _reward_columns(samples: Sequence[Sample], sequences: Sequence[TokenSequence]) -> dict[str, Any]:
-    failed = np.array([sample.error is not None for sample in samples], dtype=np.bool_)
-    sums = np.array([math.fsum(row["token_rewards"]) for row in sequences], dtype=np.float64)
-    scores = np.array([row.score for row in sequences], dtype=np.float64)
-    return {
-        "reward": np.where(failed, np.nan, sums),
-        "score": np.where(failed, np.nan, scores),
-        "error": [sample.error for sample in samples],
-    }
 
 
 def _integers(values: Any) -> npt.NDArray[np.int64]:
@@ -226,11 +220,11 @@ class EpisodeRunner:
         sample has an ``error``. Raises EngineError if the engine refuses the prompt, DataError if it cannot be
         encoded."""
         if self._guard is None:
-            sequence = TokenSequence(group.text, SequenceColumns({**ROW, **self.columns}))
-            sequence.give(tokens)
+            sequence = TokenSequence({**ROW, **self.columns}, opening=group.text)
+            sequence.give(len(tokens), tokens=tokens)
             completion = await self._generate(group, sample, tokens)
-            sequence.act(completion.request.done.tolist(), completion.columns)
-            sequence.text, sequence.finished = completion.text, _has_finished(completion)
+            sequence.act(completion.request.done.tolist(), _columns_of(completion))
+            sequence.text = completion.text
             sample.sequences = [sequence]
             return
         answer = {} if group.answer is None else {"answer": group.answer}
@@ -252,8 +246,7 @@ class EpisodeRunner:
             completion = await self._generate(group, sample, trajectory.context)
             tokens = completion.request.done.tolist()
             ending = str(self._tokenizer.decode(tokens[-1:])) if completion.finish == "eos" else ""
-            trajectory.act(completion.text, tokens, completion.columns, ending)
-            trajectory.last.finished = _has_finished(completion)
+            trajectory.act(completion.text, tokens, _columns_of(completion), ending)
             # A message has no prompt before it that could tell that its thoughts are open.
             result = await self._step(guard, episode, find_think_prefix(chat.text) + trajectory.action)
             if result is not None:
@@ -262,12 +255,12 @@ class EpisodeRunner:
             if state is None or sample.turns == self._max_turns:
                 break
             if not trajectory.observe(state, fits):
-                trajectory.last.finished = False  # the model has no position left for another turn
+                trajectory.last.values["finished"] = False  # the model has no position left for another turn
                 break
         sample.error = episode.failure
         sample.sequences = trajectory.sequences
         if not trajectory.sequences[0].tokens:  # it failed before the first state, and a row needs a token
-            trajectory.sequences[0].give([self._tokenizer.eos_token_id or 0])
+            trajectory.sequences[0].give(1, tokens=[self._tokenizer.eos_token_id or 0])
 
     def _start_trajectory(self, group: Group, state: str | None, chat: ChatText) -> Trajectory:
         state = group.text if state is None else state
@@ -317,8 +310,8 @@ def _render_state(guard: Guard, episode: Episode, chat: ChatText, action: str = 
         return None
 
 
-def _has_finished(completion: Completion) -> bool:
-    return completion.finish in ("eos", "stop")
+def _columns_of(completion: Completion) -> dict[str, Any]:
+    return {**completion.columns, "finished": completion.finish in ("eos", "stop")}
 
 
 def _first_state_error(tokens: int) -> EnvironmentFailed:
@@ -351,13 +344,13 @@ class KeptSamples:
             self._stamps_file.unlink(missing_ok=True)  # else later ones would still count
 
     def save(self, group: Group, sample: Sample) -> None:
-        versions = {version for sequence in sample.sequences for version in sequence["versions"] if version >= 0}
+        versions = {version for sequence in sample.sequences for version in sequence.values["versions"] if version >= 0}
         data = {
             "seed": group.seed,
             "sampling": repr(group.sampling),
             "prompt": group.text,
             "stamps": {str(version): self._stamps.get(str(version)) for version in versions},
-            "sequences": [vars(sequence) | {"columns": sequence.columns.values} for sequence in sample.sequences],
+            "sequences": [[sequence.values, sequence.opening, sequence.text] for sequence in sample.sequences],
             "turns": sample.turns,
             "error": sample.error,
             "versions": sample.versions,
@@ -372,12 +365,9 @@ class KeptSamples:
             asked = (tuple(data["seed"]), data["sampling"], data["prompt"])
             if asked != (group.seed, repr(group.sampling), group.text) or not self._stands_on(data["stamps"]):
                 return None
-            if any(sequence["columns"].keys() != specs.keys() for sequence in data["sequences"]):
+            if any(values.keys() != specs.keys() for values, _, _ in data["sequences"]):
                 return None
-            sequences = [
-                TokenSequence(**sequence | {"columns": SequenceColumns(specs, sequence["columns"])})
-                for sequence in data["sequences"]
-            ]
+            sequences = [TokenSequence(specs, *sequence) for sequence in data["sequences"]]
             low, high = data["versions"]
             return Sample(index, sequences, data["turns"], data["error"], versions=(low, high), ended=True)
         except (OSError, ValueError, KeyError, TypeError):
