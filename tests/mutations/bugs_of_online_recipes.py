@@ -32,15 +32,13 @@ BUGS = {
         _COLUMNS, "self.fill, self.dtype) if self.shape else self.fill", "0, self.dtype) if self.shape else 0"
     ),
     "a column per sample has its first value": Bug(
-        _COLUMNS,
-        "self.values[name] = values.get(name, self.values[name])",
-        "self.values[name] = self.values[name] or values.get(name)",
+        _COLUMNS, "self.values[name] = added", "self.values[name] = self.values[name] or added"
     ),
     "an engine may give a column that it does not declare": Bug(
         _COLUMNS, "if not names.keys() <= self.specs.keys():", "if False:"
     ),
     "an engine may leave a column out": Bug(
-        _COLUMNS, "elif len(values.get(name, ())) != count:", "elif name in values and len(values[name]) != count:"
+        _COLUMNS, "len(values.get(name, ())) != count:", "name in values and len(values[name]) != count:"
     ),
     "rows of later parts are the ones in the first": Bug(
         _BATCH,

@@ -15,7 +15,7 @@ from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, Running
 from dlrover.python.rl.engine.rollout.sampling import choose
 
 generated = defaultdict(dict)
-"""Of each request (its key, seed and prompt) the token, log-prob and logits at each position."""
+"""Records the token, log-prob, margin and likely ids at each position, by a request's key, seed and prompt."""
 
 
 class MarginEngine(RolloutEngineBase):
@@ -31,10 +31,8 @@ class MarginEngine(RolloutEngineBase):
 
     def __init__(self, model, settings, memory=None):
         lm = load_causal_lm(model)
-        self._model, self._requests = (
-            lm.model,
-            RunningRequests(dataclasses.replace(lm, model=None), columns=self.info.columns),
-        )
+        self._model = lm.model
+        self._requests = RunningRequests(dataclasses.replace(lm, model=None), columns=self.info.columns)
 
     def _check_ready(self):
         assert self.version >= 0

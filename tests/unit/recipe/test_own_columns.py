@@ -29,7 +29,7 @@ def run(folder, **rollout):
 
 
 def rows_of_losses():
-    """Of each row its tokens at a loss: log-prob, margin and the two likely ids; and the column per sample."""
+    """Yield the tokens of each row at a loss (log-prob, margin and the two likely ids), and its column per sample."""
     for columns in column_loss.arrived:
         values = {name: column.numpy() for name, column in columns.items()}
         for unit in np.unique(values["unit"]):

@@ -245,15 +245,13 @@ class SequenceColumns:
         """Add ``count`` tokens with the values of all token columns; DataError names one that does not fit."""
         self._check_declared(values)
         for name, spec in self.specs.items():
-            if spec.per == "sample":
-                self.values[name] = values.get(name, self.values[name])
-            elif len(values.get(name, ())) != count:
+            if spec.per == "token" and len(values.get(name, ())) != count:
                 raise DataError(f"{len(values.get(name, ()))} {name} for {count} tokens")
-        for name, spec in self.specs.items():
-            if spec.per == "token" and count:
-                added = values[name]
-                is_flat = isinstance(added, np.ndarray) and added.ndim == 1
-                self.values[name] += added.tolist() if is_flat else list(added)
+        for name, added in values.items():
+            if self.specs[name].per == "sample":
+                self.values[name] = added
+            else:
+                self.values[name] += added.tolist() if np.ndim(added) == 1 and hasattr(added, "tolist") else list(added)
 
     def append(self, values: Mapping[str, Any]) -> None:
         """Add a token's values, of all token columns."""
@@ -271,23 +269,23 @@ class SequenceColumns:
 
     def arrays(self) -> dict[str, Array]:
         """Token columns ``[seq, ...]`` and sample columns ``[...]``."""
-        shapes = {name: (-1, *spec.shape) if spec.per == "token" else spec.shape for name, spec in self.specs.items()}
         return {
-            name: np.asarray(self.values[name], spec.dtype).reshape(shapes[name]) for name, spec in self.specs.items()
+            name: np.asarray(self.values[name], spec.dtype).reshape(((-1,) if spec.per == "token" else ()) + spec.shape)
+            for name, spec in self.specs.items()
         }
 
-
-def stack_sequences(rows: Sequence[SequenceColumns], specs: Mapping[str, ColumnSpec]) -> dict[str, Column]:
-    """The columns of a batch of sequences: ragged per token, dense per sample."""
-    arrays, columns = [row.arrays() for row in rows], dict[str, Column]()
-    for name, spec in specs.items():
-        empty, parts = np.empty((0, *spec.shape), spec.dtype), [row[name] for row in arrays]
-        if spec.per == "sample":
-            columns[name] = np.stack(parts) if parts else empty
-        else:
-            offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
-            columns[name] = Ragged(np.concatenate([empty, *parts]), offsets)
-    return columns
+    @staticmethod
+    def stack(rows: Sequence["SequenceColumns"], specs: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+        """The columns of a batch of sequences: ragged per token, dense per sample."""
+        arrays, columns = [row.arrays() for row in rows], dict[str, Column]()
+        for name, spec in specs.items():
+            empty, parts = np.empty((0, *spec.shape), spec.dtype), [row[name] for row in arrays]
+            if spec.per == "sample":
+                columns[name] = np.stack(parts) if parts else empty
+            else:
+                offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+                columns[name] = Ragged(np.concatenate([empty, *parts]), offsets)
+        return columns
 
 
 def even_cuts(rows: int, parts: int) -> list[int]:

@@ -22,8 +22,7 @@ from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, Exam
 from dlrover.python.rl.recipe.offline.examples import Measured, SFTData
 from dlrover.python.rl.recipe.online.collector import bind_method, sync_weights
 from dlrover.python.rl.recipe.online.prompts import find_columns, make_prompt_batch
-from dlrover.python.rl.recipe.reporting.evaluation import count_failures
-from dlrover.python.rl.recipe.reporting.rewards import mean_reward
+from dlrover.python.rl.recipe.reporting.rewards import count_failures, mean_reward
 from dlrover.python.rl.recipe.reporting.sample_file import TEXTS
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard

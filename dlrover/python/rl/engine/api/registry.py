@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, MissingExtra
 from dlrover.python.rl.common.extensions import ExtensionPoint, load_object
 from dlrover.python.rl.config.typed import parse
-from dlrover.python.rl.data.batch import GENERATED, ColumnSpec
+from dlrover.python.rl.data.batch import ColumnSpec
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.settings import OptimizerConfig, ParallelSizes
 
@@ -89,12 +89,6 @@ def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:
         return _read_info(point, name)
     except (ClassNotFound, MissingExtra):
         return EngineInfo()
-
-
-def sample_columns(engine: Any) -> dict[str, ColumnSpec]:
-    """The columns of a rollout engine's samples, by its class."""
-    info = getattr(engine, "info", None)
-    return {**GENERATED, **(info.columns if isinstance(info, EngineInfo) else {})}
 
 
 def _read_info(point: ExtensionPoint, name: str) -> EngineInfo:

@@ -13,15 +13,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError, EngineError
 from dlrover.python.rl.common.progress import note_progress
-from dlrover.python.rl.data.batch import (
-    GENERATED,
-    SEQUENCE,
-    Batch,
-    ColumnSpec,
-    Ragged,
-    SequenceColumns,
-    stack_sequences,
-)
+from dlrover.python.rl.data.batch import GENERATED, SEQUENCE, Batch, ColumnSpec, Ragged, SequenceColumns
 from dlrover.python.rl.data.model_text import THOUGHT_TAGS
 from dlrover.python.rl.engine.api.base import Completion, Finish, Request, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
@@ -72,7 +64,7 @@ def as_batch(completions: Sequence[Completion], columns: Mapping[str, ColumnSpec
         sequence.extend(len(request.done), done)
     return Batch(
         {
-            **stack_sequences(sequences, {name: spec for name, spec in specs.items() if name != "versions"}),
+            **SequenceColumns.stack(sequences, {name: spec for name, spec in specs.items() if name != "versions"}),
             "finished": np.array([item.finish in ("eos", "stop") for item in completions], dtype=np.bool_),
             "prompt_id": np.array([request.prompt_id for request in requests], dtype=np.int64),
             "sample_index": np.array([request.sample_index for request in requests], dtype=np.int64),
@@ -206,16 +198,9 @@ class FinishRules:
             text += special if running.sampling.keep_stop else ""
         elif span is not None:
             text = text[: span[1] if running.sampling.keep_stop else span[0]]
-        generated = Request(
-            request.prompt_id,
-            request.sample_index,
-            request.prompt,
-            np.array(running.tokens, dtype=np.int64),
-            columns.pop("logprobs"),
-            columns.pop("versions"),
-            columns,
-        )
-        return Completion(generated, finish, text)
+        logprobs, versions = columns.pop("logprobs"), columns.pop("versions")
+        done = np.array(running.tokens, dtype=np.int64)
+        return Completion(replace(request, done=done, logprobs=logprobs, versions=versions, more=columns), finish, text)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         pieces = groupby(tokens, self.tag_ids.__contains__)

@@ -139,7 +139,7 @@ class Guard:
 
     def _count(self, error: EnvironmentFailed) -> None:
         """The first of a kind and of a line is logged with its traceback, then the 10th, the 100th, and so on."""
-        self.failures[kind := _kind(str(error))] += 1
+        self.failures[kind := str(error).split(":", 1)[0][:100]] += 1  # similar failures begin alike
         lines = [line for line in error.remote_traceback.splitlines() if line.startswith("  File ")]
         self._logged[kind, *lines[-1:]] += 1
         text = str(error).partition("\n")[0]
@@ -191,11 +191,6 @@ def _continue(state: State, action: str | Message, answer: State | None) -> Stat
     raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
 
 
-def _kind(reason: str) -> str:
-    """The part of a reason shared by similar failures."""
-    return reason.split(":", 1)[0][:100]
-
-
 Encode: TypeAlias = Callable[[str], list[int]]
 """Token ids of a text, without special tokens around it."""
 
@@ -222,12 +217,6 @@ class TokenSequence(SequenceColumns):
     def tokens(self) -> list[int]:
         tokens: list[int] = self.values["tokens"]
         return tokens
-
-    def act(self, tokens: Sequence[int], columns: Mapping[str, Any]) -> None:
-        """Add tokens of the policy with the engine's ``columns``."""
-        count = len(tokens)
-        own = {"tokens": tokens, "action_mask": [True] * count, "token_rewards": [0.0] * count}
-        self.extend(count, {**columns, **own})
 
 
 class Trajectory:
@@ -268,7 +257,9 @@ class Trajectory:
 
         ``ending`` is the text of the end marker that is the last token; it is not in ``text``. Where the next state
         continues the action with it, as a chat template does, it is not encoded again."""
-        self.last.act(tokens, columns)
+        count = len(tokens)
+        own = {"tokens": tokens, "action_mask": [True] * count, "token_rewards": [0.0] * count}
+        self.last.extend(count, {**columns, **own})
         self.last.text += text
         self.action, self._ending = self.action + text, ending
 

@@ -29,22 +29,20 @@ from dlrover.python.rl.recipe.base.updates import (
 from dlrover.python.rl.recipe.online.batch import AuxOutput, SampleLog, StepBatch, name_samples
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, warn_of_repeats
-from dlrover.python.rl.recipe.reporting.evaluation import (
-    Scores,
-    evaluation_metrics,
-    step_metrics,
-    summarize_evaluations,
-)
 from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.recipe.reporting.rewards import (
     RewardFailures,
+    Scores,
     StepWarnings,
+    evaluation_metrics,
     failure_metrics,
     find_cut,
     is_unscored,
     mask_rewards,
     merge_rows,
     sample_metrics,
+    step_metrics,
+    summarize_evaluations,
     uniform_share,
 )
 from dlrover.python.rl.trainer.port import Pending
@@ -265,7 +263,8 @@ class PolicyTrainer(RecipeTrainer):
         first: Mapping[str, float] = next((means_by_weight(one.metrics) for one in results if not one.skipped), {})
         if "approx_kl" in first and not self.uses("rollout_logprobs"):
             metrics["mismatch_kl"] = first["approx_kl"]  # the ratio before any update is that to the rollouts
-        return {_group_name(name): value for name, value in metrics.items()}
+        plain = ("loss", "grad_norm", "lr")
+        return {name if name in plain or "/" in name else f"policy/{name}": value for name, value in metrics.items()}
 
     def plan_updates(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
         rows, updates = assign_updates(rows, self.cfg.updates_per_step)
@@ -392,8 +391,3 @@ class PolicyTrainer(RecipeTrainer):
     @classmethod
     def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         return []
-
-
-def _group_name(name: str) -> str:
-    """The name in the log of a metric of an update."""
-    return name if name in ("loss", "grad_norm", "lr") or "/" in name else f"policy/{name}"

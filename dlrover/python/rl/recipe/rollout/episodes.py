@@ -20,10 +20,9 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError, EngineError, EnvironmentFailed
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, stack_sequences
+from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
-from dlrover.python.rl.engine.api.registry import sample_columns
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.messages import Message
@@ -114,7 +113,7 @@ def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, Co
     (float64; of the row's own actions, NaN where the sample failed) and ``error`` (None, or why it failed)."""
     rows = [(group, sample, row) for group in groups for sample in group.samples for row in sample.sequences]
     sequences = [row for _, _, row in rows]
-    stacked = stack_sequences(sequences, {**ROW, **generated})
+    stacked = TokenSequence.stack(sequences, {**ROW, **generated})
     score, token_rewards = stacked.pop("score"), stacked.pop("token_rewards")
     tokens, versions = cast(Ragged, stacked["tokens"]), cast(Ragged, stacked["versions"])
     columns: dict[str, Any] = {
@@ -212,7 +211,8 @@ class EpisodeRunner:
     ) -> None:
         self._stream, self._guard, self._max_turns = stream, guard, max_turns
         self._tokenizer, self._arguments_of_template = stream.engine.tokenizer, arguments_of_template
-        self.columns = sample_columns(stream.engine)
+        declared = getattr(getattr(stream.engine, "info", None), "columns", {})  # without an info an engine has no more
+        self.columns: Mapping[str, ColumnSpec] = {**GENERATED, **declared}
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
@@ -220,12 +220,10 @@ class EpisodeRunner:
         sample has an ``error``. Raises EngineError if the engine refuses the prompt, DataError if it cannot be
         encoded."""
         if self._guard is None:
-            sequence = TokenSequence({**ROW, **self.columns}, opening=group.text)
-            sequence.give(len(tokens), tokens=tokens)
+            trajectory = Trajectory(self._encode, group.text, tokens, columns=self.columns)
             completion = await self._generate(group, sample, tokens)
-            sequence.act(completion.request.done.tolist(), _columns_of(completion))
-            sequence.text = completion.text
-            sample.sequences = [sequence]
+            trajectory.act(completion.text, completion.request.done.tolist(), _columns_of(completion))
+            sample.sequences = trajectory.sequences
             return
         answer = {} if group.answer is None else {"answer": group.answer}
         prompt = group.prompt if self._guard.traits.uses_messages else group.text
@@ -363,9 +361,8 @@ class KeptSamples:
         try:
             data = json.loads(self._file(group.key, index).read_text())
             asked = (tuple(data["seed"]), data["sampling"], data["prompt"])
-            if asked != (group.seed, repr(group.sampling), group.text) or not self._stands_on(data["stamps"]):
-                return None
-            if any(values.keys() != specs.keys() for values, _, _ in data["sequences"]):
+            is_valid = asked == (group.seed, repr(group.sampling), group.text) and self._stands_on(data["stamps"])
+            if not is_valid or any(values.keys() != specs.keys() for values, _, _ in data["sequences"]):
                 return None
             sequences = [TokenSequence(specs, *sequence) for sequence in data["sequences"]]
             low, high = data["versions"]
