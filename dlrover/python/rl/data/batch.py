@@ -236,7 +236,7 @@ class SequenceColumns:
         for name, spec in self.specs.items():
             self.values.setdefault(name, spec.filling if spec.per == "sample" else [])
 
-    def give(self, count: int, **values: Any) -> None:
+    def give(self, count: int, /, **values: Any) -> None:
         """Add ``count`` tokens that the engine has not generated; columns without values are filled."""
         filled = {name: [spec.filling] * count for name, spec in self.specs.items() if spec.per == "token"}
         self.extend(count, filled | values)

@@ -76,11 +76,11 @@ class EngineInfo:
     masks_unknown_ids: bool = False  #: has the setting of this name, of train and rollout engines
     adds_adapters: bool = False  #: takes each weight by ``WeightSnapshot.tensor``; else they come merged
     deterministic_on: tuple[str, ...] = ()  #: types of devices where repeated calls have the same results, bit for bit
-    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
-    """Columns of a rollout engine's samples besides log-probs and versions, which a loss may name."""
     limit_option: str = ""  #: the option of ``backend`` that bounds the tokens of a sequence
     find_model_fault: Callable[[Mapping[str, Any], str], str] = lambda content, head: ""
     """Say why it cannot have a model, by its ``config.json`` and its head (``causal`` or ``token``); "" if it can."""
+    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
+    """Columns of a rollout engine's samples besides log-probs and versions, which a loss may name."""
 
 
 def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:

@@ -120,7 +120,7 @@ class RunningRequest:
         """Of the token that ``after`` others come before."""
         return self.uniform[len(self.tokens) + after]
 
-    def append(self, token: int, **values: Any) -> None:
+    def append(self, token: int, /, **values: Any) -> None:
         self.tokens.append(token)
         self.columns.append(values)
 

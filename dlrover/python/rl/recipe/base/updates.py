@@ -32,6 +32,9 @@ class UpdatePlan:
     epochs: int = 1
     dtypes: Mapping[str, str] = field(default_factory=dict)
 
+    def cast(self, outputs: Sequence[Batch]) -> list[Batch]:
+        return [cast_columns(columns, self.dtypes) for columns in outputs]
+
 
 def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
     """Add ``update`` (int64, -1: in none): whole samples, by ``trajectory``, are assigned to at most ``updates``

@@ -263,8 +263,7 @@ class PolicyTrainer(RecipeTrainer):
         first: Mapping[str, float] = next((means_by_weight(one.metrics) for one in results if not one.skipped), {})
         if "approx_kl" in first and not self.uses("rollout_logprobs"):
             metrics["mismatch_kl"] = first["approx_kl"]  # the ratio before any update is that to the rollouts
-        plain = ("loss", "grad_norm", "lr")
-        return {name if name in plain or "/" in name else f"policy/{name}": value for name, value in metrics.items()}
+        return {_group_name(name): value for name, value in metrics.items()}
 
     def plan_updates(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
         rows, updates = assign_updates(rows, self.cfg.updates_per_step)
@@ -391,3 +390,8 @@ class PolicyTrainer(RecipeTrainer):
     @classmethod
     def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         return []
+
+
+def _group_name(name: str) -> str:
+    """The name in the log of a metric of an update."""
+    return name if name in ("loss", "grad_norm", "lr") or "/" in name else f"policy/{name}"

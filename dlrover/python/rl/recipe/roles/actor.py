@@ -22,14 +22,7 @@ from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receiver
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import TrainedWorkload, device_of, on_device
 from dlrover.python.rl.recipe.base.machine import Machine, peak_memory
-from dlrover.python.rl.recipe.base.updates import (
-    TRAINED,
-    UpdatePlan,
-    cast_columns,
-    find_nonfinite_rows,
-    join_columns,
-    run_updates,
-)
+from dlrover.python.rl.recipe.base.updates import TRAINED, UpdatePlan, find_nonfinite_rows, join_columns, run_updates
 from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
@@ -69,7 +62,7 @@ class ActorWorkload(TrainedWorkload):
         roles."""
         generated = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         needs = self._algorithm.needs.loss | {"rollout_logprobs"}
-        batch = join_columns(generated, rows, [cast_columns(columns, plan.dtypes) for columns in aux], needs)
+        batch = join_columns(generated, rows, plan.cast(aux), needs)
         if "old_logprobs" not in batch:
             batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
         loss = EngineLoss(self._algorithm, logs_entropy=True)
