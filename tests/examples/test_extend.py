@@ -75,6 +75,15 @@ def test_an_engine_and_a_weight_transport(tmp_path, model):
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
+def test_an_engine_column_reaches_the_loss_of_the_page(tmp_path, model):
+    files = [EXAMPLES / "plain_engine.py", EXAMPLES / "margin.py"]
+    rows, outcome = run(tmp_path, model, EXAMPLES / "margin.yaml", files, TRAIN)
+    assert outcome.returncode == 0, outcome.stdout + outcome.stderr
+    assert len(rows) == 2
+    assert all(row["policy/margin"] > 0 for row in rows)
+
+
 WRONG_NAMES = {
     "config.engine.rollout=plain_engine:PlainRoloutEngine": "did you mean 'PlainRolloutEngine'",
     "config.engine.weight_sync=file_transport:FileTransprot": "did you mean 'FileTransport'",

@@ -67,7 +67,7 @@ def test_the_column_has_the_declared_dtype(folder):
     from repetition import RepetitionWorkload
 
     from dlrover.python.rl.data.batch import Batch, Ragged
-    from dlrover.python.rl.recipe.online.batch import cast_columns
+    from dlrover.python.rl.recipe.base.updates import cast_columns
 
     workload = RepetitionWorkload(None, {})
     workload.init_model(4)

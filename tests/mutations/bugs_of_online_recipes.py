@@ -5,27 +5,41 @@ from bug import Bug
 
 _ONLINE = "recipe/online"
 _BATCH, _COLLECTOR, _PROMPTS = f"{_ONLINE}/batch.py", f"{_ONLINE}/collector.py", f"{_ONLINE}/prompts.py"
-_TRAINER, _SAMPLES, _WARNINGS = (
-    f"{_ONLINE}/policy_trainer.py",
-    f"{_ONLINE}/sample_log.py",
-    f"{_ONLINE}/step_warnings.py",
-)
+_TRAINER, _REWARDS, _UPDATES = f"{_ONLINE}/policy_trainer.py", "recipe/reporting/rewards.py", "recipe/base/updates.py"
+_COLUMNS = "data/batch.py"
 
 TESTS = {
     _BATCH: (
         "recipe/online/test_step_batch.py",
-        "recipe/online/test_failures.py",
+        "recipe/online/test_policy_trainer.py",
         "recipe/reporting/test_whole_samples.py",
         "recipe/online/test_collector.py",
     ),
+    _REWARDS: (
+        "recipe/online/test_step_batch.py",
+        "recipe/online/test_failures.py",
+        "recipe/reporting/test_whole_samples.py",
+    ),
+    _UPDATES: ("recipe/online/test_failures.py",),
+    _COLUMNS: ("environment/test_turns.py",),
     _COLLECTOR: ("recipe/online/test_staleness.py", "recipe/online/test_collector.py"),
     _PROMPTS: ("recipe/online/test_prompt_source.py",),
     _TRAINER: ("recipe/online/test_policy_trainer.py", "recipe/online/test_step_batch.py"),
-    _SAMPLES: ("recipe/online/test_policy_trainer.py", "recipe/online/test_collector.py"),
-    _WARNINGS: ("recipe/online/test_step_batch.py",),
 }
 
 BUGS = {
+    "columns of an engine are filled with zeros": Bug(
+        _COLUMNS, "self.fill, self.dtype) if self.shape else self.fill", "0, self.dtype) if self.shape else 0"
+    ),
+    "a column per sample has its first value": Bug(
+        _COLUMNS, "self.values[name] = added", "self.values[name] = self.values[name] or added"
+    ),
+    "an engine may give a column that it does not declare": Bug(
+        _COLUMNS, "if not names.keys() <= self.specs.keys():", "if False:"
+    ),
+    "an engine may leave a column out": Bug(
+        _COLUMNS, "len(values.get(name, ())) != count:", "name in values and len(values[name]) != count:"
+    ),
     "rows of later parts are the ones in the first": Bug(
         _BATCH,
         "tuple(start + row for start, part in placed for row in part.rows)",
@@ -41,39 +55,41 @@ BUGS = {
         _BATCH, "filtered=(*self.filtered, self.scored.take(uniform)),", "filtered=(self.scored.take(uniform),),"
     ),
     "a failure before the last retry counts": Bug(
-        _BATCH, "ids[(retry == last[group]) & is_unscored(scored)]", "ids[is_unscored(scored)]"
+        _REWARDS, "ids[(retry == last[group]) & is_unscored(scored)]", "ids[is_unscored(scored)]"
     ),
     "steps without a reward are counted in all": Bug(
-        _BATCH,
+        _REWARDS,
         "self._steps + 1 if np.isnan(trainable_rewards(scored, self._config)).all() else 0",
         "self._steps + bool(np.isnan(trainable_rewards(scored, self._config)).all())",
     ),
     "a run continues for one step more without a reward": Bug(
-        _BATCH, "if step == 1 or self._steps >= most:", "if step == 1 or self._steps > most:"
+        _REWARDS, "if step == 1 or self._steps >= most:", "if step == 1 or self._steps > most:"
     ),
     "a first step without a reward is passed over": Bug(
-        _BATCH, "if step == 1 or self._steps >= most:", "if self._steps >= most:"
+        _REWARDS, "if step == 1 or self._steps >= most:", "if self._steps >= most:"
     ),
-    "a group of one sample has no gradient": Bug(_BATCH, "if len(group) > 1]", "if len(group) > 0]"),
+    "a group of one sample has no gradient": Bug(_REWARDS, "if len(group) > 1]", "if len(group) > 0]"),
     "the other samples of a failed one are trained on": Bug(
-        _BATCH, "reward[has_failure[group]] = np.nan", "reward[is_unscored(scored)] = np.nan"
+        _REWARDS, "reward[has_failure[group]] = np.nan", "reward[is_unscored(scored)] = np.nan"
     ),
     "a failure of an earlier try takes the retry's rewards": Bug(
-        _BATCH, 'np.stack([scored.dense("prompt_id"), scored.dense("retry")])', 'np.stack([scored.dense("prompt_id")])'
+        _REWARDS,
+        'np.stack([scored.dense("prompt_id"), scored.dense("retry")])',
+        'np.stack([scored.dense("prompt_id")])',
     ),
     "any error of an update names samples": Bug(
-        _BATCH, "if not isinstance(error.original, NonFiniteUpdate):", "if not isinstance(error.original, Exception):"
+        _UPDATES, "if not isinstance(error.original, NonFiniteUpdate):", "if not isinstance(error.original, Exception):"
     ),
-    "an infinity is finite": Bug(_BATCH, "~np.isfinite(column).reshape", "np.isnan(column).reshape"),
+    "an infinity is finite": Bug(_UPDATES, "~np.isfinite(column).reshape", "np.isnan(column).reshape"),
     "one NaN in a row is passed over": Bug(
-        _BATCH, "np.array([bool(row.any()) for row", "np.array([bool(row.all()) for row"
+        _UPDATES, "np.array([bool(row.any()) for row", "np.array([bool(row.all()) for row"
     ),
     "unscored samples count in the mean length": Bug(
-        _BATCH,
+        _REWARDS,
         "has_completion = (tokens > 0) | ~np.isnan(rewards)",
         "has_completion = np.ones(len(tokens), dtype=bool)",
     ),
-    "truncated is finished": Bug(_BATCH, "1.0 - finished.mean()", "finished.mean()"),
+    "truncated is finished": Bug(_REWARDS, "1.0 - finished.mean()", "finished.mean()"),
     "more groups are open than the bound": Bug(
         _COLLECTOR, "min(self.max_staleness + 1, remaining_steps)", "min(self.max_staleness + 2, remaining_steps)"
     ),
@@ -153,12 +169,12 @@ BUGS = {
     "another vocabulary goes unnoticed": Bug(_TRAINER, 'if mark != marks["actor"]:', "if not mark:"),
     "rollouts that may be stale go uncorrected": Bug(_TRAINER, "if (differs or stale) and", "if differs and"),
     "samples of an earlier attempt stay": Bug(
-        _SAMPLES, "step, self._end)\n\n    def write_step", "step + 1, self._end)\n\n    def write_step"
+        _BATCH, "step, self._end)\n\n    def write_step", "step + 1, self._end)\n\n    def write_step"
     ),
     "the first step without signal is logged again and again": Bug(
-        _WARNINGS, " and self._without_signal.bit_count() == 1:", ":"
+        _REWARDS, " and self._without_signal.bit_count() == 1:", ":"
     ),
     "each step with truncated completions is logged": Bug(
-        _WARNINGS, "if share > _MAX_TRUNCATED and self._had_room:", "if share > _MAX_TRUNCATED:"
+        _REWARDS, "if share > _MAX_TRUNCATED and self._had_room:", "if share > _MAX_TRUNCATED:"
     ),
 }

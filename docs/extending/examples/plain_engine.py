@@ -35,7 +35,7 @@ class PlainRolloutEngine:
         options, _ = parse(PlainOptions, dict(settings.backend), "backend")
         lm = load_causal_lm(model)
         self._model = lm.model.double() if options is not None and options.float64 else lm.model
-        self._requests = RunningRequests(dataclasses.replace(lm, model=None))
+        self._requests = RunningRequests(dataclasses.replace(lm, model=None), columns=self.info.columns)
         self.version = -1
 
     @property

@@ -18,9 +18,9 @@ RULES = FinishRules.of(make_byte_tokenizer(), (EOS,))
 
 def run(tokens, **changes):
     """Record tokens until the request ends; how many were taken, why it ended, and its completion."""
-    running = RunningRequest.of(Request.fresh(0, 0, [1]), SamplingParams(**{"max_new_tokens": 50, **changes}), (0,))
+    running = RunningRequest(Request.fresh(0, 0, [1]), SamplingParams(**{"max_new_tokens": 50, **changes}), (0,))
     for count, token in enumerate(tokens, 1):
-        running.append(token, -1.0, 0)
+        running.append(token, logprobs=-1.0, versions=0)
         if (finish := RULES.finish_reason(running)) is not None:
             return count, finish, RULES.completion(running, finish)
     return len(tokens), None, RULES.completion(running, "aborted")
@@ -76,8 +76,8 @@ def test_thought_tags_that_are_special_tokens_stay_in_the_text():
     tokenizer = make_byte_tokenizer()
     tokenizer.add_tokens([AddedToken(tag, special=True, normalized=False) for tag in ("[THINK]", "[/THINK]", "[X]")])
     tokens = tokenizer("[THINK]a[X] \u00e4[/THINK] b")["input_ids"]
-    request = Request(0, 0, np.array([1]), np.array([*tokens, 256, EOS]), np.zeros(0), np.zeros(0))
-    running = RunningRequest.of(request, SamplingParams(), (0,))
+    request = Request(0, 0, np.array([1]), np.array([*tokens, 256, EOS]), *np.zeros((2, len(tokens) + 2)))
+    running = RunningRequest(request, SamplingParams(), (0,))
     assert FinishRules.of(tokenizer, (EOS,)).completion(running, "eos").text == "[THINK]a \u00e4[/THINK] b"
 
 

@@ -129,12 +129,14 @@ def test_a_sample_with_calls_is_one_sequence_in_which_responses_are_not_trained(
     assert seen == "<end>\n<user><tool_response>\n3\n</tool_response><end>\n<assistant>"
     trajectory = Trajectory(lambda text: list(text.encode()), "Q: ")
     for state, text in (("Q: " + action + seen, action), (None, "5")):
-        trajectory.act(text, list(text.encode()), [0.0] * len(text))
+        trajectory.act(text, list(text.encode()), {"logprobs": [0.0] * len(text), "versions": [0] * len(text)})
         if state is not None:
             assert trajectory.observe(state)
     (sequence,) = trajectory.sequences
     assert bytes(sequence.tokens).decode() == f"Q: {action}{seen}5"
-    by_policy = bytes(token for token, acted in zip(sequence.tokens, sequence.action_mask, strict=True) if acted)
+    by_policy = bytes(
+        token for token, acted in zip(sequence.tokens, sequence.values["action_mask"], strict=True) if acted
+    )
     assert by_policy.decode() == f"{action}5"
 
 

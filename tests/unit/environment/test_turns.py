@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which tokens of a trajectory stand in which sequence, and who wrote them."""
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.data.batch import GENERATED, ColumnSpec
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
-from dlrover.python.rl.environment.core.turns import Trajectory
+from dlrover.python.rl.environment.core.turns import TokenSequence, Trajectory
 
 
 def encode(text):
@@ -15,7 +17,7 @@ def encode(text):
 
 
 def wrote(tokens, version=1):
-    return tokens, [-0.5] * len(tokens), version
+    return tokens, {"logprobs": [-0.5] * len(tokens), "versions": [version] * len(tokens)}
 
 
 @pytest.mark.feature(87)
@@ -29,10 +31,10 @@ def test_a_state_that_goes_on_stays_in_one_sequence_and_the_engines_ids_are_unto
     trajectory.reward(1.0)
     (sequence,) = trajectory.sequences
     assert sequence.tokens == [*encode("ask "), 900, 901, *encode(" seen "), 902]
-    assert sequence.action_mask == [False] * 4 + [True] * 2 + [False] * 6 + [True]
-    assert sequence.logprobs == [0.0] * 4 + [-0.5] * 2 + [0.0] * 6 + [-0.5]
-    assert sequence.versions == [-1] * 4 + [1] * 2 + [-1] * 6 + [2]
-    assert sequence.rewards == [0.0] * 5 + [0.25] + [0.0] * 6 + [1.0]
+    assert sequence.values["action_mask"] == [False] * 4 + [True] * 2 + [False] * 6 + [True]
+    assert sequence.values["logprobs"] == [0.0] * 4 + [-0.5] * 2 + [0.0] * 6 + [-0.5]
+    assert sequence.values["versions"] == [-1] * 4 + [1] * 2 + [-1] * 6 + [2]
+    assert sequence.values["token_rewards"] == [0.0] * 5 + [0.25] + [0.0] * 6 + [1.0]
 
 
 @pytest.mark.feature(88)
@@ -63,10 +65,34 @@ def test_the_first_states_tokens_may_be_known():
 
 def test_what_cannot_be():
     trajectory = Trajectory(encode, "ask")
-    with pytest.raises(DataError, match="1 log-probs for 2 tokens"):
-        trajectory.act("ab", [1, 2], [0.0])
+    for columns, fault in (
+        ({"logprobs": [0.0], "versions": [0, 0]}, "1 logprobs for 2 tokens"),
+        ({"logprobs": [0.0, 0.0]}, "0 versions for 2 tokens"),
+        ({**wrote([1, 2])[1], "versoins": [0, 0]}, "not declare the column 'versoins'.* 'versions'"),
+    ):
+        with pytest.raises(DataError, match=fault):
+            trajectory.act("ab", [1, 2], columns)
+        assert trajectory.context == encode("ask")
     with pytest.raises(DataError, match="no action to reward"):
         trajectory.reward(1.0)
+
+
+def test_engine_columns_over_turns_are_filled_as_declared():
+    columns = {
+        "experts": ColumnSpec("int16", fill=-1, shape=(2, 1)),
+        "margin": ColumnSpec("float64", fill=9),
+        "passes": ColumnSpec("int64", fill=-7, per="sample"),
+    }
+    trajectory = Trajectory(encode, "a", columns={**GENERATED, **columns})
+    for margin, more in ((0.5, {"passes": 3}), (0.25, {})):
+        trajectory.act("b", [900], {**wrote([900])[1], "experts": np.full((1, 2, 1), 4), "margin": [margin], **more})
+        trajectory.observe("ab c" if margin == 0.5 else "other")
+    stacked = TokenSequence.stack(trajectory.sequences, columns)
+    assert [row.tolist() for row in stacked["margin"]] == [[9, 0.5, 9, 9, 0.25], [9] * 5]
+    assert [row[:, 0, 0].tolist() for row in stacked["experts"]] == [[-1, 4, -1, -1, 4], [-1] * 5]
+    assert (stacked["experts"].values.shape, stacked["experts"].values.dtype) == ((10, 2, 1), "int16")
+    assert stacked["passes"].tolist() == [3, -7]
+    assert TokenSequence.stack([], columns)["experts"].values.shape == (0, 2, 1)
 
 
 @given(st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.text("cd", max_size=4), st.booleans()), max_size=6))
@@ -77,10 +103,11 @@ def test_every_column_is_as_long_as_the_tokens_and_actions_are_whole(turns):
         state = state + action + seen if goes_on else f"new {seen}"
         trajectory.observe(state)
     for sequence in trajectory.sequences:
-        columns = (sequence.action_mask, sequence.logprobs, sequence.versions, sequence.rewards)
+        columns = [values for values in sequence.values.values() if isinstance(values, list)]
         assert {len(column) for column in columns} == {len(sequence.tokens)}
-        assert [token >= 1000 for token in sequence.tokens] == sequence.action_mask
-    assert sum(map(sum, (sequence.action_mask for sequence in trajectory.sequences))) == sum(
+        assert len(columns) == 5
+        assert [token >= 1000 for token in sequence.tokens] == sequence.values["action_mask"]
+    assert sum(map(sum, (sequence.values["action_mask"] for sequence in trajectory.sequences))) == sum(
         len(a) for a, _, _ in turns
     )
     assert len(trajectory.sequences) == 1 + sum(not goes_on for _, _, goes_on in turns)
@@ -109,4 +136,4 @@ def test_a_chat_of_several_turns_has_the_tokens_of_its_template():
     (sequence,) = trajectory.sequences
     whole = tokenizer(render(messages).rstrip("\n"), add_special_tokens=False)["input_ids"]
     assert sequence.tokens == whole
-    assert sum(sequence.action_mask) == sum(len(text) + ended for text, ended in answers)
+    assert sum(sequence.values["action_mask"]) == sum(len(text) + ended for text, ended in answers)

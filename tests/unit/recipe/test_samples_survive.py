@@ -22,7 +22,7 @@ from recipe_stage import Stage, TrainerKilled, both, kill, kill_trainer  # noqa:
 from dlrover.python.rl.config.layout import job_to_yaml  # noqa: E402
 from dlrover.python.rl.data.batch import Batch  # noqa: E402
 from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
-from dlrover.python.rl.recipe.online.batch import StepBatch  # noqa: E402
+from dlrover.python.rl.recipe.online.batch import StepBatch
 from dlrover.python.rl.recipe.reporting.sample_file import format_rows, write_step  # noqa: E402
 from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
 from dlrover.python.rl.runtime.checkpoint import member_state

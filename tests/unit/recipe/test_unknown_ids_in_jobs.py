@@ -10,7 +10,7 @@ from policy_jobs import finished, policy_job, write_teacher
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.online.step_warnings import StepWarnings
+from dlrover.python.rl.recipe.reporting.rewards import StepWarnings
 
 
 @pytest.fixture

@@ -123,9 +123,7 @@ class VocabularyDistillation:
 def reverse_kl(student: torch.Tensor, teacher: torch.Tensor) -> torch.Tensor:
     """KL(student || teacher) over k ids and the tail: ``[..., k]`` log-probs each to ``[...]``."""
     of_ids = (student.exp() * (student - teacher)).sum(dim=-1)
-    student_tail, teacher_tail = (_tail(logprobs) for logprobs in (student, teacher))
+    student_tail, teacher_tail = (
+        (1 - logprobs.exp().sum(dim=-1)).clamp(min=MIN_TAIL) for logprobs in (student, teacher)
+    )
     return of_ids + student_tail * (student_tail.log() - teacher_tail.log())
-
-
-def _tail(logprobs: torch.Tensor) -> torch.Tensor:
-    return (1 - logprobs.exp().sum(dim=-1)).clamp(min=MIN_TAIL)

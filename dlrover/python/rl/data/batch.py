@@ -5,8 +5,9 @@ Arrays are contiguous numpy, so a batch passes through Ray's object store withou
 views."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, TypeAlias, TypeVar
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -202,6 +203,89 @@ class Batch:
             raise DataError(f"{len(starts)} units cannot be split into {parts} parts")
         bounds = [*starts.tolist(), len(self)]
         return [bounds[cut] for cut in token_cuts(np.add.reduceat(lengths, starts), parts)]
+
+
+@dataclass(frozen=True)
+class ColumnSpec:
+    """Declares a column of generated sequences, which it follows from the engine that generates it to the loss."""
+
+    dtype: str = "float32"  #: of numpy
+    fill: float = 0  #: at tokens that the engine has not generated; per sample, until it gives a value
+    per: Literal["token", "sample"] = "token"  #: a column per sample has the last value that the engine gave
+    shape: tuple[int, ...] = ()  #: of a value, as ``(layers, experts)``
+
+    @cached_property
+    def filling(self) -> Any:
+        return np.full(self.shape, self.fill, self.dtype) if self.shape else self.fill
+
+
+GENERATED: Mapping[str, ColumnSpec] = {"logprobs": ColumnSpec("float32"), "versions": ColumnSpec("int64", fill=-1)}
+"""Columns of every rollout engine: log-probs, and the version of the weights that generated each token."""
+
+SEQUENCE: Mapping[str, ColumnSpec] = {"tokens": ColumnSpec("int64"), "action_mask": ColumnSpec("bool"), **GENERATED}
+
+
+@dataclass(eq=False)
+class SequenceColumns:
+    """The columns of one sequence, which grows by tokens: a list per token column, and a value per sample column."""
+
+    specs: Mapping[str, ColumnSpec]
+    values: dict[str, Any] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, spec in self.specs.items():
+            self.values.setdefault(name, spec.filling if spec.per == "sample" else [])
+
+    def give(self, count: int, /, **values: Any) -> None:
+        """Add ``count`` tokens that the engine has not generated; columns without values are filled."""
+        filled = {name: [spec.filling] * count for name, spec in self.specs.items() if spec.per == "token"}
+        self.extend(count, filled | values)
+
+    def extend(self, count: int, values: Mapping[str, Any]) -> None:
+        """Add ``count`` tokens with the values of all token columns; DataError names one that does not fit."""
+        self._check_declared(values)
+        for name, spec in self.specs.items():
+            if spec.per == "token" and len(values.get(name, ())) != count:
+                raise DataError(f"{len(values.get(name, ()))} {name} for {count} tokens")
+        for name, added in values.items():
+            if self.specs[name].per == "sample":
+                self.values[name] = added
+            else:
+                self.values[name] += added.tolist() if np.ndim(added) == 1 and hasattr(added, "tolist") else list(added)
+
+    def append(self, values: Mapping[str, Any]) -> None:
+        """Add a token's values, of all token columns."""
+        self._check_declared(values)
+        for name, value in values.items():
+            if self.specs[name].per == "token":
+                self.values[name].append(value)
+            else:
+                self.values[name] = value
+
+    def _check_declared(self, names: Mapping[str, Any]) -> None:
+        if not names.keys() <= self.specs.keys():
+            name = min(names.keys() - self.specs.keys())
+            raise DataError(f"the engine does not declare the column '{name}'{hint(name, self.specs)}")
+
+    def arrays(self) -> dict[str, Array]:
+        """Token columns ``[seq, ...]`` and sample columns ``[...]``."""
+        return {
+            name: np.asarray(self.values[name], spec.dtype).reshape(((-1,) if spec.per == "token" else ()) + spec.shape)
+            for name, spec in self.specs.items()
+        }
+
+    @staticmethod
+    def stack(rows: Sequence["SequenceColumns"], specs: Mapping[str, ColumnSpec]) -> dict[str, Column]:
+        """The columns of a batch of sequences: ragged per token, dense per sample."""
+        arrays, columns = [row.arrays() for row in rows], dict[str, Column]()
+        for name, spec in specs.items():
+            empty, parts = np.empty((0, *spec.shape), spec.dtype), [row[name] for row in arrays]
+            if spec.per == "sample":
+                columns[name] = np.stack(parts) if parts else empty
+            else:
+                offsets = np.cumsum([0, *map(len, parts)], dtype=np.int64)
+                columns[name] = Ragged(np.concatenate([empty, *parts]), offsets)
+        return columns
 
 
 def even_cuts(rows: int, parts: int) -> list[int]:

@@ -23,11 +23,11 @@ from dlrover.python.rl.data.jsonl import (
     normalize_row,
     raise_errors,
     sort_by_line,
+    surrogate_faults,
     template_kwargs_of,
 )
 from dlrover.python.rl.data.model_text import THOUGHT_TAGS
 from dlrover.python.rl.data.source import RowReader, SourceRows, normalize_rows
-from dlrover.python.rl.data.surrogates import surrogate_faults
 
 Tokenizer: TypeAlias = Any
 """A Hugging Face tokenizer. Conversations need a fast one with a chat template."""

@@ -1,21 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Conversations in data files, and their faults; JSON and JSON Lines files, with an error for each malformed line."""
+"""Conversations in data files, and their faults; JSON and JSON Lines files, with an error for each malformed line. JSON
+may have halves of surrogate pairs alone ("\\ud83d"), which no tokenizer takes."""
 
 import json
+import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.names import hint, nearest_path, variable_hint
-from dlrover.python.rl.data.surrogates import surrogate_faults
 
 ROLES = ("system", "user", "assistant", "tool")
 
 _KEYS = ("role", "content", "tool_calls", "tool_call_id", "name")
 _TEXTS = _KEYS[1:]
 _CALL_FORM = 'must be {"function": {"name": ..., "arguments": {...}}}'
+_LONE = re.compile("[\ud800-\udfff]")
 _CONVERSATIONS = ("prompt", "messages", "chosen", "rejected")
 
 TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
@@ -266,3 +268,32 @@ def describe_unreadable(path: Path, error: OSError) -> str:
     same = (name for name in names if path.suffix and name.partition(".")[0] == path.name.partition(".")[0])
     close = nearest_path(path.name, names) or next(same, None)
     return f"no such file; did you mean '{close}'?" if close else "no such file"
+
+
+def surrogate_faults(name: str, value: Any) -> list[str]:
+    """A fault for each text in ``value``, plain data, with a lone surrogate; characters are counted from 1."""
+    where = f"'{name}' has" if isinstance(value, str) else f"a text in '{name}' has"
+    found = (_LONE.search(text) for text in _texts(value))
+    return [f"{where} a lone surrogate at character {match.start() + 1}" for match in found if match]
+
+
+def replace_surrogates(value: Any) -> Any:
+    """Return plain data with U+FFFD in the place of each lone surrogate, and tuples as lists; other objects in it stay
+    as they are."""
+    if isinstance(value, str):
+        return _LONE.sub("\ufffd", value)
+    if isinstance(value, dict):
+        return {replace_surrogates(key): replace_surrogates(item) for key, item in value.items()}
+    return [replace_surrogates(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def _texts(value: Any) -> Iterator[str]:
+    waiting = [value]
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, str):
+            yield item
+        elif isinstance(item, dict):
+            waiting += [*item, *item.values()]
+        elif isinstance(item, list | tuple):
+            waiting += item

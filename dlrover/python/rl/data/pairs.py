@@ -22,9 +22,14 @@ from dlrover.python.rl.data.conversation import (
     make_renderer,
     messages_before_answer,
 )
-from dlrover.python.rl.data.jsonl import TEMPLATE_KEYS, find_message_faults, find_template_faults, normalize_row
+from dlrover.python.rl.data.jsonl import (
+    TEMPLATE_KEYS,
+    find_message_faults,
+    find_template_faults,
+    normalize_row,
+    surrogate_faults,
+)
 from dlrover.python.rl.data.source import RowReader, SourceRows
-from dlrover.python.rl.data.surrogates import surrogate_faults
 
 _CONTEXT, _SIDES = ("prompt", "messages"), ("chosen", "rejected")
 

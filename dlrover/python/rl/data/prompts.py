@@ -10,9 +10,14 @@ from typing import Any
 from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.conversation import arguments_of_template, encode_prompt
-from dlrover.python.rl.data.jsonl import describe_columns, find_message_faults, find_template_faults, template_kwargs_of
+from dlrover.python.rl.data.jsonl import (
+    describe_columns,
+    find_message_faults,
+    find_template_faults,
+    surrogate_faults,
+    template_kwargs_of,
+)
 from dlrover.python.rl.data.source import RowReader, SourceRows
-from dlrover.python.rl.data.surrogates import surrogate_faults
 
 _PROMPTS = ("prompt", "messages")
 _KEYS = (*_PROMPTS, "answer", "extra_info")

@@ -16,7 +16,7 @@ from dlrover.python.rl.recipe.base.updates import average_metrics
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import AuxResults, PolicyTrainer
-from dlrover.python.rl.recipe.reporting.evaluation import Scores
+from dlrover.python.rl.recipe.reporting.rewards import Scores
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
 

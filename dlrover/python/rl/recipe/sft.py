@@ -1,20 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SFT: teach a model to continue prompts as the examples do."""
+"""SFT: teach a model to continue prompts as the examples do, and evaluate it by its own answers."""
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+import numpy as np
+from annotated_types import Ge
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.data.prompts import load_prompts
+from dlrover.python.rl.engine.api.base import OptimizerConfig, SamplingParams
+from dlrover.python.rl.recipe.base.checks import validate_reward, validate_rollout_engine
+from dlrover.python.rl.recipe.base.config import EngineConfig, Positive, RewardConfig
 from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
 from dlrover.python.rl.recipe.offline.examples import Measured, SFTData
-from dlrover.python.rl.recipe.online.answers import METRIC, Answers, AnswersConfig, validate_answers
+from dlrover.python.rl.recipe.online.collector import bind_method, sync_weights
+from dlrover.python.rl.recipe.online.prompts import find_columns, make_prompt_batch
+from dlrover.python.rl.recipe.reporting.rewards import count_failures, mean_reward
+from dlrover.python.rl.recipe.reporting.sample_file import TEXTS
 from dlrover.python.rl.trainer.port import Pending
+from dlrover.python.rl.trainer.shard import Replicate, Shard
+
+METRIC = "eval/reward"
+
+
+@dataclass(frozen=True)
+class AnswersConfig:
+    """Generation and scoring of answers, in a job with the roles ``rollout`` and ``reward``."""
+
+    max_new_tokens: Positive = 64
+    """Maximum tokens of an answer, the end-of-sequence token included."""
+
+    rows: Positive = 200
+    """Maximum number of held-out prompts to answer."""
+
+    prompts: str | None = None
+    """A file of prompts; None: those of the held-out examples."""
+
+    temperature: Annotated[float, Ge(0.0)] = 0.0
+    """Sampling temperature; 0: greedy."""
+
+    reward: RewardConfig = RewardConfig()
+
+
+def validate_answers(
+    config: AnswersConfig, engine: EngineConfig, evaluates: bool, roles: Mapping[RLRoleType, int]
+) -> list[ConfigError]:
+    answering = {RLRoleType.ROLLOUT, RLRoleType.REWARD} & roles.keys()
+    if not answering:
+        return []
+    errors = [*validate_rollout_engine(engine), *validate_reward(config.reward.function, "config.answers.reward")]
+    if config.reward.model is not None:
+        errors.append(ConfigError("config.answers.reward.model", "is not used here: reward.function scores answers"))
+    if len(answering) == 1:
+        errors.append(ConfigError("workload", "answers need both of the roles 'rollout' and 'reward'"))
+    if not evaluates:
+        what = "without evaluations the roles 'rollout' and 'reward' would have nothing to do"
+        errors.append(ConfigError("config.eval_every", what))
+    return errors
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +86,7 @@ class SFTTrainer(ExampleTrainer):
     config_class = SFTConfig
     metric_names = {}
     cfg: SFTConfig
-    answers: Answers | None = None
+    answers: "Answers | None" = None
 
     @classmethod
     def algorithm_of(cls, cfg: Any) -> Algorithm:
@@ -77,6 +126,44 @@ class SFTTrainer(ExampleTrainer):
     def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         answers = validate_answers(cfg.answers, cfg.engine, cfg.evaluates, roles)
         return [*super().find_errors(cfg, roles), *answers]
+
+
+class Answers:
+    """The answers to a run's held-out prompts, which have ``prompt``, ``answer`` and ``extra_info`` as objects."""
+
+    def __init__(self, trainer: Any, config: AnswersConfig, prompts: Batch, seed: int) -> None:
+        self._trainer, self._config, self._seed = trainer, config, seed
+        if config.prompts is not None:
+            loaded = load_prompts(config.prompts)[: config.rows]
+            self._prompts = make_prompt_batch(loaded, range(len(loaded)))
+        else:
+            loaded, rows = [], min(len(prompts), config.rows)
+            self._prompts = prompts.rows(0, rows).with_columns(prompt_id=np.arange(rows))
+        self._columns = find_columns(loaded)
+        self.last: list[dict[str, Any]] = []  # of the last evaluation, as plain rows
+
+    def load_models(self, model: str, engine: EngineConfig) -> list[Pending]:
+        init_verifier = self._trainer.RG_REWARD.init_verifier.options(blocking=False)
+        return [
+            self._trainer.RG_ROLLOUT.init_model.options(blocking=False)(
+                model, engine, template_kwargs=self._trainer.cfg.data.chat_template_kwargs
+            ),
+            init_verifier(self._config.reward, Replicate(self._columns)),
+        ]
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Answer with the actor's weights: the mean reward, and the number of unscored answers."""
+        sync_weights(self._trainer)
+        sampling = SamplingParams(self._config.max_new_tokens, self._config.temperature, samples_per_prompt=1)
+        rows = len(self._prompts)
+        generate = bind_method(self._trainer.RG_ROLLOUT, "generate", rows)
+        score = bind_method(self._trainer.RG_REWARD, "score", rows)
+        rollouts = generate(Shard(self._prompts), sampling, Replicate((self._seed, step)))
+        rewards = Batch.concat(score(Shard(rollouts))).dense("reward")
+        texts = bind_method(self._trainer.RG_ROLLOUT, "texts", rows)(Shard(rollouts)).result()  # waits: for a selection
+        logged = Batch.concat(texts).select(*TEXTS).with_columns(reward=rewards)
+        self.last = [logged.row(row) for row in range(rows)]
+        return {METRIC: mean_reward(rewards), "eval/failed": float(count_failures(rewards))}
 
 
 if __name__ == "__main__":

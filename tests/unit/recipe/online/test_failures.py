@@ -1,22 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that the reward function failed on."""
 
-from types import SimpleNamespace
-
 import numpy as np
 import pytest
 
 from dlrover.python.rl.common.errors import DataError, EngineError, InvocationError, NonFiniteUpdate
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.recipe.base.config import RewardConfig
-from dlrover.python.rl.recipe.online.batch import (
-    RewardFailures,
-    annotate_errors_with_samples,
-    failure_metrics,
-    find_failed_groups,
-    find_nonfinite_rows,
-    mask_rewards,
-)
+from dlrover.python.rl.recipe.base.updates import annotate_errors_with_samples, find_nonfinite_rows
+from dlrover.python.rl.recipe.reporting.rewards import RewardFailures, failure_metrics, find_failed_groups, mask_rewards
 from dlrover.python.rl.trainer.steps import dump_state, load_state
 
 NAN = float("nan")
@@ -163,12 +155,12 @@ SAMPLES = [{"sample": f"sample {index} of prompt 1"} for index in range(10)]
     ],
 )
 def test_a_refused_update_names_its_samples(offending, named):
-    refused, log = [], SimpleNamespace(write_refused=lambda step, samples: refused.append((step, samples)))
+    refused = []
     error = InvocationError("failed", role="ACTOR", rank=0, method="update")
     error.original = NonFiniteUpdate("the loss is not finite")
     with (
         pytest.raises(NonFiniteUpdate, match=f"step 5: .*{named}.*refused.jsonl"),
-        annotate_errors_with_samples(5, log, SAMPLES, lambda: offending),
+        annotate_errors_with_samples(5, lambda *row: refused.append(row), SAMPLES, lambda: offending),
     ):
         raise error
     assert refused == [(5, offending or SAMPLES)]

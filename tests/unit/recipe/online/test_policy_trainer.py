@@ -12,10 +12,9 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import PolicyConfig
 from dlrover.python.rl.recipe.online import policy_trainer
-from dlrover.python.rl.recipe.online.batch import StepBatch
+from dlrover.python.rl.recipe.online.batch import SampleLog, StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
-from dlrover.python.rl.recipe.online.sample_log import SampleLog
-from dlrover.python.rl.recipe.online.step_warnings import StepWarnings
+from dlrover.python.rl.recipe.reporting.rewards import StepWarnings
 from dlrover.python.rl.trainer.port import Pending
 
 NAN = float("nan")
@@ -44,7 +43,7 @@ def step_of(*rewards):
 def test_a_step_without_a_sample_that_counts_updates_nothing(rewards, weights, calls):
     done, weighted = [], Batch({"weight": np.float32(weights)})
     trainer = SimpleNamespace(
-        run_log=None,
+        run_log=SimpleNamespace(write_refused=None),
         offending_samples=lambda batch: [],
         compute_aux_outputs=lambda batch: done.append("aux"),
         add_token_columns=lambda batch, aux: batch.train_rows,

@@ -13,10 +13,9 @@ from dlrover.python.rl.algorithm.losses.columns import find_masked
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RolloutConfig
-from dlrover.python.rl.recipe.online.batch import StepBatch, uniform_share
+from dlrover.python.rl.recipe.online.batch import StepBatch
 from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
-from dlrover.python.rl.recipe.online.step_warnings import StepWarnings
-from dlrover.python.rl.recipe.reporting.rewards import find_cut
+from dlrover.python.rl.recipe.reporting.rewards import StepWarnings, find_cut, uniform_share
 from dlrover.python.rl.trainer.port import Pending
 
 

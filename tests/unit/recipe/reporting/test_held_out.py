@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.recipe.reporting.evaluation import (
+from dlrover.python.rl.recipe.reporting.rewards import (
     EVALUATED,
     SCORED,
     collect_scores,
@@ -16,7 +16,7 @@ from dlrover.python.rl.recipe.reporting.evaluation import (
     pass_counts,
     summarize_evaluations,
 )
-from dlrover.python.rl.recipe.reporting.evaluation import step_metrics as metrics_of_sets
+from dlrover.python.rl.recipe.reporting.rewards import step_metrics as metrics_of_sets
 
 NAN = float("nan")
 

@@ -6,8 +6,8 @@ import pytest
 
 from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.recipe.online.batch import sample_metrics, select_logged
-from dlrover.python.rl.recipe.reporting.rewards import merge_rows, number_samples
+from dlrover.python.rl.recipe.online.batch import select_logged
+from dlrover.python.rl.recipe.reporting.rewards import merge_rows, number_samples, sample_metrics
 from dlrover.python.rl.recipe.reporting.sample_file import format_rows
 
 NAN = float("nan")

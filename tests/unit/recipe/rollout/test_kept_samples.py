@@ -8,7 +8,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.weights import WeightStamp
-from dlrover.python.rl.recipe.rollout.kept import KeptSamples
+from dlrover.python.rl.recipe.rollout.episodes import KeptSamples
 
 sys.path.append(str(Path(__file__).parents[1]))
 

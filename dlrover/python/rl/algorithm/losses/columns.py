@@ -34,7 +34,8 @@ class Needs:
 
     ``old_logprobs`` are of the policy before the update, from the train engine or, without a correction, from the
     rollout engine; ``rollout_logprobs`` of the rollout engine, ``ref_logprobs`` of a frozen reference,
-    ``teacher_logprobs`` of a teacher; ``values`` (before each action) of a critic.
+    ``teacher_logprobs`` of a teacher; ``values`` (before each action) of a critic. A column that the rollout engine
+    declares (``EngineInfo.columns``) has its own name; one per sample is dense, and repeated over the tokens of a loss.
     """
 
     annotate: frozenset[str] = frozenset()
@@ -262,12 +263,8 @@ class SampleView:
         return prompt_id
 
     def weights(self, mode: Averaging, max_tokens: int | None = None) -> npt.NDArray[np.float32]:
-        return self.spread(token_weights(self.action_tokens, self.counted & ~self._masked, mode, max_tokens))
-
-    @property
-    def _masked(self) -> npt.NDArray[np.bool_]:
-        """``[samples]``: True where a row is."""
-        return np.bincount(self.of_row, weights=find_masked(self.rows)) > 0
+        masked = np.bincount(self.of_row, weights=find_masked(self.rows)) > 0  # a sample is where one of its rows is
+        return self.spread(token_weights(self.action_tokens, self.counted & ~masked, mode, max_tokens))
 
     def spread(self, values: Array) -> npt.NDArray[np.float32]:
         """Each sample's value on its rows that have action tokens, 0 on others: ``[samples]`` to float32 ``[rows]``."""

@@ -254,6 +254,13 @@ class Request:
     done: npt.NDArray[np.int64]  #: [done]: tokens generated before
     logprobs: npt.NDArray[np.float32]  #: [done]
     versions: npt.NDArray[np.int64]  #: [done]: of the weights that generated each
+    more: Mapping[str, npt.NDArray[Any]] = field(default_factory=dict)
+    """Columns that the engine declares by ``EngineInfo.columns``: ``[done, ...]`` per token, or a value per sample."""
+
+    @property
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """All columns of the tokens ``done``."""
+        return {"logprobs": self.logprobs, "versions": self.versions, **self.more}
 
     @classmethod
     def fresh(cls, prompt_id: int, sample_index: int, prompt: Any) -> "Request":
@@ -271,6 +278,11 @@ class Completion:
     finish: Finish
     text: str  #: without special tokens, cut before the stop string unless that is kept
 
+    @property
+    def columns(self) -> dict[str, npt.NDArray[Any]]:
+        """All columns of the completion's tokens."""
+        return self.request.columns
+
 
 class BaseRolloutEngine(Offloadable, Protocol):
     """Generates completions, token in, token out. Constructed as ``Engine(model, settings, memory=None)``."""
@@ -287,7 +299,8 @@ class BaseRolloutEngine(Offloadable, Protocol):
         A sample depends on ``seed``, its prompt id and its index only, not on its batch. Returns ``rows *
         samples_per_prompt`` rows, a prompt's samples adjacent: ``prompt_id``, ``sample_index`` (int64), ``tokens``
         (prompt and completion), ``action_mask``, ``logprobs`` (float32, 0 on the prompt), ``finished`` (bool: by
-        end-of-sequence or a stop string), ``version`` (of the last token's weights), ``completion`` (text).
+        end-of-sequence or a stop string), ``version`` (of the last token's weights), ``completion`` (text), and the
+        columns that the engine declares.
         """
 
     def check(self, tokens: Any, sampling: SamplingParams) -> None:

@@ -6,7 +6,7 @@ import importlib.metadata
 import importlib.util
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import wraps
 from types import MappingProxyType
 from typing import Any, TypeVar
@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, MissingExtra
 from dlrover.python.rl.common.extensions import ExtensionPoint, load_object
 from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.data.batch import ColumnSpec
 from dlrover.python.rl.engine.api.base import LoraSettings
 from dlrover.python.rl.engine.api.settings import OptimizerConfig, ParallelSizes
 
@@ -78,6 +79,8 @@ class EngineInfo:
     limit_option: str = ""  #: the option of ``backend`` that bounds the tokens of a sequence
     find_model_fault: Callable[[Mapping[str, Any], str], str] = lambda content, head: ""
     """Say why it cannot have a model, by its ``config.json`` and its head (``causal`` or ``token``); "" if it can."""
+    columns: Mapping[str, ColumnSpec] = field(default_factory=dict)
+    """Columns of a rollout engine's samples besides log-probs and versions, which a loss may name."""
 
 
 def engine_info(point: ExtensionPoint, name: str) -> EngineInfo:

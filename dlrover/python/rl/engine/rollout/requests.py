@@ -6,14 +6,14 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
-from dlrover.python.rl.common.errors import EngineError
+from dlrover.python.rl.common.errors import DataError, EngineError
 from dlrover.python.rl.common.progress import note_progress
-from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.data.batch import GENERATED, SEQUENCE, Batch, ColumnSpec, Ragged, SequenceColumns
 from dlrover.python.rl.data.model_text import THOUGHT_TAGS
 from dlrover.python.rl.engine.api.base import Completion, Finish, Request, SamplingParams
 from dlrover.python.rl.engine.api.registry import read_options
@@ -49,25 +49,22 @@ def _check_requests(added: Sequence["RunningRequest"], running: Iterable[tuple[i
         if request.key in keys:
             raise EngineError(f"request {request.key} runs already, or comes twice")
         keys.add(request.key)
-        lengths = {len(request.done), len(request.logprobs), len(request.versions)}
-        if len(lengths) > 1:
-            raise EngineError(f"request {request.key}: done, logprobs and versions have {sorted(lengths)} entries")
         if len(request.done) >= most:
             what = f"request {request.key} has {len(request.done)} tokens of at most {most}"
             raise EngineError(f"{what}: none remain to generate")
 
 
-def as_batch(completions: Sequence[Completion]) -> Batch:
-    """The columns of ``BaseRolloutEngine.generate``."""
-    requests = [completion.request for completion in completions]
-    tokens = [np.concatenate([request.prompt, request.done]) for request in requests]
-    masks = [np.arange(len(row)) >= len(request.prompt) for row, request in zip(tokens, requests, strict=True)]
-    logprobs = [np.concatenate([np.zeros(len(request.prompt)), request.logprobs]) for request in requests]
+def as_batch(completions: Sequence[Completion], columns: Mapping[str, ColumnSpec] = GENERATED) -> Batch:
+    """The columns of ``BaseRolloutEngine.generate``; ``columns`` are the engine's."""
+    requests, specs = [completion.request for completion in completions], {**SEQUENCE, **columns}
+    sequences = [SequenceColumns(specs) for _ in requests]
+    for sequence, request in zip(sequences, requests, strict=True):
+        sequence.give(len(request.prompt), tokens=request.prompt)
+        done = {"tokens": request.done, "action_mask": [True] * len(request.done), **request.columns}
+        sequence.extend(len(request.done), done)
     return Batch(
         {
-            "tokens": Ragged.from_rows(tokens, dtype=np.int64),
-            "action_mask": Ragged.from_rows(masks, dtype=np.bool_),
-            "logprobs": Ragged.from_rows(logprobs, dtype=np.float32),
+            **SequenceColumns.stack(sequences, {name: spec for name, spec in specs.items() if name != "versions"}),
             "finished": np.array([item.finish in ("eos", "stop") for item in completions], dtype=np.bool_),
             "prompt_id": np.array([request.prompt_id for request in requests], dtype=np.int64),
             "sample_index": np.array([request.sample_index for request in requests], dtype=np.int64),
@@ -88,17 +85,16 @@ class RunningRequest:
     request: Request
     sampling: SamplingParams  # its max_new_tokens fit the model
     seed: tuple[int, ...]
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)  # of the weights that generated each token
     known_ids: int | None = None  # see ``RunningRequests``
+    tokens: list[int] = field(init=False)
+    columns: SequenceColumns = field(default_factory=lambda: SequenceColumns(GENERATED))
 
-    @classmethod
-    def of(
-        cls, request: Request, sampling: SamplingParams, seed: tuple[int, ...], known_ids: int | None = None
-    ) -> "RunningRequest":
-        columns = request.done.tolist(), request.logprobs.tolist(), request.versions.tolist()
-        return cls(request, sampling, seed, *columns, known_ids)
+    def __post_init__(self) -> None:
+        self.tokens = self.request.done.tolist()
+        try:
+            self.columns.extend(len(self.tokens), self.request.columns)
+        except DataError as error:
+            raise EngineError(f"request {self.request.key}: {error}") from error
 
     @property
     def sequence(self) -> npt.NDArray[np.int64]:
@@ -124,10 +120,9 @@ class RunningRequest:
         """Of the token that ``after`` others come before."""
         return self.uniform[len(self.tokens) + after]
 
-    def append(self, token: int, logprob: float, version: int) -> None:
+    def append(self, token: int, /, **values: Any) -> None:
         self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
+        self.columns.append(values)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,22 +191,16 @@ class FinishRules:
         return any(stop in tail for stop in stops) and _first_stop(self._decode(running.tokens), stops) is not None
 
     def completion(self, running: RunningRequest, finish: Finish) -> Completion:
-        request, text = running.request, self._decode(running.tokens)
+        request, text, columns = running.request, self._decode(running.tokens), running.columns.arrays()
         special = self._special_stop(running) if finish == "stop" else None
         span = _first_stop(text, running.sampling.stop) if finish == "stop" else None
         if special is not None:
             text += special if running.sampling.keep_stop else ""
         elif span is not None:
             text = text[: span[1] if running.sampling.keep_stop else span[0]]
-        generated = Request(
-            request.prompt_id,
-            request.sample_index,
-            request.prompt,
-            np.array(running.tokens, dtype=np.int64),
-            np.array(running.logprobs, dtype=np.float32),
-            np.array(running.versions, dtype=np.int64),
-        )
-        return Completion(generated, finish, text)
+        logprobs, versions = columns.pop("logprobs"), columns.pop("versions")
+        done = np.array(running.tokens, dtype=np.int64)
+        return Completion(replace(request, done=done, logprobs=logprobs, versions=versions, more=columns), finish, text)
 
     def _decode(self, tokens: Sequence[int]) -> str:
         pieces = groupby(tokens, self.tag_ids.__contains__)
@@ -225,14 +214,19 @@ def _first_stop(text: str, stops: Sequence[str]) -> tuple[int, int] | None:
     return min(spans, key=lambda span: (span[1], span[0])) if spans else None
 
 
-NewToken = tuple[int, int, float]
-"""The number of a running request, a token generated for it, and the token's log-probability."""
+NewToken: TypeAlias = tuple[int, int, float] | tuple[int, int, float, Mapping[str, Any]]
+"""The number of a running request, a token generated for it, the token's log-probability, and the values of the columns
+that the engine declares, if any; a column per sample may be left out."""
 
 
 class RunningRequests:
-    """Running requests by number, in the order added; ``max_length`` is the backend's own limit on a sequence."""
+    """Running requests by number, in the order added; ``max_length`` is the backend's own limit on a sequence, and
+    ``columns`` are the engine's, besides log-probs and versions."""
 
-    def __init__(self, lm: CausalLM, max_length: int | None = None) -> None:
+    def __init__(
+        self, lm: CausalLM, max_length: int | None = None, columns: Mapping[str, ColumnSpec] | None = None
+    ) -> None:
+        self.columns = {**GENERATED, **(columns or {})}
         self.rules = FinishRules.of(lm.tokenizer, lm.eos_ids)
         self.by_number: dict[int, RunningRequest] = {}
         self._lm, self._max_length, self._count = lm, max_length, 0
@@ -261,7 +255,7 @@ class RunningRequests:
         limits = [limit for limit in (self._lm.max_positions, self._max_length) if limit is not None]
         room = min(limits, default=len(request.prompt) + sampling.max_new_tokens) - len(request.prompt)
         fitting = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
-        return RunningRequest.of(request, fitting, seed, self.known_ids)
+        return RunningRequest(request, fitting, seed, self.known_ids, SequenceColumns(self.columns))
 
     def add(self, requests: Sequence[Request], sampling: SamplingParams, seed: tuple[int, ...]) -> list[int]:
         """Add all requests or none; returns their numbers in order."""
@@ -304,14 +298,14 @@ class RunningRequests:
 
     def append(self, new_tokens: Sequence[NewToken], version: int) -> dict[int, Finish]:
         """Append all tokens or none, up to the one that finishes each request; returns the finished ones."""
-        if not np.isfinite([logprob for _, _, logprob in new_tokens]).all():
+        if not np.isfinite([logprob for _, _, logprob, *_ in new_tokens]).all():
             raise EngineError("the model's logits are NaN or infinite: its weights are broken")
         note_progress()
         finished: dict[int, Finish] = {}
-        for number, token, logprob in new_tokens:
+        for number, token, logprob, *more in new_tokens:
             if number not in finished:
                 running = self.by_number[number]
-                running.append(token, logprob, version)
+                running.append(token, logprobs=logprob, versions=version, **(more[0] if more else {}))
                 if reason := self.rules.finish_reason(running):
                     finished[number] = reason
         return finished
@@ -360,7 +354,7 @@ class RolloutEngineBase(ABC):
                 completions |= self._finish(self._step(sampling.max_new_tokens))
         finally:
             self.abort()
-        return as_batch([completions[number] for number in numbers])
+        return as_batch([completions[number] for number in numbers], self._requests.columns)
 
     def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
         self._requests.check(tokens, sampling)

@@ -57,7 +57,7 @@ class TorchRolloutEngine(RolloutEngineBase):
             lm = dataclasses.replace(lm, max_positions=min(fixed, lm.max_positions or fixed))
         self._name = self._memory.owner("rollout engine")
         self._decoder = _make_decoder(lm, settings, options, self._memory, self._name)
-        self._requests = RunningRequests(dataclasses.replace(lm, model=None))
+        self._requests = RunningRequests(dataclasses.replace(lm, model=None), columns=self.info.columns)
         computing = partial(self._memory.computing, self._name)
         runs_ahead = torch.device(self._memory.device).type == "cuda"
         self._batch = ContinuousBatch(

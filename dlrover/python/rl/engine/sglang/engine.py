@@ -70,7 +70,7 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
             cache_bytes = int(limits["max_total_num_tokens"]) * count_cache_bytes_per_token(self._lm, self._dtype)
             self._offload.bring("kv_cache", divide_bytes(cache_bytes, ranks))
             # SGLang refuses a prompt of this many tokens, and completes a shorter one up to them and beyond.
-            self._requests = RunningRequests(self._lm, int(limits["max_req_input_len"]))
+            self._requests = RunningRequests(self._lm, int(limits["max_req_input_len"]), self.info.columns)
             self._read_back = ReadBack(self._server, self._lm, self._dtype, ranks)
             self._owned = owned.pop_all()
         self._threads = ThreadPoolExecutor(settings.max_batch, "sglang")

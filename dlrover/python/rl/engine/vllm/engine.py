@@ -59,7 +59,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._lm, folder = load_meta_causal_lm(model)
         self._lm = self._lm.masked(settings.mask_unknown_ids)
         arguments = engine_arguments(folder, self._lm, settings, options)
-        self._requests = RunningRequests(self._lm, arguments["max_model_len"])
+        self._requests = RunningRequests(self._lm, arguments["max_model_len"], self.info.columns)
         self._names: dict[int, str] = {}
         self._submissions = itertools.count()
         self._offload = OffloadState(memory or DeviceMemory(settings.device), "vllm")

@@ -8,7 +8,7 @@ from typing import Any, Literal, Protocol
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.data.surrogates import replace_surrogates
+from dlrover.python.rl.data.jsonl import replace_surrogates
 from dlrover.python.rl.environment.core.messages import Message, State, validate_messages
 
 MAX_STATE_LENGTH = 4_000_000

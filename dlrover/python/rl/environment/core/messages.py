@@ -5,9 +5,8 @@ import json
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
-from dlrover.python.rl.data.jsonl import find_message_faults, normalize_message
+from dlrover.python.rl.data.jsonl import find_message_faults, normalize_message, replace_surrogates
 from dlrover.python.rl.data.model_text import split_calls, split_thoughts
-from dlrover.python.rl.data.surrogates import replace_surrogates
 
 Message: TypeAlias = dict[str, Any]
 """``role`` and ``content``; ``tool_calls`` of the assistant; ``tool_call_id`` and ``name`` of a tool."""

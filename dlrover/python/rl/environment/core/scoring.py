@@ -116,7 +116,7 @@ class RewardFunction:
             if answer is None:
                 return 0.0
             sample = sample._replace(completion=answer)
-        if self._takes_three(sample):
+        if self.form == "sample" and not self._names_any(sample.extra_info):
             return function(sample.completion, sample.answer, dict(sample.extra_info))
         completion = [sample.completion] if self._first else []
         return function(*completion, **self._taken(self._by_name(sample), self._first))
@@ -126,9 +126,6 @@ class RewardFunction:
         if _VERL not in self._parameters:
             return sample.columns
         return {"ground_truth": sample.answer, **sample.columns, _VERL: sample.completion}
-
-    def _takes_three(self, sample: Completed) -> bool:
-        return self.form == "sample" and not self._names_any(sample.extra_info)
 
     def _names_any(self, columns: Collection[str]) -> bool:
         """Whether a parameter after the first names one of ``columns``."""

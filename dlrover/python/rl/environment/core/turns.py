@@ -13,12 +13,13 @@ A trajectory holds tokens as the policy saw them, in one sequence while each sta
 import asyncio
 import copy
 from collections import Counter
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias, TypeVar
 
 from dlrover.python.rl.common.errors import DataError, EnvironmentFailed, user_traceback
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.data.batch import GENERATED, SEQUENCE, ColumnSpec, SequenceColumns
 from dlrover.python.rl.environment.core.base import (
     Environment,
     EnvironmentTraits,
@@ -138,7 +139,7 @@ class Guard:
 
     def _count(self, error: EnvironmentFailed) -> None:
         """The first of a kind and of a line is logged with its traceback, then the 10th, the 100th, and so on."""
-        self.failures[kind := _kind(str(error))] += 1
+        self.failures[kind := str(error).split(":", 1)[0][:100]] += 1  # similar failures begin alike
         lines = [line for line in error.remote_traceback.splitlines() if line.startswith("  File ")]
         self._logged[kind, *lines[-1:]] += 1
         text = str(error).partition("\n")[0]
@@ -190,48 +191,32 @@ def _continue(state: State, action: str | Message, answer: State | None) -> Stat
     raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
 
 
-def _kind(reason: str) -> str:
-    """The part of a reason shared by similar failures."""
-    return reason.split(":", 1)[0][:100]
-
-
 Encode: TypeAlias = Callable[[str], list[int]]
 """Token ids of a text, without special tokens around it."""
 
 
-@dataclass
-class TokenSequence:
-    """Tokens in order; lists are ``[seq]``.
+ROW: Mapping[str, ColumnSpec] = {
+    **SEQUENCE,
+    "token_rewards": ColumnSpec("float32"),
+    "finished": ColumnSpec("bool", fill=False, per="sample"),
+    "score": ColumnSpec("float64", per="sample"),
+}
+"""The columns of a sequence whose engine declares none. ``action_mask`` is True on the policy's tokens, a reward is on
+the last token of its action, and ``finished`` says that the last action ended without a token limit."""
 
-    ``opening`` is the text at the start, which the policy received; ``text`` all later actions and observations.
-    ``action_mask`` is True on the policy's tokens; ``logprobs`` and weight ``versions`` are 0 and -1 on others;
-    ``rewards`` are on the last token of each action. ``finished``: the last action ended without a token limit.
-    """
 
-    opening: str
+@dataclass(eq=False)
+class TokenSequence(SequenceColumns):
+    """Tokens with the columns of :data:`ROW` and the engine's. ``opening`` is the text at the start, which the policy
+    received; ``text`` all later actions and observations."""
+
+    opening: str = ""
     text: str = ""
-    tokens: list[int] = field(default_factory=list)
-    action_mask: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    rewards: list[float] = field(default_factory=list)
-    score: float = 0.0
-    finished: bool = False
 
-    def give(self, tokens: Sequence[int]) -> None:
-        self._extend(tokens, False, [0.0] * len(tokens), [-1] * len(tokens))
-
-    def act(self, tokens: Sequence[int], logprobs: Sequence[float], versions: Sequence[int]) -> None:
-        self._extend(tokens, True, logprobs, versions)
-
-    def _extend(
-        self, tokens: Sequence[int], by_policy: bool, logprobs: Sequence[float], versions: Sequence[int]
-    ) -> None:
-        self.tokens += tokens
-        self.action_mask += [by_policy] * len(tokens)
-        self.logprobs += logprobs
-        self.versions += versions
-        self.rewards += [0.0] * len(tokens)
+    @property
+    def tokens(self) -> list[int]:
+        tokens: list[int] = self.values["tokens"]
+        return tokens
 
 
 class Trajectory:
@@ -245,11 +230,18 @@ class Trajectory:
         state: the first state.
         tokens: its tokens (of a chat template); by default ``encode_whole(state)``.
         encode_whole: encodes states that start a sequence, with the model's prefix; by default ``encode``.
+        columns: the engine's.
     """
 
     def __init__(
-        self, encode: Encode, state: str, tokens: Sequence[int] | None = None, encode_whole: Encode | None = None
+        self,
+        encode: Encode,
+        state: str,
+        tokens: Sequence[int] | None = None,
+        encode_whole: Encode | None = None,
+        columns: Mapping[str, ColumnSpec] = GENERATED,
     ) -> None:
+        self._specs = {**ROW, **columns}
         self._encode, self._encode_whole = encode, encode_whole or encode
         self._state, self.action, self._ending = state, "", ""
         self.sequences: list[TokenSequence] = []
@@ -260,32 +252,24 @@ class Trajectory:
         """The tokens that the policy continues."""
         return self.last.tokens
 
-    def act(
-        self,
-        text: str,
-        tokens: Sequence[int],
-        logprobs: Sequence[float],
-        version: int | Sequence[int] = 0,
-        ending: str = "",
-    ) -> None:
-        """Add the policy's action: its decoded ``text``, sampled ``tokens``, their log-probs and weight version(s).
+    def act(self, text: str, tokens: Sequence[int], columns: Mapping[str, Any], ending: str = "") -> None:
+        """Add the policy's action: its decoded ``text``, sampled ``tokens``, and the engine's ``columns`` of them.
 
         ``ending`` is the text of the end marker that is the last token; it is not in ``text``. Where the next state
         continues the action with it, as a chat template does, it is not encoded again."""
-        versions = [version] * len(tokens) if isinstance(version, int) else version
-        for name, values in (("log-probs", logprobs), ("versions", versions)):
-            if len(tokens) != len(values):
-                raise DataError(f"{len(values)} {name} for {len(tokens)} tokens")
-        self.last.act(tokens, logprobs, versions)
+        count = len(tokens)
+        own = {"tokens": tokens, "action_mask": [True] * count, "token_rewards": [0.0] * count}
+        self.last.extend(count, {**columns, **own})
         self.last.text += text
         self.action, self._ending = self.action + text, ending
 
     def reward(self, value: float, score: float = 0.0) -> None:
         """Credit the last action; raise DataError without one."""
-        if not any(self.last.action_mask):
+        values = self.last.values
+        if not any(mask := values["action_mask"]):
             raise DataError("there is no action to reward")
-        self.last.rewards[-1 - self.last.action_mask[::-1].index(True)] += value
-        self.last.score += score
+        values["token_rewards"][-1 - mask[::-1].index(True)] += value
+        values["score"] += score
 
     def observe(self, state: str, fits: Callable[[list[int]], bool] | None = None) -> bool:
         """Add the next state; return False, without a change, if ``fits`` refuses the tokens to continue from."""
@@ -297,7 +281,7 @@ class Trajectory:
         if fits is not None and not fits([*self.context, *tokens] if continues else tokens):
             return False
         if continues:
-            self.last.give(tokens)
+            self.last.give(len(tokens), tokens=tokens)
             self.last.text += rest
         else:
             self._begin(state, tokens)
@@ -305,8 +289,8 @@ class Trajectory:
         return True
 
     def _begin(self, state: str, tokens: Sequence[int]) -> None:
-        self.sequences.append(TokenSequence(state))
-        self.last.give(tokens)
+        self.sequences.append(TokenSequence(self._specs, opening=state))
+        self.last.give(len(tokens), tokens=tokens)
 
     @property
     def last(self) -> TokenSequence:

@@ -39,6 +39,7 @@ from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.engine.weight_sync.transports import validate_transport, validate_transport_options
 from dlrover.python.rl.environment.core.functions import find_environment, load_function
 from dlrover.python.rl.environment.core.scoring import RewardFunction
+from dlrover.python.rl.environment.core.turns import ROW
 from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.model_files import count_room
 
@@ -247,6 +248,10 @@ def validate_algorithm(
     if isinstance(algorithm, DAPO) and not algorithm.can_penalize(longest):
         what = f"completions have {longest} tokens at most, so none gets to where over-long shaping begins"
         errors.append(ConfigError("config.algorithm.max_tokens", what))
+    generated = engine_info(ROLLOUT_ENGINES, cfg.engine.rollout).columns.keys()
+    if clash := sorted(generated & (provided | _ENGINE_COLUMNS | ROW.keys())):
+        errors.append(ConfigError("config.engine.rollout", f"declares a column '{clash[0]}', which the trainer has"))
+    provided |= generated
     absent = algorithm.needs.annotate - provided | algorithm.needs.loss - provided - _ENGINE_COLUMNS
     if absent:
         where = {_RECIPES[name] for name in absent if name in _RECIPES}

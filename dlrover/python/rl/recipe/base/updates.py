@@ -1,16 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How the rows of a step become optimizer steps."""
+"""Optimizer steps on the rows of a step, and the names of the samples with which one was refused."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 
-from dlrover.python.rl.common.errors import RowsDiffer
-from dlrover.python.rl.data.batch import Batch, Column, Ragged
+from dlrover.python.rl.common.errors import InvocationError, NonFiniteUpdate, RowsDiffer
+from dlrover.python.rl.data.batch import Array, Batch, Column, Ragged
 from dlrover.python.rl.engine.api.base import UpdateResult
 
 TRAINED = ("tokens", "action_mask")
+
+_MAX_NAMES = 8
+
+SampleRows: TypeAlias = Sequence[Mapping[str, Any]]
+WriteRefused: TypeAlias = Callable[[int, SampleRows], None]
 
 
 @dataclass(frozen=True)
@@ -24,6 +31,9 @@ class UpdatePlan:
     updates: int = 1
     epochs: int = 1
     dtypes: Mapping[str, str] = field(default_factory=dict)
+
+    def cast(self, outputs: Sequence[Batch]) -> list[Batch]:
+        return [cast_columns(columns, self.dtypes) for columns in outputs]
 
 
 def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
@@ -49,11 +59,12 @@ def check_same_samples(rollouts: Batch, rows: Batch) -> None:
             raise RowsDiffer(f"rows {differing[:20]} of {len(rows)} are not the samples that were scored")
 
 
-def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()) -> Batch:
-    """The columns of a loss: from rollout members, from the algorithm (``rows``), and from other roles, where a column
-    of several roles is stacked, ``[seq, n]``. Raises as :func:`check_same_samples`."""
+def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = (), needs: Collection[str] = ()) -> Batch:
+    """The columns of a loss: those that it ``needs`` from rollout members, the algorithm's (``rows``), and those from
+    other roles, where a column of several roles is stacked, ``[seq, n]``. Raises as :func:`check_same_samples`."""
     check_same_samples(rollouts, rows)
-    columns = {**rollouts.select(*TRAINED).columns, **rows.columns}
+    names = dict.fromkeys([*TRAINED, *(name for name in sorted(needs) if name in rollouts)])
+    columns = {**rollouts.select(*names).columns, **rows.columns}
     for name in dict.fromkeys(name for output in aux_outputs for name in output.columns):
         columns[name] = _stack([output.ragged(name) for output in aux_outputs if name in output])
     return Batch(columns)
@@ -94,3 +105,52 @@ def average_metrics(trained: Sequence[UpdateResult]) -> dict[str, float]:
     values = [{"loss": one.loss, "grad_norm": one.grad_norm, **means_by_weight(one.metrics)} for one in taken]
     means = {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]}
     return {**means, "lr": trained[-1].lr, "updates/skipped": float(sum(one.skipped for one in trained))}
+
+
+def cast_columns(batch: Batch, dtypes: Mapping[str, str]) -> Batch:
+    columns = {name: batch.ragged(name) for name in dtypes if name in batch}
+    cast = {name: column.like(column.values.astype(dtypes[name], copy=False)) for name, column in columns.items()}
+    return batch.with_columns(**cast)
+
+
+@contextmanager
+def annotate_errors_with_samples(
+    step: int, write_refused: WriteRefused, samples: SampleRows, find_offending: Callable[[], SampleRows]
+) -> Iterator[None]:
+    """If the update inside is refused, call ``write_refused`` with the offending samples, or all ``samples``, and raise
+    a NonFiniteUpdate that names them (by ``sample``) and the step."""
+    try:
+        yield
+    except InvocationError as error:
+        if not isinstance(error.original, NonFiniteUpdate):
+            raise
+        offending = find_offending()
+        write_refused(step, offending or samples)
+        reason = "samples with a value that is not finite"
+        if not offending:
+            reason = "each sample alone is finite; together they were"
+        names = _list_names(offending or samples)
+        raise NonFiniteUpdate(f"step {step}: {error.original}; {reason}: {names}") from error
+
+
+def _list_names(samples: SampleRows) -> str:
+    names = ", ".join(str(sample["sample"]) for sample in samples[:_MAX_NAMES])
+    more = f" and {len(samples) - _MAX_NAMES} more" if len(samples) > _MAX_NAMES else ""
+    return f"{names}{more} (all in refused.jsonl)"
+
+
+def find_nonfinite_rows(batch: Batch, outputs: Array) -> list[int]:
+    """The rows with a NaN or an infinity, in a column of numbers or in the outputs ``[all tokens]`` of the model."""
+    tokens = batch.ragged("tokens")
+    columns = [*batch.columns.values(), tokens.like(outputs)]
+    return np.flatnonzero(sum((_is_nonfinite(column) for column in columns), np.zeros(len(batch), dtype=bool))).tolist()
+
+
+def _is_nonfinite(column: object) -> Array:
+    """``[rows]``."""
+    if isinstance(column, Ragged):
+        values = _is_nonfinite(column.values)
+        return np.array([bool(row.any()) for row in Ragged(values, column.offsets)], dtype=bool)
+    if isinstance(column, np.ndarray) and column.dtype.kind == "f":
+        return np.asarray(~np.isfinite(column).reshape(len(column), -1).all(axis=1))
+    return np.zeros(len(column), dtype=bool)  # type: ignore[arg-type]

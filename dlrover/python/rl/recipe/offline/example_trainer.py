@@ -19,7 +19,7 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogConfig, NonNegative, Positive
 from dlrover.python.rl.recipe.base.data_config import JobCursor
 from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, EXAMPLE_NAMES
-from dlrover.python.rl.recipe.base.updates import TRAINED
+from dlrover.python.rl.recipe.base.updates import TRAINED, annotate_errors_with_samples
 from dlrover.python.rl.recipe.offline.examples import (
     ExampleData,
     Examples,
@@ -29,7 +29,6 @@ from dlrover.python.rl.recipe.offline.examples import (
     validate_lengths,
     warn_of_cuts,
 )
-from dlrover.python.rl.recipe.online.batch import annotate_errors_with_samples
 from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -197,7 +196,8 @@ class ExampleTrainer(RecipeTrainer):
         """One optimizer step; raises ``NonFiniteUpdate``, which names the rows, where it is refused."""
         shard = self._shard(batch)
         everything = [{"sample": self._locate(line)} for line in batch.dense("line").tolist()]
-        with annotate_errors_with_samples(step, self.run_log, everything, lambda: self._find_offending(shard)):
+        write = self.run_log.write_refused
+        with annotate_errors_with_samples(step, write, everything, lambda: self._find_offending(shard)):
             trained: UpdateResult
             trained, *_ = self.RG_ACTOR.train(shard)
         return trained

@@ -1,24 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch of a step, the columns that further roles compute for it, and its failed samples: those have no reward, are
-logged with the reason, and never trained on."""
+"""The batch of a step: its rows, the columns that further roles compute for it, and its samples in the run's folder."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.algorithm.losses.columns import SampleView, find_varied_groups
-from dlrover.python.rl.common.errors import ConfigError, DataError, InvocationError, NonFiniteUpdate
-from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.data.batch import Array, Batch, Ragged, even_cuts
+from dlrover.python.rl.common.disk_space import retry_io
+from dlrover.python.rl.data.batch import Batch, even_cuts
 from dlrover.python.rl.data.sampler import partition
-from dlrover.python.rl.recipe.base.config import RewardConfig
-from dlrover.python.rl.recipe.reporting.rewards import mean_reward, merge_rows, number_samples, part_columns
-from dlrover.python.rl.recipe.reporting.run_log import RunLog
-from dlrover.python.rl.recipe.reporting.sample_file import NUMBERS
+from dlrover.python.rl.recipe.online.prompts import PromptSource
+from dlrover.python.rl.recipe.reporting.rewards import merge_rows, number_samples, part_columns
+from dlrover.python.rl.recipe.reporting.sample_file import HELD_OUT, NUMBERS, SAMPLES, format_rows
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
 
@@ -125,30 +122,6 @@ class StepBatch:
         return metrics
 
 
-def sample_metrics(rows: Batch) -> dict[str, float]:
-    """Of whole samples: their rewards (of the scored ones) with each function's part, an environment's score, and the
-    lengths of their completions, which samples that failed before the first token do not have."""
-    samples = merge_rows(rows)
-    rewards, tokens = samples.dense("reward"), samples.dense("action_tokens")
-    has_completion = (tokens > 0) | ~np.isnan(rewards)
-    lengths, finished = tokens[has_completion].astype(np.float64), samples.dense("finished")[has_completion]
-    scored, parts = rewards[~np.isnan(rewards)], part_columns(samples)
-    metrics = {"reward/mean": mean_reward(rewards)}
-    if len(scored):
-        metrics |= {"reward/std": scored.std(), "reward/min": scored.min(), "reward/max": scored.max()}
-    metrics |= {name: mean_reward(samples.dense(name)) for name in parts}
-    if "score" in samples:
-        metrics["reward/score"] = mean_reward(samples.dense("score"))
-    if len(lengths):
-        shares = {"mean": lengths.mean(), "min": lengths.min(), "max": lengths.max()}
-        shares |= {f"p{share}": np.percentile(lengths, share) for share in (50, 95)}
-        metrics |= {f"completions/length_{name}": value for name, value in shares.items()}
-        metrics["completions/truncated"] = 1.0 - finished.mean()
-    if "unknown_ids" in rows:
-        metrics["completions/unknown_ids"] = rows.dense("unknown_ids").sum()
-    return {name: float(value) for name, value in metrics.items()}
-
-
 @dataclass(frozen=True)
 class AuxOutput:
     """Columns that a role computes for the rows of a step, if the algorithm needs one of them.
@@ -169,15 +142,6 @@ class AuxOutput:
         return not needs.isdisjoint(self.columns)
 
 
-def cast_columns(batch: Batch, dtypes: Mapping[str, str]) -> Batch:
-    columns = {name: batch.ragged(name) for name in dtypes if name in batch}
-    cast = {name: column.like(column.values.astype(dtypes[name], copy=False)) for name, column in columns.items()}
-    return batch.with_columns(**cast)
-
-
-# -- samples for people -----------------------------------------------------------------------------------------------
-
-
 def name_samples(rows: Batch) -> list[dict[str, Any]]:
     ids = zip(rows.dense("prompt_id").tolist(), rows.dense("sample_index").tolist(), strict=True)
     return [{"sample": f"sample {index} of prompt {prompt}"} for prompt, index in ids]
@@ -191,147 +155,84 @@ def select_logged(scored: Batch, rows: int) -> Batch:
     return logged.select(*names, *part_columns(scored), "row")
 
 
-_LOG = get_logger(__name__)
+class SampleLog:
+    """Writes ``samples.jsonl`` and ``held_out.jsonl``.
 
-# -- rewards ----------------------------------------------------------------------------------------------------------
+    ::
 
+        ROLLOUT[0..n].texts: what each has generated ------------.
+                                                                 v
+        scored rows -> trainer: numbers, and their order -> ROLLOUT[0].write_samples -> samples.jsonl
+                                                                 '-> what the console and tables show -> RunLog
 
-def is_unscored(rows: Batch) -> npt.NDArray[np.bool_]:
-    """``[rows]``, or ``[samples]`` of whole ones: those without a reward."""
-    return np.isnan(rows.dense("reward"))
+    A step has two calls of ROLLOUT[0]: one removes what an earlier attempt of it or of later ones has left, the other
+    writes there. A member that has done a call answers its repetition without doing it again, so the lines that a
+    killed trainer has had written stay, and its successor may not cut the file. Another member does both calls.
 
+    A folder that other nodes do not see, since the run's files are in an object store, is the trainer's to write: the
+    texts come to it. As part of a trainer's ``state`` it keeps where the lines end."""
 
-def find_failed_groups(scored: Batch) -> npt.NDArray[np.int64]:
-    """Prompt ids of the groups in whose last retry a sample failed, rising."""
-    ids, retry = scored.dense("prompt_id"), scored.dense("retry")
-    _, group = np.unique(ids, return_inverse=True)
-    last = np.full(len(ids), -1)
-    np.maximum.at(last, group, retry)  # per group: one that an earlier step retried may be among others
-    return np.unique(ids[(retry == last[group]) & is_unscored(scored)])
+    def __init__(self, trainer: Any, prompts: PromptSource) -> None:
+        self._rollouts, self._prompts, self._folder = trainer.RG_ROLLOUT, prompts, trainer.job_dir
+        self._run_log = trainer.run_log
+        self._run_log.owns_samples = self._is_local = not isinstance(trainer.results_dir, Path)
+        self._end: int | None = None  # unknown
 
+    def begin_step(self, step: int) -> None:
+        """Remove the lines of ``step`` and of later ones."""
+        if not self._is_local:
+            self._touch(SAMPLES)
+            (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
 
-class RewardFailures:
-    """Counts consecutive steps without a sample to train on, since scoring failed; part of a trainer's ``state``."""
-
-    def __init__(self, config: RewardConfig) -> None:
-        self._config, self._steps = config, 0
-
-    def update(self, step: int, scored: Batch) -> None:
-        """Count a step, given all of its rows, filtered ones included. Raises DataError if no sample is left in the
-        run's first step, or in ``give_up_after`` consecutive ones."""
-        self._steps = self._steps + 1 if np.isnan(trainable_rewards(scored, self._config)).all() else 0
-        if not self._steps:
+    def write_step(self, step: int, batch: StepBatch) -> None:
+        """Write the rows of a step, or of its first samples only."""
+        numbers, rows = select_logged(batch.all_rows, self._prompts.rows), batch.all_numbers
+        shown = self._run_log.excerpt(step)
+        most = max(shown.samples, shown.printed, shown.table)
+        chosen = np.flatnonzero(numbers.dense("trajectory") < most).tolist()
+        if not chosen:
             return
-        message, most = _describe_failure(merge_rows(scored), scored.objects("error")), self._config.give_up_after
-        if self._steps >= most > 1:
-            message = f"{message}; it was the last of {self._steps} such steps in a row (reward.give_up_after)"
-        if step == 1 or self._steps >= most:
-            raise DataError([ConfigError(f"step {step}", message)])
-        _LOG.warning("step %d: %s; %d such steps in a row, of which %d end the run", step, message, self._steps, most)
+        numbers, rows = numbers.take(chosen), tuple(rows[row] for row in chosen)
+        texts = self._texts(batch.rollouts)
+        if self._is_local:
+            self._run_log.write_samples(step, format_rows(numbers, _fetch(texts, rows)))
+            return
+        place = self._folder / SAMPLES, step, self._end
+        (written,) = self._rollouts.write_samples(*place, numbers, Shard(texts, rows=rows), shown)
+        self._end = written.end
+        self._run_log.show_samples(step, written)
 
-    def metrics(self) -> dict[str, float]:
-        return {"samples/steps_without_reward": float(self._steps)} if self._steps else {}
+    def write_held_out(self, answers: StepBatch) -> None:
+        """Write the last answers to the held-out prompts, one line each."""
+        numbers = self._prompts.name_sets(select_logged(answers.scored, self._prompts.held_out_rows))
+        texts = self._texts(answers.rollouts)
+        if self._is_local:
+            self._run_log.write_held_out(format_rows(numbers, _fetch(texts, answers.rows)))
+        else:
+            file = self._touch(HELD_OUT)
+            self._rollouts.write_held_out(file, numbers, Shard(texts, rows=answers.rows))
 
-    def state_dict(self) -> dict[str, int]:
-        return {"steps": self._steps}
+    def _texts(self, rollouts: Pending) -> Pending:
+        """Those of each call's results, from the members that have them."""
+        members = len(self._rollouts)
+        if len(rollouts) % members:  # fewer prompts than members
+            pending: Pending = self._rollouts.texts.options(target="RANK0")(Shard(rollouts))
+            return pending
+        calls = [self._rollouts.texts(rollouts[at : at + members]) for at in range(0, len(rollouts), members)]
+        return Pending([ref for call in calls for ref in call])
 
-    def load_state_dict(self, state: Mapping[str, int]) -> None:
-        self._steps = state["steps"]
+    def _touch(self, name: str) -> Path:
+        """A file that is there for each member that sees the folder."""
+        file = Path(self._folder / name)
+        retry_io(file.touch, file)
+        return file
 
+    def state_dict(self) -> dict[str, Any]:
+        return {"end": self._end}
 
-def mask_rewards(scored: Batch, config: RewardConfig) -> Batch:
-    """The rows as the algorithm sees them: those that it may not train on have no reward."""
-    return scored.with_columns(reward=trainable_rewards(scored, config))
-
-
-def uniform_share(train_rows: Batch) -> float:
-    """The share of groups of several samples whose rewards are all equal: they have no gradient under a group
-    baseline. 0 without such a group."""
-    samples = merge_rows(train_rows)
-    ids, rewards = samples.dense("prompt_id"), samples.dense("reward")
-    groups = [rewards[(ids == number) & ~np.isnan(rewards)] for number in np.unique(ids)]
-    several = [group for group in groups if len(group) > 1]
-    return sum(bool((group == group[0]).all()) for group in several) / len(several) if several else 0.0
-
-
-def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.float64]:
-    """``[rows]``: rewards, NaN in samples that are not trained on."""
-    reward = scored.dense("reward").copy()
-    if config.on_failure != "drop_sample":
-        keys = np.stack([scored.dense("prompt_id"), scored.dense("retry")])
-        group = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
-        has_failure = np.bincount(group, weights=is_unscored(scored)) > 0
-        reward[has_failure[group]] = np.nan
-    return reward
-
-
-def _describe_failure(samples: Batch, errors: list[str | None]) -> str:
-    last = [error for error in errors if error is not None][-1]
-    scorer = "environment" if "score" in samples else "reward function"
-    if is_unscored(samples).all():
-        return f"the {scorer} failed on all {len(samples)} samples, last with: {last}"
-    count, groups = int(is_unscored(samples).sum()), len(np.unique(samples.dense("prompt_id")))
-    fault = f"the {scorer} failed on {count} of {len(samples)} samples, which are in each of the {groups} groups"
-    return (
-        f"{fault}: none is left to train on (reward.on_failure: drop_sample would keep the others); last with: {last}"
-    )
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._end = state["end"]
 
 
-def failure_metrics(scored: Batch, train_rows: Batch) -> dict[str, float]:
-    """Counts of a step, of all its rows and of those from :func:`mask_rewards`, which were not filtered out."""
-    samples, ids = merge_rows(scored), train_rows.dense("prompt_id")
-    return {
-        "samples/failed": float(is_unscored(samples).sum()),
-        "samples/redrawn": float((samples.dense("retry") > 0).sum()),
-        "groups/dropped": float(len(np.unique(ids)) - len(np.unique(ids[~is_unscored(train_rows)]))),
-    }
-
-
-# -- non-finite updates -----------------------------------------------------------------------------------------------
-
-_MAX_NAMES = 8
-
-SampleRows: TypeAlias = Sequence[Mapping[str, Any]]
-
-
-@contextmanager
-def annotate_errors_with_samples(
-    step: int, run_log: RunLog, samples: SampleRows, find_offending: Callable[[], SampleRows]
-) -> Iterator[None]:
-    """If the update inside is refused, write the offending samples, or all ``samples``, to ``refused.jsonl``, and raise
-    a NonFiniteUpdate that names them (by ``sample``) and the step."""
-    try:
-        yield
-    except InvocationError as error:
-        if not isinstance(error.original, NonFiniteUpdate):
-            raise
-        offending = find_offending()
-        run_log.write_refused(step, offending or samples)
-        reason = "samples with a value that is not finite"
-        if not offending:
-            reason = "each sample alone is finite; together they were"
-        names = _list_names(offending or samples)
-        raise NonFiniteUpdate(f"step {step}: {error.original}; {reason}: {names}") from error
-
-
-def _list_names(samples: SampleRows) -> str:
-    names = ", ".join(str(sample["sample"]) for sample in samples[:_MAX_NAMES])
-    more = f" and {len(samples) - _MAX_NAMES} more" if len(samples) > _MAX_NAMES else ""
-    return f"{names}{more} (all in refused.jsonl)"
-
-
-def find_nonfinite_rows(batch: Batch, outputs: Array) -> list[int]:
-    """The rows with a NaN or an infinity, in a column of numbers or in the outputs ``[all tokens]`` of the model."""
-    tokens = batch.ragged("tokens")
-    columns = [*batch.columns.values(), tokens.like(outputs)]
-    return np.flatnonzero(sum((_is_nonfinite(column) for column in columns), np.zeros(len(batch), dtype=bool))).tolist()
-
-
-def _is_nonfinite(column: object) -> Array:
-    """``[rows]``."""
-    if isinstance(column, Ragged):
-        values = _is_nonfinite(column.values)
-        return np.array([bool(row.any()) for row in Ragged(values, column.offsets)], dtype=bool)
-    if isinstance(column, np.ndarray) and column.dtype.kind == "f":
-        return np.asarray(~np.isfinite(column).reshape(len(column), -1).all(axis=1))
-    return np.zeros(len(column), dtype=bool)  # type: ignore[arg-type]
+def _fetch(texts: Pending, rows: Sequence[int]) -> Batch:
+    return Batch.concat(texts.result()).take(rows)  # waits: for what members have

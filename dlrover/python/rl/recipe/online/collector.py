@@ -15,9 +15,9 @@ from dlrover.python.rl.data.jsonl import raise_errors
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import Ticket
 from dlrover.python.rl.recipe.base.config import PolicyConfig, eval_sampling, training_sampling
-from dlrover.python.rl.recipe.online.batch import StepBatch, find_failed_groups, trainable_rewards
+from dlrover.python.rl.recipe.online.batch import StepBatch
 from dlrover.python.rl.recipe.online.prompts import PromptSource
-from dlrover.python.rl.recipe.reporting.evaluation import Scores, collect_scores
+from dlrover.python.rl.recipe.reporting.rewards import Scores, collect_scores, find_failed_groups, trainable_rewards
 from dlrover.python.rl.recipe.rollout.episodes import Group, GroupKey
 from dlrover.python.rl.trainer.port import STRAGGLER_LOG_INTERVAL_S, Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -122,8 +122,7 @@ class StalenessTracker:
     def summary(self) -> str:
         groups = [self.groups_of(member) for member in range(self.members)]
         counts = [(sum(group.complete for group in of_member), len(of_member)) for of_member in groups]
-        parts = [f"ROLLOUT[{rank}] has {complete} of {total} groups" for rank, (complete, total) in enumerate(counts)]
-        return ", ".join(parts)
+        return ", ".join(f"ROLLOUT[{rank}] has {done} of {total} groups" for rank, (done, total) in enumerate(counts))
 
     # -- taking -------------------------------------------------------------------------------------------------------
 
@@ -273,9 +272,7 @@ class SampleCollector:
             self._poll(count, patience_s)
             if (groups := tracker.take(count)) is not None:
                 return groups
-            if (
-                tracker.max_staleness
-            ):  # else a group's share would depend on time, and with it the last bits of log-probs
+            if tracker.max_staleness:  # else shares would depend on time, and with them the last bits of log-probs
                 tracker.assign_shares()
             waited_s = time.monotonic() - start_s
             patience_s = max(_FIRST_POLL_S, _POLL_SHARE * waited_s)

@@ -17,33 +17,43 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig, SenderConfig
+<<<<<<< HEAD
 from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics, means_by_weight
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import (
     AuxOutput,
     RewardFailures,
     StepBatch,
+=======
+from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
+from dlrover.python.rl.recipe.base.updates import (
+    UpdatePlan,
+>>>>>>> columns54
     annotate_errors_with_samples,
+    assign_updates,
+    average_metrics,
     cast_columns,
-    failure_metrics,
-    is_unscored,
-    mask_rewards,
-    name_samples,
-    sample_metrics,
-    uniform_share,
+    means_by_weight,
 )
+from dlrover.python.rl.recipe.online.batch import AuxOutput, SampleLog, StepBatch, name_samples
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, warn_of_repeats
-from dlrover.python.rl.recipe.online.sample_log import SampleLog
-from dlrover.python.rl.recipe.online.step_warnings import StepWarnings
-from dlrover.python.rl.recipe.reporting.evaluation import (
+from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
+from dlrover.python.rl.recipe.reporting.rewards import (
+    RewardFailures,
     Scores,
+    StepWarnings,
     evaluation_metrics,
+    failure_metrics,
+    find_cut,
+    is_unscored,
+    mask_rewards,
+    merge_rows,
+    sample_metrics,
     step_metrics,
     summarize_evaluations,
+    uniform_share,
 )
-from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
-from dlrover.python.rl.recipe.reporting.rewards import find_cut, merge_rows
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -167,7 +177,7 @@ class PolicyTrainer(RecipeTrainer):
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
         """Annotate the rows and train on them; returns the metrics. NonFiniteUpdate names the samples."""
         names, find_offending = name_samples(batch.scored), partial(self.offending_samples, batch)
-        with annotate_errors_with_samples(step, self.run_log, names, find_offending):
+        with annotate_errors_with_samples(step, self.run_log.write_refused, names, find_offending):
             if not is_unscored(batch.train_rows).all():
                 aux = self.compute_aux_outputs(batch)
                 rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
@@ -371,8 +381,8 @@ class PolicyTrainer(RecipeTrainer):
     def find_errors(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_data(cfg)]
         errors += [*validate_roles(cls.__name__, cfg, roles), *validate_rollout(cfg)]
-        columns = {name for output in cls.aux_outputs(cfg) for name in output.columns}
-        errors += validate_algorithm(lambda: cls.algorithm_of(cfg), cls.own_columns | columns, cfg, roles)
+        columns = cls.own_columns | {name for output in cls.aux_outputs(cfg) for name in output.columns}
+        errors += validate_algorithm(lambda: cls.algorithm_of(cfg), columns, cfg, roles)
         errors += cls.validate_own(cfg, roles)
         is_unfit = any(error.where in ("config.algorithm", "config.algorithm.name") for error in errors)
         for output in () if is_unfit else cls.aux_outputs(cfg):

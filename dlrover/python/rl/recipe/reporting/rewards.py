@@ -1,13 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of whole samples, of which an environment's have several rows."""
+"""Rewards of whole samples, of which an environment's have several rows. Failed samples have none: they are logged with
+the reason, and never trained on. Metrics of steps, and of evaluations by answers to held-out prompts."""
 
-from typing import Any
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.algorithm.losses.columns import SampleView
+from dlrover.python.rl.common.errors import ConfigError, DataError
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.base.config import RewardConfig
+
+_LOG = get_logger(__name__)
+
+_MAX_TRUNCATED = 0.5
+"""A larger share of truncated completions is warned of."""
 
 _ALIKE = ("prompt_id", "sample_index", "retry", "turns")
 _SUMMED = ("reward", "score", "action_tokens", "token_count")
@@ -64,3 +76,263 @@ def mean_reward(rewards: Rewards) -> float:
     """Mean over the scored answers; NaN when there is none."""
     scored = rewards[~np.isnan(rewards)]
     return float(scored.mean()) if len(scored) else float("nan")
+
+
+def sample_metrics(rows: Batch) -> dict[str, float]:
+    """Of whole samples: their rewards (of the scored ones) with each function's part, an environment's score, and the
+    lengths of their completions, which samples that failed before the first token do not have."""
+    samples = merge_rows(rows)
+    rewards, tokens = samples.dense("reward"), samples.dense("action_tokens")
+    has_completion = (tokens > 0) | ~np.isnan(rewards)
+    lengths, finished = tokens[has_completion].astype(np.float64), samples.dense("finished")[has_completion]
+    scored, parts = rewards[~np.isnan(rewards)], part_columns(samples)
+    metrics = {"reward/mean": mean_reward(rewards)}
+    if len(scored):
+        metrics |= {"reward/std": scored.std(), "reward/min": scored.min(), "reward/max": scored.max()}
+    metrics |= {name: mean_reward(samples.dense(name)) for name in parts}
+    if "score" in samples:
+        metrics["reward/score"] = mean_reward(samples.dense("score"))
+    if len(lengths):
+        shares = {"mean": lengths.mean(), "min": lengths.min(), "max": lengths.max()}
+        shares |= {f"p{share}": np.percentile(lengths, share) for share in (50, 95)}
+        metrics |= {f"completions/length_{name}": value for name, value in shares.items()}
+        metrics["completions/truncated"] = 1.0 - finished.mean()
+    if "unknown_ids" in rows:
+        metrics["completions/unknown_ids"] = rows.dense("unknown_ids").sum()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+def is_unscored(rows: Batch) -> npt.NDArray[np.bool_]:
+    """``[rows]``, or ``[samples]`` of whole ones: those without a reward."""
+    return np.isnan(rows.dense("reward"))
+
+
+def find_failed_groups(scored: Batch) -> npt.NDArray[np.int64]:
+    """Prompt ids of the groups in whose last retry a sample failed, rising."""
+    ids, retry = scored.dense("prompt_id"), scored.dense("retry")
+    _, group = np.unique(ids, return_inverse=True)
+    last = np.full(len(ids), -1)
+    np.maximum.at(last, group, retry)  # per group: one that an earlier step retried may be among others
+    return np.unique(ids[(retry == last[group]) & is_unscored(scored)])
+
+
+class RewardFailures:
+    """Counts consecutive steps without a sample to train on, since scoring failed; part of a trainer's ``state``."""
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config, self._steps = config, 0
+
+    def update(self, step: int, scored: Batch) -> None:
+        """Count a step, given all of its rows, filtered ones included. Raises DataError if no sample is left in the
+        run's first step, or in ``give_up_after`` consecutive ones."""
+        self._steps = self._steps + 1 if np.isnan(trainable_rewards(scored, self._config)).all() else 0
+        if not self._steps:
+            return
+        message, most = _describe_failure(merge_rows(scored), scored.objects("error")), self._config.give_up_after
+        if self._steps >= most > 1:
+            message = f"{message}; it was the last of {self._steps} such steps in a row (reward.give_up_after)"
+        if step == 1 or self._steps >= most:
+            raise DataError([ConfigError(f"step {step}", message)])
+        _LOG.warning("step %d: %s; %d such steps in a row, of which %d end the run", step, message, self._steps, most)
+
+    def metrics(self) -> dict[str, float]:
+        return {"samples/steps_without_reward": float(self._steps)} if self._steps else {}
+
+    def state_dict(self) -> dict[str, int]:
+        return {"steps": self._steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        self._steps = state["steps"]
+
+
+def mask_rewards(scored: Batch, config: RewardConfig) -> Batch:
+    """The rows as the algorithm sees them: those that it may not train on have no reward."""
+    return scored.with_columns(reward=trainable_rewards(scored, config))
+
+
+def uniform_share(train_rows: Batch) -> float:
+    """The share of groups of several samples whose rewards are all equal: they have no gradient under a group
+    baseline. 0 without such a group."""
+    samples = merge_rows(train_rows)
+    ids, rewards = samples.dense("prompt_id"), samples.dense("reward")
+    groups = [rewards[(ids == number) & ~np.isnan(rewards)] for number in np.unique(ids)]
+    several = [group for group in groups if len(group) > 1]
+    return sum(bool((group == group[0]).all()) for group in several) / len(several) if several else 0.0
+
+
+def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.float64]:
+    """``[rows]``: rewards, NaN in samples that are not trained on."""
+    reward = scored.dense("reward").copy()
+    if config.on_failure != "drop_sample":
+        keys = np.stack([scored.dense("prompt_id"), scored.dense("retry")])
+        group = np.unique(keys, axis=1, return_inverse=True)[1].reshape(-1)
+        has_failure = np.bincount(group, weights=is_unscored(scored)) > 0
+        reward[has_failure[group]] = np.nan
+    return reward
+
+
+def _describe_failure(samples: Batch, errors: list[str | None]) -> str:
+    last = [error for error in errors if error is not None][-1]
+    scorer = "environment" if "score" in samples else "reward function"
+    if is_unscored(samples).all():
+        return f"the {scorer} failed on all {len(samples)} samples, last with: {last}"
+    count, groups = int(is_unscored(samples).sum()), len(np.unique(samples.dense("prompt_id")))
+    fault = f"the {scorer} failed on {count} of {len(samples)} samples, which are in each of the {groups} groups"
+    return (
+        f"{fault}: none is left to train on (reward.on_failure: drop_sample would keep the others); last with: {last}"
+    )
+
+
+def failure_metrics(scored: Batch, train_rows: Batch) -> dict[str, float]:
+    """Counts of a step, of all its rows and of those from :func:`mask_rewards`, which were not filtered out."""
+    samples, ids = merge_rows(scored), train_rows.dense("prompt_id")
+    return {
+        "samples/failed": float(is_unscored(samples).sum()),
+        "samples/redrawn": float((samples.dense("retry") > 0).sum()),
+        "groups/dropped": float(len(np.unique(ids)) - len(np.unique(ids[~is_unscored(train_rows)]))),
+    }
+
+
+@dataclass
+class StepWarnings:
+    """Logs steps that teach nothing, or whose samples were cut off, when such steps begin."""
+
+    compares_samples: bool
+    max_new_tokens: int
+    _without_signal: int = field(default=0, init=False)
+    _had_room: bool = field(default=True, init=False)
+    _had_unknown_ids: bool = field(default=False, init=False)
+
+    def note_rewards(self, step: int, rows: Batch) -> None:
+        """Log steps whose rewards give no gradient: the first, and ever fewer of the later ones."""
+        share = uniform_share(rows) if self.compares_samples else 0.0
+        self._without_signal += share == 1.0
+        if share == 1.0 and self._without_signal.bit_count() == 1:
+            _LOG.warning(
+                "step %d: no gradient: all rewards of a group are equal, in every group; check the reward function on"
+                " samples.jsonl, raise the temperature, or take easier prompts",
+                step,
+            )
+
+    def note_truncated(self, step: int, share: float) -> None:
+        """Log the first step, of several in a row, most of whose completions ended by their length."""
+        if share > _MAX_TRUNCATED and self._had_room:
+            _LOG.warning(
+                "step %d: %.0f %% of the completions were cut off: raise rollout.max_new_tokens, now %d, or see on"
+                " samples.jsonl why they do not end",
+                step,
+                100 * share,
+                self.max_new_tokens,
+            )
+        self._had_room = share <= _MAX_TRUNCATED
+
+    def note_unknown_ids(self, step: int, count: int) -> None:
+        """Log the first step whose completions have ids that the tokenizer does not have."""
+        if count and not self._had_unknown_ids:
+            self._had_unknown_ids = True
+            what = f"{count} sampled ids are none of the tokenizer's, so no reward sees them"
+            _LOG.warning("step %d: %s: engine.mask_unknown_ids masks them in engines torch and vllm", step, what)
+
+
+Scores: TypeAlias = Mapping[str, Rewards]
+"""``reward`` and, from an environment, ``score``."""
+
+EVALUATED = ("eval/accuracy", "eval/reward", "eval/failed")
+"""The names in :func:`step_metrics` of one answer to each prompt."""
+
+SCORED = "eval/score"
+"""One more name, with an environment."""
+
+
+def evaluation_metrics(sets: Collection[str], samples: int, scored: bool) -> list[str]:
+    """All names in :func:`step_metrics`; ``scored``: by an environment."""
+    passes = [f"eval/{name}" for name in (f"avg@{samples}", *(f"pass@{k}" for k in pass_counts(samples)))]
+    names = [*EVALUATED, *([SCORED] if scored else []), *(passes if samples > 1 else [])]
+    return [_name_metric(name, of_set) for of_set in sets or [""] for name in names]
+
+
+def collect_scores(answers: Batch, samples: int = 1) -> Scores:
+    """The scores of the answers, ``samples`` to each prompt, as plain arrays for a trainer's state."""
+    merged = merge_rows(answers)
+    return {name: merged.dense(name).reshape(-1, samples) for name in ("reward", "score") if name in merged}
+
+
+def pass_counts(samples: int) -> list[int]:
+    """The k of pass@k: powers of 2, and all samples."""
+    return [*(2**power for power in range(1, (samples - 1).bit_length())), *([samples] if samples > 1 else [])]
+
+
+def pass_at_k(right: npt.NDArray[np.bool_], k: int) -> float:
+    """The probability that one of ``k`` of the answers to a prompt is right, the mean over prompts.
+
+    The unbiased estimate 1 - C(n - c, k) / C(n, k) from n answers, of which c are right (Chen et al., arXiv:2107.03374,
+    equation 1). ``right``: ``[prompts, n]``."""
+    samples = right.shape[1]
+    wrong = samples - right.sum(axis=1)
+    return float(np.mean([1.0 - math.comb(count, k) / math.comb(samples, k) for count in wrong.tolist()]))
+
+
+def is_binary(rewards: Rewards) -> bool:
+    """Return True if there are rewards and each is 0 or 1: their mean is then an accuracy."""
+    scored = rewards[~np.isnan(rewards)]
+    return bool(len(scored)) and bool(np.isin(scored, (0.0, 1.0)).all())
+
+
+def accuracy(rewards: Rewards) -> float:
+    """Share of right answers; an unscored one is not right."""
+    return float(np.nan_to_num(rewards).mean())
+
+
+def count_failures(rewards: Rewards) -> int:
+    return int(np.isnan(rewards).sum())
+
+
+def step_metrics(answers: Mapping[str, Scores]) -> dict[str, float]:
+    """The metrics of an evaluation during training, by set; the name of a single one is empty."""
+    return {
+        _name_metric(name, of_set): value
+        for of_set, scores in answers.items()
+        for name, value in _metrics_of_set(scores).items()
+    }
+
+
+def _name_metric(name: str, of_set: str) -> str:
+    return name.replace("eval/", f"eval/{of_set}/", 1) if of_set else name
+
+
+def _metrics_of_set(scores: Scores) -> dict[str, float]:
+    """An accuracy is among them where every reward is 0 or 1."""
+    rewards = scores["reward"]
+    metrics = {"eval/reward": mean_reward(rewards), "eval/failed": float(count_failures(rewards))}
+    if "score" in scores:
+        metrics[SCORED] = mean_reward(scores["score"])
+    metrics |= {f"eval/{name}": value for name, value in _repeated(scores).items()}
+    return {"eval/accuracy": accuracy(rewards), **metrics} if is_binary(rewards) else metrics
+
+
+def _repeated(scores: Scores) -> dict[str, float]:
+    """avg@n and pass@k of n answers to each prompt, where there are several: of the environment's scores if there are,
+    else of the rewards."""
+    values = scores.get("score", scores["reward"])
+    samples = values.shape[1]
+    if samples == 1:
+        return {}
+    if not is_binary(values):
+        return {f"avg@{samples}": mean_reward(values)}
+    passes = {f"pass@{k}": pass_at_k(np.nan_to_num(values) == 1.0, k) for k in pass_counts(samples)}
+    return {f"avg@{samples}": accuracy(values), **passes}
+
+
+def summarize_evaluations(
+    before: Mapping[str, Scores], after: Mapping[str, Scores], names: Collection[str]
+) -> dict[str, float]:
+    """The closing metrics: all ``names`` of an evaluation after training, and with ``before/`` the same ones of before.
+
+    NaN stands for what is undefined: an accuracy where rewards are not all 0 or 1, and every metric from before
+    training of a set that had other prompts or samples then.
+    """
+    sizes = {of_set: scores["reward"].shape for of_set, scores in after.items()}
+    same = {of_set: scores for of_set, scores in before.items() if scores["reward"].shape == sizes.get(of_set)}
+    undefined = dict.fromkeys(names, math.nan)
+    first, last = (undefined | step_metrics(scores) for scores in (same, after))
+    return {**{f"before/{name}": value for name, value in first.items()}, **last}

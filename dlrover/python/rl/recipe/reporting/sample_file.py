@@ -57,11 +57,8 @@ def format_rows(numbers: Batch, texts: Batch) -> Iterator[dict[str, Any]]:
     joined = numbers.with_columns(**texts.columns)
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
     ordered = joined.select(*first, *(name for name in joined.columns if name not in (*first, "digest")))
-    return (_to_plain(ordered.row(row)) for row in range(len(ordered)))
-
-
-def _to_plain(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: value.item() if isinstance(value, np.generic) else value for name, value in row.items()}
+    rows = (ordered.row(row) for row in range(len(ordered)))
+    return ({name: each.item() if isinstance(each, np.generic) else each for name, each in row.items()} for row in rows)
 
 
 def write_step(
@@ -151,7 +148,10 @@ def _find_step(file: Path, step: int) -> int:
 def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
     """What a table shows of a sample: numbers and texts."""
     shown = {name: value for name, value in row.items() if name in _TABLE or name.startswith("reward/")}
-    plain = {name: value if isinstance(value, float | None) else _printable(value) for name, value in shown.items()}
+    plain = {
+        name: value if isinstance(value, float | None) else _encode(str(value)).decode()
+        for name, value in shown.items()
+    }
     return {"step": step, **replace_non_finite(plain)}
 
 
@@ -172,10 +172,6 @@ def format_line(row: Mapping[str, Any]) -> bytes:
 def _encode(text: str) -> bytes:
     """Half of a surrogate pair, which an error's text may have, is escaped as in JSON."""
     return text.encode(errors="backslashreplace")
-
-
-def _printable(value: Any) -> str:
-    return _encode(str(value)).decode()
 
 
 def replace_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,9 +22,13 @@ from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receiver
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.devices import Machine, peak_memory
 from dlrover.python.rl.recipe.base.engine_workload import TrainedWorkload, device_of, on_device
+<<<<<<< HEAD
 from dlrover.python.rl.recipe.base.updates import TRAINED, UpdatePlan, join_columns, run_updates
+=======
+from dlrover.python.rl.recipe.base.machine import Machine, peak_memory
+from dlrover.python.rl.recipe.base.updates import TRAINED, UpdatePlan, find_nonfinite_rows, join_columns, run_updates
+>>>>>>> columns54
 from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
-from dlrover.python.rl.recipe.online.batch import cast_columns, find_nonfinite_rows
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 _SENT_S = 2.0
@@ -61,9 +65,9 @@ class ActorWorkload(TrainedWorkload):
 
         ``rows`` are the algorithm's columns with the ``update`` of each row, ``aux`` ragged columns from other
         roles."""
-        batch = join_columns(rollouts, rows, [cast_columns(columns, plan.dtypes) for columns in aux]).with_columns(
-            rollout_logprobs=rollouts["logprobs"]
-        )
+        generated = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
+        needs = self._algorithm.needs.loss | {"rollout_logprobs"}
+        batch = join_columns(generated, rows, plan.cast(aux), needs)
         if "old_logprobs" not in batch:
             batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
         loss = EngineLoss(self._algorithm, logs_entropy=True)
@@ -75,7 +79,8 @@ class ActorWorkload(TrainedWorkload):
         return [replace(result, metrics={**result.metrics, **peak}) for result in results]
 
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
-        """The ragged columns that an algorithm annotates from: ``action_mask`` and log-probs, old and the rollouts'."""
+        """The columns that an algorithm annotates from: ``action_mask``, log-probs, old and the rollouts', and columns
+        that the rollout engine declares."""
         if "rollout_logprobs" in names:
             rollouts = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         if "old_logprobs" not in names:

@@ -39,8 +39,7 @@ from dlrover.python.rl.recipe.reporting.sample_file import (
     format_rows,
     write_step,
 )
-from dlrover.python.rl.recipe.rollout.episodes import count_unknown_ids, summarize_rows
-from dlrover.python.rl.recipe.rollout.kept import KeptSamples
+from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, count_unknown_ids, summarize_rows
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import InlineLoop, ThreadLoop
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
@@ -99,16 +98,15 @@ class RolloutWorkload(EngineWorkload):
         self._weights = self._make_weight_transport(engine, device)
         guard = _make_guard(rollout) if rollout.env_path else None
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads, own) if rollout.max_staleness else InlineLoop()
-        kept = self._kept_samples() if rollout.max_staleness and "/" in self.name else None
+        copies = None
+        if rollout.max_staleness and "/" in self.name:
+            copies = KeptSamples(memory_root(*run_of(self.name)) / "samples" / self.role.lower(), self.rank)
         self._scheduler = RolloutScheduler(
-            self._engine, guard, engine.max_batch, rollout.max_turns, template_kwargs, kept
+            self._engine, guard, engine.max_batch, rollout.max_turns, template_kwargs, copies
         )
         if self._loop.runs_between_calls:
             self._loop.run(self._scheduler.start())
         return type(self._engine).__name__
-
-    def _kept_samples(self) -> KeptSamples:
-        return KeptSamples(memory_root(*run_of(self.name)) / "samples" / self.role.lower(), self.rank)
 
     def receive_weights(self, ticket: Ticket) -> WeightStamp:
         """Fetch, verify and serve the actor's weights; older ones too, since a run that went back repeats a step.

@@ -1,25 +1,38 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups of samples, the rows that they become, and the episode of one sample: its turns with an environment."""
+# Over 400 lines: a sample from its group to its rows, and the copy of it that survives its member.
+"""Groups of samples, the rows that they become, the episode of one sample (its turns with an environment), and finished
+samples that survive their member."""
 
 import asyncio
+import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError, EngineError, EnvironmentFailed
-from dlrover.python.rl.data.batch import Batch, Ragged
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
+from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.messages import Message
-from dlrover.python.rl.environment.core.turns import Episode, Guard, TokenSequence, Trajectory
+from dlrover.python.rl.environment.core.turns import ROW, Episode, Guard, TokenSequence, Trajectory
 from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
+
+_LOG = get_logger(__name__)
+
+_STAMPS = "stamps.json"
+_MOST_STAMPS = 1000
 
 _SUMMARY = (
     "prompt_id", "sample_index", "retry", "trajectory", "turns", "finished", "version", "min_version", "digest",
@@ -88,10 +101,11 @@ class Group:
         return (*self.seed, *([0] * (3 - len(self.seed))), turn) if turn else self.seed
 
 
-def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
+def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, ColumnSpec] = GENERATED) -> Batch:
     """The rows of complete groups: groups in this order, samples by index, sequences of a sample adjacent.
 
-    Ragged ``[rows, seq]``: ``tokens``, ``action_mask``, ``logprobs``, ``versions`` (int64, -1 outside the mask). Dense:
+    Ragged ``[rows, seq]``: ``tokens``, ``action_mask``, and the columns that the engine ``generated``: ``logprobs``,
+    ``versions`` (int64, -1 outside the mask), and those that it declares (dense if they are per sample). Dense:
     ``prompt_id``, ``sample_index``, ``retry``, ``turns`` (of the sample), ``finished``, ``version`` and ``min_version``
     (highest and lowest of the row, -1 without an action token), ``trajectory`` (the same on the rows of one sample),
     ``digest`` (of the tokens). Objects: ``completion``, ``prompt``, ``answer``, ``extra_info``, ``think_prefix`` (by
@@ -99,18 +113,14 @@ def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
     (float64; of the row's own actions, NaN where the sample failed) and ``error`` (None, or why it failed)."""
     rows = [(group, sample, row) for group in groups for sample in group.samples for row in sample.sequences]
     sequences = [row for _, _, row in rows]
-    tokens = Ragged.from_rows([row.tokens for row in sequences], dtype=np.int64)
-    versions = Ragged.from_rows([row.versions for row in sequences], dtype=np.int64)
+    stacked = TokenSequence.stack(sequences, {**ROW, **generated})
+    score, token_rewards = stacked.pop("score"), stacked.pop("token_rewards")
+    tokens, versions = cast(Ragged, stacked["tokens"]), cast(Ragged, stacked["versions"])
     columns: dict[str, Any] = {
-        "tokens": tokens,
-        "action_mask": Ragged.from_rows([row.action_mask for row in sequences], dtype=np.bool_),
-        "logprobs": Ragged.from_rows([row.logprobs for row in sequences], dtype=np.float32),
-        "versions": versions,
         "prompt_id": _integers(group.prompt_id for group, _, _ in rows),
         "sample_index": _integers(sample.index for _, sample, _ in rows),
         "retry": _integers(group.retry for group, _, _ in rows),
         "turns": _integers(sample.turns for _, sample, _ in rows),
-        "finished": np.array([row.finished for row in sequences], dtype=np.bool_),
         "version": _integers(row.max() for row in versions),
         "min_version": _integers(row[row >= 0].min(initial=row.max()) for row in versions),
         "trajectory": _integers(_trajectory_number(group, sample) for group, sample, _ in rows),
@@ -122,8 +132,17 @@ def make_batch(groups: Sequence[Group], scored: bool) -> Batch:
         "think_prefix": [find_think_prefix(row.opening) for row in sequences],
     }
     if scored:
-        columns |= _reward_columns([sample for _, sample, _ in rows], sequences)
-    return Batch(columns)
+        failed = np.array([sample.error is not None for _, sample, _ in rows], dtype=np.bool_)
+        sums = np.array([math.fsum(row.values["token_rewards"]) for row in sequences], dtype=np.float64)
+        columns |= {
+            "token_rewards": token_rewards,
+            "reward": np.where(failed, np.nan, sums),
+            "score": np.where(failed, np.nan, cast(Any, score)),
+            "error": [sample.error for _, sample, _ in rows],
+        }
+    if clash := sorted(columns.keys() & stacked.keys()):
+        raise DataError(f"the engine declares a column '{clash[0]}', which the samples of every engine have")
+    return Batch(stacked | columns)
 
 
 def summarize_rows(rollouts: Batch) -> Batch:
@@ -143,19 +162,6 @@ def count_unknown_ids(rollouts: Batch, known_ids: int) -> Batch:
 def _count_true(flags: Ragged) -> npt.NDArray[np.int64]:
     totals: npt.NDArray[np.int64] = np.concatenate([[0], np.cumsum(flags.values)])
     return totals[flags.offsets[1:]] - totals[flags.offsets[:-1]]
-
-
-def _reward_columns(samples: Sequence[Sample], sequences: Sequence[TokenSequence]) -> dict[str, Any]:
-    rewards = Ragged.from_rows([row.rewards for row in sequences], dtype=np.float32)
-    failed = np.array([sample.error is not None for sample in samples], dtype=np.bool_)
-    sums = np.array([math.fsum(row.rewards) for row in sequences], dtype=np.float64)
-    scores = np.array([row.score for row in sequences], dtype=np.float64)
-    return {
-        "token_rewards": rewards,
-        "reward": np.where(failed, np.nan, sums),
-        "score": np.where(failed, np.nan, scores),
-        "error": [sample.error for sample in samples],
-    }
 
 
 def _integers(values: Any) -> npt.NDArray[np.int64]:
@@ -205,6 +211,8 @@ class EpisodeRunner:
     ) -> None:
         self._stream, self._guard, self._max_turns = stream, guard, max_turns
         self._tokenizer, self._arguments_of_template = stream.engine.tokenizer, arguments_of_template
+        declared = getattr(getattr(stream.engine, "info", None), "columns", {})  # without an info an engine has no more
+        self.columns: Mapping[str, ColumnSpec] = {**GENERATED, **declared}
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
@@ -212,12 +220,10 @@ class EpisodeRunner:
         sample has an ``error``. Raises EngineError if the engine refuses the prompt, DataError if it cannot be
         encoded."""
         if self._guard is None:
-            sequence = TokenSequence(group.text)
-            sequence.give(tokens)
+            trajectory = Trajectory(self._encode, group.text, tokens, columns=self.columns)
             completion = await self._generate(group, sample, tokens)
-            sequence.act(*_generated_columns(completion))
-            sequence.text, sequence.finished = completion.text, _has_finished(completion)
-            sample.sequences = [sequence]
+            trajectory.act(completion.text, completion.request.done.tolist(), _columns_of(completion))
+            sample.sequences = trajectory.sequences
             return
         answer = {} if group.answer is None else {"answer": group.answer}
         prompt = group.prompt if self._guard.traits.uses_messages else group.text
@@ -236,10 +242,9 @@ class EpisodeRunner:
             guard.fail(episode, _first_state_error(len(trajectory.context)))
         while episode.state is not None:
             completion = await self._generate(group, sample, trajectory.context)
-            columns = _generated_columns(completion)
-            ending = str(self._tokenizer.decode(columns[0][-1:])) if completion.finish == "eos" else ""
-            trajectory.act(completion.text, *columns, ending)
-            trajectory.last.finished = _has_finished(completion)
+            tokens = completion.request.done.tolist()
+            ending = str(self._tokenizer.decode(tokens[-1:])) if completion.finish == "eos" else ""
+            trajectory.act(completion.text, tokens, _columns_of(completion), ending)
             # A message has no prompt before it that could tell that its thoughts are open.
             result = await self._step(guard, episode, find_think_prefix(chat.text) + trajectory.action)
             if result is not None:
@@ -248,20 +253,20 @@ class EpisodeRunner:
             if state is None or sample.turns == self._max_turns:
                 break
             if not trajectory.observe(state, fits):
-                trajectory.last.finished = False  # the model has no position left for another turn
+                trajectory.last.values["finished"] = False  # the model has no position left for another turn
                 break
         sample.error = episode.failure
         sample.sequences = trajectory.sequences
         if not trajectory.sequences[0].tokens:  # it failed before the first state, and a row needs a token
-            trajectory.sequences[0].give([self._tokenizer.eos_token_id or 0])
+            trajectory.sequences[0].give(1, tokens=[self._tokenizer.eos_token_id or 0])
 
     def _start_trajectory(self, group: Group, state: str | None, chat: ChatText) -> Trajectory:
         state = group.text if state is None else state
         if chat.messages:
-            return Trajectory(self._encode, state)
+            return Trajectory(self._encode, state, columns=self.columns)
         tokens = encode_prompt(self._tokenizer, group.prompt, chat.template_kwargs) if state == group.text else None
         whole = partial(encode_prompt, self._tokenizer) if isinstance(group.prompt, str) else self._encode
-        return Trajectory(self._encode, state, tokens, whole)
+        return Trajectory(self._encode, state, tokens, whole, self.columns)
 
     async def _generate(self, group: Group, sample: Sample, context: Sequence[int]) -> Completion:
         request = Request.fresh(group.prompt_id, sample.index, context)
@@ -303,16 +308,108 @@ def _render_state(guard: Guard, episode: Episode, chat: ChatText, action: str = 
         return None
 
 
-def _generated_columns(completion: Completion) -> tuple[list[int], list[float], list[int]]:
-    request = completion.request
-    return request.done.tolist(), request.logprobs.tolist(), request.versions.tolist()
-
-
-def _has_finished(completion: Completion) -> bool:
-    return completion.finish in ("eos", "stop")
+def _columns_of(completion: Completion) -> dict[str, Any]:
+    return {**completion.columns, "finished": completion.finish in ("eos", "stop")}
 
 
 def _first_state_error(tokens: int) -> EnvironmentFailed:
     if not tokens:
         return EnvironmentFailed("nothing to begin with: the row has no prompt, and reset returned no state")
     return EnvironmentFailed(f"the first state leaves no room for an action: it has {tokens} tokens")
+
+
+class KeptSamples:
+    """The finished samples of the member ``rank``, outside it: the process that replaces it generates only the others.
+
+    ``folder`` is shared by the role's members on this node, in the memory of the run. A sample is reused only if its
+    tokens come from weights that the run still stands on: all members of the node note the stamp of each version that
+    they receive, and forget later ones when the run goes back. The other samples of a group are in other batches then,
+    so last bits may differ: this is for rollouts that run ahead, which promise no bits. A sample that cannot be written
+    is not kept: a full memory does not end a run."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self._folder, self._stamps_file = folder / str(rank), folder / _STAMPS
+        self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self._writer = ThreadPoolExecutor(1, "kept-samples")
+        self._stamps: dict[str, str] = {}  # version to fingerprint
+
+    def note(self, stamp: WeightStamp) -> None:
+        """The run stands on these weights, and on no later ones."""
+        earlier = {version: mark for version, mark in self._read_stamps().items() if int(version) < stamp.version}
+        newest = sorted(earlier, key=int)[-_MOST_STAMPS:]
+        self._stamps = {version: earlier[version] for version in newest} | {str(stamp.version): stamp.fingerprint}
+        if not _write(self._stamps_file, self._stamps):
+            self._stamps_file.unlink(missing_ok=True)  # else later ones would still count
+
+    def save(self, group: Group, sample: Sample) -> None:
+        versions = {version for sequence in sample.sequences for version in sequence.values["versions"] if version >= 0}
+        data = {
+            "seed": group.seed,
+            "sampling": repr(group.sampling),
+            "prompt": group.text,
+            "stamps": {str(version): self._stamps.get(str(version)) for version in versions},
+            "sequences": [[sequence.values, sequence.opening, sequence.text] for sequence in sample.sequences],
+            "turns": sample.turns,
+            "error": sample.error,
+            "versions": sample.versions,
+        }
+        self._writer.submit(_write, self._file(group.key, sample.index), data)
+
+    def load(self, group: Group, index: int, columns: Mapping[str, ColumnSpec]) -> Sample | None:
+        """A finished sample of this group from an earlier process, if it is still valid and has the ``columns``."""
+        specs = {**ROW, **columns}
+        try:
+            data = json.loads(self._file(group.key, index).read_text())
+            asked = (tuple(data["seed"]), data["sampling"], data["prompt"])
+            is_valid = asked == (group.seed, repr(group.sampling), group.text) and self._stands_on(data["stamps"])
+            if not is_valid or any(values.keys() != specs.keys() for values, _, _ in data["sequences"]):
+                return None
+            sequences = [TokenSequence(specs, *sequence) for sequence in data["sequences"]]
+            low, high = data["versions"]
+            return Sample(index, sequences, data["turns"], data["error"], versions=(low, high), ended=True)
+        except (OSError, ValueError, KeyError, TypeError):
+            return None
+
+    def retain(self, keys: Iterable[GroupKey]) -> None:
+        """Forget the samples of all other groups."""
+        names = {_name(key) for key in keys}
+        self._writer.submit(self._retain, names)
+
+    def _retain(self, names: set[str]) -> None:
+        for file in self._folder.iterdir():
+            if file.stem.rpartition("-")[0] not in names:
+                file.unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._writer.shutdown(wait=False, cancel_futures=True)
+
+    def _stands_on(self, stamps: Mapping[str, str | None]) -> bool:
+        known = self._read_stamps()
+        return all(mark is not None and known.get(version) == mark for version, mark in stamps.items())
+
+    def _read_stamps(self) -> dict[str, str]:
+        try:
+            stamps: dict[str, str] = json.loads(self._stamps_file.read_text())
+        except (OSError, ValueError):
+            return {}
+        return stamps
+
+    def _file(self, key: GroupKey, index: int) -> Path:
+        return self._folder / f"{_name(key)}-{index}.json"
+
+
+def _name(key: GroupKey) -> str:
+    return "-".join(map(str, key))
+
+
+def _write(file: Path, data: Any) -> bool:
+    """Replace a file as a whole, if there is space."""
+    new = file.with_suffix(f".{os.getpid()}")
+    try:
+        new.write_text(json.dumps(data, default=lambda value: value.tolist()))  # of numpy
+        new.replace(file)
+    except OSError as error:
+        _LOG.warning("%s is not kept: %s", file.name, error)
+        new.unlink(missing_ok=True)
+        return False
+    return True

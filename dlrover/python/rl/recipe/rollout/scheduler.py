@@ -19,8 +19,7 @@ from dlrover.python.rl.data.conversation import NO_KWARGS, arguments_of_template
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.environment.core.turns import Guard
-from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, Sample, make_batch
-from dlrover.python.rl.recipe.rollout.kept import KeptSamples
+from dlrover.python.rl.recipe.rollout.episodes import EpisodeRunner, Group, GroupKey, KeptSamples, Sample, make_batch
 from dlrover.python.rl.recipe.rollout.stream import EngineStream, Wakeup
 
 _LOG = get_logger(__name__)
@@ -109,7 +108,7 @@ class RolloutScheduler:
         for group in groups:
             self._start_group(group)
         await self._run_until(groups, lambda: all(group.complete for group in groups))
-        return make_batch(groups, scored=self.guard is not None)
+        return make_batch(groups, self.guard is not None, self._runner.columns)
 
     def _set_groups(self, wanted: Batch) -> list[Group]:
         groups = [self._find_or_create(row) for row in _plain_rows(wanted)]
@@ -268,7 +267,8 @@ class RolloutScheduler:
             sample.task.add_done_callback(partial(self._forget_task, group, sample))
 
     def _find_kept(self, group: Group, index: int) -> Sample:
-        kept = self._kept.load(group, index) if self._kept is not None and not group.priority else None
+        reuses = self._kept is not None and not group.priority
+        kept = self._kept.load(group, index, self._runner.columns) if self._kept is not None and reuses else None
         return kept or Sample(index)
 
     async def _run_sample(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
