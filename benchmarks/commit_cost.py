@@ -72,7 +72,7 @@ def _job(folder: Path, name: str, steps: int, threads: int) -> JobSpec:
 
 def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -> dict[str, Any]:
     """Seconds of each step, of its commit, and the most that the commits took in memory."""
-    from dlrover.python.rl.master.checked_job import check_job
+    from dlrover.python.rl.master.client.run import check_job
     from dlrover.python.rl.master.process.brain import run_local
     from dlrover.python.rl.runtime import local_executor
     from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path

@@ -4,7 +4,7 @@
 from bug import Bug
 
 _FOLDER, _OWNER, _EARLIER = "runtime/run_folder.py", "runtime/owner.py", "runtime/earlier_run.py"
-_SAVED, _SUPERVISOR = "master/saved_run.py", "master/supervisor.py"
+_SAVED, _SUPERVISOR = "master/client/resume.py", "master/client/supervisor.py"
 
 TESTS = {
     _FOLDER: (
@@ -128,7 +128,7 @@ BUGS = {
     "an interrupted job is begun again": Bug(
         _SUPERVISOR, "            if interrupts.count:\n                return interrupted(job)\n", ""
     ),
-    "a cluster that is away later ends the job": Bug(_SUPERVISOR, " and not self._errand.again", ""),
+    "a cluster that is away later ends the job": Bug(_SUPERVISOR, " and not is_resumed", ""),
     "what a lost child has started stays": Bug(_SUPERVISOR, "        _kill_marked(self._mark.encode())\n", ""),
     "a finished job seems to run on": Bug(_SUPERVISOR, "        claimed.end(status.phase.value)\n", ""),
 }

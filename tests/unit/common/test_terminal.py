@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from dlrover.python.rl.cli import operate
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.terminal import inert
-from dlrover.python.rl.master.operations.jobs import JobView, MemoryJobs
+from dlrover.python.rl.master.client.jobs import JobView, MemoryJobs
 from dlrover.python.rl.runtime.process.progress import ProgressView, print_summary
 
 EVIL = "a\x1b]0;title\x07b\x9b2Jc\u202etxt\u2066d\u200fe\x1b[31mred\x1b[0m"

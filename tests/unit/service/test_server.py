@@ -21,6 +21,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
+from dlrover.python.rl.cli.remote import _target, fetch
 from dlrover.python.rl.common.errors import (
     AccessDenied,
     CallError,
@@ -39,7 +40,6 @@ from dlrover.python.rl.service.jobs.submissions import check_process, check_subm
 from dlrover.python.rl.service.messages import STREAM_OPEN
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer
-from dlrover.python.rl.service.verbs import _target, fetch
 from tests.hostile_paths import PATHS
 from tests.served import JOB, WITHIN_S, Service, close_idle, idle_connections, serving, until
 

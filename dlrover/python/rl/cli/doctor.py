@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
+from dlrover.python.rl.cli.operate import EXIT_FAILED
 from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.common.terminal import echo
-from dlrover.python.rl.master.main import EXIT_FAILED
 from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, forget_memory
 from dlrover.python.rl.runtime.process.health import Check, MachineReport, examine
 from dlrover.python.rl.runtime.run_folder import ended_memory

@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 
-from dlrover.python.rl.master.operations.history import JobHistory, log_of
-from dlrover.python.rl.master.operations.jobs import JobOperations, JobView
+from dlrover.python.rl.master.client.jobs import JobHistory, JobOperations, JobView, log_of
 from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.runtime.process.result_files import LOGS, SUFFIX
 from dlrover.python.rl.service.client import ClientTls, ServiceClient
