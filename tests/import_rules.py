@@ -16,7 +16,7 @@ LAYERS = (
     ("control", "trainer"),
     ("runtime", "engine", "environment", "algorithm", "metrics"),
     ("master", "recipe", "session"),
-    ("classic", "script", "service"),
+    ("classic", "service"),
     ("cli",),
 )
 LAYER_OF = {package: index for index, layer in enumerate(LAYERS) for package in layer}

@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     )
     from dlrover.python.rl.common.names import RLRoleType
     from dlrover.python.rl.master.job import RLJob, RLJobBuilder
-    from dlrover.python.rl.script.result import TrainResult
-    from dlrover.python.rl.script.train import train_distill, train_dpo, train_grpo, train_ppo, train_rm, train_sft
     from dlrover.python.rl.session.inference import InferenceEngine
     from dlrover.python.rl.session.session import init, shutdown
     from dlrover.python.rl.session.split import NeedParallel
@@ -34,6 +32,8 @@ if TYPE_CHECKING:
     from dlrover.python.rl.trainer.trainer import BaseTrainer
     from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
     from dlrover.rl import nn
+    from dlrover.rl.result import TrainResult
+    from dlrover.rl.train import train_distill, train_dpo, train_grpo, train_ppo, train_rm, train_sft
 
 _HOME = {
     "BaseTrainer": "dlrover.python.rl.trainer.trainer",
@@ -59,12 +59,12 @@ _HOME = {
     "SFTTrainer": "dlrover.python.rl.classic",
     "Shard": "dlrover.python.rl.trainer.shard",
     "TrainEngine": "dlrover.python.rl.session.train",
-    "TrainResult": "dlrover.python.rl.script.result",
+    "TrainResult": "dlrover.rl.result",
     "init": "dlrover.python.rl.session.session",
     "shutdown": "dlrover.python.rl.session.session",
     **dict.fromkeys(
         ["train_distill", "train_dpo", "train_grpo", "train_ppo", "train_rm", "train_sft"],
-        "dlrover.python.rl.script.train",
+        "dlrover.rl.train",
     ),
     "trainer_invocation": "dlrover.python.rl.trainer.workload",
 }
