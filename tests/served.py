@@ -42,8 +42,7 @@ async def serve(
     """``off``: names of modules, and what takes the place of a guard there; ``open_files``: soft and hard limit."""
     if open_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(open_files))
-    from dlrover.python.rl.service.access.limits import FailureLimit
-    from dlrover.python.rl.service.access.tls import TlsFiles
+    from dlrover.python.rl.service.access import FailureLimit, TlsFiles
     from dlrover.python.rl.service.auth import TokenFile
     from dlrover.python.rl.service.jobs import reading
     from dlrover.python.rl.service.jobs.reading import SubmissionReader

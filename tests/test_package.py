@@ -65,6 +65,7 @@ def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_p
     rl = ROOT / "dlrover/python/rl"
     shipped = {
         *(rl / "cli/skeleton").rglob("*.*"),
+        *(rl / "classic").glob("*.pyi"),
         *(rl / "metrics").glob("*.json"),
         *(rl / "metrics").glob("*.yaml"),
     }

@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
-    from dlrover.python.rl.classic import (
-        EnvBase,
-        Evaluator,
-        GRPOTrainer,
-        MathDataset,
-        OnPolicyDistillationTrainer,
-        SFTTrainer,
-    )
+    from dlrover.python.rl.classic import EnvBase, Evaluator, MathDataset
+    from dlrover.python.rl.classic.trainers.grpo_trainer import GRPOTrainer
+    from dlrover.python.rl.classic.trainers.onpolicy_distillation_trainer import OnPolicyDistillationTrainer
+    from dlrover.python.rl.classic.trainers.sft_trainer import SFTTrainer
     from dlrover.python.rl.common.errors import (
         DLRoverRLError,
         InvalidJob,

@@ -3,21 +3,15 @@
 
 from bug import Bug
 
-_AUTH, _GATE, _LIMITS, _TLS = (
-    "service/auth.py",
-    "service/access/gate.py",
-    "service/access/limits.py",
-    "service/access/tls.py",
-)
+_AUTH, _ACCESS = "service/auth.py", "service/access.py"
 _MANAGER = "service/manager.py"
 _LEDGER, _SCHEDULE, _STORE = "service/jobs/ledger.py", "service/jobs/scheduling.py", "service/jobs/store.py"
-_RUNNER = "service/ray_runner.py"
+_RUNNER, _READING = "service/ray_runner.py", "service/jobs/reading.py"
 
 TESTS = {
     _AUTH: ("service/test_auth.py", "service/test_server.py"),
-    _GATE: ("service/test_access.py", "service/test_server.py"),
-    _LIMITS: ("service/test_access.py", "service/test_server.py"),
-    _TLS: ("service/test_access.py", "service/test_server.py"),
+    _READING: ("service/test_access.py", "service/test_server.py"),
+    _ACCESS: ("service/test_access.py", "service/test_server.py"),
     _MANAGER: ("service/test_manager.py", "service/test_manager_failures.py"),
     _LEDGER: ("service/test_manager.py", "service/test_manager_failures.py"),
     _SCHEDULE: ("service/test_scheduling.py", "service/test_manager.py"),
@@ -43,24 +37,24 @@ BUGS = {
     ),
     "two processes may write the tokens": Bug(_AUTH, "fcntl.flock(descriptor, fcntl.LOCK_EX)", "pass"),
     "a stream takes no place among the long calls": Bug(
-        _GATE, "                    if is_long:\n", "                    if False:\n"
+        _ACCESS, "                    if is_long:\n", "                    if False:\n"
     ),
     "an address that fails too often is not held back": Bug(
-        _GATE, "if not self._failures.take(address):", "if self._failures.take(address) is None:"
+        _ACCESS, "if not self._failures.take(address):", "if self._failures.take(address) is None:"
     ),
     "a caller has one call more than it may": Bug(
-        _LIMITS, "if self._held[caller] >= self._most:", "if self._held[caller] > self._most:"
+        _READING, "if self._held[caller] >= self._most:", "if self._held[caller] > self._most:"
     ),
     "the address that failed first is forgotten, not the oldest": Bug(
-        _LIMITS, "self._left.pop(address, (self._burst, now_s))", "self._left.get(address, (self._burst, now_s))"
+        _ACCESS, "self._left.pop(address, (self._burst, now_s))", "self._left.get(address, (self._burst, now_s))"
     ),
     "an address saves up failures": Bug(
-        _LIMITS, "min(left + (now_s - at_s) * self._per_s, self._burst)", "left + (now_s - at_s) * self._per_s"
+        _ACCESS, "min(left + (now_s - at_s) * self._per_s, self._burst)", "left + (now_s - at_s) * self._per_s"
     ),
     "clients need no certificate": Bug(
-        _TLS, "reader.read_changed, self.client_ca is not None", "reader.read_changed, False"
+        _ACCESS, "reader.read_changed, self.client_ca is not None", "reader.read_changed, False"
     ),
-    "a new certificate is not read": Bug(_TLS, "self.read() if self._state() != self._seen else None", "None"),
+    "a new certificate is not read": Bug(_ACCESS, "self.read() if self._state() != self._seen else None", "None"),
     "what is not saved is answered": Bug(
         _MANAGER,
         "                await self._put_off(batch, error)\n                return\n",

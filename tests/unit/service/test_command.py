@@ -57,10 +57,10 @@ def test_serve_paths_are_from_where_it_was_started(tmp_path, monkeypatch, argume
         (tmp_path / name).touch()
     served = []
 
-    async def serve(address, state, tls, options):
+    async def noted(address, state, tls, options):
         served.extend([Path.cwd(), state, *tls[:2], options["metrics_token_file"]])
 
-    monkeypatch.setattr(serve, "_serve", serve)
+    monkeypatch.setattr(serve, "_serve", noted)
     files = ["--tls-cert", "tls.crt", "--tls-key", "tls.key", "--metrics-token-file", "metrics"]
     done = CliRunner().invoke(serve.serve, [*arguments, *files])
     assert refused in str(done.exception or "")

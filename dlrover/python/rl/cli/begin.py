@@ -5,7 +5,7 @@
 import ast
 import os
 import sys
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
@@ -102,14 +102,10 @@ _SUPERVISE = click.option(
 def run(job_file: str, overrides: tuple[str, ...], local: bool, **where: Any) -> None:
     """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
     place = _Place(local, **where)
-    with _shown(f"checking {job_file}", not local):
+    # On a terminal it shows what happens inside the block, and is erased, so that errors stand alone.
+    with nullcontext() if local else Console(stderr=True).status(f"checking {job_file}"):
         checked = check_described(lambda: wait_for_lost_owner(load_job(job_file, overrides)), local)
     _run(checked, place)
-
-
-def _shown(activity: str, live: bool) -> AbstractContextManager[Any]:
-    """Show on a terminal what happens inside the block; it is erased, so that errors stand alone."""
-    return Console(stderr=True).status(activity) if live else nullcontext()
 
 
 @click.command(cls=OverridesCommand)
@@ -228,20 +224,13 @@ def submit(job_name: str, rl_config: str, address: str | None, local: bool, deta
 
 def job_of_options(job_name: str, rl_config: str, options: dict[str, Any]) -> JobSpec:
     """The job that the options of ``submit`` give. Raises InvalidJob."""
-    text = Path(rl_config).read_text(encoding="utf-8") if _is_file(rl_config) else rl_config
-    if text == rl_config and _looks_like_file(text):
+    is_file = not any(mark in rl_config for mark in "\n{") and Path(rl_config).is_file()
+    text = Path(rl_config).read_text(encoding="utf-8") if is_file else rl_config
+    if not is_file and not any(mark in text for mark in "\n{:"):
         siblings = [path.name for path in Path(text).parent.glob("*") if path.is_file()]
         raise InvalidJob([ConfigError("--rl_config", f"no such file: {text}{hint(Path(text).name, siblings)}")])
-    search_path = search_folders(Path(rl_config).absolute().parent) if text != rl_config else None
+    search_path = search_folders(Path(rl_config).absolute().parent) if is_file else None
     return _with_options(load_job_text(text, job_name, search_path=search_path), options)
-
-
-def _is_file(text: str) -> bool:
-    return "\n" not in text and "{" not in text and Path(text).is_file()
-
-
-def _looks_like_file(text: str) -> bool:
-    return not any(mark in text for mark in "\n{:")
 
 
 def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
@@ -341,29 +330,23 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     except (SystemExit, OSError):  # SIGTERM, or a disk
         echo(how_to_go_on(job, job.job_dir), err=True)
         raise
-    if ended.phase is Phase.FINISHED:
-        _print_summary(ended)
-    echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
-    if ended.cause is not None and ended.cause.detail:
-        echo(f"\n{ended.cause.detail}", err=True)
-    _show_how_to_go_on(job, ended)
+    _show_end(job, ended)
     if ended.phase is Phase.FAILED:
         sys.exit(EXIT_FAILED)
     if ended.phase is not Phase.FINISHED:
         sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
 
 
-def _show_how_to_go_on(job: JobSpec, ended: JobStatus) -> None:
-    if ended.phase is not Phase.FINISHED and ended.folder:
+def _show_end(job: JobSpec, ended: JobStatus) -> None:
+    is_finished, summary = ended.phase is Phase.FINISHED, Path(ended.folder) / SUMMARY
+    if is_finished and summary.is_file():  # the trainer may have written it where it cannot be seen from here
+        print_summary(ended.name, summary.read_text(encoding="utf-8"))
+    echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
+    if ended.cause is not None and ended.cause.detail:
+        echo(f"\n{ended.cause.detail}", err=True)
+    if not is_finished and ended.folder:
         line = how_to_go_on(job, Path(ended.folder), ended.step, ended.cause)
         echo(line, err=True, nl=bool(line))
-
-
-def _print_summary(ended: JobStatus) -> None:
-    """The closing metrics, when the trainer wrote them where they can be seen from here."""
-    file = Path(ended.folder) / SUMMARY
-    if file.is_file():
-        print_summary(ended.name, file.read_text(encoding="utf-8"))
 
 
 VERBS = (init, run, resume, evaluate, check, submit)

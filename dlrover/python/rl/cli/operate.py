@@ -66,9 +66,9 @@ def _operation(function: Callable[..., None]) -> click.Command:
         with connect(address, server, name) as jobs:
             function(jobs, **arguments)
 
-    run.__doc__, run.__name__ = function.__doc__, function.__name__.removeprefix("_")
+    run.__doc__ = function.__doc__
     run.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
-    return click.command()(_ADDRESS(_SERVER(run)))
+    return click.command(function.__name__.removesuffix("_jobs"))(_ADDRESS(_SERVER(run)))
 
 
 @_operation

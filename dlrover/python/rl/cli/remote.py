@@ -27,7 +27,7 @@ from dlrover.python.rl.runtime.process.progress import SUMMARY, print_summary
 from dlrover.python.rl.runtime.run_folder import MODEL
 
 _REQUIRED_SERVER = click.option(
-    "--server", envvar="DLROVER_RL_REQUIRED_SERVER", show_envvar=True, required=True, help="The job service, host:port."
+    "--server", envvar="DLROVER_RL_SERVER", show_envvar=True, required=True, help="The job service, host:port."
 )
 _SERVER = click.Option(["--server"], help="Submit the job to this job service, host:port.")
 _PRIORITY = click.Option(["--priority"], type=click.IntRange(-100, 100), default=0, help="With --server.")
@@ -84,8 +84,7 @@ def _refuse(names: Iterable[str], what: str) -> None:
 
 def _of_file(_: Any, job_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     text, name = read_job_file(Path(job_file))
-    is_renamed = any(override.startswith("name=") for override in overrides)
-    name = "" if is_renamed else name
+    name = "" if any(override.startswith("name=") for override in overrides) else name
     check_submitted(text, name, overrides, Path(job_file).absolute().parent)
     return {"text": text, "name": name, "overrides": overrides}
 
@@ -148,7 +147,10 @@ def read_job_file(job_file: Path) -> tuple[str, str]:
         near = hint(job_file.name, [path.name for path in job_file.parent.glob("*.y*ml")])
         raise InvalidJob([ConfigError(str(job_file), f"no such job file{near}")])
     text = job_file.read_text(encoding="utf-8")
-    return text, _own_name(text) or name_of_file(job_file)
+    with suppress(yaml.YAMLError, RecursionError):
+        top = yaml.safe_load(text)
+        return text, (str(top.get("name", "")) if isinstance(top, dict) else "") or name_of_file(job_file)
+    return text, name_of_file(job_file)
 
 
 def check_submitted(text: str, name: str, overrides: Sequence[str], *folders: Path) -> None:
@@ -161,14 +163,6 @@ def submit(client: Any, server: str, text: str, **options: Any) -> str:
     job = client.submit(text, **options)
     echo(f"{job.name}: {job.reason or 'submitted'}; dlrover-rl attach {job.name} --server {server}")
     return str(job.name)
-
-
-def _own_name(text: str) -> str:
-    try:
-        top = yaml.safe_load(text)
-    except (yaml.YAMLError, RecursionError):
-        return ""
-    return str(top.get("name", "")) if isinstance(top, dict) else ""
 
 
 @click.command()

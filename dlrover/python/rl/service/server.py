@@ -24,9 +24,7 @@ from dlrover.python.rl.common.errors import AccessDenied, ConfigError, DLRoverRL
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.metrics.service import ServiceMetrics
 from dlrover.python.rl.runtime.process.result_files import LogReader, RunFolder
-from dlrover.python.rl.service.access.gate import Gate
-from dlrover.python.rl.service.access.limits import FailureLimit, connection_options
-from dlrover.python.rl.service.access.tls import TlsFiles
+from dlrover.python.rl.service.access import FailureLimit, Gate, TlsFiles, connection_options
 from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
 from dlrover.python.rl.service.jobs.reading import SubmissionReader
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob

@@ -6,7 +6,7 @@ There are three places: a Ray cluster (``RayJobs``), the folders of runs (``Save
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite, nan
@@ -177,27 +177,19 @@ class JobOperations(JobReports, Protocol):
     def resize(self, name: str, role: str, num: int) -> JobView: ...
 
 
+SHARED_FIELDS = ("name", "step", "total_steps", "step_s", "started_s", "restarts", "reason", "activity", "folder")
+"""Fields of a view that a job's status, and a service's message of a job, have under the same name."""
+
+
 def view_of_status(status: JobStatus) -> JobView:
     cause = status.cause
     return JobView(
-        name=status.name,
         phase=status.phase.value,
         ended=status.phase.terminal,
-        step=status.step,
-        total_steps=status.total_steps,
-        reward=status.reward,
-        step_s=status.step_s,
-        started_s=status.started_s,
         elapsed_s=time.time() - status.started_s if status.started_s else 0.0,
-        restarts=status.restarts,
-        reason=status.reason,
         cause=cause.kind.value if cause else "",
         detail=cause.detail if cause else "",
-        activity=status.activity,
-        folder=status.folder,
-        roles=status.roles,
-        recoveries=status.recoveries,
-        members=status.members,
+        **{name: getattr(status, name) for name in (*SHARED_FIELDS, "reward", "roles", "recoveries", "members")},
     )
 
 
@@ -303,43 +295,3 @@ class SavedRuns:
                 return
             time.sleep(_POLL_S)
             view = self.get(name)
-
-
-class MemoryJobs:
-    """Jobs that only change when ``on_change`` says so: for trying the verbs."""
-
-    def __init__(self, *views: JobView, on_change: Callable[["MemoryJobs", str, str], None] | None = None) -> None:
-        self.views = {view.name: view for view in views}
-        self._on_change = on_change or (lambda jobs, verb, name: None)
-
-    def list_jobs(self) -> tuple[list[JobView], int]:
-        return list(self.views.values()), 0
-
-    def get(self, name: str) -> JobView:
-        if check_name(name) not in self.views:
-            raise no_such_job(name, self.views, "here")
-        return self.views[name]
-
-    def history(self, view: JobView) -> JobHistory | None:
-        return None
-
-    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
-        return self._changed("attach", name)
-
-    def wait(self, name: str, timeout_s: float | None) -> JobView:
-        return self._changed("wait", name)
-
-    def stop(self, name: str, hard: bool) -> JobView:
-        return self._changed("stop", name)
-
-    def resize(self, name: str, role: str, num: int) -> JobView:
-        return self._changed("resize", name)
-
-    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
-        self.get(name)
-        return iter(())
-
-    def _changed(self, verb: str, name: str) -> JobView:
-        self.get(name)
-        self._on_change(self, verb, name)
-        return self.views[name]

@@ -106,7 +106,8 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
                 raise
             sweep(job.name)
             raise MasterLost(f"{error}; to go on: {resume_command(job.job_dir)}") from error
-        if own and status.phase is Phase.FAILED and _may_be_the_clusters(status) and lost_process(_LOST_S):
+        may_be_the_clusters = status.cause is None or status.cause.kind in _CLUSTERS
+        if own and status.phase is Phase.FAILED and may_be_the_clusters and lost_process(_LOST_S):
             raise MasterLost(f"a process of Ray has died: {status.reason}")
         if status.phase.terminal:
             end(master)
@@ -125,10 +126,6 @@ def _remaining_master(job: JobSpec) -> Any:
         return None
     status: JobStatus = ask(master.status.remote, ANSWER_S)
     return master if status.folder == str(job.job_dir) and not status.phase.terminal else None
-
-
-def _may_be_the_clusters(status: JobStatus) -> bool:
-    return status.cause is None or status.cause.kind in _CLUSTERS
 
 
 def start_master(
@@ -327,7 +324,10 @@ class RayJobs(SavedRuns):
             return self._ended(name)
         before = self.get(name)
         try:
-            view = before if hard or before.ended else view_of_status(_stopped(master))
+            view = before
+            if not (hard or before.ended):
+                stop_master(master, "stopped from the command line")
+                view = view_of_status(follow(master, deadline_s=_STOP_S))
         except MasterLost:  # who follows the job has removed it
             return _end_of(before)
         if view.ended:
@@ -352,8 +352,3 @@ def _end_of(seen: JobView) -> JobView:
         history = read_history(folder) if seen.folder else None
         return view_of_folder(seen.name, folder, history, current_address()) if history is not None else seen
     return seen
-
-
-def _stopped(master: Any) -> JobStatus:
-    stop_master(master, "stopped from the command line")
-    return follow(master, deadline_s=_STOP_S)

@@ -207,11 +207,11 @@ class _Child:
                 case JobStatus():
                     self._ended = True
                     return message
-                case MasterLost() | ClusterUnavailable() if not self._is_first_refusal(message):
-                    self._ended = True
-                    raise _Lost(str(message)) from message
                 case BaseException():
                     self._ended = True
+                    *_, is_resumed = self._errand
+                    if isinstance(message, MasterLost) or (isinstance(message, ClusterUnavailable) and is_resumed):
+                        raise _Lost(str(message)) from message
                     raise message
 
     def _pass_on(self, interrupts: Interrupts) -> None:
@@ -219,10 +219,6 @@ class _Child:
         if interrupts.count > self._passed_on:
             self._passed_on += 1
             self._process.send_signal(signal.SIGINT if self._is_ready else signal.SIGTERM)
-
-    def _is_first_refusal(self, error: Exception) -> bool:
-        *_, is_resumed = self._errand
-        return isinstance(error, ClusterUnavailable) and not is_resumed
 
     def _how_it_ended(self) -> str:
         with suppress(subprocess.TimeoutExpired):

@@ -6,13 +6,13 @@ import multiprocessing
 import os
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from dlrover.python.rl.common.errors import ConfigError, InvalidJob, ServiceUnavailable
-from dlrover.python.rl.service.access.limits import CallLimit
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, ServiceBusy, ServiceUnavailable
 from dlrover.python.rl.service.jobs.records import SubmitJob
 from dlrover.python.rl.service.jobs.submissions import check_submission
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
@@ -106,3 +106,24 @@ def _end_with_the_service() -> None:
         os._exit(0)
 
     threading.Thread(target=end, name="end-with-the-service", daemon=True).start()
+
+
+class CallLimit:
+    """How many calls of one caller are answered at the same time."""
+
+    def __init__(self, most: int, what: str) -> None:
+        self._most, self._what = most, what
+        self._held: Counter[str] = Counter()
+
+    @contextmanager
+    def hold(self, caller: str) -> Iterator[None]:
+        """Raises ServiceBusy."""
+        if self._held[caller] >= self._most:
+            raise ServiceBusy(f"'{caller}' has {self._most} {self._what}, as many as allowed: end some, or wait")
+        self._held[caller] += 1
+        try:
+            yield
+        finally:
+            self._held[caller] -= 1
+            if not self._held[caller]:
+                del self._held[caller]
