@@ -92,9 +92,9 @@ async def _serve(
     from dlrover.python.rl.metrics.endpoint import tls_context
     from dlrover.python.rl.service.access import TlsFiles
     from dlrover.python.rl.service.auth import TokenFile, prepare
-    from dlrover.python.rl.service.jobs.reading import SubmissionReader, in_a_process
     from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
+    from dlrover.python.rl.service.jobs.submissions import SubmissionReader, in_a_process
     from dlrover.python.rl.service.manager import JobManager
     from dlrover.python.rl.service.runner import MemoryRunner
     from dlrover.python.rl.service.server import JobServer

@@ -26,7 +26,7 @@ import grpc
 
 from dlrover.python.rl.common.errors import AccessDenied, ServiceBusy
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.service.jobs.reading import CallLimit
+from dlrover.python.rl.service.jobs.submissions import CallLimit
 
 _LOG = get_logger(__name__)
 
