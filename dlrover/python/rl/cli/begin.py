@@ -243,22 +243,23 @@ def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
     if unknown:
         raise InvalidJob(unknown)
     own = {role.upper(): limit for role, limit in job.restart.workload_max_restart.items()}
-    restart = replace(
-        job.restart,
-        workload_max_restart={**own, **limits},
-        **_set_only(job_max_restart=options["job_max_restart"], trainer_max_restart=options["trainer_max_restart"]),
-    )
-    master = replace(
-        job.master,
-        **_set_only(cpu=options["master_cpu"], memory=options["master_mem"], max_restart=options["master_max_restart"]),
-    )
-    return replace(
-        job, restart=restart, master=master, **_set_only(scheduling_strategy=options["scheduling_strategy_type"])
-    )
+    changes: dict[str, dict[str, Any]] = {"restart": {"workload_max_restart": {**own, **limits}}, "master": {}, "": {}}
+    for name, (section, field) in _FIELDS.items():
+        if options[name] is not None:
+            changes[section][field] = options[name]
+    restart, master = replace(job.restart, **changes["restart"]), replace(job.master, **changes["master"])
+    return replace(job, restart=restart, master=master, **changes[""])
 
 
-def _set_only(**values: Any) -> dict[str, Any]:
-    return {name: value for name, value in values.items() if value is not None}
+_FIELDS = {
+    "job_max_restart": ("restart", "job_max_restart"),
+    "trainer_max_restart": ("restart", "trainer_max_restart"),
+    "master_cpu": ("master", "cpu"),
+    "master_mem": ("master", "memory"),
+    "master_max_restart": ("master", "max_restart"),
+    "scheduling_strategy_type": ("", "scheduling_strategy"),
+}
+"""The section and the field of a job that an option of ``submit`` sets."""
 
 
 def describe(checked: CheckedJob) -> str:
