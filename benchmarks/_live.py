@@ -15,9 +15,9 @@ from typing import Any
 from benchmarks._recovery_job import CALLS
 from dlrover.python.rl.common.names import master_name
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.master.client.on_ray import stop_master
 from dlrover.python.rl.master.job import check_job, run_on_ray
 from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.master.ray_run import stop_master
 from dlrover.python.rl.runtime.ray.processes.actors import find
 from dlrover.python.rl.trainer.trainer import StepReport
 from tests.chaos.ledger import Ledger, Loss, Up, is_alive

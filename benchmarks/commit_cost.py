@@ -72,7 +72,7 @@ def _job(folder: Path, name: str, steps: int, threads: int) -> JobSpec:
 
 def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -> dict[str, Any]:
     """Seconds of each step, of its commit, the processor's of the writers, and the most that commits took in memory."""
-    from dlrover.python.rl.master.checked_job import check_job
+    from dlrover.python.rl.master.client.run import check_job
     from dlrover.python.rl.master.process.brain import run_local
     from dlrover.python.rl.runtime import local as local_executor
     from dlrover.python.rl.runtime.checkpoint.member_state import _Background

@@ -42,14 +42,14 @@ async def serve(
     """``off``: names of modules, and what takes the place of a guard there; ``open_files``: soft and hard limit."""
     if open_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(open_files))
-    from dlrover.python.rl.service import reading
     from dlrover.python.rl.service.access import FailureLimit, TlsFiles
     from dlrover.python.rl.service.auth import TokenFile
+    from dlrover.python.rl.service.jobs import submissions
     from dlrover.python.rl.service.jobs.records import JobPhase, Observed
     from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
+    from dlrover.python.rl.service.jobs.submissions import SubmissionReader
     from dlrover.python.rl.service.manager import JobManager
-    from dlrover.python.rl.service.reading import SubmissionReader
     from dlrover.python.rl.service.runner import MemoryRunner
     from dlrover.python.rl.service.server import JobServer
 
@@ -73,7 +73,7 @@ async def serve(
     await manager.start()
     files = TlsFiles(*(Path(path) if path else None for path in tls)) if tls else None
     tokens = None if is_open else TokenFile(state)
-    reader = SubmissionReader(getattr(reading, f"in_a_{reads_in}"))
+    reader = SubmissionReader(getattr(submissions, f"in_a_{reads_in}"))
     server = JobServer(manager, tokens, Path(folder), files, FailureLimit(failures), reader)
     print(await server.start(f"127.0.0.1:{port}"), flush=True)  # noqa: T201 -- for who started it
     await ending.wait()

@@ -20,7 +20,7 @@ ALLOWED = {
     "engine/vllm/child.py: pickle.loads": "an exception that this process itself has just pickled",
     "recipe/scripts.py: pickle.load": "in the child: the config that its parent sends",
     "common/by_value.py: pickle.loads": "a script's own functions, in a private folder of this run",
-    "master/ray_child.py: cloudpickle.loads": "in the child: the job that its parent has checked",
+    "master/client/supervisor.py: cloudpickle.loads": "in the child: the job that its parent has checked",
 }
 
 DANGEROUS = {

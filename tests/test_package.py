@@ -64,7 +64,8 @@ def test_the_wheel_has_every_module_and_job_file_and_the_mark_of_its_types(tmp_p
     names = {name for name in zipfile.ZipFile(wheel).namelist() if ".dist-info/" not in name}
     rl = ROOT / "dlrover/python/rl"
     shipped = {
-        *(rl / "master/skeleton").rglob("*.*"),
+        *(rl / "cli/skeleton").rglob("*.*"),
+        *(rl / "classic").glob("*.pyi"),
         *(rl / "metrics").glob("*.json"),
         *(rl / "metrics").glob("*.yaml"),
     }

@@ -6,14 +6,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
-    from dlrover.python.rl.classic import (
-        EnvBase,
-        Evaluator,
-        GRPOTrainer,
-        MathDataset,
-        OnPolicyDistillationTrainer,
-        SFTTrainer,
-    )
+    from dlrover.python.rl.classic import EnvBase, Evaluator, MathDataset
+    from dlrover.python.rl.classic.trainers.grpo_trainer import GRPOTrainer
+    from dlrover.python.rl.classic.trainers.onpolicy_distillation_trainer import OnPolicyDistillationTrainer
+    from dlrover.python.rl.classic.trainers.sft_trainer import SFTTrainer
     from dlrover.python.rl.common.errors import (
         DLRoverRLError,
         InvalidJob,
@@ -24,8 +20,6 @@ if TYPE_CHECKING:
     )
     from dlrover.python.rl.common.names import RLRoleType
     from dlrover.python.rl.master.job import RLJob, RLJobBuilder
-    from dlrover.python.rl.script.result import TrainResult
-    from dlrover.python.rl.script.train import train_distill, train_dpo, train_grpo, train_ppo, train_rm, train_sft
     from dlrover.python.rl.session.inference import InferenceEngine
     from dlrover.python.rl.session.session import init, shutdown
     from dlrover.python.rl.session.split import NeedParallel
@@ -34,6 +28,8 @@ if TYPE_CHECKING:
     from dlrover.python.rl.trainer.trainer import BaseTrainer
     from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
     from dlrover.rl import nn
+    from dlrover.rl.result import TrainResult
+    from dlrover.rl.train import train_distill, train_dpo, train_grpo, train_ppo, train_rm, train_sft
 
 _HOME = {
     "BaseTrainer": "dlrover.python.rl.trainer.trainer",
@@ -59,12 +55,12 @@ _HOME = {
     "SFTTrainer": "dlrover.python.rl.classic",
     "Shard": "dlrover.python.rl.trainer.shard",
     "TrainEngine": "dlrover.python.rl.session.train",
-    "TrainResult": "dlrover.python.rl.script.result",
+    "TrainResult": "dlrover.rl.result",
     "init": "dlrover.python.rl.session.session",
     "shutdown": "dlrover.python.rl.session.session",
     **dict.fromkeys(
         ["train_distill", "train_dpo", "train_grpo", "train_ppo", "train_rm", "train_sft"],
-        "dlrover.python.rl.script.train",
+        "dlrover.rl.train",
     ),
     "trainer_invocation": "dlrover.python.rl.trainer.workload",
 }

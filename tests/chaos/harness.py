@@ -22,9 +22,9 @@ from dlrover.python.rl.common.names import RLRoleType, master_name
 from dlrover.python.rl.config.spec import CheckpointSpec, JobSpec, LivenessSpec, MasterSpec
 from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.client.on_ray import stop_master
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
 from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.master.ray_run import stop_master
 from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
 from tests.chaos.ahead import violations
 from tests.chaos.damage import small_disk

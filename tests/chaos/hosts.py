@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from unittest.mock import patch
 
-import dlrover.python.rl.master
+import dlrover.python.rl.cli
 from tests.chaos.outside import CLI, REPOSITORY, digests, prepare, say
 
 _PREFIX = f"dlrl{os.getpid()}"
@@ -41,7 +41,7 @@ _LAYOUT = (
     "workload.reference.num=2",
     "workload.rollout.num=4",
 )
-_SCRIPTS = Path(dlrover.python.rl.master.__path__[0], "skeleton", "ray")
+_SCRIPTS = Path(dlrover.python.rl.cli.__path__[0], "skeleton", "ray")
 _AGAIN = 'while :; do "$0" "$@"; sleep 2; done'  # as a supervisor such as systemd does
 
 

@@ -4,7 +4,7 @@
 from bug import Bug
 
 _FOLDER, _OWNER = "runtime/run/folder.py", "runtime/run/owner.py"
-_SAVED, _SUPERVISOR = "master/saved_run.py", "master/supervisor.py"
+_SAVED, _SUPERVISOR = "master/client/resume.py", "master/client/supervisor.py"
 
 TESTS = {
     _FOLDER: (
@@ -119,7 +119,7 @@ BUGS = {
     "an interrupted job is begun again": Bug(
         _SUPERVISOR, "            if interrupts.count:\n                return interrupted(job)\n", ""
     ),
-    "a cluster that is away later ends the job": Bug(_SUPERVISOR, " and not self._errand.again", ""),
+    "a cluster that is away later ends the job": Bug(_SUPERVISOR, " and is_resumed)", " and False)"),
     "what a lost child has started stays": Bug(_SUPERVISOR, "        _kill_marked(self._mark.encode())\n", ""),
     "a finished job seems to run on": Bug(_SUPERVISOR, "        claimed.end(status.phase.value)\n", ""),
 }

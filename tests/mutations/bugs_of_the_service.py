@@ -6,10 +6,11 @@ from bug import Bug
 _AUTH, _ACCESS = "service/auth.py", "service/access.py"
 _MANAGER = "service/manager.py"
 _LEDGER, _SCHEDULE, _STORE = "service/jobs/ledger.py", "service/jobs/scheduling.py", "service/jobs/store.py"
-_RUNNER = "service/ray_runner.py"
+_RUNNER, _SUBMITTED = "service/ray_runner.py", "service/jobs/submissions.py"
 
 TESTS = {
     _AUTH: ("service/test_auth.py", "service/test_server.py"),
+    _SUBMITTED: ("service/test_access.py", "service/test_server.py"),
     _ACCESS: ("service/test_access.py", "service/test_server.py"),
     _MANAGER: ("service/test_manager.py", "service/test_manager_failures.py"),
     _LEDGER: ("service/test_manager.py", "service/test_manager_failures.py"),
@@ -42,7 +43,7 @@ BUGS = {
         _ACCESS, "if not self._failures.take(address):", "if self._failures.take(address) is None:"
     ),
     "a caller has one call more than it may": Bug(
-        _ACCESS, "if self._held[caller] >= self._most:", "if self._held[caller] > self._most:"
+        _SUBMITTED, "if self._held[caller] >= self._most:", "if self._held[caller] > self._most:"
     ),
     "the address that failed first is forgotten, not the oldest": Bug(
         _ACCESS, "self._left.pop(address, (self._burst, now_s))", "self._left.get(address, (self._burst, now_s))"

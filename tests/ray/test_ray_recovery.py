@@ -16,8 +16,8 @@ from dlrover.python.rl.common.errors import MasterLost, StaleCall, StaleEpoch
 from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.events import CauseKind, MemberLost, MemberStarted, Released, TrainerLost
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.client.on_ray import follow, start_master, stop_master
 from dlrover.python.rl.master.job import check_job
-from dlrover.python.rl.master.ray_run import follow, start_master, stop_master
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest
 from dlrover.python.rl.runtime.checkpoint.roots import roots_of
 from dlrover.python.rl.runtime.checkpoint.runs import newest_commit

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.master.main import EXIT_NO_CLUSTER
+from dlrover.python.rl.cli.operate import EXIT_NO_CLUSTER
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
 from tests.served import until

@@ -13,7 +13,7 @@ from service_jobs import job_text
 
 from dlrover.python.rl.common.errors import MasterLost
 from dlrover.python.rl.common.names import master_name
-from dlrover.python.rl.master import ray_run
+from dlrover.python.rl.master.client import on_ray
 from dlrover.python.rl.runtime.ray.processes.actors import end, find
 from dlrover.python.rl.service import ray_runner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, StopJob, SubmitJob
@@ -85,7 +85,7 @@ def test_a_master_that_was_launched_and_not_started_is_started_by_the_next_proce
 
     async def body():
         with monkeypatch.context() as patch:
-            patch.setattr(ray_run, "ask", unanswered)
+            patch.setattr(on_ray, "ask", unanswered)
             patch.setattr(ray_runner, "_REVIVALS", 0)
             patch.setattr(RayJobRunner, "_swept", lambda *_: asyncio.sleep(WITHIN_S))
             async with serving(tmp_path) as manager:
@@ -123,14 +123,14 @@ def test_a_job_is_stopped_within_five_seconds_from_each_state(tmp_path, monkeypa
 
 def test_a_job_is_stopped_within_five_seconds_while_its_master_takes_long_to_start(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    launched, ask = threading.Event(), ray_run.ask
+    launched, ask = threading.Event(), on_ray.ask
 
     def slow(request, timeout_s):
         launched.set()
         wait_for(lambda: find(master_name("slow")) is None, WITHIN_S)
         return ask(request, timeout_s)
 
-    monkeypatch.setattr(ray_run, "ask", slow)
+    monkeypatch.setattr(on_ray, "ask", slow)
 
     async def body():
         async with serving(tmp_path) as manager:

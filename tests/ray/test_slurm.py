@@ -13,8 +13,8 @@ import pytest
 from durable_jobs import wait_for
 from test_cli_on_ray import CLI
 
+from dlrover.python.rl.cli.begin import write_skeleton
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.master.init import write_skeleton
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(500)]
 

@@ -18,7 +18,7 @@ from dlrover.python.rl.classic import (
     MathDataset,
     OnPolicyDistillationTrainer,
     SFTTrainer,
-    training,
+    trainers,
 )
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -434,8 +434,8 @@ def test_output_dir_links_to_the_last_run_and_keeps_earlier_ones(model, tmp_path
 
 def test_output_dir_of_a_running_script_is_refused(model, tmp_path, monkeypatch):
     (tmp_path / "runs" / "sfttrainer" / "latest").mkdir(parents=True)
-    monkeypatch.setattr(training, "newest_owner", lambda folder: SimpleNamespace(pid=1, is_here=True))
-    monkeypatch.setattr(training, "in_use", lambda folder: True)
+    monkeypatch.setattr(trainers, "newest_owner", lambda folder: SimpleNamespace(pid=1, is_here=True))
+    monkeypatch.setattr(trainers, "in_use", lambda folder: True)
     with pytest.raises(JobConflict, match="is in use by"):
         sft(model, tmp_path).train()
     assert not (tmp_path / "data").exists()

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 from dlrover.python.rl.cli import operate
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.terminal import inert
-from dlrover.python.rl.master.operations.jobs import JobView, MemoryJobs
+from dlrover.python.rl.master.client.jobs import JobView
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
 EVIL = "a\x1b]0;title\x07b\x9b2Jc\u202etxt\u2066d\u200fe\x1b[31mred\x1b[0m"
@@ -41,7 +41,20 @@ def test_inert_text_has_no_control_of_any_kind():
     )
 
 
-class Jobs(MemoryJobs):
+class Jobs:
+    """One job, which has ended."""
+
+    def list_jobs(self):
+        return [VIEW], 0
+
+    def get(self, name, *_):
+        return VIEW
+
+    wait = stop = get
+
+    def history(self, view):
+        return None
+
     def logs(self, name, process, follow, tail):
         return iter([("trainer", f"{EVIL}\n")])
 
@@ -60,7 +73,7 @@ def test_verbs_print_inert_text(verb, monkeypatch):
 
 class Connected:
     def __enter__(self):
-        return Jobs(VIEW)
+        return Jobs()
 
     def __exit__(self, *_):
         return None

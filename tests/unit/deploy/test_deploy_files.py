@@ -14,8 +14,8 @@ import pytest
 import yaml
 from kuberay import SCHEMAS
 
-from dlrover.python.rl.master.init import CLUSTERS, write_skeleton
-from dlrover.python.rl.service.command import serve
+from dlrover.python.rl.cli.begin import CLUSTERS, write_skeleton
+from dlrover.python.rl.cli.serve import serve
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"

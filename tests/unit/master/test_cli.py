@@ -12,8 +12,8 @@ import pytest
 import toy_jobs
 from click.testing import CliRunner
 
+from dlrover.python.rl.cli.commands import cli, main
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.master.main import cli, main
 
 TESTS = str(Path(toy_jobs.__file__).parent)
 

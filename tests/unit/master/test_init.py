@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from dlrover.python.rl.cli.begin import CLUSTERS, write_skeleton
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.load import load_job
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.master.init import CLUSTERS, write_skeleton
 from dlrover.python.rl.master.job import check_job
 
 CLI = [sys.executable, "-m", "dlrover.python.rl.master.main"]

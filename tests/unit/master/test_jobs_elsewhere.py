@@ -14,11 +14,10 @@ from dlrover.python.rl.cli.operate import VERBS as COMMANDS
 from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.state import JobState
+from dlrover.python.rl.master.client import on_ray as module
+from dlrover.python.rl.master.client.jobs import RunHistory, view_of_folder
+from dlrover.python.rl.master.client.on_ray import ray_jobs
 from dlrover.python.rl.master.job import check_job, run_here
-from dlrover.python.rl.master.operations import ray_jobs as module
-from dlrover.python.rl.master.operations.history import RunHistory
-from dlrover.python.rl.master.operations.jobs import view_of_folder
-from dlrover.python.rl.master.operations.ray_jobs import ray_jobs
 from dlrover.python.rl.runtime.run.folder import CLUSTER, begin, claim
 from dlrover.python.rl.runtime.run.owner import ON_RAY
 from dlrover.python.rl.trainer.trainer import BaseTrainer

@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.master.operations.jobs import JobView
-from dlrover.python.rl.master.operations.ray_jobs import RayJobs
+from dlrover.python.rl.master.client.jobs import JobView
+from dlrover.python.rl.master.client.on_ray import RayJobs
 
 
 class OneJob(RayJobs):

@@ -9,8 +9,8 @@ import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.master import saved_run
-from dlrover.python.rl.master.saved_run import (
+from dlrover.python.rl.master.client import resume
+from dlrover.python.rl.master.client.resume import (
     describe_start,
     evaluation_name,
     evaluation_overrides,
@@ -71,7 +71,7 @@ def test_an_evaluation_has_a_name_of_a_job(length):
     ],
 )
 def test_describe_start_names_the_step_and_changed_code(ended, monkeypatch, commit, line):
-    monkeypatch.setattr(saved_run, "last_commit", lambda *_: commit)
+    monkeypatch.setattr(resume, "last_commit", lambda *_: commit)
     start = describe_start(find_saved_run("job"), ended, "job")
     assert start.startswith(f"job: going on in {ended.job_dir}{line}")
 

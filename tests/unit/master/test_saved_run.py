@@ -9,11 +9,10 @@ import pytest
 from dlrover.python.rl.common.errors import InvalidJob, JournalCorrupt
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.events import Cause, CauseKind, Submitted
-from dlrover.python.rl.master.operations import jobs
-from dlrover.python.rl.master.operations.history import read_history
-from dlrover.python.rl.master.operations.saved_runs import SavedRuns
+from dlrover.python.rl.master.client import jobs
+from dlrover.python.rl.master.client.jobs import SavedRuns, read_history
+from dlrover.python.rl.master.client.resume import describe_start, find_saved_run, how_to_go_on, saved_job
 from dlrover.python.rl.master.process.brain import JOURNAL, Brain
-from dlrover.python.rl.master.saved_run import describe_start, find_saved_run, how_to_go_on, saved_job
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path, memory_root
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore

@@ -13,8 +13,8 @@ from toy_jobs import toy_job
 from dlrover.python.rl.common.errors import MasterLost
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master import supervisor
-from dlrover.python.rl.master.checked_job import CheckedJob
+from dlrover.python.rl.master.client import supervisor
+from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
 from dlrover.python.rl.runtime.member.inspection import Inspection
@@ -32,7 +32,7 @@ def play(tmp_path, monkeypatch):
     def run(commits, interrupt=False):
         steps = iter(commits)
 
-        def attempt(checked, report, announce, address, interrupts, again):
+        def attempt(checked, address, again, report, announce, interrupts):
             tried.append((checked.job, again))
             if len(tried) > len(commits):
                 return JobStatus(checked.job.name, Phase.FINISHED, 1, 0, "", None)

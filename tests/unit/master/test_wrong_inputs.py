@@ -15,10 +15,10 @@ from transformers import (
     Qwen3NextConfig,
 )
 
+from dlrover.python.rl.cli.commands import main
 from dlrover.python.rl.engine.api.registry import EngineInfo
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
-from dlrover.python.rl.master.main import main
 
 WORKLOADS = "dlrover.python.rl.recipe.workloads"
 CLASSES = {"actor": "ActorWorkload", "rollout": "RolloutWorkload", "reward": "RewardWorkload"}

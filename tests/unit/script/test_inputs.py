@@ -20,7 +20,7 @@ from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.data.source import scan_rows
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe import launch
-from dlrover.python.rl.script.inputs import Inputs
+from dlrover.rl.train import Inputs
 
 ROWS = [{"prompt": "a", "size": 1}, {"prompt": "ä", "size": np.int64(2)}]
 COLUMNS = {name: [row[name] for row in ROWS] for name in ("prompt", "size")}

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from dlrover.python.rl.script.result import TrainResult
+from dlrover.rl.result import TrainResult
 
 
 @pytest.fixture

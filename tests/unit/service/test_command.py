@@ -9,9 +9,9 @@ import pytest
 from click.testing import CliRunner
 from prometheus_client import CollectorRegistry
 
+from dlrover.python.rl.cli import serve
+from dlrover.python.rl.cli.remote import check_submitted, enqueue
 from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob, JobConflict
-from dlrover.python.rl.service import command
-from dlrover.python.rl.service.verbs import check_submitted, enqueue
 
 
 def test_a_metrics_port_that_is_taken_is_one_line():
@@ -20,13 +20,13 @@ def test_a_metrics_port_that_is_taken_is_one_line():
         with pytest.raises(
             JobConflict, match=f"^metrics cannot be served at 127.0.0.1:{port}: Address already in use$"
         ):
-            command._metrics(CollectorRegistry(), "127.0.0.1", port, "", None)
-    served = command._metrics(CollectorRegistry(), "127.0.0.1", 0, "", None)
+            serve._metrics(CollectorRegistry(), "127.0.0.1", port, "", None)
+    served = serve._metrics(CollectorRegistry(), "127.0.0.1", 0, "", None)
     served.close()
 
 
 def test_the_service_ends_when_its_cluster_is_lost_and_not_when_the_gcs_is_started_again(monkeypatch):
-    monkeypatch.setattr(command, "_LOOK_S", 0.01)
+    monkeypatch.setattr(serve, "_LOOK_S", 0.01)
     looks = iter(["", "gcs_server", "", "raylet", "raylet"])
 
     async def body():
@@ -34,7 +34,7 @@ def test_the_service_ends_when_its_cluster_is_lost_and_not_when_the_gcs_is_start
             ClusterUnavailable, match="^the raylet of the service's Ray cluster has died: start the ser"
         ):
             async with asyncio.timeout(20):
-                await command._until_the_end(asyncio.Event(), lambda: next(looks))
+                await serve._until_the_end(asyncio.Event(), lambda: next(looks))
 
     asyncio.run(body())
 
@@ -57,12 +57,12 @@ def test_serve_paths_are_from_where_it_was_started(tmp_path, monkeypatch, argume
         (tmp_path / name).touch()
     served = []
 
-    async def serve(address, state, tls, options):
+    async def noted(address, state, tls, options):
         served.extend([Path.cwd(), state, *tls[:2], options["metrics_token_file"]])
 
-    monkeypatch.setattr(command, "_serve", serve)
+    monkeypatch.setattr(serve, "_serve", noted)
     files = ["--tls-cert", "tls.crt", "--tls-key", "tls.key", "--metrics-token-file", "metrics"]
-    done = CliRunner().invoke(command.serve, [*arguments, *files])
+    done = CliRunner().invoke(serve.serve, [*arguments, *files])
     assert refused in str(done.exception or "")
     names = [] if refused else ["root", "state", "tls.crt", "tls.key", "metrics"]
     assert served == [tmp_path / name for name in names]

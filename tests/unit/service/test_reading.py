@@ -11,10 +11,9 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob, ServiceBusy, ServiceUnavailable
-from dlrover.python.rl.service import reading
-from dlrover.python.rl.service.jobs.submissions import check_submission
+from dlrover.python.rl.service.jobs import submissions
+from dlrover.python.rl.service.jobs.submissions import SubmissionReader, check_submission, in_a_process
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
-from dlrover.python.rl.service.reading import SubmissionReader, in_a_process
 from tests.served import JOB, serving, until
 
 REQUEST = wire.SubmitRequest(client_token="t", name="job", job_file=JOB)
@@ -53,8 +52,8 @@ def test_a_dead_reader_costs_one_answer_and_a_dead_service_its_reader(tmp_path):
 
 def test_a_caller_who_submits_too_fast_is_told_and_others_are_not(tmp_path, monkeypatch):
     free = threading.Event()
-    monkeypatch.setattr(reading, "_MAX_WAITING", 2)
-    monkeypatch.setattr(reading, "_read", lambda request, owner, root: free.wait() and ())
+    monkeypatch.setattr(submissions, "_MAX_WAITING", 2)
+    monkeypatch.setattr(submissions, "_read", lambda request, owner, root: free.wait() and ())
     reader = SubmissionReader(lambda: ThreadPoolExecutor(1))
 
     async def body():
@@ -70,9 +69,9 @@ def test_a_caller_who_submits_too_fast_is_told_and_others_are_not(tmp_path, monk
 
 
 def test_a_file_that_takes_too_long_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(reading, "_MAX_S", 0.05)
-    monkeypatch.setattr(reading, "check_submission", lambda *_: [None for _ in iter(int, 1)])  # never ends
-    (error,) = reading._read(REQUEST.SerializeToString(), "ann", tmp_path)
+    monkeypatch.setattr(submissions, "_MAX_S", 0.05)
+    monkeypatch.setattr(submissions, "check_submission", lambda *_: [None for _ in iter(int, 1)])  # never ends
+    (error,) = submissions._read(REQUEST.SerializeToString(), "ann", tmp_path)
     assert "takes longer than 0.05 s" in str(error)
 
 
@@ -107,8 +106,8 @@ def test_user_links_above_a_run_folder_are_resolved_once(tmp_path, monkeypatch):
 
 def test_a_place_is_held_for_as_long_as_the_file_is_read(tmp_path, monkeypatch):
     free = threading.Event()
-    monkeypatch.setattr(reading, "_MAX_WAITING", 1)
-    monkeypatch.setattr(reading, "_read", lambda request, owner, root: free.wait() and ())
+    monkeypatch.setattr(submissions, "_MAX_WAITING", 1)
+    monkeypatch.setattr(submissions, "_read", lambda request, owner, root: free.wait() and ())
     reader = SubmissionReader(lambda: ThreadPoolExecutor(1))
 
     async def body():

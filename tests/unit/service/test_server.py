@@ -21,6 +21,7 @@ import grpc
 import pytest
 from click.testing import CliRunner
 
+from dlrover.python.rl.cli.remote import _target, fetch
 from dlrover.python.rl.common.errors import (
     AccessDenied,
     CallError,
@@ -39,7 +40,6 @@ from dlrover.python.rl.service.jobs.submissions import check_process, check_subm
 from dlrover.python.rl.service.messages import STREAM_OPEN
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer
-from dlrover.python.rl.service.verbs import _target, fetch
 from tests.hostile_paths import PATHS
 from tests.served import JOB, WITHIN_S, Service, close_idle, idle_connections, serving, until
 
@@ -468,7 +468,7 @@ def test_a_call_without_a_token_is_refused_before_its_message_has_come(shared, u
 
 @pytest.mark.slow
 def test_calls_whose_messages_do_not_come_hold_places_of_their_caller_only_and_not_for_long(tmp_path, unsent):
-    off = [("access", "_MAX_CALLS", 3), ("access.gate", "_MESSAGE_S", 2.0)]
+    off = [("access", "_MAX_CALLS", 3), ("access", "_MESSAGE_S", 2.0)]
     with serving(tmp_path, off=off) as service, grpc.insecure_channel(service.address) as channel:
         own, other = bearer(service.token), bearer(service.token_of("other", AccessRole.READ))
         opened = [unsent(channel, own) for _ in range(3)]

@@ -2,27 +2,30 @@
 """Generates completions for the samples of a data set, and scores them."""
 
 import copy
+import functools
+import inspect
 import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import numpy as np
 import torch
+from annotated_types import Ge, Gt
 from rich.console import Console
 from rich.progress import track
 
 from dlrover.python.rl.algorithm.losses.fields import check_fields
 from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples
 from dlrover.python.rl.classic.rewards import reward_function, write_samples
-from dlrover.python.rl.classic.settings import NonNegative, Positive, PositiveNumber, names_arguments, sampling_params
 from dlrover.python.rl.common.disk_space import replace
 from dlrover.python.rl.common.errors import VerifierError
+from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
@@ -33,6 +36,12 @@ from dlrover.python.rl.environment.core.scoring import Completed, Reward
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 
+Positive = Annotated[int, Gt(0)]
+NonNegative = Annotated[int, Ge(0)]
+PositiveNumber = Annotated[float, Gt(0)]
+
+T = TypeVar("T")
+
 RESULTS, METRICS = "results.jsonl", "metrics.json"
 
 _ENGINES = {"hf": "torch", "vllm": "vllm"}
@@ -40,6 +49,50 @@ _VLLM_ENVIRONMENT = {"VLLM_ATTENTION_BACKEND": "FLASH_ATTN", "VLLM_WORKER_MULTIP
 _SHARED_SETTINGS = ("tensor_parallel_size", "gpu_memory_utilization")
 _BATCHES_PER_CALL = 8
 """Batches in one call: the engine starts the next completion as soon as one has ended."""
+
+_TRL_ARGUMENTS = {"args", "reward_funcs", "processing_class", "peft_config", "callbacks", "data_collator"}
+"""Arguments that TRL's trainers have and RLFusion's have not."""
+
+
+def names_arguments(kind: type[T]) -> type[T]:
+    """Class decorator: the constructor's error for an unknown argument names the nearest one."""
+    original: Callable[..., None] = vars(kind)["__init__"]
+    names = [name for name in inspect.signature(original).parameters if name != "self"]
+
+    @functools.wraps(original)
+    def init(self: Any, *args: Any, **kwargs: Any) -> None:
+        unknown = [f"'{name}'{hint(name, names)}" for name in kwargs if name not in names]
+        if unknown:
+            own_name = kind.__name__.removeprefix("Classic")
+            if foreign := sorted(_TRL_ARGUMENTS & set(kwargs)):
+                functions = "dlrover.rl.train_grpo, train_sft and the others, which read TRL's names"
+                raise TypeError(f"{own_name} is RLFusion's class and has no {', '.join(foreign)}: call {functions}")
+            raise TypeError(f"{own_name} has no argument {', '.join(unknown)}")
+        original(self, *args, **kwargs)
+
+    kind.__init__ = init  # type: ignore[method-assign]
+    return kind
+
+
+_GENERATION_KEYS = {"top_k": "top_k", "top_p": "top_p", "stop": "stop", "stop_strings": "stop"}
+
+
+def sampling_params(
+    max_new_tokens: int, temperature: float, generation_args: Mapping[str, Any] | None
+) -> SamplingParams:
+    """Sampling parameters; ``generation_args`` may hold ``top_k``, ``top_p`` and ``stop`` (or ``stop_strings``).
+
+    Raises:
+        ValueError: it holds something else; gives the nearest.
+    """
+    options: dict[str, Any] = {}
+    for name, value in (generation_args or {}).items():
+        if name not in _GENERATION_KEYS:
+            raise ValueError(f"generation_args has no '{name}'{hint(name, _GENERATION_KEYS)}")
+        options[_GENERATION_KEYS[name]] = (value,) if isinstance(value, str) else value
+    if "stop" in options:
+        options["stop"] = tuple(options["stop"])
+    return SamplingParams(max_new_tokens, temperature, **options)
 
 
 @names_arguments

@@ -1,16 +1,69 @@
 # SPDX-License-Identifier: Apache-2.0
-"""All verbs of the command line: to begin jobs, to operate them, and those of the service."""
+"""The command line: a group of all verbs, and what their errors are to the shell.
 
-from dlrover.python.rl.cli.doctor import doctor
-from dlrover.python.rl.cli.operate import VERBS
-from dlrover.python.rl.cli.remote import DESCRIBE, add_server
-from dlrover.python.rl.master.main import cli, main
-from dlrover.python.rl.service.command import serve, token
-from dlrover.python.rl.service.verbs import enqueue, fetch
+Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 3 it was stopped from
+elsewhere; 4 Ray or the service could not be reached; 5 the job's master was lost; 124 'wait' ended before the job; 130
+it was interrupted here (Ctrl-C).
+"""
 
-for command in (*VERBS, doctor, serve, token, enqueue, fetch):
+import sys
+
+import click
+
+from dlrover.python.rl.cli import begin, doctor, operate, remote, serve
+from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_MASTER_LOST, EXIT_NO_CLUSTER
+from dlrover.python.rl.common.errors import (
+    AccessDenied,
+    CallError,
+    ClusterUnavailable,
+    DLRoverRLError,
+    InvalidJob,
+    JobConflict,
+    MasterLost,
+    ServiceBusy,
+    ServiceUnavailable,
+    UnknownJob,
+)
+from dlrover.python.rl.common.log import configure_logging
+from dlrover.python.rl.common.names import package_version
+from dlrover.python.rl.common.terminal import echo
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_version(), prog_name="dlrover-rl")
+def cli() -> None:
+    """Run RL post-training jobs."""
+    configure_logging()
+
+
+for command in (*begin.VERBS, *operate.VERBS, doctor.doctor, serve.serve, serve.token, remote.enqueue, remote.fetch):
     cli.add_command(command)
-for name, describe in DESCRIBE.items():
-    add_server(cli.commands[name], describe)
+for name, describe in remote.DESCRIBE.items():
+    remote.add_server(cli.commands[name], describe)
 
-__all__ = ["cli", "main"]
+
+def main() -> None:
+    """Run the command of this process."""
+    try:
+        cli(prog_name="dlrover-rl", standalone_mode=False)
+    except (click.Abort, KeyboardInterrupt):
+        echo("interrupted before anything was started", err=True)
+        sys.exit(EXIT_INTERRUPTED)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        echo(f"{error.filename} cannot be used: {error.strerror}", err=True)
+        sys.exit(EXIT_FAILED)
+    except DLRoverRLError as error:
+        echo(str(error), err=True)
+        sys.exit(next((code for kind, code in _EXIT_CODES.items() if isinstance(error, kind)), EXIT_FAILED))
+
+
+_EXIT_CODES: dict[type[DLRoverRLError], int] = {
+    **dict.fromkeys((InvalidJob, JobConflict, UnknownJob, AccessDenied, CallError), EXIT_INVALID),
+    **dict.fromkeys((ClusterUnavailable, ServiceBusy, ServiceUnavailable), EXIT_NO_CLUSTER),
+    MasterLost: EXIT_MASTER_LOST,
+}

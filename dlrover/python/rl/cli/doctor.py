@@ -8,9 +8,9 @@ from pathlib import Path
 
 import click
 
+from dlrover.python.rl.cli.operate import EXIT_FAILED
 from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.common.terminal import echo
-from dlrover.python.rl.master.main import EXIT_FAILED
 from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, forget_memory
 from dlrover.python.rl.runtime.run.folder import ended_memory
 from dlrover.python.rl.runtime.run.machine import Check, MachineReport, examine
@@ -33,15 +33,21 @@ _MARKS = {True: "ok  ", False: "BAD ", None: "    "}
 def doctor(address: str | None, folder: str, server: str | None, ports: tuple[int, ...], free_memory: bool) -> None:
     """Check a machine or a cluster before a run. Exit code 1 if something would be in the way."""
     if free_memory:
-        _free_memory()
+        for memory in ended_memory():  # a last step that is nowhere else is saved first
+            size = _mb_of(memory)
+            forget_memory(memory.job, memory.run, if_free=True)
+            is_there = memory.root.exists()
+            echo(f"{memory.root}: {'stays, see above' if is_there else f'{size} freed'}", err=True)
     if address is None:
         reports, checks = [examine(folder, (8470, *ports))], list[Check]()
-        left = [Check(f"memory of {each.job}-{each.run}", None, _describe(each)) for each in ended_memory()]
+        how = "of commits, of a run that has ended; doctor --free-memory removes them"
+        left = [Check(f"memory of {each.job}-{each.run}", None, f"{_mb_of(each)} {how}") for each in ended_memory()]
         reports = [replace(report, checks=(*report.checks, *left)) for report in reports]
     else:
         reports, checks = _of_cluster(address, str(Path(folder).absolute()), ports)
     for report in reports:
-        _show(report.host, _versions(report), report.checks)
+        versions = ", ".join(f"{package} {version}" for package, version in report.versions.items())
+        _show(report.host, versions, report.checks)
     if checks:
         _show("all nodes", "", checks)
     services = [_of_service(server)] if server else []
@@ -54,21 +60,8 @@ def doctor(address: str | None, folder: str, server: str | None, ports: tuple[in
         sys.exit(EXIT_FAILED)
 
 
-def _describe(memory: RunMemory) -> str:
-    return f"{_mb_of(memory)} of commits, of a run that has ended; doctor --free-memory removes them"
-
-
 def _mb_of(memory: RunMemory) -> str:
     return f"{sum(state.st_blocks for state in memory.states()) * 512 / 2**20:.0f} MB"
-
-
-def _free_memory() -> None:
-    """Remove what ended runs have in this machine's memory; a last step that is nowhere else is saved first."""
-    for memory in ended_memory():
-        size = _mb_of(memory)
-        forget_memory(memory.job, memory.run, if_free=True)
-        is_there = memory.root.exists()
-        echo(f"{memory.root}: {'stays, see above' if is_there else f'{size} freed'}", err=True)
 
 
 def _of_cluster(address: str, folder: str, ports: tuple[int, ...]) -> tuple[list[MachineReport], list[Check]]:
@@ -88,10 +81,6 @@ def _of_service(server: str) -> Check:
     except DLRoverRLError as error:
         return Check(server, False, str(error), "see DLROVER_RL_TOKEN_FILE, DLROVER_RL_TLS_CA, and the service's log")
     return Check(server, True, f"answers; {count} of its jobs have not ended")
-
-
-def _versions(report: MachineReport) -> str:
-    return ", ".join(f"{package} {version}" for package, version in report.versions.items())
 
 
 def _show(title: str, about: str, checks: Iterable[Check]) -> None:

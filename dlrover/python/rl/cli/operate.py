@@ -4,7 +4,7 @@
 import json
 import sys
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from datetime import datetime, timedelta
 from math import isfinite
 from typing import Any
@@ -13,13 +13,23 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from dlrover.python.rl.cli.explain import explain_lines
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.common.terminal import echo, inert
-from dlrover.python.rl.master.main import EXIT_FAILED, EXIT_MASTER_LOST, EXIT_STOPPED, EXIT_TIMED_OUT
-from dlrover.python.rl.master.operations.jobs import JobOperations, JobReports, JobView, check_name
-from dlrover.python.rl.master.operations.saved_runs import SavedRuns, is_run_folder
+from dlrover.python.rl.control.events import CauseKind
+from dlrover.python.rl.master.client.jobs import (
+    JobHistory,
+    JobOperations,
+    JobReports,
+    JobView,
+    SavedRuns,
+    check_name,
+    is_run_folder,
+)
 from dlrover.python.rl.runtime.run.progress import ProgressView
+
+EXIT_FAILED, EXIT_INVALID, EXIT_STOPPED, EXIT_NO_CLUSTER, EXIT_MASTER_LOST, EXIT_INTERRUPTED = 1, 2, 3, 4, 5, 130
+EXIT_TIMED_OUT = 124
 
 _ADDRESS = click.option("--address", default="auto", show_default=True, help="A running Ray cluster.")
 _SERVER = click.option(
@@ -34,7 +44,7 @@ def connect(address: str, server: str | None, name: str | None) -> AbstractConte
         from dlrover.python.rl.service.remote_jobs import service_jobs  # gRPC takes a moment
 
         return service_jobs(server)
-    from dlrover.python.rl.master.operations.ray_jobs import ray_jobs
+    from dlrover.python.rl.master.client.on_ray import ray_jobs
 
     return ray_jobs(address, name)
 
@@ -56,14 +66,14 @@ def _operation(function: Callable[..., None]) -> click.Command:
         with connect(address, server, name) as jobs:
             function(jobs, **arguments)
 
-    run.__doc__, run.__name__ = function.__doc__, function.__name__.removeprefix("_")
+    run.__doc__ = function.__doc__
     run.__click_params__ = getattr(function, "__click_params__", [])  # type: ignore[attr-defined]
-    return click.command()(_ADDRESS(_SERVER(run)))
+    return click.command(function.__name__.removesuffix("_jobs"))(_ADDRESS(_SERVER(run)))
 
 
 @_operation
 @_JSON
-def _list(jobs: JobOperations, as_json: bool) -> None:
+def list_jobs(jobs: JobOperations, as_json: bool) -> None:
     """List the jobs of a cluster or a service."""
     views, left_out = jobs.list_jobs()
     if left_out:
@@ -86,7 +96,7 @@ def _list(jobs: JobOperations, as_json: bool) -> None:
 @_operation
 @click.argument("name_or_dir")
 @_JSON
-def _status(jobs: JobReports, name_or_dir: str, as_json: bool) -> None:
+def status(jobs: JobReports, name_or_dir: str, as_json: bool) -> None:
     """Show the status of a job; without a cluster's answer, that of its last run in ./runs. A run's folder answers by
     itself."""
     view = jobs.get(name_or_dir)
@@ -95,7 +105,7 @@ def _status(jobs: JobReports, name_or_dir: str, as_json: bool) -> None:
 
 @_operation
 @click.argument("name")
-def _attach(jobs: JobOperations, name: str) -> None:
+def attach(jobs: JobOperations, name: str) -> None:
     """Follow a job as 'run' does. Ctrl-C leaves it running."""
     jobs.get(name)
     ended = follow(jobs, name)
@@ -106,7 +116,7 @@ def _attach(jobs: JobOperations, name: str) -> None:
 @_operation
 @click.argument("name")
 @click.option("--timeout", type=click.FloatRange(min=0), help="In seconds; exit code 124 if the job has not ended.")
-def _wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
+def wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
     """Wait for the end of a job; the exit code is that of 'run'."""
     view = jobs.wait(name, timeout)
     echo("\n".join(status_lines(view)))
@@ -118,7 +128,7 @@ def _wait(jobs: JobOperations, name: str, timeout: float | None) -> None:
 @_operation
 @click.argument("name")
 @click.option("--hard", is_flag=True, help="End its processes at once.")
-def _stop(jobs: JobOperations, name: str, hard: bool) -> None:
+def stop(jobs: JobOperations, name: str, hard: bool) -> None:
     """Stop a job in good order, and wait for its end."""
     echo("\n".join(status_lines(jobs.stop(name, hard))))
 
@@ -127,7 +137,7 @@ def _stop(jobs: JobOperations, name: str, hard: bool) -> None:
 @click.argument("name")
 @click.argument("role")
 @click.argument("num", type=click.IntRange(min=1))
-def _resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
+def resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
     """Change the number of members of a stateless ROLE while the job runs."""
     view = jobs.resize(name, role.upper(), num)
     echo(f"{name}: {role.upper()} gets {num} members" + (f", after step {view.step}" if view.step else ""))
@@ -138,7 +148,7 @@ def _resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
 @click.argument("process", default="")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), default=0, help="Only the last lines of each process.")
-def _logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
+def logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
     """Print what the processes of a job have written, or of the run in a folder: of PROCESS, such as rollout-1 or
     trainer, or of all."""
     process = process.lower().replace("[", "-").rstrip("]")
@@ -152,7 +162,7 @@ def _logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: 
 
 @_operation
 @click.argument("name_or_dir")
-def _explain(jobs: JobReports, name_or_dir: str) -> None:
+def explain(jobs: JobReports, name_or_dir: str) -> None:
     """Tell in words how a job is, or the run in a folder: its state, since when, why, and what to try."""
     view = jobs.get(name_or_dir)
     echo("\n".join(explain_lines(view, jobs.history(view))))
@@ -170,7 +180,7 @@ def follow(jobs: JobOperations, name: str) -> JobView | None:
     return ended
 
 
-VERBS = (_list, _status, _attach, _wait, _stop, _resize, _logs, _explain)
+VERBS = (list_jobs, status, attach, wait, stop, resize, logs, explain)
 
 
 def status_lines(view: JobView) -> list[str]:
@@ -217,3 +227,94 @@ def _span(seconds: float) -> str:
 
 def when(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s).strftime("%Y-%m-%d %H:%M:%S")
+
+
+# -- in words ---------------------------------------------------------------------------------------------------------
+
+_DETAIL_LINES = 30
+_SHOWN_FAILURES = 10
+
+_PHASES = {
+    "queued": "It waits in the service's queue",
+    "created": "It waits for the cluster to reserve its resources",
+    "starting": "It is being started",
+    "placed": "Its processes are being started",
+    "running": "It runs",
+    "restarting": "All of its processes are being started again after a failure",
+    "ending": "It is ending: its processes and resources are being released",
+    "stopping": "It is being stopped",
+    "finished": "It has finished",
+    "failed": "It has failed",
+    "stopped": "It was stopped",
+    "lost": "Its master is gone without having ended it",
+}
+
+_REMEDIES = {
+    CauseKind.USER_ERROR: "The job's own code raised. Mend what the traceback shows; '--local' runs all of it in one "
+    "process, where a debugger works.",
+    CauseKind.UNKNOWN_ERROR: "An exception that may be the machine's, more often than allowed. Its traceback is in the "
+    "evidence; restart.* sets the limits.",
+    CauseKind.DEVICE_FAILED: "A GPU or its driver failed more often than allowed. 'dlrover-rl doctor' and 'nvidia-smi "
+    "-q' on the node tell more; resume without it.",
+    CauseKind.LINK_FAILED: "The ranks of a role lost each other more often than allowed: look at the network, and at "
+    "the log of the rank that was lost first.",
+    CauseKind.RETRYABLE_ERROR: "The trainer gave up waiting. Look at the processes it waited for, then resume the run.",
+    CauseKind.START_FAILED: "A constructor raised or a class cannot be imported. 'dlrover-rl check' imports the "
+    "classes without starting anything.",
+    CauseKind.PROCESS_DIED: "A process ended by itself or was killed more often than allowed. Its log has its last "
+    "lines; a native crash leaves a stack there. restart.* sets the limits.",
+    CauseKind.OUT_OF_MEMORY: "Memory ran out. Use smaller batches or more nodes, or ask for memory in the workload's "
+    "resources.",
+    CauseKind.NO_SPACE: "A disk stayed full. Make room in the job's folder, or keep fewer commits "
+    "(checkpoint.keep_runs, checkpoint.every); then resume.",
+    CauseKind.NODE_LOST: "A node went away more often than allowed. Resume when it is back, or on other nodes.",
+    CauseKind.HUNG: "A process made no progress within its limit; its stacks are in the evidence. If the step is that "
+    "slow, raise liveness.hang_after_s.",
+    CauseKind.PREEMPTED: "Its node is being drained. Resume on other nodes.",
+    CauseKind.NO_RESOURCES: "The cluster did not have the resources in time. Ask for less, add nodes, or raise "
+    "placement_timeout_s.",
+    CauseKind.INTERNAL: "This is a fault of the system itself, not of the job. The run can be resumed.",
+}
+
+
+def explain_lines(view: JobView, history: JobHistory | None) -> list[str]:
+    since_s = history.phase_since_s if history else 0.0
+    since = f" since {when(since_s)}" if since_s else ""
+    lines = [f"{view.name}: {_PHASES.get(view.phase, view.phase)}{since}."]
+    lines += [f"Why: {view.reason}."] if view.reason else []
+    lines += [f"Now: {view.activity}."] if view.activity else []
+    lines += _progress(view)
+    lines += _failures(history) if history else []
+    if view.detail:
+        evidence = view.detail.rstrip().splitlines()[-_DETAIL_LINES:]
+        lines += ["Evidence:", *(f"  {line}" for line in evidence)]
+    lines += [f"Its log: {history.log}"] if history and history.log else []
+    lines += [f"What to try: {remedy}" for remedy in _remedies(view)]
+    return lines
+
+
+def _progress(view: JobView) -> list[str]:
+    if not view.step:
+        return ["No step has been reported."]
+    of = f" of {view.total_steps}" if view.total_steps else ""
+    return [f"Last step: {view.step}{of}."]
+
+
+def _failures(history: JobHistory) -> list[str]:
+    if not history.failures:
+        return []
+    shown = history.failures[:_SHOWN_FAILURES]
+    lines = ["What failed, the first one first:"]
+    lines += [f"  {when(at_s)} {line}" for at_s, line in shown]
+    more = len(history.failures) - len(shown)
+    return lines + ([f"  and {more} more, in {history.source}"] if more else [])
+
+
+def _remedies(view: JobView) -> list[str]:
+    remedies = []
+    with suppress(ValueError):
+        remedies.append(_REMEDIES[CauseKind(view.cause)])
+    if view.phase in ("failed", "stopped", "lost") and view.step:
+        where = ", on the service's machine" if view.owner else ""
+        remedies.append(f"It goes on after its last committed step with: {resume_command(view.folder)}{where}")
+    return remedies

@@ -1,26 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``run``, ``submit`` and ``eval`` with ``--server``: the job goes to a service."""
+"""The verbs of a job service: ``enqueue``, ``fetch``, and ``run``, ``submit`` and ``eval`` with ``--server``."""
 
 import io
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import click
+import yaml
 from click.core import ParameterSource
 
-from dlrover.python.rl.cli.operate import exit_as, follow
+from dlrover.python.rl.cli.begin import job_of_options
+from dlrover.python.rl.cli.operate import EXIT_INTERRUPTED, exit_as, follow
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.common.terminal import echo
+from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.master.main import EXIT_INTERRUPTED, job_of_options
-from dlrover.python.rl.master.saved_run import evaluation_name, evaluation_overrides
+from dlrover.python.rl.config.load import load_job_text, name_of_file, search_folders
+from dlrover.python.rl.master.client.resume import evaluation_name, evaluation_overrides
+from dlrover.python.rl.master.client.run import check_types
 from dlrover.python.rl.runtime.run.files import SUMMARY
 from dlrover.python.rl.runtime.run.folder import MODEL
 from dlrover.python.rl.runtime.run.owner import DESCRIPTION
 from dlrover.python.rl.runtime.run.progress import print_summary
-from dlrover.python.rl.service.verbs import check_submitted, read_job_file, submit
 
+_REQUIRED_SERVER = click.option(
+    "--server", envvar="DLROVER_RL_SERVER", show_envvar=True, required=True, help="The job service, host:port."
+)
 _SERVER = click.Option(["--server"], help="Submit the job to this job service, host:port.")
 _PRIORITY = click.Option(["--priority"], type=click.IntRange(-100, 100), default=0, help="With --server.")
 _FOLDER = click.Option(
@@ -76,8 +85,7 @@ def _refuse(names: Iterable[str], what: str) -> None:
 
 def _of_file(_: Any, job_file: str, overrides: tuple[str, ...]) -> dict[str, Any]:
     text, name = read_job_file(Path(job_file))
-    is_renamed = any(override.startswith("name=") for override in overrides)
-    name = "" if is_renamed else name
+    name = "" if any(override.startswith("name=") for override in overrides) else name
     check_submitted(text, name, overrides, Path(job_file).absolute().parent)
     return {"text": text, "name": name, "overrides": overrides}
 
@@ -102,3 +110,104 @@ def _read(client: Any, name: str, path: str) -> str:
 
 
 DESCRIBE: Mapping[str, Callable[..., dict[str, Any]]] = {"run": _of_file, "submit": _of_options, "eval": _of_run}
+
+
+# -- a service's own --------------------------------------------------------------------------------------------------
+
+
+@click.command(cls=OverridesCommand)
+@click.argument("job_file", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1)
+@click.option("--name", default="", help="By default the file's own, or the name of the file.")
+@click.option("--priority", type=click.IntRange(-100, 100), default=0, show_default=True)
+@click.option("--folder", default="", help="Where the job's modules and data are, relative to the service's root.")
+@click.option("--token", "client_token", default="", help="The same one never makes a second job.")
+@_REQUIRED_SERVER
+def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: Any) -> None:
+    """Submit JOB_FILE to a job service and return; it runs when the cluster has room."""
+    from dlrover.python.rl.service.remote_jobs import connected
+
+    named = [override for override in overrides if override.lstrip("+").startswith("name=")]
+    errors = [ConfigError("name", "is given by --name")] if named else []
+    text, name = read_job_file(job_file)
+    options["name"] = options["name"] or name
+    others = [override for override in overrides if override not in named]
+    try:
+        check_submitted(text, options["name"], others, job_file.absolute().parent)
+    except InvalidJob as error:
+        errors += error.errors
+    if errors:
+        raise InvalidJob(errors)
+    with connected(server) as client:
+        submit(client, server, text, overrides=overrides, **options)
+
+
+def read_job_file(job_file: Path) -> tuple[str, str]:
+    """The text of a job, and its name. Raises InvalidJob."""
+    if not job_file.is_file():
+        near = hint(job_file.name, [path.name for path in job_file.parent.glob("*.y*ml")])
+        raise InvalidJob([ConfigError(str(job_file), f"no such job file{near}")])
+    text = job_file.read_text(encoding="utf-8")
+    with suppress(yaml.YAMLError, RecursionError):
+        top = yaml.safe_load(text)
+        return text, (str(top.get("name", "")) if isinstance(top, dict) else "") or name_of_file(job_file)
+    return text, name_of_file(job_file)
+
+
+def check_submitted(text: str, name: str, overrides: Sequence[str], *folders: Path) -> None:
+    """What can be checked of a job here; its trainer may be in ``folders``. Raises InvalidJob."""
+    check_types(lambda: load_job_text(text, name, overrides, search_folders(*folders)))
+
+
+def submit(client: Any, server: str, text: str, **options: Any) -> str:
+    """Submit a job to the service that ``client`` is connected to, and say so; returns its name."""
+    job = client.submit(text, **options)
+    echo(f"{job.name}: {job.reason or 'submitted'}; dlrover-rl attach {job.name} --server {server}")
+    return str(job.name)
+
+
+@click.command()
+@click.argument("name")
+@click.argument("path", default="")
+@click.option("-o", "--out", type=click.Path(path_type=Path), default=Path(), help="A folder; by default this one.")
+@_REQUIRED_SERVER
+def fetch(name: str, path: str, out: Path, server: str) -> None:
+    """Copy a file of a job, or all files below PATH such as model, from the service; without PATH list them."""
+    from dlrover.python.rl.service.remote_jobs import connected
+
+    with connected(server) as client:
+        files = client.artifacts(name)
+        if not path:
+            for file in files:
+                echo(f"{file.bytes:>12} {file.path}")
+            return
+        wanted = [file.path for file in files if file.path == path or file.path.startswith(f"{path.rstrip('/')}/")]
+        for relative in wanted or [path]:
+            _copy(lambda to, relative=relative: client.fetch(name, relative, to), _target(out, relative))
+            echo(str(out / relative))
+
+
+def _target(out: Path, relative: str) -> Path:
+    """The file to write; a service must not choose one outside of ``out``."""
+    try:
+        target = (out / relative).resolve()
+    except (OSError, ValueError) as error:
+        raise InvalidJob([ConfigError("path", f"{relative[:200]!r} is no path")]) from error
+    if not target.is_relative_to(out.resolve()) or target == out.resolve():
+        raise InvalidJob([ConfigError("path", f"{relative!r} leads out of {out}")])
+    return target
+
+
+def _copy(read: Callable[..., int], target: Path) -> None:
+    made = [folder for folder in target.parents if not folder.exists()]
+    target.parent.mkdir(parents=True, exist_ok=True)
+    part = target.with_name(f"{target.name}.part")
+    try:
+        with part.open("wb") as file:
+            read(file)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
+        with suppress(OSError):  # one that is not empty
+            for folder in made:
+                folder.rmdir()

@@ -1,83 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks, runs and submits jobs from Python; the command line is a thin layer over this module."""
+"""Jobs from Python: describe one with :class:`RLJobBuilder`, or check and run one that is described elsewhere."""
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import CallError, InvalidJob, JobFailed
+from dlrover.python.rl.common.errors import CallError, InvalidJob
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.checked_job import CheckedJob, check_described, check_job
-from dlrover.python.rl.master.process.brain import fresh_journal, run_local
+from dlrover.python.rl.master.client.run import (
+    CheckedJob,
+    check_described,
+    check_job,
+    leave_on_ray,
+    raise_if_failed,
+    run_here,
+    run_on_ray,
+)
 from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
-from dlrover.python.rl.runtime.run.folder import begin, claim, held
-from dlrover.python.rl.runtime.run.owner import IN_PROCESS
-from dlrover.python.rl.runtime.run.progress import redraw
-from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
-
-
-def run_here(
-    checked: CheckedJob, report: Reporter = report_nothing, announce: Announcer = announce_nothing
-) -> JobStatus:
-    """Run a checked job in this process, without Ray. Raises JobConflict if its folder is in use or has results."""
-    job = begin(checked.job)
-    with held(claim(job, IN_PROCESS, bound=True)) as claimed:
-        if checked.opening:
-            announce(checked.opening)
-        status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)), announce=announce)
-        claimed.end(status.phase.value)
-    return _drawn(status)
-
-
-def _drawn(status: JobStatus) -> JobStatus:
-    """The trainer draws its last curve only if it finishes."""
-    if status.folder and status.phase is not Phase.FINISHED:
-        redraw(Path(status.folder))
-    return status
-
-
-def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
-    checked: CheckedJob,
-    report: Reporter = report_nothing,
-    address: str | None = None,
-    connected: bool = False,
-    announce: Announcer = announce_nothing,
-    supervise: bool = False,
-) -> JobStatus:
-    """Run a checked job under a master actor and follow it to its end.
-
-    The first Ctrl-C stops the job in good order. A second one stops waiting for that: a cluster that was started here
-    ends at once; on a shared one the master continues to stop the job.
-
-    Args:
-        address: of a running cluster; None starts one for this job, and another one if it is lost.
-        connected: this process is connected to Ray already; ``address`` is ignored.
-        supervise: go on from the last commit when the cluster of ``address``, or the master there, was lost.
-
-    Raises:
-        JobConflict: a job of this name is running on the cluster, or the job's folder is in use or has results.
-        ClusterUnavailable: no Ray.
-        MasterLost: the master died, and its processes were ended; or it does not answer, and nothing was touched; or a
-            cluster was lost too often.
-    """
-    from dlrover.python.rl.master.ray_run import run_on_cluster  # imports Ray, which other commands do without
-    from dlrover.python.rl.master.supervisor import run_supervised
-
-    checked = replace(checked, job=begin(checked.job))
-    if connected or (address is not None and not supervise):
-        return _drawn(run_on_cluster(checked, report, announce, address, connected))
-    return _drawn(run_supervised(checked, report, announce, address))
-
-
-def leave_on_ray(checked: CheckedJob, address: str, announce: Announcer = announce_nothing) -> JobStatus:
-    """Begin a checked job on the cluster of ``address``. Raises as :func:`run_on_ray`."""
-    from dlrover.python.rl.master.ray_run import begin_on  # as above
-
-    return begin_on(checked, address, announce)
 
 
 class RLJob:
@@ -161,13 +101,6 @@ class RLJobBuilder(JobBuilder):
         return RLJob(self)
 
 
-def raise_if_failed(status: JobStatus) -> None:
-    """Raise :class:`JobFailed`, with the first cause, when a job ended in failure."""
-    if status.phase is Phase.FAILED:
-        detail = f"\n\n{status.cause.detail}" if status.cause and status.cause.detail else ""
-        raise JobFailed(f"{status.name} failed: {status.reason}{detail}")
-
-
 __all__ = [
     "INTERRUPTED",
     "CheckedJob",
@@ -176,6 +109,7 @@ __all__ = [
     "check_described",
     "check_job",
     "leave_on_ray",
+    "raise_if_failed",
     "run_here",
     "run_on_ray",
 ]

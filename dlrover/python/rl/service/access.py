@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Access to the service: the limits of its callers, its certificate, and what every call passes.
+"""The service's door: its certificate, and the gate that every call passes, also to other services of the server.
 
 ::
 
@@ -16,9 +16,8 @@ import asyncio
 import inspect
 import resource
 import time
-from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, aclosing, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack, aclosing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ import grpc
 
 from dlrover.python.rl.common.errors import AccessDenied, ServiceBusy
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.service.jobs.submissions import CallLimit
 
 _LOG = get_logger(__name__)
 
@@ -40,101 +40,6 @@ _RESERVE = 256
 _HEALTH_CHECK = "/grpc.health.v1.Health/Check"
 _MAX_CALLS, _MAX_LONG = 500, 400
 _MESSAGE_S = 10.0
-
-
-class CallLimit:
-    """How many calls of one caller are answered at the same time."""
-
-    def __init__(self, most: int, what: str) -> None:
-        self._most, self._what = most, what
-        self._held: Counter[str] = Counter()
-
-    @contextmanager
-    def hold(self, caller: str) -> Iterator[None]:
-        """Raises ServiceBusy."""
-        if self._held[caller] >= self._most:
-            raise ServiceBusy(f"'{caller}' has {self._most} {self._what}, as many as allowed: end some, or wait")
-        self._held[caller] += 1
-        try:
-            yield
-        finally:
-            self._held[caller] -= 1
-            if not self._held[caller]:
-                del self._held[caller]
-
-
-class FailureLimit:
-    """How often an address may fail: ``burst`` times at once, then ``per_s``. Of all addresses the ``most`` that failed
-    last are remembered."""
-
-    def __init__(
-        self, burst: float = 10.0, per_s: float = 1.0, most: int = 10_000, now_s: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._burst, self._per_s, self._most, self._now_s = burst, per_s, most, now_s
-        self._left: dict[str, tuple[float, float]] = {}  # failures that are left, and when; the latest address last
-
-    def take(self, address: str) -> bool:
-        """Count a failure; False if there was none left."""
-        now_s = self._now_s()
-        left, at_s = self._left.pop(address, (self._burst, now_s))
-        left = min(left + (now_s - at_s) * self._per_s, self._burst)
-        has_room = left >= 1.0
-        self._left[address] = (left - has_room, now_s)
-        if len(self._left) > self._most:
-            del self._left[next(iter(self._left))]
-        return has_room
-
-
-def connection_options() -> tuple[tuple[str, int], ...]:
-    """Raise this process's limit of open files as far as it may, and return gRPC's options that fit it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    silent_ms = round(_SILENT_S * 1000)
-    return (
-        ("grpc.server_handshake_timeout_ms", silent_ms),
-        ("grpc.max_connection_idle_ms", silent_ms),
-        ("grpc.max_allowed_incoming_connections", hard - min(_RESERVE, hard // 2)),
-    )
-
-
-@dataclass(frozen=True)
-class TlsFiles:
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None  # clients must show a certificate that it has signed
-
-    def credentials(self) -> grpc.ServerCredentials:
-        """For new connections what the files hold then; while they cannot be read or do not fit, what they held
-        before."""
-        reader = _Reader(self)
-        return grpc.dynamic_ssl_server_credentials(reader.read(), reader.read_changed, self.client_ca is not None)
-
-
-class _Reader:
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        self._seen: list[tuple[int, int, int]] = []
-
-    def read(self) -> Any:
-        """Raises OSError."""
-        files = self._files
-        self._seen = self._state()
-        pair = (files.key.read_bytes(), files.certificate.read_bytes())
-        ca = files.client_ca.read_bytes() if files.client_ca else None
-        return grpc.ssl_server_certificate_configuration([pair], ca)
-
-    def read_changed(self) -> Any:
-        """Called before each handshake, in a thread of gRPC; None: nothing new."""
-        try:
-            return self.read() if self._state() != self._seen else None
-        except OSError as error:
-            _LOG.warning("the certificate stays as it is: %s", error)
-            return None
-
-    def _state(self) -> list[tuple[int, int, int]]:
-        paths = (self._files.certificate, self._files.key, self._files.client_ca)
-        states = [path.stat() for path in paths if path is not None]
-        return [(state.st_mtime_ns, state.st_ino, state.st_size) for state in states]
 
 
 class Gate(grpc.aio.ServerInterceptor):
@@ -152,7 +57,7 @@ class Gate(grpc.aio.ServerInterceptor):
         identify: Callable[[Any], str],
         denied: Callable[[], None],
         waiting: frozenset[str],
-        failures: FailureLimit,
+        failures: "FailureLimit",
     ) -> None:
         self._identify, self._denied, self._waiting, self._failures = identify, denied, waiting, failures
         self._calls = CallLimit(_MAX_CALLS, "calls")
@@ -212,3 +117,79 @@ async def _message(context: Any) -> Any:
     if message is grpc.aio.EOF:
         await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call has one message")
     return message
+
+
+@dataclass(frozen=True)
+class TlsFiles:
+    """The service's certificate, read again when its files change."""
+
+    certificate: Path
+    key: Path
+    client_ca: Path | None = None  # clients must show a certificate that it has signed
+
+    def credentials(self) -> grpc.ServerCredentials:
+        """For new connections what the files hold then; while they cannot be read or do not fit, what they held
+        before."""
+        reader = _Reader(self)
+        return grpc.dynamic_ssl_server_credentials(reader.read(), reader.read_changed, self.client_ca is not None)
+
+
+class _Reader:
+    def __init__(self, files: TlsFiles) -> None:
+        self._files = files
+        self._seen: list[tuple[int, int, int]] = []
+
+    def read(self) -> Any:
+        """Raises OSError."""
+        files = self._files
+        self._seen = self._state()
+        pair = (files.key.read_bytes(), files.certificate.read_bytes())
+        ca = files.client_ca.read_bytes() if files.client_ca else None
+        return grpc.ssl_server_certificate_configuration([pair], ca)
+
+    def read_changed(self) -> Any:
+        """Called before each handshake, in a thread of gRPC; None: nothing new."""
+        try:
+            return self.read() if self._state() != self._seen else None
+        except OSError as error:
+            _LOG.warning("the certificate stays as it is: %s", error)
+            return None
+
+    def _state(self) -> list[tuple[int, int, int]]:
+        paths = (self._files.certificate, self._files.key, self._files.client_ca)
+        states = [path.stat() for path in paths if path is not None]
+        return [(state.st_mtime_ns, state.st_ino, state.st_size) for state in states]
+
+
+class FailureLimit:
+    """How often an address may fail: ``burst`` times at once, then ``per_s``. Of all addresses the ``most`` that failed
+    last are remembered."""
+
+    def __init__(
+        self, burst: float = 10.0, per_s: float = 1.0, most: int = 10_000, now_s: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._burst, self._per_s, self._most, self._now_s = burst, per_s, most, now_s
+        self._left: dict[str, tuple[float, float]] = {}  # failures that are left, and when; the latest address last
+
+    def take(self, address: str) -> bool:
+        """Count a failure; False if there was none left."""
+        now_s = self._now_s()
+        left, at_s = self._left.pop(address, (self._burst, now_s))
+        left = min(left + (now_s - at_s) * self._per_s, self._burst)
+        has_room = left >= 1.0
+        self._left[address] = (left - has_room, now_s)
+        if len(self._left) > self._most:
+            del self._left[next(iter(self._left))]
+        return has_room
+
+
+def connection_options() -> tuple[tuple[str, int], ...]:
+    """Raise this process's limit of open files as far as it may, and return gRPC's options that fit it."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    silent_ms = round(_SILENT_S * 1000)
+    return (
+        ("grpc.server_handshake_timeout_ms", silent_ms),
+        ("grpc.max_connection_idle_ms", silent_ms),
+        ("grpc.max_allowed_incoming_connections", hard - min(_RESERVE, hard // 2)),
+    )

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who may do what: tokens in a file that only its owner can read, and what each role is allowed.
+"""Who may do what: tokens in the folder of a service's state, and the rights of each role.
 
-The file holds names, roles and SHA-256 digests; a token itself is written once, into a file of its own, and is nowhere
-else. A name may have several tokens, so that one can be replaced without a moment in which neither is valid.
+The file of tokens, which only its owner can read, holds names, roles and SHA-256 digests; a token itself is written
+once, into a separate file, and is nowhere else. A name may have several tokens, so that one can be
+replaced without a moment in which neither is valid.
 """
 
 import fcntl
@@ -24,6 +25,7 @@ from dlrover.python.rl.common.errors import AccessDenied, CallError
 from dlrover.python.rl.common.private_files import check_private, create_private
 
 TOKENS, TOKEN = "tokens.json", "token"
+ADDRESS = "address"
 _BYTES = 32
 _NAME = re.compile(r"[a-z0-9]([a-z0-9._-]{0,61}[a-z0-9])?")
 _MAX_TOKEN = 256
@@ -187,3 +189,16 @@ def _write(folder: Path, entries: Iterable[_Entry]) -> None:
     temporary.unlink(missing_ok=True)
     create_private(temporary, json.dumps({"tokens": [asdict(entry) for entry in entries]}, indent=1))
     temporary.replace(folder / TOKENS)
+
+
+def default_state() -> Path:
+    """``DLROVER_RL_STATE``, or a folder of the user's home."""
+    named = os.environ.get("DLROVER_RL_STATE")
+    return Path(named) if named else Path.home() / ".dlrover-rl" / "service"
+
+
+def write_address(state: Path, address: str) -> None:
+    """For clients, which find a service on any free port."""
+    temporary = state / f"{ADDRESS}.{os.getpid()}"
+    temporary.write_text(f"{address}\n", encoding="ascii")
+    temporary.replace(state / ADDRESS)

@@ -20,11 +20,10 @@ import grpc
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceBusy, ServiceUnavailable
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
-from dlrover.python.rl.service.auth import TOKEN
+from dlrover.python.rl.service.auth import TOKEN, default_state
 from dlrover.python.rl.service.jobs.records import JobPhase
 from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, error_of, phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
-from dlrover.python.rl.service.state import default_state
 
 _SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
 _CALL_S = 15.0

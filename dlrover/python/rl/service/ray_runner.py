@@ -27,10 +27,10 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.checked_job import CheckedJob, check_job
-from dlrover.python.rl.master.operations.history import read_history
+from dlrover.python.rl.master.client.jobs import read_history
+from dlrover.python.rl.master.client.on_ray import start_master
+from dlrover.python.rl.master.client.run import CheckedJob, check_job
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update
-from dlrover.python.rl.master.ray_run import start_master
 from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process
 from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread
 from dlrover.python.rl.runtime.ray.processes.actors import MasterCalls, cluster_capacity, find_master, sweep

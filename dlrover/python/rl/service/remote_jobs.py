@@ -8,8 +8,7 @@ from contextlib import contextmanager
 from math import nan
 from pathlib import Path
 
-from dlrover.python.rl.master.operations.history import JobHistory, log_of
-from dlrover.python.rl.master.operations.jobs import JobOperations, JobView
+from dlrover.python.rl.master.client.jobs import SHARED_FIELDS, JobHistory, JobOperations, JobView, log_of
 from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX
 from dlrover.python.rl.service.client import ClientTls, ServiceClient
@@ -97,25 +96,13 @@ class RemoteJobs:
 def view_of_message(job: wire.Job) -> JobView:
     phase = phase_of(job)
     until_s = job.ended_s or time.time()
-    took_s = until_s - job.started_s if job.started_s else 0.0
     return JobView(
-        name=job.name,
         phase=phase.value,
         ended=phase.ended,
-        step=job.step,
-        total_steps=job.total_steps,
         reward=job.reward if job.step else nan,
-        step_s=job.step_s,
-        started_s=job.started_s,
-        elapsed_s=took_s,
-        restarts=job.restarts,
-        reason=job.reason,
-        cause=job.cause,
-        detail=job.detail,
-        activity=job.activity,
-        folder=job.folder,
-        owner=job.owner,
+        elapsed_s=until_s - job.started_s if job.started_s else 0.0,
         roles=dict(job.roles),
         recoveries=dict(job.recoveries),
         members=tuple(RunningProcess(each.process, each.node, each.pid, each.devices) for each in job.members),
+        **{name: getattr(job, name) for name in (*SHARED_FIELDS, "cause", "detail", "owner")},
     )

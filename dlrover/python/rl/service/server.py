@@ -27,11 +27,10 @@ from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
 from dlrover.python.rl.service.access import FailureLimit, Gate, TlsFiles, connection_options
 from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
-from dlrover.python.rl.service.jobs.submissions import check_name, check_path, check_process, shown
+from dlrover.python.rl.service.jobs.submissions import SubmissionReader, check_name, check_path, check_process, shown
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, code_of, details_of, event_message, job_message
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
-from dlrover.python.rl.service.reading import SubmissionReader
 
 _LOG = get_logger(__name__)
 

@@ -1,6 +1,169 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLFusion's place of ``GRPOTrainer``."""
+"""GRPO, and what the trainers on sampled completions share: RLFusion's arguments over the recipe ``grpo``."""
 
-from dlrover.python.rl.classic.constructors import ClassicGRPOTrainer as GRPOTrainer
+import json
+import os
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
-__all__ = ["GRPOTrainer"]
+from annotated_types import Ge
+
+from dlrover.python.rl.classic.envs import SampleDataset, load_samples
+from dlrover.python.rl.classic.evaluator import Positive, PositiveNumber, names_arguments, sampling_params
+from dlrover.python.rl.classic.rewards import remove_environments, write_samples
+from dlrover.python.rl.classic.trainers import SAMPLED_ROLES, ClassicTrainer
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.recipe import grpo
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
+from dlrover.python.rl.trainer.trainer import StepReport
+
+_LOG = get_logger(__name__)
+
+
+@dataclass(kw_only=True)
+class ClassicPolicyTrainer(ClassicTrainer):
+    """Arguments of the trainers on sampled completions."""
+
+    needs_rewards: ClassVar[bool] = True
+
+    if TYPE_CHECKING:  # each trainer has it at a place of its own
+        train_dataset: SampleDataset
+
+    ppo_steps: Positive = 1
+    """Passes over the samples of a step."""
+
+    clip_eps: PositiveNumber = 0.2
+    """Bound of the distance from 1 of the ratio to the policy that generated a sample."""
+
+    log_completions: bool = False
+    """Log completions beside the metrics; ``samples.jsonl`` has all of them."""
+
+    max_log_chars: Positive = 320
+    """Characters of each that are logged."""
+
+    _offset = 0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.do_sample:
+            raise ValueError("do_sample=False draws the same completion each time: there is nothing to learn from that")
+
+    def test(
+        self,
+        dataset: SampleDataset | None = None,
+        num_batches: int | None = None,
+        step: int | None = None,
+        eval_temperature: float | None = None,
+    ) -> dict[str, Any]:
+        """Evaluate the trained model, or before ``train`` the one that it begins with; on the main process.
+
+        Args:
+            dataset: ``eval_dataset`` by default.
+            num_batches: batches of ``batch_size`` samples; None: all.
+            step: evaluate the saved model of this step.
+            eval_temperature: ``sampling_temperature`` by default.
+
+        Returns:
+            The metrics of ``Evaluator.evaluate``, with its files in ``output_dir/evaluation``. Empty elsewhere.
+        """
+        if self._read_launch().rank:
+            return {}
+        samples = self._test_dataset(dataset)
+        temperature = self.sampling_temperature if eval_temperature is None else eval_temperature
+        return self._evaluate(
+            self.model_after(step), samples, sampling_temperature=temperature, num_batches=num_batches
+        )
+
+    def _report(self, report: StepReport) -> None:
+        super()._report(report)
+        if self.log_completions and report.step % self.logging_steps == 0:
+            for row in self._read_samples(report.step):
+                _LOG.info("reward %s  %r", row.get("reward"), row["completion"][: self.max_log_chars])
+
+    def _read_samples(self, step: int) -> list[dict[str, Any]]:
+        """The samples of a step; each call reads only what was appended since the last one."""
+        prefix = f'{{"step": {step},'.encode()
+        with open(self._run_folder / "samples.jsonl", "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:
+                self._offset = 0  # the run went back to a commit, which shortens the file
+            file.seek(self._offset)
+            rows = [json.loads(line) for line in file if line.startswith(prefix)]
+            self._offset = file.tell()
+        return rows
+
+    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+        sampling = sampling_params(self.max_new_tokens, self.sampling_temperature, self.generation_args)
+        return {
+            **self._data_config(launch),
+            "prompts_per_step": self.batch_size * launch.world_size,
+            "reward": self._reward(),
+            **{f"rollout.{key}": getattr(sampling, key) for key in ("max_new_tokens", "temperature", "top_k", "top_p")},
+            "rollout.stop": list(sampling.stop),
+        }
+
+    def _data_config(self, launch: LaunchEnv) -> dict[str, Any]:
+        remove_environments(self._data_folder)
+        write = partial(write_samples, self._data_folder, rewards=True, empty_reward=self._empty_reward())
+        samples = load_samples(self.train_dataset, "train_dataset", rewards=self.needs_rewards)
+        train = str(write("train", samples))
+        if self.eval_dataset is None:
+            # The recipe evaluates before and after the training: here on a few training samples.
+            return {"data.train": train, "data.eval": train, "data.eval_rows": launch.world_size}
+        held_out = load_samples(self.eval_dataset, "eval_dataset", rewards=self.needs_rewards)
+        return {"data.train": train, "data.eval": str(write("eval", held_out)), "data.eval_rows": len(held_out)}
+
+    def _roles(self) -> Sequence[str]:
+        return SAMPLED_ROLES
+
+    def _empty_reward(self) -> float | None:
+        return None
+
+
+@names_arguments
+@dataclass
+class ClassicGRPOTrainer(ClassicPolicyTrainer):
+    """Samples groups of completions, and reinforces the better ones of each group: the recipe ``grpo``.
+
+    Example::
+
+        GRPOTrainer(model="Qwen/Qwen2.5-0.5B-Instruct", train_dataset=MathDataset(200), num_steps=100).train()
+
+    The advantage of a sample is its reward less the mean of its group's, in standard deviations of its group's. A
+    sample whose ``get_reward`` fails or takes too long is counted and not trained on.
+    """
+
+    recipe = grpo.GRPOTrainer
+
+    train_dataset: SampleDataset
+    """Samples with ``prompt`` and ``get_reward``."""
+
+    _: KW_ONLY
+
+    group_size: Annotated[int, Ge(2)] = 4
+    """Completions of each prompt."""
+
+    ppo_steps: Positive = 2
+    kl_penalty: Annotated[float, Ge(0)] = 0.0
+    """Weight of the KL penalty (k3, in the loss) towards the model that the run begins with."""
+
+    max_error: Annotated[float, Ge(0)] | None = None
+    """With it, the reward of a completion without any text is ``-(max_error + invalid_penalty)``, without
+    ``get_reward``."""
+
+    invalid_penalty: Annotated[float, Ge(0)] = 1.0
+
+    wandb_project: str = "grpo"
+
+    def _roles(self) -> Sequence[str]:
+        return (*SAMPLED_ROLES, "reference") if self.kl_penalty > 0 else SAMPLED_ROLES
+
+    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+        return {**super()._config(launch), "algorithm.name": "grpo"}
+
+    def _empty_reward(self) -> float | None:
+        return None if self.max_error is None else -(self.max_error + self.invalid_penalty)
+
+
+GRPOTrainer = ClassicGRPOTrainer

@@ -1,6 +1,53 @@
 # SPDX-License-Identifier: Apache-2.0
-"""RLFusion's place of ``OnPolicyDistillationTrainer``."""
+"""On-policy distillation: RLFusion's arguments over the recipe ``distill``."""
 
-from dlrover.python.rl.classic.constructors import OnPolicyDistillationTrainer
+from collections.abc import Sequence
+from dataclasses import KW_ONLY, dataclass
+from pathlib import Path
+from typing import Any
 
-__all__ = ["OnPolicyDistillationTrainer"]
+from dlrover.python.rl.classic.envs import SampleDataset
+from dlrover.python.rl.classic.evaluator import names_arguments
+from dlrover.python.rl.classic.trainers import SAMPLED_ROLES
+from dlrover.python.rl.classic.trainers.grpo_trainer import ClassicPolicyTrainer
+from dlrover.python.rl.recipe.distill import DistillationTrainer
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
+
+
+@names_arguments
+@dataclass
+class OnPolicyDistillationTrainer(ClassicPolicyTrainer):
+    """Lowers the reverse KL to a teacher on the student's own samples: the recipe ``distill``.
+
+    Example::
+
+        OnPolicyDistillationTrainer(
+            model="Qwen/Qwen2.5-0.5B-Instruct", teacher_model="Qwen/Qwen2.5-1.5B-Instruct", train_dataset=samples
+        ).train()
+
+    Samples may have no ``get_reward``: rewards are logged, and nothing is learned from them.
+    """
+
+    recipe = DistillationTrainer
+    needs_rewards = False
+
+    teacher_model: str | Path
+    """Folder or hub name of the teacher, whose vocabulary must be the student's."""
+
+    train_dataset: SampleDataset
+    """Samples with ``prompt``."""
+
+    _: KW_ONLY
+
+    wandb_project: str = "onpolicy_distill"
+
+    def _roles(self) -> Sequence[str]:
+        return (*SAMPLED_ROLES, "teacher")
+
+    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+        return {
+            **super()._config(launch),
+            "algorithm.name": "distillation",
+            "algorithm.averaging": "sequence",
+            "teachers": {"teacher": {"model": str(self.teacher_model)}},
+        }

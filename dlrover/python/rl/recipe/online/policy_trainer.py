@@ -17,24 +17,15 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
 from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig, SenderConfig
-<<<<<<< HEAD
-from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, average_metrics, means_by_weight
-from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
-from dlrover.python.rl.recipe.online.batch import (
-    AuxOutput,
-    RewardFailures,
-    StepBatch,
-=======
-from dlrover.python.rl.recipe.base.memory_bytes import ModelUse
 from dlrover.python.rl.recipe.base.updates import (
     UpdatePlan,
->>>>>>> columns54
     annotate_errors_with_samples,
     assign_updates,
     average_metrics,
     cast_columns,
     means_by_weight,
 )
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput, SampleLog, StepBatch, name_samples
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, warn_of_repeats

@@ -22,12 +22,7 @@ from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receiver
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.devices import Machine, peak_memory
 from dlrover.python.rl.recipe.base.engine_workload import TrainedWorkload, device_of, on_device
-<<<<<<< HEAD
-from dlrover.python.rl.recipe.base.updates import TRAINED, UpdatePlan, join_columns, run_updates
-=======
-from dlrover.python.rl.recipe.base.machine import Machine, peak_memory
 from dlrover.python.rl.recipe.base.updates import TRAINED, UpdatePlan, find_nonfinite_rows, join_columns, run_updates
->>>>>>> columns54
 from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.trainer.workload import trainer_invocation
 

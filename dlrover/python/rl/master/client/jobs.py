@@ -1,29 +1,100 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs from outside: what the verbs of the command line need of the place where jobs run, and what they show.
 
-Two places implement :class:`JobOperations`: a Ray cluster (``ray_jobs``), and the job service, in a higher layer.
+There are three places: a Ray cluster (``RayJobs``), the folders of runs (``SavedRuns``), and the job service.
 """
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite, nan
 from pathlib import Path
 from typing import Any, Protocol
 
-from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import check_job_name, hint, resume_command
-from dlrover.python.rl.common.no_links import open_file
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JournalCorrupt
+from dlrover.python.rl.common.names import check_job_name, hint, is_job_name, resume_command
+from dlrover.python.rl.common.no_links import open_file, with_real_parent
+from dlrover.python.rl.control.events import Cause, Failed, MemberLost, NodeLost, StandbyLost, TrainerLost
+from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.recovery import completed_recoveries
-from dlrover.python.rl.master.operations.history import JobHistory, RunHistory
-from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, reward_of
+from dlrover.python.rl.control.state import JobState
+from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run
+from dlrover.python.rl.master.process.brain import JOURNAL
+from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, line_of, reward_of
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX, LogReader, RunFolder
 from dlrover.python.rl.runtime.run.folder import CLUSTER
-from dlrover.python.rl.runtime.run.owner import Owner, in_use, newest_owner
+from dlrover.python.rl.runtime.run.owner import LAUNCHED, Owner, in_use, newest_owner
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter
 
 _TAIL_BYTES = 64 * 1024
+_POLL_S = 0.5
+_FAILURES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
+
+
+# -- from the journal of a run ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunHistory:
+    """Times are Unix times in seconds."""
+
+    state: JobState
+    began_s: float
+    phase_since_s: float
+    last_s: float
+    failures: tuple[tuple[float, Cause], ...]  # with the time of each, the first one first
+    roles: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class JobHistory:
+    """What has happened to a job, for people: lines such as ``ROLLOUT[1]: process_died: ...``, each with its time."""
+
+    phase_since_s: float
+    failures: tuple[tuple[float, str], ...] = ()  # the first one first
+    source: str = ""  # where all of them are
+    log: str = ""  # where the process that failed first has written, empty if there is nothing
+
+    @classmethod
+    def of_folder(cls, folder: Path) -> "JobHistory | None":
+        """None if the run in ``folder`` has no journal. Raises JournalCorrupt, OSError."""
+        history = read_history(folder)
+        if history is None:
+            return None
+        failures = tuple((at_s, line_of(cause)) for at_s, cause in history.failures)
+        log = folder / LOGS / f"{log_of(failures)}{SUFFIX}"
+        return cls(history.phase_since_s, failures, str(folder / JOURNAL), str(log) if log.is_file() else "")
+
+
+def log_of(failures: Sequence[tuple[float, str]]) -> str:
+    """The name of the log of the process that failed first, such as ``rollout-1``."""
+    return failures[0][1].partition(":")[0].lower().replace("[", "-").rstrip("]") if failures else ""
+
+
+def read_history(folder: Path) -> RunHistory | None:
+    """The history of the run in ``folder``, None if it has no journal. Raises JournalCorrupt."""
+    journal = folder / JOURNAL
+    lines = read_lines(journal) if journal.exists() else []
+    events = decode(lines)
+    if not events:
+        return None
+    state, since_s, failures = JobState(), events[0][0], list[tuple[float, Cause]]()
+    for at_s, event in events:
+        before, (state, _) = state, step(state, event, at_s)
+        if state.phase is not before.phase:
+            since_s = at_s
+        if isinstance(event, _FAILURES):
+            failures.append((at_s, event.cause))
+    settings = state.settings
+    roles = {role: settings.num for role, settings in settings.roles.items()} if settings else {}
+    return RunHistory(state, events[0][0], since_s, events[-1][0], tuple(failures), roles)
+
+
+# -- as they are shown ------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -106,27 +177,19 @@ class JobOperations(JobReports, Protocol):
     def resize(self, name: str, role: str, num: int) -> JobView: ...
 
 
+SHARED_FIELDS = ("name", "step", "total_steps", "step_s", "started_s", "restarts", "reason", "activity", "folder")
+"""Fields of a view that a job's status, and a service's message of a job, have under the same name."""
+
+
 def view_of_status(status: JobStatus) -> JobView:
     cause = status.cause
     return JobView(
-        name=status.name,
         phase=status.phase.value,
         ended=status.phase.terminal,
-        step=status.step,
-        total_steps=status.total_steps,
-        reward=status.reward,
-        step_s=status.step_s,
-        started_s=status.started_s,
         elapsed_s=time.time() - status.started_s if status.started_s else 0.0,
-        restarts=status.restarts,
-        reason=status.reason,
         cause=cause.kind.value if cause else "",
         detail=cause.detail if cause else "",
-        activity=status.activity,
-        folder=status.folder,
-        roles=status.roles,
-        recoveries=status.recoveries,
-        members=status.members,
+        **{name: getattr(status, name) for name in (*SHARED_FIELDS, "reward", "roles", "recoveries", "members")},
     )
 
 
@@ -196,41 +259,39 @@ def no_such_job(name: str, known: Iterable[str], where: str) -> InvalidJob:
     return InvalidJob([ConfigError("name", f"no job named '{name}' {where}{hint(name, known)}")])
 
 
-class MemoryJobs:
-    """Jobs that only change when ``on_change`` says so: for trying the verbs."""
+def is_run_folder(name_or_dir: str) -> bool:
+    """Whether it names a run by its folder: it is no job's name, or the folder of a run of another job."""
+    owner = newest_owner(Path(name_or_dir))
+    return not is_job_name(name_or_dir) or (owner is not None and owner.job != name_or_dir)
 
-    def __init__(self, *views: JobView, on_change: Callable[["MemoryJobs", str, str], None] | None = None) -> None:
-        self.views = {view.name: view for view in views}
-        self._on_change = on_change or (lambda jobs, verb, name: None)
 
-    def list_jobs(self) -> tuple[list[JobView], int]:
-        return list(self.views.values()), 0
+def view_of_run(run: SavedRun, asked: str = "") -> JobView:
+    """``asked``: see :func:`view_of_folder`. Raises InvalidJob if there is no journal, or JournalCorrupt."""
+    history = read_history(run.folder)
+    if history is None:
+        why = "a launcher began the run" if run.owner.runtime == LAUNCHED else "the run has not begun"
+        raise InvalidJob([ConfigError(str(run.folder), f"has no journal: {why}")])
+    return view_of_folder(run.owner.job, run.folder, history, asked)
+
+
+class SavedRuns:
+    """Jobs by the folders of their runs, whose files tell how they are; ``name`` is a folder."""
 
     def get(self, name: str) -> JobView:
-        if check_name(name) not in self.views:
-            raise no_such_job(name, self.views, "here")
-        return self.views[name]
+        return view_of_run(find_saved_run(name))
 
     def history(self, view: JobView) -> JobHistory | None:
+        with suppress(JournalCorrupt, OSError):
+            return JobHistory.of_folder(Path(view.folder)) if view.folder else None
         return None
 
-    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
-        return self._changed("attach", name)
-
-    def wait(self, name: str, timeout_s: float | None) -> JobView:
-        return self._changed("wait", name)
-
-    def stop(self, name: str, hard: bool) -> JobView:
-        return self._changed("stop", name)
-
-    def resize(self, name: str, role: str, num: int) -> JobView:
-        return self._changed("resize", name)
-
     def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
-        self.get(name)
-        return iter(())
-
-    def _changed(self, verb: str, name: str) -> JobView:
-        self.get(name)
-        self._on_change(self, verb, name)
-        return self.views[name]
+        view = self.get(name)
+        reader = LogReader(RunFolder(with_real_parent(Path(view.folder))), process, tail)
+        while True:
+            reader.check(view.roles if follow and not view.ended else None)
+            yield from reader.read()
+            if view.ended or not follow:
+                return
+            time.sleep(_POLL_S)
+            view = self.get(name)

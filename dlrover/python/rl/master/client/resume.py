@@ -46,17 +46,14 @@ def find_saved_run(name_or_dir: str) -> SavedRun:
     for base in (Path(name_or_dir), RUNS / name_or_dir):
         for folder in (base, base / LATEST):
             owner = newest_owner(folder)
-            if owner is not None and _is_file(folder / DESCRIPTION):
+            description = folder / DESCRIPTION
+            if owner is not None and description.is_file() and not description.is_symlink():
                 return SavedRun(folder.resolve(), owner)
     names = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
     beside = [str(path) for path in Path(name_or_dir).parent.glob("*") if newest_owner(path) is not None]
     near = hint(name_or_dir, names if nearest(name_or_dir, beside) is None else beside)
     what = f"neither the folder of a run nor a name under {RUNS.absolute()}{near}"
     raise InvalidJob([ConfigError(name_or_dir, what)])
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
 
 
 def saved_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job whose connection to Ray is held by a child process; when that or its cluster is lost, another child goes on.
+"""Run a job in a child process, which is connected to Ray, and resume it when the child or its cluster is lost.
 
 ::
 
@@ -12,33 +12,34 @@ Ray ends every process that is connected through a raylet which has died, so the
 child has started is found by a variable of its environment, which all of it inherits.
 """
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from multiprocessing.connection import Pipe
+from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
-from typing import IO
+from typing import IO, Any, TypeAlias
 from uuid import uuid4
 
 import cloudpickle
 
 from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.common.errors import ClusterUnavailable, MasterLost
-from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import resume_command
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.master import ray_child
-from dlrover.python.rl.master.checked_job import CheckedJob
+from dlrover.python.rl.master.client.on_ray import interrupted, run_on_cluster
+from dlrover.python.rl.master.client.resume import last_commit
+from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.master.ray_run import interrupted
-from dlrover.python.rl.master.saved_run import last_commit
 from dlrover.python.rl.runtime.interrupts import Interrupts, sigterm_unwinds
+from dlrover.python.rl.runtime.ray.cluster.cluster import RAYS_ERRORS, lost_process
 from dlrover.python.rl.runtime.ray.cluster.head import private_folder
 from dlrover.python.rl.runtime.run.folder import claim, held, new_run
 from dlrover.python.rl.runtime.run.owner import ON_RAY
@@ -51,6 +52,18 @@ _POLL_S = 0.2
 _END_S = 60.0
 _KILL_S = 20.0
 _LONGEST_PAUSE_S = 60.0
+_MODULE = "dlrover.python.rl.master.client.supervisor"  # the child runs it as __main__
+_READY = "ready"  # the first message: from here on Ctrl-C stops the job, and before it there is nothing to stop
+_PR_SET_PDEATHSIG = 1
+_LOOK_S = 0.5
+_RAYLET_S = 2.0
+_GCS_S = 30.0  # it is started again
+_LOST = 76
+
+
+Errand: TypeAlias = tuple[CheckedJob, str | None, Path | None, bool]
+"""A job; the address of its cluster, or the folder for the files of one that is started for it; and whether an earlier
+child was lost."""
 
 
 class _Lost(Exception):
@@ -64,12 +77,11 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
         MasterLost: the cluster was lost more often in a row than the job may restart, without a further commit.
         ClusterUnavailable: there was none to begin with.
     """
-    job, losses = checked.job, _Losses(checked.job)
+    job, losses, is_resumed = checked.job, _Losses(checked.job), False
     with Interrupts(signal.SIGINT) as interrupts, sigterm_unwinds():
         while True:
             try:
-                again = job.run != checked.job.run
-                return _attempt(replace(checked, job=job), report, announce, address, interrupts, again)
+                return _attempt(replace(checked, job=job), address, is_resumed, report, announce, interrupts)
             except _Lost as lost:
                 loss = lost
             if not interrupts.count:
@@ -78,6 +90,7 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
             if interrupts.count:
                 return interrupted(job)
             job = replace(job, run=new_run(), overwrite=False, checkpoint=replace(job.checkpoint, resume="latest"))
+            is_resumed = True
 
 
 class _Losses:
@@ -107,24 +120,24 @@ class _Losses:
             time.sleep(_POLL_S)
 
 
-def _attempt(  # noqa: PLR0913 -- those of run_supervised
+def _attempt(  # noqa: PLR0913 -- a job, its place, and who listens
     checked: CheckedJob,
+    address: str | None,
+    is_resumed: bool,
     report: Reporter,
     announce: Announcer,
-    address: str | None,
     interrupts: Interrupts,
-    again: bool,
 ) -> JobStatus:
     """Raises _Lost, and what :func:`run_on_cluster` raises but for losses."""
     if address is not None:
-        with _Child(ray_child.Errand(checked, address, None, again)) as child:
+        with _Child((checked, address, None, is_resumed)) as child:
             return child.follow(report, announce, interrupts)
     with (
         held(claim(checked.job, ON_RAY, bound=True)) as claimed,
         private_folder() as folder,
-        _Child(ray_child.Errand(checked, None, folder, again)) as child,
+        _Child((checked, None, folder, is_resumed)) as child,
     ):
-        if checked.opening and not again:
+        if checked.opening and not is_resumed:
             announce(checked.opening)
         status = child.follow(report, announce, interrupts)
         claimed.end(status.phase.value)
@@ -134,12 +147,12 @@ def _attempt(  # noqa: PLR0913 -- those of run_supervised
 class _Child:
     """A process that runs an errand; when the block is left, it and all that it has started have ended."""
 
-    def __init__(self, errand: ray_child.Errand) -> None:
+    def __init__(self, errand: Errand) -> None:
         self._errand = errand
         self._mark = f"{_MARK}={uuid4().hex}"
         name, _, value = self._mark.partition("=")
         self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", ray_child.__name__, str(os.getpid()), str(theirs.fileno())]
+        command = [sys.executable, "-m", _MODULE, str(os.getpid()), str(theirs.fileno())]
         self._process = subprocess.Popen(
             command,
             env={**os.environ, name: value},
@@ -185,7 +198,7 @@ class _Child:
             except (EOFError, ConnectionError):
                 raise _Lost(f"Ray was lost ({self._how_it_ended()})") from None
             match message:
-                case ray_child.READY:
+                case str() if message == _READY:
                     self._is_ready = True
                 case StepReport():
                     report(message)
@@ -194,11 +207,11 @@ class _Child:
                 case JobStatus():
                     self._ended = True
                     return message
-                case MasterLost() | ClusterUnavailable() if not self._is_first_refusal(message):
-                    self._ended = True
-                    raise _Lost(str(message)) from message
                 case BaseException():
                     self._ended = True
+                    *_, is_resumed = self._errand
+                    if isinstance(message, MasterLost) or (isinstance(message, ClusterUnavailable) and is_resumed):
+                        raise _Lost(str(message)) from message
                     raise message
 
     def _pass_on(self, interrupts: Interrupts) -> None:
@@ -206,9 +219,6 @@ class _Child:
         if interrupts.count > self._passed_on:
             self._passed_on += 1
             self._process.send_signal(signal.SIGINT if self._is_ready else signal.SIGTERM)
-
-    def _is_first_refusal(self, error: Exception) -> bool:
-        return isinstance(error, ClusterUnavailable) and not self._errand.again
 
     def _how_it_ended(self) -> str:
         with suppress(subprocess.TimeoutExpired):
@@ -251,3 +261,60 @@ def _environments() -> Iterator[tuple[int, bytes]]:
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             yield int(folder.name), (folder / "environ").read_bytes()
+
+
+# -- the child --------------------------------------------------------------------------------------------------------
+
+
+def main() -> None:
+    """Run the errand that the parent sends, and send it what the job reports and how it ends."""
+    _end_with(int(sys.argv[1]))
+    connection, one_by_one = Connection(int(sys.argv[2])), threading.Lock()
+    os.set_inheritable(connection.fileno(), False)
+    configure_logging()
+    # waits: for the parent, with which this process ends
+    sys.path[:], sys.argv[:] = connection.recv()  # Ray's workers get them from here
+    errand: Errand = cloudpickle.loads(connection.recv_bytes())  # waits: likewise
+
+    def send(message: Any) -> None:
+        with one_by_one:
+            connection.send(message)
+
+    threading.Thread(target=_end_if_lost, args=(send,), name="dlrover-lost", daemon=True).start()
+    send(_run(errand, send))
+
+
+def _end_with(parent: int) -> None:
+    """Let this process be killed when ``parent``, its parent, ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _end_if_lost(send: Callable[[Any], None]) -> None:
+    """End this process if one of Ray has died for good: the parent starts another cluster."""
+    limits_s, since_s = {"raylet": _RAYLET_S, "gcs_server": _GCS_S}, dict[str, float]()
+    while True:
+        time.sleep(_LOOK_S)
+        lost = lost_process()
+        since_s = {lost: since_s.get(lost, time.monotonic())} if lost else {}
+        if lost and time.monotonic() - since_s[lost] > limits_s[lost]:
+            send(MasterLost(f"Ray's {lost} has died"))
+            os._exit(_LOST)
+
+
+def _run(errand: Errand, send: Callable[[Any], None]) -> Any:
+    checked, address, folder, is_resumed = errand
+    try:
+        send(_READY)
+        return run_on_cluster(checked, send, send, address, folder=folder, again=is_resumed)
+    except KeyboardInterrupt:
+        return interrupted(checked.job)
+    except RAYS_ERRORS as error:
+        return MasterLost(f"Ray was lost: {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 -- the parent raises it
+        return error
+
+
+if __name__ == "__main__":
+    main()

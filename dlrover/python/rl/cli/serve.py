@@ -17,7 +17,7 @@ from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.plain import ALLOW_RESOLVERS
-from dlrover.python.rl.service.state import default_state, write_address
+from dlrover.python.rl.service.auth import default_state, write_address
 
 _LOG = get_logger(__name__)
 
@@ -61,17 +61,13 @@ def serve(host: str, port: int, state: Path, root: Path, **options: Any) -> None
     tls = _tls_options(host, options)
     if not root.is_dir():
         raise InvalidJob([ConfigError("--root", f"no such folder: {root}")])
-    _check_state(state, root)
-    os.chdir(root)  # relative paths of jobs start here
-    os.environ.pop(ALLOW_RESOLVERS, None)  # those of the service are not for its clients
-    asyncio.run(_serve(f"{_bracketed(host)}:{port}", state, tls, options))
-
-
-def _check_state(state: Path, root: Path) -> None:
-    """Raises InvalidJob if jobs could use the folder that has the tokens and the database."""
-    if state.resolve().is_relative_to(root.resolve()):
+    if state.resolve().is_relative_to(root.resolve()):  # jobs could use the tokens and the database
         message = f"{state} is inside {root}, which jobs may use: put one of them elsewhere by --state or --root"
         raise InvalidJob([ConfigError("--state", message)])
+    os.chdir(root)  # relative paths of jobs start here
+    os.environ.pop(ALLOW_RESOLVERS, None)  # those of the service are not for its clients
+    address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    asyncio.run(_serve(address, state, tls, options))
 
 
 def _tls_options(host: str, options: dict[str, Any]) -> tuple[Path, Path, Path | None] | None:
@@ -90,10 +86,6 @@ def _tls_options(host: str, options: dict[str, Any]) -> tuple[Path, Path, Path |
     return None if certificate is None else (certificate, key, client_ca)
 
 
-def _bracketed(host: str) -> str:
-    return f"[{host}]" if ":" in host else host
-
-
 async def _serve(
     address: str, state: Path, tls: tuple[Path, Path, Path | None] | None, options: dict[str, Any]
 ) -> None:
@@ -102,8 +94,8 @@ async def _serve(
     from dlrover.python.rl.service.auth import TokenFile, prepare
     from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
+    from dlrover.python.rl.service.jobs.submissions import SubmissionReader, in_a_process
     from dlrover.python.rl.service.manager import JobManager
-    from dlrover.python.rl.service.reading import SubmissionReader, in_a_process
     from dlrover.python.rl.service.runner import MemoryRunner
     from dlrover.python.rl.service.server import JobServer
 
@@ -113,9 +105,12 @@ async def _serve(
     metrics_token = read_token(metrics_file) if metrics_file else ""
     token = prepare(state)
     store = SqliteJobStore(state)
-    with nullcontext() if is_dry else _cluster(ray_address, cpus, may_be_open):
-        stopping = _stop_signals()  # Ray has taken SIGTERM when it connected
-        manager = JobManager(store, MemoryRunner() if is_dry else _ray_runner(), QueueLimits(**options))
+    nothing_lost: tuple[Any, Callable[[], str]] = MemoryRunner(), lambda: ""
+    with nullcontext(nothing_lost) if is_dry else _cluster(ray_address, cpus, may_be_open) as (runner, lost_process):
+        stopping = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):  # Ray has taken SIGTERM when it connected
+            asyncio.get_running_loop().add_signal_handler(number, stopping.set)
+        manager = JobManager(store, runner, QueueLimits(**options))
         await manager.start()
         reader = SubmissionReader(in_a_process)
         server = JobServer(manager, TokenFile(state), Path.cwd(), TlsFiles(*tls) if tls else None, reader=reader)
@@ -129,7 +124,7 @@ async def _serve(
             own = f"{address.rpartition(':')[0]}:{port}"
             write_address(state, own)
             echo(f"serving at {own}; the administrator's token is in {token}", err=True)
-            await _until_the_end(stopping, (lambda: "") if is_dry else _lost_process())
+            await _until_the_end(stopping, lost_process)
             stays = "jobs go on, on their cluster" if ray_address else "the cluster ends, too"
             echo(f"ending; {stays}: the next start follows or continues the jobs", err=True)
         finally:
@@ -144,13 +139,6 @@ def _metrics(registry: Any, host: str, port: int, token: str, tls: Any) -> Any:
         return MetricsEndpoint(registry, host, port, token, tls)
     except OSError as error:
         raise JobConflict(f"metrics cannot be served at {host}:{port}: {error.strerror or error}") from error
-
-
-def _stop_signals() -> asyncio.Event:
-    stopping = asyncio.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        asyncio.get_running_loop().add_signal_handler(number, stopping.set)
-    return stopping
 
 
 async def _until_the_end(stopping: asyncio.Event, lost_process: Callable[[], str]) -> None:
@@ -170,31 +158,21 @@ async def _until_the_end(stopping: asyncio.Event, lost_process: Callable[[], str
                 await stopping.wait()
 
 
-def _lost_process() -> Callable[[], str]:
-    from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process
-
-    return lost_process
-
-
 @contextmanager
-def _cluster(address: str | None, cpus: int | None, may_be_open: bool) -> Iterator[None]:
+def _cluster(address: str | None, cpus: int | None, may_be_open: bool) -> Iterator[tuple[Any, Callable[[], str]]]:
+    """Give what runs jobs on a cluster, and what looks for a process of it that has died."""
     from dlrover.python.rl.runtime.local import set_ray_auto_start
-    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+    from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process, ray_cluster
     from dlrover.python.rl.runtime.ray.cluster.health import risk_of_open_ray
+    from dlrover.python.rl.service.ray_runner import RayJobRunner
 
     with ray_cluster(address, {"cpu": float(os.cpu_count() or 1)}, log_to_driver=False, cpus=cpus):
         if (risk := risk_of_open_ray()) and not may_be_open:
             raise InvalidJob([ConfigError("--address", f"{risk}, and say --allow-open-ray")])
         try:
-            yield
+            yield RayJobRunner(), lost_process
         finally:
             set_ray_auto_start(False)  # a thread that is still asking Ray would start another cluster
-
-
-def _ray_runner() -> Any:
-    from dlrover.python.rl.service.ray_runner import RayJobRunner
-
-    return RayJobRunner()
 
 
 @click.group()

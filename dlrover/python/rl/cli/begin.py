@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: one function for each verb, and what they share.
+"""The verbs that begin a job, or could: ``init|run|resume|eval|check|submit``."""
+
+import ast
+import os
+import sys
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import click
+from rich.console import Console
+
+from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.hub import Lookup, looking_up
+from dlrover.python.rl.common.names import check_job_name, hint, is_url
+from dlrover.python.rl.common.terminal import echo
+from dlrover.python.rl.config.command_line import OverridesCommand
+from dlrover.python.rl.config.layout import job_to_yaml
+from dlrover.python.rl.config.load import load_job, load_job_text, search_folders
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.client.resume import (
+    archived_job,
+    describe_start,
+    evaluation_job,
+    find_saved_run,
+    how_to_go_on,
+    saved_job,
+    wait_for_lost_owner,
+)
+from dlrover.python.rl.master.client.run import CheckedJob, check_described, leave_on_ray, run_here, run_on_ray
+from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus
+from dlrover.python.rl.runtime.checkpoint.room import describe_room
+from dlrover.python.rl.runtime.run.files import SUMMARY
+from dlrover.python.rl.runtime.run.folder import begin, superseded
+from dlrover.python.rl.runtime.run.owner import FINISHED, IN_PROCESS, LAUNCHED
+from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
+
+Cluster = Literal["local", "ray", "kuberay", "slurm"]
+CLUSTERS: tuple[Cluster, ...] = get_args(Cluster)
+
+_PLACEHOLDER = "my-job"
+_PROGRAMS = (".sh", ".sbatch")
+_NO_MODULE = ".template"
+
+
+@click.command()
+@click.argument("name")
+@click.option("--cluster", type=click.Choice(CLUSTERS), default="local", show_default=True)
+def init(name: str, cluster: Cluster) -> None:
+    """Write a new folder NAME with a job that runs as it is, and the files of a cluster."""
+    folder = write_skeleton(name, cluster)
+    echo(f"wrote {folder}; next: {folder / 'README.md'}")
+
+
+def write_skeleton(name: str, cluster: Cluster) -> Path:
+    """Write the folder ``name``. Raises InvalidJob if that is no name of a job, or exists already."""
+    try:
+        check_job_name(name)
+    except ValueError as error:
+        raise InvalidJob([ConfigError("NAME", str(error))]) from error
+    folder = Path(name)
+    if folder.exists():
+        raise InvalidJob([ConfigError("NAME", f"{folder} exists already")])
+    skeleton = files(__package__) / "skeleton"
+    job = folder / "base" / "files" if cluster == "kuberay" else folder
+    _copy(skeleton / "common", job, name)
+    _copy(skeleton / cluster, folder, name)
+    return folder
+
+
+def _copy(source: Traversable, target: Path, name: str) -> None:
+    if source.is_dir():
+        for entry in source.iterdir():
+            _copy(entry, target / entry.name.removesuffix(_NO_MODULE), name)
+        return
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(source.read_text(encoding="utf-8").replace(_PLACEHOLDER, name), encoding="utf-8")
+    if target.suffix in _PROGRAMS:
+        target.chmod(0o755)
+
+
+_DETACH = click.option("--detach", is_flag=True, help="Return once the job has begun; needs --address or --server.")
+_SUPERVISE = click.option(
+    "--supervise", is_flag=True, help="With --address: go on from the last commit when that cluster was lost."
+)
+
+
+@click.command(cls=OverridesCommand)
+@click.argument("job_file")
+@click.argument("overrides", nargs=-1)
+@click.option("--address", help="A running Ray cluster ('auto', 'host:port'); by default one is started for the job.")
+@click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
+@_DETACH
+@_SUPERVISE
+def run(job_file: str, overrides: tuple[str, ...], local: bool, **where: Any) -> None:
+    """Run JOB_FILE to its end. OVERRIDES are key=value (+key=value adds a key)."""
+    place = _Place(local, **where)
+    # On a terminal it shows what happens inside the block, and is erased, so that errors stand alone.
+    with nullcontext() if local else Console(stderr=True).status(f"checking {job_file}"):
+        checked = check_described(lambda: wait_for_lost_owner(load_job(job_file, overrides)), local)
+    _run(checked, place)
+
+
+@click.command(cls=OverridesCommand)
+@click.argument("name_or_dir")
+@click.argument("overrides", nargs=-1)
+@click.option("--address", help="A running Ray cluster; by default one is started for the job.")
+@click.option("--local/--ray", default=None, help="By default as the run was started.")
+@_DETACH
+@_SUPERVISE
+def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **where: Any) -> None:
+    """Go on with a run from its last commit. NAME_OR_DIR is a run's folder or URL, or a job's name: its last run."""
+    place = _Place(bool(local), **where)
+    if is_url(name_or_dir):
+        _run(check_described(lambda: archived_job(name_or_dir, overrides), place.local), place)
+        return
+    saved = find_saved_run(name_or_dir)
+    folder, owner = saved.folder, saved.owner
+    if owner.runtime == LAUNCHED:
+        raise InvalidJob(
+            [ConfigError(name_or_dir, "was run by several processes of a launcher: the same command goes on with it")]
+        )
+    if owner.state == FINISHED and not overrides:
+        echo(f"{folder}: the run has finished; to go on, override a setting such as its number of steps")
+        return
+    local = owner.runtime == IN_PROCESS and not (place.address or place.supervise) if local is None else local
+    if local and owner.work_dir:
+        os.chdir(owner.work_dir)
+    checked = check_described(lambda: saved_job(saved, overrides), local)
+    checked = replace(checked, opening=describe_start(saved, checked.job, name_or_dir))
+    _run(checked, replace(place, local=local))
+
+
+@click.command("eval", cls=OverridesCommand)
+@click.argument("name_or_dir")
+@click.argument("overrides", nargs=-1)
+@click.option("--address", help="A running Ray cluster; by default one is started for the job.")
+@click.option("--local/--ray", default=None, help="By default as the run was started.")
+def evaluate(name_or_dir: str, overrides: tuple[str, ...], address: str | None, local: bool | None) -> None:
+    """Evaluate the model that a run has saved on the run's held-out data. NAME_OR_DIR is as for 'resume'; OVERRIDES
+    such as config.model=FOLDER or config.data.eval=FILE name another model or other data."""
+    saved = find_saved_run(name_or_dir)
+    local = saved.owner.runtime == IN_PROCESS and address is None if local is None else local
+    if local and saved.owner.work_dir:
+        os.chdir(saved.owner.work_dir)
+    try:
+        checked = check_described(lambda: evaluation_job(saved, overrides), local)
+    except InvalidJob as error:
+        if any(fault.where == "config.eval_only" for fault in error.errors):
+            what = "its trainer cannot evaluate without training: those of the recipes can"
+            raise InvalidJob([ConfigError(name_or_dir, what)]) from None
+        raise
+    _run(checked, _Place(local, address))
+
+
+@click.command(cls=OverridesCommand)
+@click.argument("job_file")
+@click.argument("overrides", nargs=-1)
+@click.option("--local", is_flag=True, help="Check for a run in one process.")
+@click.option("--full", is_flag=True, help="Print the defaults of config, too.")
+@click.option("--hub", is_flag=True, help="Look up models and data sets on the Hugging Face hub; reads the data.")
+def check(job_file: str, overrides: tuple[str, ...], local: bool, full: bool, hub: bool) -> None:
+    """Print the resolved plan of JOB_FILE, or all of its errors."""
+    with looking_up(Lookup.ALL if hub else Lookup.NONE):
+        checked = check_described(lambda: load_job(job_file, overrides), local)
+    job = checked.job if full else replace(checked.job, config=checked.given)
+    echo(f"{job_to_yaml(job, hide_secrets=True)}\n{describe(checked)}")
+
+
+def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
+    """Parse a Python literal, as upstream DLRover's options do."""
+    try:
+        value = ast.literal_eval(text)
+    except (ValueError, SyntaxError) as error:
+        raise click.BadParameter(f"{text!r} is not a Python literal such as {{'rollout': 3}}") from error
+    limits = list(value.values()) if isinstance(value, dict) else [None]
+    if not all(isinstance(limit, int) and limit >= 0 for limit in limits):
+        raise click.BadParameter(f"{text!r} is not a dict of roles and numbers such as {{'rollout': 3}}")
+    return value
+
+
+def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> None:
+    """Accept an option of upstream DLRover that means nothing here, with a note."""
+    if value is not None:
+        why = "the master keeps its journal in the job's directory"
+        echo(f"--{option.name} has no effect: {why}", err=True)
+
+
+@click.command()
+@click.option("--job_name", required=True, help="Unique on the cluster; a DNS label.")
+@click.option("--rl_config", required=True, help="The job in the rl_config layout: YAML or JSON text, or a file.")
+@click.option("--master_cpu", type=click.FloatRange(min=0))
+@click.option("--master_mem", "--master_memory", type=click.FloatRange(min=0), help="In MB.")
+@click.option("--job_max_restart", "--max_restart", type=click.IntRange(min=0))
+@click.option("--trainer_max_restart", type=click.IntRange(min=0))
+@click.option("--workload_max_restart", default="{}", callback=_literal, help="Role to limit: {'rollout': 3}.")
+@click.option("--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False))
+@click.option("--master_max_restart", type=click.IntRange(min=-1), help="-1: any number.")
+@click.option(
+    "--master_state_backend_type", "--state_backend_type", callback=_without_effect, expose_value=False, help="Ignored."
+)
+@click.option(
+    "--master_state_backend_config",
+    "--state_backend_config",
+    callback=_without_effect,
+    expose_value=False,
+    help="Ignored.",
+)
+@click.option("--address", help="A running Ray cluster; by default one is started for the job.")
+@click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
+@_DETACH
+def submit(job_name: str, rl_config: str, address: str | None, local: bool, detach: bool, **options: Any) -> None:
+    """Run a job given by upstream DLRover's options and wait for its end. An option overrides the job's field."""
+    place = _Place(local, address, detach)
+    _run(check_described(lambda: job_of_options(job_name, rl_config, options), local), place)
+
+
+def job_of_options(job_name: str, rl_config: str, options: dict[str, Any]) -> JobSpec:
+    """The job that the options of ``submit`` give. Raises InvalidJob."""
+    is_file = not any(mark in rl_config for mark in "\n{") and Path(rl_config).is_file()
+    text = Path(rl_config).read_text(encoding="utf-8") if is_file else rl_config
+    if not is_file and not any(mark in text for mark in "\n{:"):
+        siblings = [path.name for path in Path(text).parent.glob("*") if path.is_file()]
+        raise InvalidJob([ConfigError("--rl_config", f"no such file: {text}{hint(Path(text).name, siblings)}")])
+    search_path = search_folders(Path(rl_config).absolute().parent) if is_file else None
+    return _with_options(load_job_text(text, job_name, search_path=search_path), options)
+
+
+def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
+    limits = {str(role).upper(): limit for role, limit in options["workload_max_restart"].items()}
+    unknown = [
+        ConfigError("--workload_max_restart", f"the job has no role '{role}'{hint(role, job.workloads)}")
+        for role in limits
+        if role not in job.workloads
+    ]
+    if unknown:
+        raise InvalidJob(unknown)
+    own = {role.upper(): limit for role, limit in job.restart.workload_max_restart.items()}
+    changes: dict[str, dict[str, Any]] = {"restart": {"workload_max_restart": {**own, **limits}}, "master": {}, "": {}}
+    for name, (section, field) in _FIELDS.items():
+        if options[name] is not None:
+            changes[section][field] = options[name]
+    restart, master = replace(job.restart, **changes["restart"]), replace(job.master, **changes["master"])
+    return replace(job, restart=restart, master=master, **changes[""])
+
+
+_FIELDS = {
+    "job_max_restart": ("restart", "job_max_restart"),
+    "trainer_max_restart": ("restart", "trainer_max_restart"),
+    "master_cpu": ("master", "cpu"),
+    "master_mem": ("master", "memory"),
+    "master_max_restart": ("master", "max_restart"),
+    "scheduling_strategy_type": ("", "scheduling_strategy"),
+}
+"""The section and the field of a job that an option of ``submit`` sets."""
+
+
+def describe(checked: CheckedJob) -> str:
+    """The plan, one line for each role."""
+    lines = [f"plan: {len(checked.placement.bundles)} bundles, {checked.placement.total} in all"]
+    for role, slots in checked.placement.slots.items():
+        spec = checked.job.workloads[role]
+        where = ", ".join(f"{slot.bundle}" for slot in slots)
+        shared = checked.job.collocation_of(role)
+        with_whom = f", sharing devices: {'+'.join(shared)}" if shared else ""
+        lines.append(
+            f"  {role:<10} x{spec.num}  {spec.module}.{spec.class_}  each {dict(slots[0].resources)}"
+            f"  in bundle {where}{with_whom}"
+        )
+        standbys = checked.placement.standbys.get(role, ())
+        if standbys:
+            lines.append(
+                f"  {'':<10} and {len(standbys)} standby in bundle {', '.join(str(slot.bundle) for slot in standbys)}"
+            )
+    lines += [*checked.inspection.about, *describe_room(checked.room)]
+    if checked.job.run_folders:
+        lines.append(f"files: each run in a folder of its own, {checked.job.run_folders}/<time>-<id>")
+        lines += _removals(checked.job)
+    return "\n".join(lines)
+
+
+def _removals(job: JobSpec) -> list[str]:
+    return [f"  the run will remove {folder} (checkpoint.keep_runs)" for folder in superseded(job)]
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a job runs: in this process, or on the cluster of ``address``, by default on one of its own."""
+
+    local: bool = False
+    address: str | None = None
+    detach: bool = False
+    supervise: bool = False
+
+    def __post_init__(self) -> None:
+        if self.local and self.address is not None:
+            raise InvalidJob([ConfigError("--address", "is a cluster's, and --local runs without Ray")])
+        if self.detach and self.address is None:
+            what = "needs --address: a cluster that is started here would end with this command"
+            raise InvalidJob([ConfigError("--detach", what)])
+        if self.supervise and (self.detach or self.local):
+            what = f"cannot be with --{'detach' if self.detach else 'local'}: this command itself watches the cluster"
+            raise InvalidJob([ConfigError("--supervise", what)])
+
+
+def _run(checked: CheckedJob, place: _Place) -> None:
+    for line in [*checked.inspection.about, *_removals(checked.job)]:
+        echo(line, err=True)
+    job = begin(checked.job)
+    checked = replace(checked, job=job)
+    if place.detach and place.address is not None:
+        leave_on_ray(checked, place.address, partial(echo, err=True))
+        echo(f"{job.name} has begun; files in {job.job_dir}")
+        echo(f"dlrover-rl attach|status|logs|stop {job.name} --address {place.address}", err=True)
+        return
+    try:
+        # Drawing a live bar would erase the prompt of a debugger in this very process.
+        with ProgressView(job.name, live=not place.local, opening=checked.opening) as view:
+            show = view.announce
+            if place.local:
+                ended = run_here(checked, view, show)
+            else:
+                ended = run_on_ray(checked, view, place.address, announce=show, supervise=place.supervise)
+    except (SystemExit, OSError):  # SIGTERM, or a disk
+        echo(how_to_go_on(job, job.job_dir), err=True)
+        raise
+    _show_end(job, ended)
+    if ended.phase is Phase.FAILED:
+        sys.exit(EXIT_FAILED)
+    if ended.phase is not Phase.FINISHED:
+        sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
+
+
+def _show_end(job: JobSpec, ended: JobStatus) -> None:
+    is_finished, summary = ended.phase is Phase.FINISHED, Path(ended.folder) / SUMMARY
+    if is_finished and summary.is_file():  # the trainer may have written it where it cannot be seen from here
+        print_summary(ended.name, summary.read_text(encoding="utf-8"))
+    echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
+    if ended.cause is not None and ended.cause.detail:
+        echo(f"\n{ended.cause.detail}", err=True)
+    if not is_finished and ended.folder:
+        line = how_to_go_on(job, Path(ended.folder), ended.step, ended.cause)
+        echo(line, err=True, nl=bool(line))
+
+
+VERBS = (init, run, resume, evaluate, check, submit)

@@ -1,0 +1,354 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Jobs on a cluster of Ray: a checked one is begun and followed there; those that run are listed, shown and stopped."""
+
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import (
+    ClusterUnavailable,
+    ConfigError,
+    InvalidJob,
+    JobConflict,
+    JournalCorrupt,
+    MasterLost,
+)
+from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.names import master_name, nearest, resume_command
+from dlrover.python.rl.config.secrets import seal
+from dlrover.python.rl.config.spec import RUNS, JobSpec
+from dlrover.python.rl.control.events import CauseKind
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.client.jobs import (
+    JobOperations,
+    JobView,
+    SavedRuns,
+    address_in,
+    check_name,
+    holder_of,
+    no_such_job,
+    read_history,
+    view_of_folder,
+    view_of_run,
+    view_of_status,
+)
+from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run, wait_for_lost_owner
+from dlrover.python.rl.master.client.run import CheckedJob
+from dlrover.python.rl.master.process.rl_master import RLMaster
+from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus, Position, Update
+from dlrover.python.rl.runtime.interrupts import Interrupts
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
+from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, other_addresses, ray_cluster
+from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
+from dlrover.python.rl.runtime.run.folder import CLUSTER, LATEST, begin
+from dlrover.python.rl.runtime.run.owner import ON_RAY, write_shared
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
+
+_LOG = get_logger(__name__)
+
+FOLLOW_S = 1.0
+ANSWER_S = 60.0
+_LOST_S = 3.0
+_ANSWER_S = 30.0
+_RESIZE_S = 240.0
+_STOP_S = 60.0
+_FOLLOWER_S = 3.0
+_MASTER = "/master"
+_CLUSTERS = frozenset(CauseKind) - {CauseKind.USER_ERROR, CauseKind.START_FAILED, CauseKind.NO_SPACE}
+"""Causes that a cluster which is being lost may have."""
+
+
+def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
+    checked: CheckedJob,
+    report: Reporter,
+    announce: Announcer,
+    address: str | None = None,
+    connected: bool = False,
+    folder: Path | None = None,
+    again: bool = False,
+) -> JobStatus:
+    """Start the job's master on a cluster and follow it; Ctrl-C stops the job.
+
+    Args:
+        folder: for the files of a cluster that is started here.
+        again: a process that followed this job was lost; its master may still be there.
+
+    Raises:
+        MasterLost: the master, or the cluster that was started here.
+        JobConflict, ClusterUnavailable: as :func:`start_master` and :func:`ray_cluster`.
+    """
+    job, total, own = checked.job, dict(checked.placement.total), address is None and not connected
+    total["cpu"] = total.get("cpu", 0.0) + job.master.cpu
+    if not connected:
+        announce("starting Ray" if own else f"connecting to Ray at {address}")
+    cluster = nullcontext() if connected else ray_cluster(address, total, folder=folder)
+    with Interrupts(signal.SIGINT) as interrupts, cluster:
+        if interrupts.count:
+            return interrupted(job)
+        with suppress(OSError):  # without a folder its master claims it
+            write_shared(job.job_dir / CLUSTER, current_address().encode())
+        try:
+            master = _remaining_master(job) if again else None
+            if master is None:
+                announce("starting the master")
+                master = start_master(replace(checked, job=wait_for_lost_owner(job) if again else job), claims=not own)
+            if checked.opening and not own and not again:  # the master holds the folder now
+                announce(checked.opening)
+            status = follow(master, report, interrupts, announce=announce)
+        except MasterLost as error:
+            # A master that exists but does not answer still owns its job, which may not be this one.
+            if find(master_name(job.name)) is not None:
+                raise
+            sweep(job.name)
+            raise MasterLost(f"{error}; to go on: {resume_command(job.job_dir)}") from error
+        may_be_the_clusters = status.cause is None or status.cause.kind in _CLUSTERS
+        if own and status.phase is Phase.FAILED and may_be_the_clusters and lost_process(_LOST_S):
+            raise MasterLost(f"a process of Ray has died: {status.reason}")
+        if status.phase.terminal:
+            end(master)
+        return status
+
+
+def interrupted(job: JobSpec) -> JobStatus:
+    """The status of a job that was interrupted before it began."""
+    return JobStatus(job.name, Phase.STOPPED, 0, 0, INTERRUPTED, None, folder=str(job.job_dir))
+
+
+def _remaining_master(job: JobSpec) -> Any:
+    """The master of this run, started by a process that was lost; None if there is none."""
+    master = find(master_name(job.name))
+    if master is None:
+        return None
+    status: JobStatus = ask(master.status.remote, ANSWER_S)
+    return master if status.folder == str(job.job_dir) and not status.phase.terminal else None
+
+
+def start_master(
+    checked: CheckedJob, claims: bool = True, launched: Callable[[Any], None] = lambda master: None
+) -> Any:
+    """Launch and start the master of a checked job on the connected cluster; it ``claims`` the job's folder unless this
+    process has done so, and is given to ``launched`` before it starts. Raises JobConflict while a job of this name is
+    running or another run holds the folder, and MasterLost."""
+    job = begin(checked.job)
+    _clear_the_name(job.name)
+    needs = {"cpu": job.master.cpu, "memory": job.master.memory}
+    sealed, secrets = seal(job)  # Ray stores the arguments of actors
+    plain = replace(checked.inspection, config=None, given=None, about=())
+    arguments = (sealed, checked.placement, plain, claims)
+    master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)
+    launched(master)
+    try:
+        ask(partial(master.start.remote, secrets), max(ANSWER_S, job.liveness.start_timeout_s))
+    except (JobConflict, InvalidJob):
+        end(master)
+        raise
+    return master
+
+
+def begin_on(checked: CheckedJob, address: str, announce: Announcer) -> JobStatus:
+    """Start a checked job on the cluster of ``address``, and leave it to its master. Raises as :func:`start_master` and
+    :func:`ray_cluster`."""
+    with ray_cluster(address, checked.placement.total):
+        master = start_master(checked)
+        if checked.opening:
+            announce(checked.opening)
+        status: JobStatus = ask(master.status.remote, ANSWER_S)
+        return status
+
+
+def _clear_the_name(name: str) -> None:
+    """Remove the remains of an earlier job of this name; a job that has not ended keeps the name."""
+    earlier = find(master_name(name))
+    if earlier is not None and not ask(earlier.status.remote, ANSWER_S).phase.terminal:
+        raise JobConflict(f"a job named '{name}' is running on this cluster: stop it first or choose another name")
+    for actor in sweep(name):
+        if actor != master_name(name):
+            _LOG.warning("ended %s, which a job of this name had left behind", actor)
+    wait_gone(master_name(name), ANSWER_S)
+
+
+def stop_master(master: Any, reason: str) -> None:
+    ask(lambda: master.stop.remote(reason), ANSWER_S)
+
+
+def follow(
+    master: Any,
+    report: Reporter = report_nothing,
+    interrupts: Interrupts | None = None,
+    deadline_s: float | None = None,
+    announce: Announcer = announce_nothing,
+) -> JobStatus:
+    """Pass step reports to ``report``, and what the job does to ``announce``, until it has ended; return its status.
+
+    The first of ``interrupts`` stops the job, the second ends the waiting, as does ``deadline_s``.
+    """
+    position, stopping, began_s, activity = Position(), False, time.monotonic(), ""
+    while True:
+        update: Update = ask(partial(master.follow.remote, position, FOLLOW_S), ANSWER_S)
+        position = update.position
+        if update.status.activity not in ("", activity):
+            announce(update.status.activity)
+        activity = update.status.activity
+        for step_report in () if stopping else update.reports:
+            report(step_report)
+        if update.status.phase.terminal:
+            return update.status
+        interrupted = interrupts.count if interrupts else 0
+        if interrupted and not stopping:
+            stop_master(master, INTERRUPTED)
+            stopping = True
+        elif interrupted > 1 or (deadline_s is not None and time.monotonic() - began_s > deadline_s):
+            return replace(update.status, reason=update.status.reason or INTERRUPTED)
+
+
+# -- those that run ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
+    """Jobs, or the one of this ``name``, on a cluster; ``auto`` is the one where a process of this machine runs it, or
+    the newest one, and without any what ``runs/`` has of it is there. Raises ClusterUnavailable."""
+    unavailable = None
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(ray_cluster(_cluster_of(name) if address == "auto" and name else address, {}))
+        except ClusterUnavailable as error:
+            if address != "auto" or name is None:
+                raise
+            unavailable = error
+        yield RayJobs(unavailable)
+
+
+def _cluster_of(name: str) -> str:
+    run = _last_run(name)
+    holder = None if run is None else holder_of(run.folder)
+    if run is None or holder is None or holder.runtime != ON_RAY:
+        return "auto"
+    return address_in(run.folder) or "auto"
+
+
+def _last_run(name: str) -> SavedRun | None:
+    with suppress(InvalidJob):
+        run = find_saved_run(name)
+        return run if run.owner.job == name else None
+    return None
+
+
+class RayJobs(SavedRuns):
+    """Uses the cluster that this process is connected to; without one, which was ``unavailable``, the run folders."""
+
+    def __init__(self, unavailable: ClusterUnavailable | None = None) -> None:
+        self._unavailable = unavailable
+
+    def list_jobs(self) -> tuple[list[JobView], int]:
+        views = []
+        for name in self._names():
+            with suppress(MasterLost):  # it has ended meanwhile
+                views.append(view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
+        return views, 0
+
+    def _names(self) -> list[str]:
+        actors = RayClusterApi().list_actors("")
+        return sorted(actor.removesuffix(_MASTER) for actor in actors if actor.endswith(_MASTER))
+
+    def _find(self, name: str) -> Any:
+        name = check_name(name)
+        return find(master_name(name)) if self._unavailable is None else None
+
+    def get(self, name: str) -> JobView:
+        master = self._find(name)
+        if master is None:
+            return self._saved(name)
+        try:
+            return view_of_status(ask(master.status.remote, _ANSWER_S))
+        except MasterLost:
+            return self._saved(name)
+
+    def _master(self, name: str) -> Any:
+        """The master of a job that runs. Raises InvalidJob, and MasterLost if it has ended."""
+        master = self._find(name)
+        if master is None:
+            self._ended(name)
+            raise MasterLost(f"'{name}' has ended")
+        return master
+
+    def _ended(self, name: str) -> JobView:
+        """What :meth:`_saved` returns. Raises InvalidJob if it runs."""
+        view = self._saved(name)
+        if not view.ended:
+            raise InvalidJob([ConfigError(name, f"is not on this cluster, {view.reason}; end it there")])
+        return view
+
+    def _saved(self, name: str) -> JobView:
+        """The last run of a name in ``runs/``. Raises InvalidJob or ClusterUnavailable if there is none."""
+        run = _last_run(name)
+        if run is not None:
+            return view_of_run(run, "" if self._unavailable else current_address())
+        saved = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
+        if self._unavailable is not None:
+            close = nearest(name, saved)
+            more = f"did you mean '{close}'?" if close else "status, explain and logs also take the folder of a run"
+            what = f"no run named '{name}' in ./runs, and {self._unavailable}; {more}"
+            raise ClusterUnavailable(what) from self._unavailable
+        others = other_addresses()
+        where = "on this cluster, and no run of it in ./runs"
+        where += f"; of other clusters on this machine --address takes {', '.join(others)}" if others else ""
+        raise no_such_job(name, [*self._names(), *saved], where)
+
+    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
+        return self._followed(name, report, announce, None)
+
+    def wait(self, name: str, timeout_s: float | None) -> JobView:
+        return self._followed(name, report_nothing, announce_nothing, timeout_s)
+
+    def _followed(self, name: str, report: Reporter, announce: Announcer, deadline_s: float | None) -> JobView:
+        before = self.get(name)
+        if before.ended:
+            return before
+        try:
+            return view_of_status(follow(self._master(name), report, deadline_s=deadline_s, announce=announce))
+        except MasterLost:
+            return _end_of(before)
+
+    def stop(self, name: str, hard: bool) -> JobView:
+        """Without a master, what it has left is ended."""
+        master = self._find(name)
+        if master is None:
+            if self._unavailable is None:
+                sweep(name)
+            return self._ended(name)
+        before = self.get(name)
+        try:
+            view = before
+            if not (hard or before.ended):
+                stop_master(master, "stopped from the command line")
+                view = view_of_status(follow(master, deadline_s=_STOP_S))
+        except MasterLost:  # who follows the job has removed it
+            return _end_of(before)
+        if view.ended:
+            # The process that runs the job follows it too, and removes the master when it has read the end.
+            with suppress(TimeoutError):
+                wait_gone(master_name(name), _FOLLOWER_S)
+                return view
+        end(master)
+        sweep(name)
+        return view if view.ended else replace(view, phase="stopped", ended=True, reason="its processes were ended")
+
+    def resize(self, name: str, role: str, num: int) -> JobView:
+        master = self._master(name)
+        ask(partial(master.resize.remote, role.upper(), num), _RESIZE_S)
+        return view_of_status(ask(master.status.remote, _ANSWER_S))
+
+
+def _end_of(seen: JobView) -> JobView:
+    """How a job has ended that was ``seen`` before: as its folder says, wherever that is."""
+    folder = Path(seen.folder)
+    with suppress(JournalCorrupt):
+        history = read_history(folder) if seen.folder else None
+        return view_of_folder(seen.name, folder, history, current_address()) if history is not None else seen
+    return seen

@@ -1,0 +1,194 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Check a job, which finds all of its errors without starting anything, and run it here or on a cluster of Ray."""
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobFailed
+from dlrover.python.rl.config.load import search_folders
+from dlrover.python.rl.config.plain import from_plain
+from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.typed import lies_in
+from dlrover.python.rl.control.placement import Placement, plan
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.process.brain import fresh_journal, run_local
+from dlrover.python.rl.master.process.resize import validate_least
+from dlrover.python.rl.master.process.status import JobStatus
+from dlrover.python.rl.runtime.checkpoint.room import Room, room_for, validate_room
+from dlrover.python.rl.runtime.checkpoint.runs import validate_archive
+from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
+from dlrover.python.rl.runtime.member.inspection import Inspection, inspect_in_child, inspect_job
+from dlrover.python.rl.runtime.run.folder import begin, claim, conflict, continued, earlier_description, held
+from dlrover.python.rl.runtime.run.owner import IN_PROCESS
+from dlrover.python.rl.runtime.run.progress import redraw
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
+
+_JOB = "job"
+"""The place of an inspection's own failures."""
+
+_GPU_DRIVER = Path("/dev/nvidiactl")
+
+
+@dataclass(frozen=True)
+class CheckedJob:
+    job: JobSpec
+    placement: Placement
+    inspection: Inspection
+    given: Any = None
+    """The job's config as it was given, without the defaults that the job has."""
+
+    room: Room | None = None
+    """What its commits need, None: unknown."""
+
+    opening: str = ""
+    """Announced once the folder of its run is held; empty: nothing."""
+
+
+def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
+    """Find all errors of ``job`` without starting anything, or raise InvalidJob with them.
+
+    ``local`` jobs run in this process, so their classes are imported here; otherwise a child process imports them.
+    """
+    job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
+    job = continued(job)
+    placement, errors = plan(job)
+    errors += [*_validate_job_dir(job), *validate_archive(job)]
+    before = earlier_description(job)
+    inspection = inspect_job(job, before, here=True) if local else inspect_in_child(job, before)
+    errors += [*inspection.errors, *validate_least(job, inspection)]
+    if local:
+        errors += inspection.single_process_refusals
+        inspection = replace(inspection, about=(*_warn_of_device(job, inspection.config), *inspection.about))
+    room = room_for(job, placement, inspection.state_bytes) if placement is not None else None
+    errors += validate_room(job, room) if job.trainer.device_type == "CPU" or _GPU_DRIVER.exists() else []
+    if errors or placement is None:
+        raise InvalidJob(errors)
+    given = job.config if inspection.given is None else from_plain(inspection.given)
+    return CheckedJob(inspection.complete(job), placement, inspection, given, room)
+
+
+def _warn_of_device(job: JobSpec, config: Mapping[str, Any] | None) -> list[str]:
+    if job.trainer.device_type != "GPU" or _device_of(config) != "cpu" or _device_of(job.config) == "cpu":
+        return []
+    return ["trainer.device_type is GPU, and this process has none: it computes on the CPU"]
+
+
+def _device_of(config: Mapping[str, Any] | None) -> Any:
+    engine = (config or {}).get("engine")
+    return engine.get("device") if isinstance(engine, Mapping) else None
+
+
+def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:
+    """Like :func:`check_job` for a job that ``describe`` reads: the errors of reading it and of the job together."""
+    job, errors = _read(describe)
+    try:
+        checked = check_job(job, local) if job is not None else None
+    except InvalidJob as error:
+        places = {fault.where for fault in errors}
+        errors += [fault for fault in error.errors if fault.where not in places]
+    if errors or checked is None:
+        raise InvalidJob(errors)
+    return checked
+
+
+def check_types(describe: Callable[[], JobSpec]) -> None:
+    """Find the errors that a job which ``describe`` reads has on any machine: of its layout, and of its ``config`` by
+    the trainer's schema, where that can be imported here. Raises InvalidJob with all of them."""
+    job, errors = _read(describe)
+    places = [_JOB, *(fault.where for fault in errors)]
+    further = inspect_in_child(job, types_only=True).errors if job is not None else ()
+    errors += [fault for fault in further if not lies_in(fault.where, places)]
+    if errors:
+        raise InvalidJob(errors)
+
+
+def _read(describe: Callable[[], JobSpec]) -> tuple[JobSpec | None, list[ConfigError]]:
+    """Return the job, or as much of it as can be checked further, and the errors of reading it."""
+    try:
+        return describe(), []
+    except InvalidJob as error:
+        return error.salvaged, list(error.errors)
+
+
+def _validate_job_dir(job: JobSpec) -> list[ConfigError]:
+    folder = job.run_folders or job.job_dir
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        return [ConfigError("job_dir", f"{existing} is a file, not a folder")]
+    if not os.access(existing, os.W_OK | os.X_OK):
+        return [ConfigError("job_dir", f"{existing} cannot be written to")]
+    why = conflict(job)
+    return [ConfigError("job_dir", why)] if why else []
+
+
+# -- running it ------------------------------------------------------------------------------------------------------
+
+
+def run_here(
+    checked: CheckedJob, report: Reporter = report_nothing, announce: Announcer = announce_nothing
+) -> JobStatus:
+    """Run a checked job in this process, without Ray. Raises JobConflict if its folder is in use or has results."""
+    job = begin(checked.job)
+    with held(claim(job, IN_PROCESS, bound=True)) as claimed:
+        if checked.opening:
+            announce(checked.opening)
+        status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)), announce=announce)
+        claimed.end(status.phase.value)
+    return _drawn(status)
+
+
+def _drawn(status: JobStatus) -> JobStatus:
+    """The trainer draws its last curve only if it finishes."""
+    if status.folder and status.phase is not Phase.FINISHED:
+        redraw(Path(status.folder))
+    return status
+
+
+def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
+    checked: CheckedJob,
+    report: Reporter = report_nothing,
+    address: str | None = None,
+    connected: bool = False,
+    announce: Announcer = announce_nothing,
+    supervise: bool = False,
+) -> JobStatus:
+    """Run a checked job under a master actor and follow it to its end.
+
+    The first Ctrl-C stops the job in good order. A second one stops waiting for that: a cluster that was started here
+    ends at once; on a shared one the master continues to stop the job.
+
+    Args:
+        address: of a running cluster; None starts one for this job, and another one if it is lost.
+        connected: this process is connected to Ray already; ``address`` is ignored.
+        supervise: go on from the last commit when the cluster of ``address``, or the master there, was lost.
+
+    Raises:
+        JobConflict: a job of this name is running on the cluster, or the job's folder is in use or has results.
+        ClusterUnavailable: no Ray.
+        MasterLost: the master died, and its processes were ended; or it does not answer, and nothing was touched; or a
+            cluster was lost too often.
+    """
+    from dlrover.python.rl.master.client.on_ray import run_on_cluster  # imports Ray, which other commands do without
+    from dlrover.python.rl.master.client.supervisor import run_supervised
+
+    checked = replace(checked, job=begin(checked.job))
+    if connected or (address is not None and not supervise):
+        return _drawn(run_on_cluster(checked, report, announce, address, connected))
+    return _drawn(run_supervised(checked, report, announce, address))
+
+
+def leave_on_ray(checked: CheckedJob, address: str, announce: Announcer = announce_nothing) -> JobStatus:
+    """Begin a checked job on the cluster of ``address``. Raises as :func:`run_on_ray`."""
+    from dlrover.python.rl.master.client.on_ray import begin_on  # imports Ray
+
+    return begin_on(checked, address, announce)
+
+
+def raise_if_failed(status: JobStatus) -> None:
+    """Raise :class:`JobFailed`, with the first cause, when a job ended in failure."""
+    if status.phase is Phase.FAILED:
+        detail = f"\n\n{status.cause.detail}" if status.cause and status.cause.detail else ""
+        raise JobFailed(f"{status.name} failed: {status.reason}{detail}")

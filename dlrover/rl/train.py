@@ -1,0 +1,371 @@
+# SPDX-License-Identifier: Apache-2.0
+"""One call for each recipe, from a script or a notebook: ``train_grpo(model, rows, reward=function, steps=100)``.
+
+The arguments of a call become a job's configuration; rows and code become files.
+"""
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
+from functools import partial
+from hashlib import blake2b
+from math import isnan
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import torch
+
+from dlrover.python.rl.common.by_value import name_for
+from dlrover.python.rl.common.disk_space import replace
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobFailed
+from dlrover.python.rl.common.log import configure_logging
+from dlrover.python.rl.common.names import hint, resume_command
+from dlrover.python.rl.common.terminal import echo
+from dlrover.python.rl.config.load import load_job_with, search_folders
+from dlrover.python.rl.config.spec import RUNS, JobSpec
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.data.jsonl import drop_nulls_of_calls
+from dlrover.python.rl.data.tables import as_plain
+from dlrover.python.rl.master.client.run import check_described, raise_if_failed, run_on_ray
+from dlrover.python.rl.master.process.status import INTERRUPTED
+from dlrover.python.rl.recipe import launch as launcher
+from dlrover.python.rl.recipe.base.config import RewardConfig
+from dlrover.python.rl.runtime.run.folder import LATEST, has_commits
+from dlrover.python.rl.runtime.run.progress import ProgressView
+from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
+from dlrover.rl.result import TrainResult
+
+LOCAL, RAY = "local", "ray"
+_MODEL_REWARD = {"module": "dlrover.python.rl.recipe.workloads", "class": "ModelRewardWorkload"}
+
+Model: TypeAlias = str | Path
+"""A folder or a hub name."""
+
+Rows: TypeAlias = str | Path | Iterable[Mapping[str, Any]]
+"""A file, a folder or a hub name; or the rows: a list of dicts, a ``datasets.Dataset``, a ``pandas.DataFrame``."""
+
+Reward: TypeAlias = str | Callable[..., Any] | list[Any] | Mapping[Any, Any]
+"""A function or its name, several, or several with weights; or the keys of ``reward``, ``{"model": folder}``."""
+
+
+def train_grpo(
+    model: Model,
+    dataset: Rows | None = None,
+    reward: Reward | None = None,
+    *,
+    env: Any = None,
+    eval_dataset: Rows | None = None,
+    runtime: str = LOCAL,
+    **keys: Any,
+) -> TrainResult:
+    """Train a policy on groups of its own samples: GRPO, or ``algorithm="dapo"``, ``"rloo"``, ``"gspo"``, ....
+
+    Functions and classes of a script or a notebook may be given as they are: they are sent to the processes that use
+    them.
+
+    Args:
+        dataset: rows of ``prompt`` (text or messages) and any columns for the reward; None: ``env`` makes the prompts.
+        env: an environment, its class, or its name, instead of ``reward``.
+        eval_dataset: held-out prompts; None: some of ``dataset``.
+        runtime: ``local``, in this process, or in those that ``torchrun`` has started; ``ray``, a cluster started for
+            the run; or the address of a running cluster.
+        keys: of the recipe's configuration, or of a job's layout: ``steps=100``, ``rollout={"max_new_tokens": 64}``,
+            ``learning_rate=1e-6``, ``name="my-run"``, ``workload={"rollout": {"num": 2}}``.
+
+    Raises:
+        InvalidJob: with all errors; nothing was started.
+        JobFailed: it ended in failure; carries the first cause.
+        KeyboardInterrupt: it was interrupted.
+    """
+    return _train("grpo", runtime, keys, model=model, train=dataset, eval=eval_dataset, reward=reward, env=env)
+
+
+def train_ppo(
+    model: Model,
+    dataset: Rows | None = None,
+    reward: Reward | None = None,
+    *,
+    env: Any = None,
+    eval_dataset: Rows | None = None,
+    runtime: str = LOCAL,
+    **keys: Any,
+) -> TrainResult:
+    """Train a policy and a critic on the policy's samples; arguments are those of :func:`train_grpo`."""
+    return _train("ppo", runtime, keys, model=model, train=dataset, eval=eval_dataset, reward=reward, env=env)
+
+
+def train_distill(
+    model: Model,
+    dataset: Rows,
+    teacher: Model,
+    *,
+    reward: Reward | None = None,
+    eval_dataset: Rows | None = None,
+    runtime: str = LOCAL,
+    **keys: Any,
+) -> TrainResult:
+    """Train a student on its own samples to say what ``teacher`` says; arguments are those of :func:`train_grpo`."""
+    keys = {"teachers": {"teacher": {"model": str(teacher)}}, **keys}
+    return _train("distill", runtime, keys, model=model, train=dataset, eval=eval_dataset, reward=reward)
+
+
+def train_sft(
+    model: Model, dataset: Rows, *, eval_dataset: Rows | None = None, runtime: str = LOCAL, **keys: Any
+) -> TrainResult:
+    """Train on examples: rows of ``prompt`` and ``response``, or of ``messages``."""
+    return _train("sft", runtime, keys, model=model, train=dataset, eval=eval_dataset)
+
+
+def train_dpo(
+    model: Model, dataset: Rows, *, eval_dataset: Rows | None = None, runtime: str = LOCAL, **keys: Any
+) -> TrainResult:
+    """Train on preferences: rows of ``prompt``, ``chosen`` and ``rejected``."""
+    return _train("dpo", runtime, keys, model=model, train=dataset, eval=eval_dataset)
+
+
+def train_rm(
+    model: Model, dataset: Rows, *, eval_dataset: Rows | None = None, runtime: str = LOCAL, **keys: Any
+) -> TrainResult:
+    """Train a reward model on preferences, as :func:`train_dpo`."""
+    return _train("rm", runtime, keys, model=model, train=dataset, eval=eval_dataset)
+
+
+def _train(recipe: str, runtime: str, keys: Mapping[str, Any], **given: Any) -> TrainResult:
+    if runtime not in (LOCAL, RAY, "auto") and ":" not in runtime:
+        what = f"'{runtime}' is neither {LOCAL} nor {RAY} nor a cluster's address{hint(runtime, (LOCAL, RAY))}"
+        raise InvalidJob([ConfigError("runtime", what)])
+    if given.get("env") is not None and given.get("reward") is not None:
+        raise InvalidJob([ConfigError("reward", "is not used beside env, which gives the rewards: give one of them")])
+    describe = partial(_describe, recipe, keys, given, runtime != LOCAL)
+    return _run_here(recipe, describe, keys) if runtime == LOCAL else _run_on_ray(describe, runtime)
+
+
+def _run_here(recipe: str, describe: Callable[[], JobSpec], keys: Mapping[str, Any]) -> TrainResult:
+    launch = LaunchEnv.from_env(os.environ)
+    configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "")
+    started: list[JobSpec] = []
+
+    def check() -> JobSpec:
+        started.append(launcher.check_job(describe, launch, _show))
+        view.title = started[0].name
+        return started[0]
+
+    try:
+        with ProgressView(recipe, live=not launch.rank) as view:
+            error = launcher.run_together(check, launch, view, view.announce)
+    except KeyboardInterrupt:
+        for job in started:
+            _show_how_to_go_on(job.job_dir)
+        raise
+    if error is not None:
+        raise error
+    return TrainResult(started[0].job_dir if started else _folder(recipe, keys, LATEST))
+
+
+def _run_on_ray(describe: Callable[[], JobSpec], runtime: str) -> TrainResult:
+    checked = check_described(describe)
+    for line in checked.inspection.about:
+        _show(line)
+    with ProgressView(checked.job.name) as view:
+        status = run_on_ray(checked, view, None if runtime == RAY else runtime, announce=view.announce)
+    raise_if_failed(status)
+    if status.phase is not Phase.FINISHED:
+        if status.reason == INTERRUPTED:
+            _show_how_to_go_on(Path(status.folder))
+            raise KeyboardInterrupt
+        raise JobFailed(f"{status.name} was stopped: {status.reason}")
+    return TrainResult(Path(status.folder))
+
+
+def _show_how_to_go_on(folder: Path) -> None:
+    if has_commits(folder):
+        _show(f"resume after its last committed step: {resume_command(folder)}")
+
+
+def _describe(recipe: str, keys: Mapping[str, Any], given: Mapping[str, Any], on_ray: bool) -> JobSpec:
+    values = {**(_one_device(recipe) if on_ray else {}), **Inputs(_folder(recipe, keys) / "inputs").config(keys, given)}
+    main = getattr(sys.modules.get("__main__"), "__file__", None)
+    search = search_folders(*([Path(main).absolute().parent] if main else []))
+    return load_job_with(_file(recipe), values, search)
+
+
+def _one_device(recipe: str) -> dict[str, Any]:
+    """The layout of a job whose roles share one device of this machine."""
+    roles = load_job_with(_file(recipe), {}, ()).workloads
+    gpus = torch.cuda.device_count()
+    return {
+        "trainer": {"device_type": "GPU" if gpus else "CPU", "device_per_node": gpus or len(roles)},
+        "workload_group": [{str(role).lower(): 1 for role in roles}],
+    }
+
+
+def _file(recipe: str) -> Path:
+    return Path(launcher.__file__).with_name(f"{recipe}.yaml")
+
+
+def _folder(recipe: str, keys: Mapping[str, Any], below: str = "") -> Path:
+    """``job_dir``, or ``below`` the folder of the runs of this name."""
+    return Path(keys["job_dir"]) if "job_dir" in keys else RUNS / str(keys.get("name", recipe)) / below
+
+
+def _show(line: str) -> None:
+    echo(line, err=True)
+
+
+# -- the arguments as a configuration ---------------------------------------------------------------------------------
+
+
+class Inputs:
+    """Writes into ``folder``, under names made of the content: a run that goes on finds its files."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def config(self, keys: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
+        """``keys`` with the named arguments. Raises InvalidJob with what cannot be written."""
+        try:
+            values = {key: self._plain(value) for key, value in keys.items() if key != "algorithm"}
+            values["model"] = _model(given["model"])
+            for split in ("train", "eval"):
+                if given[split] is not None:
+                    values[f"data.{split}"] = self._rows(given[split], split)
+            if given.get("env") is not None:
+                values["rollout.env_path"] = self._name(given["env"])
+            if given.get("reward") is not None:
+                values["reward"] = self._reward(given["reward"])
+                if values["reward"].get("model"):
+                    values["workload.reward"] = _MODEL_REWARD
+        except OSError as error:
+            raise InvalidJob([ConfigError("job_dir", f"{self._folder} cannot be written: {error.strerror}")]) from error
+        if "algorithm" in keys:
+            values["algorithm"] = self._algorithm(keys["algorithm"])
+        return values
+
+    def _rows(self, dataset: Any, split: str) -> str:
+        if isinstance(dataset, str | Path):
+            return str(dataset)
+        lines = []
+        is_table = any(hasattr(dataset, name) for name in ("iterrows", "column_names"))  # of pandas, of datasets
+        for number, row in enumerate(_iterated(_without_missing(dataset), split), start=1):
+            if not isinstance(row, Mapping):
+                what = f"row {number} is {type(row).__name__}, not a dict"
+                raise InvalidJob([ConfigError(_argument(split), what)])
+            try:
+                lines.append(_line_of_table(row) if is_table else _line(row))
+            except (TypeError, ValueError) as error:
+                raise InvalidJob([ConfigError(_argument(split), f"row {number}: {error}")]) from error
+        content = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")  # lone surrogates, as JSON's
+        self._folder.mkdir(parents=True, exist_ok=True)
+        file = self._folder / f"{split}-{blake2b(content, digest_size=6).hexdigest()}.jsonl"
+        if not file.exists():
+            replace(file, content)
+        return str(file)
+
+    def _reward(self, reward: Any) -> dict[str, Any]:
+        if isinstance(reward, list | tuple):
+            reward = dict.fromkeys(reward, 1.0)
+        if not isinstance(reward, Mapping):
+            return {"function": self._name(reward)}
+        if all(key in RewardConfig.__dataclass_fields__ for key in reward):
+            return {**reward, **({"function": self._weighted(reward["function"])} if "function" in reward else {})}
+        return {"function": self._weighted(reward)}
+
+    def _weighted(self, function: Any) -> Any:
+        if isinstance(function, Mapping):
+            return {self._name(each): weight for each, weight in function.items()}
+        return self._name(function)
+
+    def _algorithm(self, algorithm: Any) -> dict[str, Any]:
+        if isinstance(algorithm, Mapping):
+            return {key: self._plain(value) for key, value in algorithm.items()}
+        if is_dataclass(algorithm) and not isinstance(algorithm, type):
+            return {"name": self._name(type(algorithm)), **asdict(algorithm)}
+        return {"name": self._name(algorithm)}
+
+    def _name(self, value: Any) -> str:
+        try:
+            return value if isinstance(value, str) else name_for(value, self._folder)
+        except TypeError as error:
+            raise InvalidJob([ConfigError("code", str(error))]) from error
+
+    def _plain(self, value: Any) -> Any:
+        """``value`` with paths as text, dataclasses as their fields, and code as its name."""
+        if isinstance(value, Path):
+            return str(value)
+        if is_dataclass(value) and not isinstance(value, type):
+            return self._plain(asdict(value))
+        if isinstance(value, Mapping):
+            return {str(key): self._plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._plain(item) for item in value]
+        return self._name(value) if callable(value) else value
+
+
+def _model(model: Any) -> str:
+    """Return the place of a model; raise InvalidJob for another value."""
+    if isinstance(model, str | Path) and str(model):
+        return str(model)
+    kind = "None" if model is None else f"a {type(model).__name__}"
+    what = f"is {kind}, and has to be a folder or a hub name"
+    saving = "; model.save_pretrained(folder) makes one" if hasattr(model, "save_pretrained") else ""
+    raise InvalidJob([ConfigError("model", what + saving)])
+
+
+def _argument(split: str) -> str:
+    return "dataset" if split == "train" else "eval_dataset"
+
+
+def _iterated(rows: Any, split: str) -> Any:
+    if isinstance(rows, Mapping):
+        if any(_is_column(values) for values in rows.values()):
+            what = f"is a dict of the columns {', '.join(map(str, rows))}: give a list of rows, each a dict, or "
+            what += f"datasets.Dataset.from_dict({_argument(split)})"
+            raise InvalidJob([ConfigError(_argument(split), what)])
+        if all(isinstance(value, str | int | float | None) for value in rows.values()):
+            raise InvalidJob([ConfigError(_argument(split), "is one row: give a list of rows, [{...}, ...]")])
+        what = f"has the splits {', '.join(map(str, rows))}: give one of them, dataset['train']"
+        raise InvalidJob([ConfigError(_argument(split), what)])
+    try:
+        return iter(rows)
+    except TypeError as error:
+        what = f"must be a file, a hub name or rows, not {type(rows).__name__}"
+        raise InvalidJob([ConfigError(_argument(split), what)]) from error
+
+
+def _is_column(value: Any) -> bool:
+    """Whether a value of a dict has no rows, as a split would."""
+    values = value.tolist() if hasattr(value, "tolist") else value
+    is_listed = isinstance(values, Sequence) and not isinstance(values, str)
+    return is_listed and not isinstance(next(iter(values), {}), Mapping)
+
+
+def _without_missing(dataset: Any) -> Any:
+    """Rows with None for the values that a ``DataFrame`` has not, which are NaN, NaT or NA there."""
+    if not hasattr(dataset, "iterrows"):
+        return dataset
+    return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
+
+
+def _line(row: Mapping[Any, Any]) -> str:
+    return json.dumps(dict(row), ensure_ascii=False, default=_as_json)
+
+
+def _line_of_table(row: Mapping[Any, Any]) -> str:
+    """As rows of a Parquet file are read, whatever the columns are called: see ``data.source``."""
+    line = _line({key: None if isinstance(value, float) and isnan(value) else value for key, value in row.items()})
+    if '"tool_calls"' not in line:
+        return line
+    plain = json.loads(line)
+    return _line({key: drop_nulls_of_calls({"messages": value})["messages"] for key, value in plain.items()})
+
+
+def _as_json(value: Any) -> Any:
+    """Numbers and arrays of NumPy and torch; what is text in files, such as dates."""
+    plain = as_plain(value)
+    if plain is not value:
+        return plain
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    raise TypeError(f"{type(value).__name__} is not JSON: {str(value)[:80]}")
