@@ -23,6 +23,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
+from dlrover.python.rl.cli import serve
 from dlrover.python.rl.common import no_links, private_files, redaction
 from dlrover.python.rl.common.errors import AccessDenied, CallError, InvalidJob
 from dlrover.python.rl.config import layout, load, plain, secrets, typed
@@ -32,7 +33,7 @@ from dlrover.python.rl.master.process import metrics as endpoint
 from dlrover.python.rl.runtime.ray.cluster import cluster
 from dlrover.python.rl.runtime.ray.cluster import health as open_ray
 from dlrover.python.rl.runtime.run.files import RunFolder
-from dlrover.python.rl.service import auth, client, command, server
+from dlrover.python.rl.service import auth, client, server
 from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
 from dlrover.python.rl.service.jobs import ledger, submissions
 from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, Refused
@@ -76,7 +77,7 @@ def a_token_of_scrapers_does_not_travel_in_the_clear(folder):
 
 
 def nothing_listens_beyond_loopback_in_the_clear(folder):
-    refused(lambda: command._tls_options("0.0.0.0", dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"))))
+    refused(lambda: serve._tls_options("0.0.0.0", dict.fromkeys(("tls_cert", "tls_key", "tls_client_ca"))))
 
 
 def a_client_does_not_send_its_token_in_the_clear(folder):
@@ -85,7 +86,7 @@ def a_client_does_not_send_its_token_in_the_clear(folder):
 
 def an_open_ray_beyond_loopback_is_not_used(folder):
     def enter():
-        with command._cluster("10.0.0.1:6379", None, may_be_open=False):
+        with serve._cluster("10.0.0.1:6379", None, may_be_open=False):
             """Jobs would run."""
 
     with pytest.MonkeyPatch.context() as patch:
@@ -312,7 +313,7 @@ submissions_plan = submissions.plan
 GUARDS = {
     nothing_listens_beyond_loopback_without_a_token: (endpoint, "is_loopback", lambda host: True),
     a_token_of_scrapers_does_not_travel_in_the_clear: (endpoint, "is_loopback", lambda host: True),
-    nothing_listens_beyond_loopback_in_the_clear: (command, "is_loopback", lambda host: True),
+    nothing_listens_beyond_loopback_in_the_clear: (serve, "is_loopback", lambda host: True),
     a_client_does_not_send_its_token_in_the_clear: (client, "is_loopback", lambda host: True),
     an_open_ray_beyond_loopback_is_not_used: (open_ray, "risk_of_open_ray", str),
     a_page_of_a_browser_is_not_answered: (endpoint, "is_loopback", lambda host: True),
