@@ -45,8 +45,8 @@ async def serve(
     from dlrover.python.rl.service.access import FailureLimit, TlsFiles
     from dlrover.python.rl.service.auth import TokenFile
     from dlrover.python.rl.service.jobs import submissions
+    from dlrover.python.rl.service.jobs.ledger import QueueLimits
     from dlrover.python.rl.service.jobs.records import JobPhase, Observed
-    from dlrover.python.rl.service.jobs.scheduling import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
     from dlrover.python.rl.service.jobs.submissions import SubmissionReader
     from dlrover.python.rl.service.manager import JobManager

@@ -24,7 +24,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from dlrover.python.rl.cli import serve
-from dlrover.python.rl.common import no_links, private_files, redaction
+from dlrover.python.rl.common import private_files, redaction
 from dlrover.python.rl.common.errors import AccessDenied, CallError, InvalidJob
 from dlrover.python.rl.config import layout, load, plain, secrets, typed
 from dlrover.python.rl.config.layout import job_to_yaml
@@ -36,9 +36,8 @@ from dlrover.python.rl.runtime.run.files import RunFolder
 from dlrover.python.rl.service import auth, client, server
 from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
 from dlrover.python.rl.service.jobs import ledger, submissions
-from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, Refused
+from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, QueueLimits, Refused
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, StopJob, SubmitJob
-from dlrover.python.rl.service.jobs.scheduling import QueueLimits
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from tests.served import JOB
 
@@ -331,8 +330,8 @@ GUARDS = {
         (submissions, "check_path", lambda path: tuple(path.split("/"))),
         (RunFolder.read.__globals__, "_PRIVATE", ()),
     ],
-    no_link_leads_out_of_a_folder: (no_links, "_READ", os.O_RDONLY),
-    no_folder_that_became_a_link_is_read: (no_links, "_STEP", os.O_PATH | os.O_DIRECTORY),
+    no_link_leads_out_of_a_folder: (private_files, "_READ", os.O_RDONLY),
+    no_folder_that_became_a_link_is_read: (private_files, "_STEP", os.O_PATH | os.O_DIRECTORY),
     internal_files_of_a_run_are_not_served: (RunFolder.read.__globals__, "_PRIVATE", ()),
     a_name_does_not_leave_its_folder: [
         (submissions, "check_job_name", str),

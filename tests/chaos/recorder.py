@@ -9,7 +9,7 @@ from pathlib import Path
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-from dlrover.python.rl.runtime.checkpoint.roots import roots_of
+from dlrover.python.rl.runtime.checkpoint.runs import roots_of
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import read_manifest
 from tests.chaos.ledger import Generation, Ledger, generations, read_ledger
 

@@ -5,7 +5,7 @@ from bug import Bug
 
 _AUTH, _ACCESS = "service/auth.py", "service/access.py"
 _MANAGER = "service/manager.py"
-_LEDGER, _SCHEDULE, _STORE = "service/jobs/ledger.py", "service/jobs/scheduling.py", "service/jobs/store.py"
+_LEDGER, _SCHEDULE, _STORE = "service/jobs/ledger.py", "service/jobs/ledger.py", "service/jobs/store.py"
 _RUNNER, _SUBMITTED = "service/ray_runner.py", "service/jobs/submissions.py"
 
 TESTS = {

@@ -5,7 +5,7 @@ from bug import Bug
 
 _GROUP, _SHARD, _WORKLOAD, _PORT = (f"trainer/{name}.py" for name in ("role_group", "shard", "workload", "port"))
 _TRAINER, _STEPS, _DURABLE = (f"trainer/{name}.py" for name in ("trainer", "steps", "durable"))
-_TRANSFERS = "trainer/transfers.py"
+_TRANSFERS = "trainer/durable.py"
 
 _CALLS = ("trainer/test_role_group.py", "trainer/test_shard.py", "trainer/test_invocation_options.py")
 _STEPPING = ("trainer/test_steps.py", "trainer/test_trainer.py", "trainer/test_durable.py")

@@ -4,7 +4,7 @@
 from bug import Bug
 
 _SYNC = "engine/weight_sync"
-_BASE, _BUCKETS, _SUMS = f"{_SYNC}/base.py", f"{_SYNC}/buckets.py", f"{_SYNC}/checksums.py"
+_BASE, _BUCKETS = f"{_SYNC}/base.py", f"{_SYNC}/buckets.py"
 _DISK, _PULL, _SERVED = f"{_SYNC}/disk.py", f"{_SYNC}/pull.py", f"{_SYNC}/weight_server.py"
 
 _CONTRACT = "../contract/weight_sync"
@@ -13,7 +13,6 @@ _CUT = (f"{_CONTRACT}/test_failing_sides.py", f"{_CONTRACT}/test_transports.py",
 TESTS = {
     _BASE: ("engine/test_weights.py", *_CUT),
     _BUCKETS: ("engine/test_weight_checksums.py", *_CUT),
-    _SUMS: ("engine/test_weight_checksums.py", *_CUT),
     _DISK: _CUT,
     _PULL: (*_CUT, f"{_CONTRACT}/test_pull_from_afar.py"),
     _SERVED: (*_CUT, f"{_CONTRACT}/test_pull_from_afar.py"),
@@ -60,7 +59,7 @@ BUGS = {
         "        if lock == fcntl.LOCK_SH or try_lock(descriptor, lock):\n",
     ),
     "the fingerprint of a tensor in two buckets is the one of its end": Bug(
-        _SUMS, "crc32_combine(self.crcs[tensor], crc, len(part))", "crc"
+        _BUCKETS, "crc32_combine(self.crcs[tensor], crc, len(part))", "crc"
     ),
     "a version on disk may be lost with the power": Bug(_DISK, "                os.fsync(file)\n", ""),
     "the last version on disk goes before the next is whole": Bug(

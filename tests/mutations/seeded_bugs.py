@@ -21,6 +21,7 @@ TESTS = {
     "trainer/durable.py": (
         "trainer/test_durable.py",
         "runtime/test_local_durable.py",
+        "runtime/test_neighbours.py",
         "runtime/test_writing_states.py",
     ),
     "trainer/call_log.py": ("trainer/test_call_log.py", "trainer/test_durable.py", "runtime/test_local_durable.py"),
@@ -45,7 +46,11 @@ TESTS = {
         "runtime/test_local_durable.py",
     ),
     "runtime/member/heartbeat.py": ("runtime/test_heartbeat.py",),
-    "runtime/checkpoint/stride.py": ("runtime/test_stride.py",),
+    "runtime/checkpoint/commits.py": (
+        "runtime/test_stride.py",
+        "runtime/test_commits.py",
+        "runtime/test_writing_states.py",
+    ),
     "runtime/checkpoint/code.py": ("runtime/test_code_digests.py",),
     "runtime/checkpoint/member_state.py": (
         "runtime/test_member_state.py",
@@ -54,13 +59,8 @@ TESTS = {
         "runtime/test_commits.py",
         "runtime/test_other_members.py",
     ),
-    "runtime/checkpoint/commits.py": (
-        "runtime/test_commits.py",
-        "runtime/test_writing_states.py",
-    ),
     "runtime/checkpoint/neighbours.py": ("runtime/test_neighbours.py", "runtime/test_room.py"),
     "runtime/checkpoint/room.py": ("runtime/test_room.py",),
-    "trainer/transfers.py": ("runtime/test_neighbours.py",),
     "engine/training/redivide.py": ("engine/test_redivide.py",),
     "runtime/checkpoint/runs.py": ("runtime/test_commits.py",),
     "runtime/checkpoint/storage/store.py": (
@@ -98,7 +98,7 @@ _RUNS, _NEIGHBOURS = "runtime/checkpoint/runs.py", "runtime/checkpoint/neighbour
 _STORE, _MANIFEST = "runtime/checkpoint/storage/store.py", "runtime/checkpoint/storage/manifest.py"
 _FILE, _GENERATIONS = "runtime/checkpoint/storage/state_file.py", "runtime/checkpoint/storage/generations.py"
 _MEMORY = "runtime/checkpoint/node_memory.py"
-_STRIDE, _CODE = "runtime/checkpoint/stride.py", "runtime/checkpoint/code.py"
+_STRIDE, _CODE = "runtime/checkpoint/commits.py", "runtime/checkpoint/code.py"
 _EXECUTOR, _TABLE = "runtime/ray/executor.py", "runtime/ray/processes/process_table.py"
 _PARTS, _CLUSTER, _MASTER = (
     "engine/training/redivide.py",
@@ -576,11 +576,11 @@ BUGS = {
         _NEIGHBOURS, "if not everywhere.intersection(", "if None is everywhere.intersection("
     ),
     "a copy that did not arrive counts": Bug(
-        "trainer/transfers.py",
+        "trainer/durable.py",
         "failed = {each for each, is_stored in zip(now, stored, strict=True) if not is_stored}",
         "failed = set()",
     ),
-    "only the first part of a file travels": Bug("trainer/transfers.py", "range(len(transfer.parts))", "range(1)"),
+    "only the first part of a file travels": Bug("trainer/durable.py", "range(len(transfer.parts))", "range(1)"),
     "a replaced trainer goes on": Bug(_DURABLE, "if isinstance(error, StaleCall):", "if False:"),
     "neighbours need no room": Bug(
         "runtime/checkpoint/room.py", "(_KEPT + 1) * most[0] + _KEPT * neighbours", "(_KEPT + 1) * most[0]"

@@ -17,10 +17,9 @@ from steps_world import Violation, World
 
 from dlrover.python.rl.common.errors import JobFailed, StaleCall
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, Stride
+from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import TAKE_OVER_S
-from dlrover.python.rl.runtime.checkpoint.stride import Stride
 from dlrover.python.rl.runtime.local import CallResult, LocalHandle, LocalMember, LocalPort, LocalRecovery
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo

@@ -19,8 +19,7 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client.on_ray import follow, start_master, stop_master
 from dlrover.python.rl.master.job import check_job
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest
-from dlrover.python.rl.runtime.checkpoint.roots import roots_of
-from dlrover.python.rl.runtime.checkpoint.runs import newest_commit
+from dlrover.python.rl.runtime.checkpoint.runs import newest_commit, roots_of
 from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.ray.processes.actors import end
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL

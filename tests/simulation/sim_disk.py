@@ -283,7 +283,9 @@ _SILENT = logging.getLogger("simulated")
 _SILENT.disabled = True
 
 SUBSTITUTES = {
-    "dlrover.python.rl.common.no_links": types.SimpleNamespace(open_file=lambda path: io.BytesIO(path.read_bytes())),
+    "dlrover.python.rl.common.private_files": types.SimpleNamespace(
+        open_file=lambda path: io.BytesIO(path.read_bytes())
+    ),
     "dlrover.python.rl.common.log": types.SimpleNamespace(get_logger=lambda name: _SILENT),
     "os": system,
     "fcntl": types.SimpleNamespace(LOCK_UN=8, flock=lambda handle, how: None),

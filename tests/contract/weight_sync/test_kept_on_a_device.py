@@ -26,7 +26,7 @@ from dlrover.python.rl.common.errors import EngineError, WeightsLost, WeightSync
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.weight_sync import cuda_ipc
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
-from dlrover.python.rl.engine.weight_sync.checksums import BLOCK_BYTES
+from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 
 

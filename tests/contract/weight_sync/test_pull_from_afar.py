@@ -14,7 +14,7 @@ from sync_sides import PATIENT, ToySource, equal, hear, kill, process, receive_s
 
 from dlrover.python.rl.common.errors import WeightsLost
 from dlrover.python.rl.engine.weight_sync import pull, weight_server
-from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
+from dlrover.python.rl.engine.weight_sync.buckets import CrcTally
 
 LATEST_S = 60.0
 

@@ -7,10 +7,9 @@ import torch
 from sync_sides import ToySource, Wire, equal, toy_weights
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.weight_sync import host_copies, weight_server
+from dlrover.python.rl.engine.weight_sync import buckets, weight_server
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
-from dlrover.python.rl.engine.weight_sync.buckets import WeightFile
-from dlrover.python.rl.engine.weight_sync.host_copies import stream_to_host
+from dlrover.python.rl.engine.weight_sync.buckets import WeightFile, stream_to_host
 
 CUDA = torch.device("cuda")
 UNDER_WAY = 3000
@@ -57,8 +56,8 @@ def arrivals(monkeypatch):
         made.append(Arrival(target, piece))
         return made[-1]
 
-    monkeypatch.setattr(host_copies, "_begin_copy", begin)
-    monkeypatch.setattr(host_copies, "_UNDER_WAY", UNDER_WAY)
+    monkeypatch.setattr(buckets, "_begin_copy", begin)
+    monkeypatch.setattr(buckets, "_UNDER_WAY", UNDER_WAY)
     return made
 
 

@@ -247,8 +247,11 @@ class FakeRun:
     def __init__(self):
         self.logged, self.finished = [], 0
 
-    def log(self, metrics, step):
-        self.logged.append((step, metrics))
+    def define_metric(self, name, step_metric=None):
+        assert (name, step_metric) in [("step", None), ("*", "step")]
+
+    def log(self, metrics):
+        self.logged.append((metrics["step"], metrics))
 
     def finish(self, exit_code):
         assert exit_code == 0

@@ -10,7 +10,7 @@ from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Rendezvous
-from dlrover.python.rl.engine.model import compiled_logprobs, outputs
+from dlrover.python.rl.engine.model import chunked_head, outputs
 from dlrover.python.rl.engine.model.outputs import VocabularyShard, token_logprobs, top_token_ids
 from dlrover.python.rl.engine.model.ranks import Ranks
 
@@ -80,9 +80,9 @@ def test_what_is_compiled_for_gpus_gives_the_same(device, temperature, trains, m
     logits = problem()[0].detach()
     expected = outcome(logits.clone(), temperature, trains)
     if device == "cpu":
-        monkeypatch.setattr(compiled_logprobs, "applies_to", lambda logits: True)
+        monkeypatch.setattr(chunked_head, "applies_to", lambda logits: True)
         traced = functools.cache(functools.partial(torch.compile, dynamic=True, backend="eager"))
-        monkeypatch.setattr(compiled_logprobs, "compiled", traced)
+        monkeypatch.setattr(chunked_head, "compiled", traced)
     for found, plain_one in zip(outcome(logits.to(device, torch.float32), temperature, trains), expected, strict=True):
         assert torch.allclose(found, plain_one, rtol=0, atol=1e-5)
 
@@ -161,8 +161,8 @@ def test_greedy_is_temperature_one():
 @pytest.mark.parametrize("known_ids", [4, VOCAB - 1, VOCAB, VOCAB + 3, None])
 def test_unknown_ids_have_no_probability(known_ids, temperature, compiled, monkeypatch):
     if compiled:
-        monkeypatch.setattr(compiled_logprobs, "applies_to", lambda logits: True)
-        monkeypatch.setattr(compiled_logprobs, "compiled", lambda function: function)
+        monkeypatch.setattr(chunked_head, "applies_to", lambda logits: True)
+        monkeypatch.setattr(chunked_head, "compiled", lambda function: function)
     (logits, targets, weights), (expected, _, _) = problem(), problem()
     targets = targets % min(known_ids or VOCAB, VOCAB)
     with torch.no_grad():

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.engine.api.weights import DOWN, UP, Adapters, take_snapshot, verify_snapshot
-from dlrover.python.rl.engine.vllm.shared import share_weights
+from dlrover.python.rl.engine.vllm.child import share_weights
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 

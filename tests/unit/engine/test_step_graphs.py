@@ -8,9 +8,9 @@ import torch
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.engine.rollout_torch import graphs
+from dlrover.python.rl.engine.rollout_torch import decoder
+from dlrover.python.rl.engine.rollout_torch.decoder import StepGraphs, rounded_length, rounded_rows
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
-from dlrover.python.rl.engine.rollout_torch.graphs import StepGraphs, rounded_length, rounded_rows
 
 needs_cuda = pytest.mark.needs("cuda")
 DEVICES = ["cpu", pytest.param("cuda", marks=needs_cuda)]
@@ -38,8 +38,8 @@ def tokens_of(engine, lengths, new_tokens):
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize(("lengths", "rows"), [([5, 40, 17], 8), ([100] * 8, 8), ([3, 90, 200, 4, 150, 6, 7], 3)])
 def test_the_generated_tokens_are_the_same(model_path, device, lengths, rows, monkeypatch):
-    monkeypatch.setattr(graphs, "_SHORTEST", 64)
-    monkeypatch.setattr(graphs, "_FEWEST_ROWS", 2)
+    monkeypatch.setattr(decoder, "_SHORTEST", 64)
+    monkeypatch.setattr(decoder, "_FEWEST_ROWS", 2)
     plain = tokens_of(engine_with(model_path, device, rows, False), lengths, 60)
     engine = engine_with(model_path, device, rows, True)
     assert tokens_of(engine, lengths, 60) == plain

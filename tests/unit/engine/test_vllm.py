@@ -445,7 +445,7 @@ def train_a_step(model_path, lora=None):
 @needs_vllm
 def test_weights_reach_workers_of_other_processes_without_a_file_that_could_stay(model_path):
     sent = snapshot(model_path, 7)
-    with importlib.import_module("dlrover.python.rl.engine.vllm.shared").share_weights(sent) as shared:
+    with importlib.import_module("dlrover.python.rl.engine.vllm.child").share_weights(sent) as shared:
         shared = pickle.loads(pickle.dumps(shared))
         script = "import pickle, sys; print(pickle.load(sys.stdin.buffer).open().tensor(sys.argv[1]).sum().item())"
         name = "model.layers.1.mlp.up_proj.weight"

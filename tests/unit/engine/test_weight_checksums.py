@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover.python.rl.engine.weight_sync import checksums
+from dlrover.python.rl.engine.weight_sync import buckets
 from dlrover.python.rl.engine.weight_sync.base import TensorEntry, WeightTable
-from dlrover.python.rl.engine.weight_sync.checksums import BLOCK_BYTES, CrcTally, device_fingerprints
+from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES, CrcTally, device_fingerprints
 
 SIZES = (100, 0, 40_000, 64, 9_000)
 
@@ -19,7 +19,7 @@ SIZES = (100, 0, 40_000, 64, 9_000)
 @pytest.mark.parametrize("step", [1_000, 7_777, 10**6])
 def test_windows_of_any_size_and_any_number_of_threads_give_the_same(monkeypatch, cores, step):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: range(cores))
-    monkeypatch.setattr(checksums, "_PART", 1024)
+    monkeypatch.setattr(buckets, "_PART", 1024)
     table = WeightTable(tuple(TensorEntry(f"w{number}", "uint8", (size,)) for number, size in enumerate(SIZES)))
     data = np.random.default_rng(0).integers(0, 256, table.nbytes, dtype=np.uint8)
     tally = CrcTally(table)
@@ -69,5 +69,5 @@ def test_fingerprints_on_a_device_see_changes_of_bits_and_of_order(change):
 def test_several_parts_on_a_device_give_the_fingerprints_of_one(monkeypatch):
     table, data = laid_out((200_000, 50_000))
     whole = device_fingerprints(table, torch.from_numpy(data))
-    monkeypatch.setattr(checksums, "_AT_ONCE", 2 * BLOCK_BYTES // 4)
+    monkeypatch.setattr(buckets, "_AT_ONCE", 2 * BLOCK_BYTES // 4)
     assert device_fingerprints(table, torch.from_numpy(data)) == whole

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.environment.sandbox.confinement import Confinement
-from dlrover.python.rl.environment.sandbox.scratch import remove_tree, scratch_folder
+from dlrover.python.rl.environment.sandbox.confinement import Confinement, remove_tree, scratch_folder
 from dlrover.python.rl.environment.verifiers import code
 from dlrover.python.rl.environment.verifiers.code import (
     ProgramLimits,

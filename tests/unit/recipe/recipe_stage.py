@@ -4,9 +4,8 @@
 from dataclasses import dataclass, field
 
 from dlrover.python.rl.common.names import RLRoleType, member_name
-from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
-from dlrover.python.rl.runtime.checkpoint.stride import Stride
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, Stride
+from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort, LocalRecovery
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.trainer import TrainerLink, run_trainer

@@ -11,9 +11,8 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import PromptCursor
-from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
-from dlrover.python.rl.runtime.checkpoint.stride import Stride
+from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, Stride
+from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort, LocalRecovery, process_environment
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import RestartInfo

@@ -20,8 +20,7 @@ from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
-from dlrover.python.rl.runtime.checkpoint.roots import Roots, roots_of
-from dlrover.python.rl.runtime.checkpoint.runs import forget_commits, newest_commit
+from dlrover.python.rl.runtime.checkpoint.runs import Roots, forget_commits, newest_commit, roots_of
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 ACTORS = [("ACTOR", 0), ("ACTOR", 1)]

@@ -21,7 +21,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, PersistRequest, RestoreRequest
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece
 from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.member.host import CurrentCall, MemberHost

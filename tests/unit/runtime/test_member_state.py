@@ -11,7 +11,7 @@ from durable_toys import wait_for_copies
 from dlrover.python.rl.common.errors import CheckpointCorrupt
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, MemberState, PersistRequest, RestoreRequest
 from dlrover.python.rl.runtime.checkpoint.neighbours import Part, store
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.trainer.workload import BaseWorkload

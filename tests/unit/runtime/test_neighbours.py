@@ -8,7 +8,7 @@ import pytest
 from durable_toys import CLASSES, Policy, Stage, TrainerKilled, both
 
 from dlrover.python.rl.runtime.checkpoint import neighbours
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode, encode
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 

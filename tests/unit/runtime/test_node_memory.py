@@ -17,7 +17,7 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import (
     memory_root,
     save_from_memory,
 )
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 
 HOLDER = "import sys, time; from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root; "

@@ -13,7 +13,7 @@ from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.member.inspection import inspect_job
 from dlrover.python.rl.runtime.run.folder import earlier_description
 from dlrover.python.rl.runtime.run.owner import DESCRIPTION

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.common.no_links import with_real_parent
+from dlrover.python.rl.common.private_files import with_real_parent
 from dlrover.python.rl.runtime.run.files import LogCopier, LogReader, RunFolder, copy_all_rests
 
 CHUNK = 256 * 1024

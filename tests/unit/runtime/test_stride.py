@@ -3,7 +3,7 @@
 
 import pytest
 
-from dlrover.python.rl.runtime.checkpoint.stride import Stride
+from dlrover.python.rl.runtime.checkpoint.commits import Stride
 
 
 def committed(stride, clock, step_s, steps, commit_s):

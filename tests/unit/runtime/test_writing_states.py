@@ -14,8 +14,7 @@ from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.runtime.checkpoint import member_state
 from dlrover.python.rl.runtime.checkpoint.commits import Copying
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, Progress, WrittenRequest
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
-from dlrover.python.rl.runtime.checkpoint.runs import TRAINER
+from dlrover.python.rl.runtime.checkpoint.runs import TRAINER, Roots
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
 from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.runtime.member.arguments import CallHeader

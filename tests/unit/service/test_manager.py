@@ -18,9 +18,8 @@ from dlrover.python.rl.common.errors import (
     ServiceUnavailable,
     UnknownJob,
 )
-from dlrover.python.rl.service.jobs.ledger import Draft, Ledger
+from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, QueueLimits
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed, StopJob
-from dlrover.python.rl.service.jobs.scheduling import QueueLimits
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner

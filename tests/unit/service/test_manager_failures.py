@@ -9,9 +9,8 @@ from service_stage import WITHIN_S, FullDisk, serving, submission, until
 from dlrover.python.rl.common.errors import ServiceUnavailable, UnknownJob
 from dlrover.python.rl.service import manager as manager_module
 from dlrover.python.rl.service.jobs import ledger as ledger_module
-from dlrover.python.rl.service.jobs.ledger import Draft, Ledger
+from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, QueueLimits
 from dlrover.python.rl.service.jobs.records import JobPhase, Observed, Schedule
-from dlrover.python.rl.service.jobs.scheduling import QueueLimits
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner

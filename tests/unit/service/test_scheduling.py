@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Which queued jobs start, and why the others wait."""
 
+from dlrover.python.rl.service.jobs.ledger import QueueLimits, schedule
 from dlrover.python.rl.service.jobs.records import JobPhase, JobRecord
-from dlrover.python.rl.service.jobs.scheduling import QueueLimits, schedule
 
 LIMITS = QueueLimits()
 

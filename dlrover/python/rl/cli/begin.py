@@ -21,9 +21,8 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.common.names import check_job_name, hint, is_url
 from dlrover.python.rl.common.terminal import echo
-from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.load import load_job, load_job_text, search_folders
+from dlrover.python.rl.config.load import OverridesCommand, load_job, load_job_text, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client.resume import (

@@ -17,9 +17,8 @@ from dlrover.python.rl.cli.operate import EXIT_INTERRUPTED, exit_as, follow
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.common.terminal import echo
-from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import job_to_yaml
-from dlrover.python.rl.config.load import load_job_text, name_of_file, search_folders
+from dlrover.python.rl.config.load import OverridesCommand, load_job_text, name_of_file, search_folders
 from dlrover.python.rl.master.client.resume import evaluation_name, evaluation_overrides
 from dlrover.python.rl.master.client.run import check_types
 from dlrover.python.rl.runtime.run.files import SUMMARY

@@ -92,7 +92,7 @@ async def _serve(
     from dlrover.python.rl.master.process.metrics import tls_context
     from dlrover.python.rl.service.access import TlsFiles
     from dlrover.python.rl.service.auth import TokenFile, prepare
-    from dlrover.python.rl.service.jobs.scheduling import QueueLimits
+    from dlrover.python.rl.service.jobs.ledger import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
     from dlrover.python.rl.service.jobs.submissions import SubmissionReader, in_a_process
     from dlrover.python.rl.service.manager import JobManager

@@ -35,9 +35,8 @@ from dlrover.python.rl.common.errors import (
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.common.terminal import echo
-from dlrover.python.rl.config.command_line import OverridesCommand
 from dlrover.python.rl.config.layout import JOB_KEYS, digest
-from dlrover.python.rl.config.load import load_job, search_folders
+from dlrover.python.rl.config.load import OverridesCommand, load_job, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import list_keys
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info

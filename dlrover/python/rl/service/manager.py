@@ -24,7 +24,7 @@ from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceUn
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.master.process.metrics import ServiceCounts
 from dlrover.python.rl.master.process.resize import check_new_size
-from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, Refused
+from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, QueueLimits, Refused
 from dlrover.python.rl.service.jobs.records import (
     JobDescription,
     JobEvent,
@@ -36,7 +36,6 @@ from dlrover.python.rl.service.jobs.records import (
     StopJob,
     SubmitJob,
 )
-from dlrover.python.rl.service.jobs.scheduling import QueueLimits
 from dlrover.python.rl.service.jobs.store import JobStore
 from dlrover.python.rl.service.runner import JobRunner
 

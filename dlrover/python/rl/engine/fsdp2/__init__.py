@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from dlrover.python.rl.engine.api.registry import EngineInfo
-from dlrover.python.rl.engine.model.families import by_library, find_class_fault
+from dlrover.python.rl.engine.model.model_shape import by_library, find_class_fault
 
 
 @dataclass(frozen=True)

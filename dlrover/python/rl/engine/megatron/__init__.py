@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dlrover.python.rl.engine.api.registry import EngineInfo
-from dlrover.python.rl.engine.model.families import by_library
+from dlrover.python.rl.engine.model.model_shape import by_library
 
 
 @dataclass(frozen=True)

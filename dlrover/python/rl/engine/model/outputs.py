@@ -10,10 +10,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.model import compiled_logprobs
+from dlrover.python.rl.engine.model import chunked_head
 from dlrover.python.rl.engine.model.attention import Documents
-from dlrover.python.rl.engine.model.chunked_head import ChunkedHead
-from dlrover.python.rl.engine.model.compiled_logprobs import LOWEST
+from dlrover.python.rl.engine.model.chunked_head import LOWEST, ChunkedHead
 from dlrover.python.rl.engine.model.packing import Head, MicroBatch
 from dlrover.python.rl.engine.model.ranks import gather_padded
 
@@ -87,8 +86,8 @@ class _TokenLogprobs(torch.autograd.Function):
             dist.all_reduce(most, dist.ReduceOp.MAX, group=shard.group)
         # Sums over the vocabulary: of exp(c), of exp(c) c, and of c at each target.
         sums = logits.new_zeros((2 + targets.shape[1], len(logits)), dtype=wide)
-        if is_compiled := compiled_logprobs.applies_to(logits):
-            sums[0], sums[1] = compiled_logprobs.compiled(compiled_logprobs.sums)(logits.detach(), most, temperature)
+        if is_compiled := chunked_head.applies_to(logits):
+            sums[0], sums[1] = chunked_head.compiled(chunked_head.sums)(logits.detach(), most, temperature)
             centred = (logits.gather(1, places).to(wide) - most[:, None]) / temperature
             sums[2:] = torch.where(mine, centred, 0.0).t()
         for rows in [] if is_compiled else _chunks(logits):
@@ -116,9 +115,9 @@ class _TokenLogprobs(torch.autograd.Function):
         if by_logprob is None:
             by_logprob = torch.zeros_like(mine, dtype=log_total.dtype)
         by_target = torch.where(mine, by_logprob, 0.0)
-        if places.shape[1] == 1 and compiled_logprobs.applies_to(logits):
+        if places.shape[1] == 1 and chunked_head.applies_to(logits):
             saved = every.detach(), most.detach(), log_total.detach(), places, by_target, by_logprob
-            compute = compiled_logprobs.compiled(compiled_logprobs.gradient)
+            compute = chunked_head.compiled(chunked_head.gradient)
             gradient = compute(*saved, ctx.temperature, entropies.detach(), by_entropy)
             gradient[:, ctx.columns :] = 0.0
             return gradient, *[None] * 5

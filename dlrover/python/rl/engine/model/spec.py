@@ -22,7 +22,6 @@ from transformers.utils import logging as hf_logging
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.model import attention
-from dlrover.python.rl.engine.model.families import find_class, find_class_fault
 from dlrover.python.rl.engine.model.loading import (
     CausalLM,
     FileWriter,
@@ -38,6 +37,7 @@ from dlrover.python.rl.engine.model.loading import (
     match_names,
     write_atomically,
 )
+from dlrover.python.rl.engine.model.model_shape import find_class, find_class_fault
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.train_module import empty_weights
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from annotated_types import Gt
 
 from dlrover.python.rl.engine.api.registry import EngineInfo
-from dlrover.python.rl.engine.model.families import by_library, find_state_fault
+from dlrover.python.rl.engine.model.model_shape import by_library, find_state_fault
 
 
 @dataclass(frozen=True)

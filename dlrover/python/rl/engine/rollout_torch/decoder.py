@@ -1,12 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: a decoder and its steps as CUDA graphs, which record its tensors.
 """The interface between continuous batching and a model's forward pass, the store of the model's weights, and a decoder
 for any causal language model with keys and values, by the forward pass of transformers.
 """
 
 import inspect
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +20,8 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.memory.host_pages import HostBlock
-from dlrover.python.rl.engine.model.families import find_state_fault
 from dlrover.python.rl.engine.model.loading import CausalLM
+from dlrover.python.rl.engine.model.model_shape import find_state_fault
 from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token
 
 _ALIGNMENT = 64
@@ -343,3 +345,77 @@ def _cut(past: Past, row: int, start: int) -> Past:
 
 def _widen(entries: Any, width: int) -> Any:
     return functional.pad(entries, (0, 0, width - entries.shape[2], 0))
+
+
+Step: TypeAlias = Callable[[Any, int], Any]
+"""``step(inputs, longest)``: ``inputs`` int64 ``[2, rows]``, each row's token and its position below ``longest``;
+returns logits ``[rows, vocab]``. It launches the same operations whatever the inputs are."""
+
+_FEWEST_ROWS = 8
+_SHORTEST = 128
+
+
+def rounded_rows(rows: int, most: int) -> int:
+    """The next power of two, of at least 8 and at most ``most``."""
+    return min(most, max(_FEWEST_ROWS, 1 << (rows - 1).bit_length()))
+
+
+def rounded_length(length: int, most: int) -> int:
+    """A multiple of 128, or beyond 1024 of an eighth of the next lower power of two, of at most ``most``."""
+    step = max(_SHORTEST, (1 << length.bit_length()) >> 4)
+    return min(most, -(-length // step) * step)
+
+
+class StepGraphs:
+    """Replays ``step`` for caches of ``rows`` rows of ``length`` tokens; what is recorded has their addresses."""
+
+    def __init__(self, step: Step, rows: int, length: int, device: Any) -> None:
+        self._step, self._rows, self._length = step, rows, length
+        self._inputs = torch.zeros((2, rows), dtype=torch.int64, device=device)
+        self._logits: Any = None  # one for all graphs: a step's are read before the next step
+        self._replays: dict[tuple[int, int], Callable[[], None]] = {}
+        self._pool: Any = None
+
+    def __call__(self, tokens: Any, positions: Sequence[int]) -> Any:
+        """Logits ``[rows, vocab]`` after ``tokens`` ``[rows]``, valid until the next call."""
+        # Graphs are recorded and replayed on the current device, whatever devices the tensors are on.
+        with torch.cuda.device(self._inputs.device) if self._inputs.is_cuda else nullcontext():
+            return self._replay(tokens, positions)
+
+    def _replay(self, tokens: Any, positions: Sequence[int]) -> Any:
+        rows = rounded_rows(len(positions), self._rows)
+        inputs = torch.zeros((2, rows), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
+        inputs[1, : len(positions)] = torch.tensor(positions)
+        if not tokens.is_cuda:
+            inputs[0, : len(positions)] = tokens
+        self._inputs[:, :rows].copy_(inputs, non_blocking=True)
+        if tokens.is_cuda:
+            self._inputs[0, : len(positions)].copy_(tokens)
+        key = rows, rounded_length(max(positions) + 1, self._length)
+        if key not in self._replays:
+            self._replays[key] = self._record(*key)
+        self._replays[key]()
+        return self._logits[: len(positions)]
+
+    def _record(self, rows: int, longest: int) -> Callable[[], None]:
+        def run() -> None:
+            logits = self._step(self._inputs[:, :rows], longest)
+            if self._logits is None:
+                self._logits = logits.new_empty((self._rows, logits.shape[1]))
+            self._logits[:rows].copy_(logits)
+
+        return self._captured(run) if self._inputs.is_cuda else run
+
+    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
+        """Run once before: libraries allocate their workspaces, and choose their kernels, at the first call."""
+        current, aside = torch.cuda.current_stream(self._inputs.device), torch.cuda.Stream(self._inputs.device)
+        aside.wait_stream(current)
+        with torch.cuda.stream(aside):
+            run()
+        current.wait_stream(aside)
+        graph = torch.cuda.CUDAGraph()
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        # Other threads may allocate meanwhile: those that write states, or send weights.
+        with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            run()
+        return graph.replay

@@ -12,8 +12,7 @@ from torch.nn import functional
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.model.loading import CausalLM
 from dlrover.python.rl.engine.rollout_torch.cache import Segment, SlotCache
-from dlrover.python.rl.engine.rollout_torch.decoder import Ids, Prefix, WeightStore, to_device
-from dlrover.python.rl.engine.rollout_torch.graphs import StepGraphs
+from dlrover.python.rl.engine.rollout_torch.decoder import Ids, Prefix, StepGraphs, WeightStore, to_device
 
 _FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 _ROTARIES = ("default", "linear", "llama3", "yarn")

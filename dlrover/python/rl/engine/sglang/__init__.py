@@ -9,7 +9,7 @@ from annotated_types import Gt
 
 from dlrover.python.rl.engine.api.base import RolloutSettings
 from dlrover.python.rl.engine.api.registry import EngineInfo
-from dlrover.python.rl.engine.model.families import by_library, find_class_fault
+from dlrover.python.rl.engine.model.model_shape import by_library, find_class_fault
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from annotated_types import Gt
 
 from dlrover.python.rl.engine.api.registry import EngineInfo
-from dlrover.python.rl.engine.model.families import by_library, find_class_fault
+from dlrover.python.rl.engine.model.model_shape import by_library, find_class_fault
 
 # Read when vLLM is imported. At its default level it logs a page at each start, and a warning about tied weights at
 # each weight sync.

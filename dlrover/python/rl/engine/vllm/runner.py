@@ -21,7 +21,7 @@ from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import Kind
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.engine.rollout.requests import RunningRequest
-from dlrover.python.rl.engine.vllm.shared import share_weights
+from dlrover.python.rl.engine.vllm.child import share_weights
 from dlrover.python.rl.engine.vllm.worker import EXTRA, READ_BACK_PARTS, SamplingPlan
 
 _ENVIRONMENT = {

@@ -23,7 +23,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.rollout.sampling import choose
-from dlrover.python.rl.engine.vllm.shared import SharedWeights
+from dlrover.python.rl.engine.vllm.child import SharedWeights
 
 READ_BACK_PARTS = 8
 

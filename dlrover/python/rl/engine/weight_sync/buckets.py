@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: the ways of a weight's bytes to host memory, and the fingerprints of what passes.
 """Bytes of weights: buckets that are filled, fingerprints of what passes, and the host memory that it comes to.
 
 A :class:`WeightFile` is memory without a name in any file system: the kernel frees it when the last process that has it
@@ -14,20 +15,174 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, lru_cache
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import torch
+from isal.isal_zlib import crc32, crc32_combine
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
 from dlrover.python.rl.engine.memory.host_pages import HostPages
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, Ticket, WeightTable, assemble_snapshot
-from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
-from dlrover.python.rl.engine.weight_sync.host_copies import Bytes, HostBuffer, stream_to_host
+
+_PART = 1 << 22
+"""Bytes for one thread: a third of a millisecond."""
+
+_CORES_FOR_A_THREAD, _MOST_THREADS = 4, 4  # the receivers of a node compute at the same time
+
+
+class CrcTally:
+    """CRC-32 of each tensor of a table, updated while the passing bytes are in the cache."""
+
+    def __init__(self, table: WeightTable) -> None:
+        self.table, self.crcs = table, [0] * len(table.entries)
+        self._spans, self._tensor, self._offset = table.spans(), 0, 0
+
+    def update(self, window: npt.NDArray[np.uint8], base: int, stop: int) -> None:
+        """Continue to offset ``stop``; ``window`` has the bytes from offset ``base``."""
+        tensors, parts = list[int](), list[memoryview]()
+        while self._tensor < len(self._spans):
+            start, end = self._spans[self._tensor]
+            begin, until = max(start, self._offset), min(end, stop)
+            for at in range(begin, until, _PART):
+                tensors.append(self._tensor)
+                parts.append(window[at - base : min(at + _PART, until) - base].data)
+            if end > stop:
+                break
+            self._tensor += 1
+        self._offset = stop
+        for tensor, part, crc in zip(tensors, parts, _checksums(parts), strict=True):
+            self.crcs[tensor] = crc32_combine(self.crcs[tensor], crc, len(part))
+
+
+def _checksums(parts: Sequence[memoryview]) -> Iterator[int]:
+    if sum(map(len, parts)) < 2 * _PART:
+        return map(crc32, parts)
+    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // _CORES_FOR_A_THREAD)
+    if threads < 2:
+        return map(crc32, parts)
+    return _pool(os.getpid(), threads).map(crc32, parts)  # waits: for a computation
+
+
+@lru_cache(maxsize=1)
+def _pool(process: int, threads: int) -> ThreadPoolExecutor:
+    """Of this process: one that was forked has none of its parent's threads."""
+    return ThreadPoolExecutor(threads, "dlrover-checksums")
+
+
+BLOCK_BYTES = 1 << 14
+_AT_ONCE = 1 << 24
+"""Words whose products are on the device at a time."""
+
+
+def device_fingerprints(table: WeightTable, flat: Any) -> list[int]:
+    """Of each tensor of ``table`` in ``flat``: ``uint8`` on any device, whole blocks with zeros between the tensors."""
+    factors = _factors(flat.device)
+    parts = flat.view(torch.int32).split(_AT_ONCE)
+    sums = torch.cat([(part.view(-1, len(factors)) * factors).sum(dim=-1) for part in parts]).cpu().numpy()
+    return [crc32(sums[start // BLOCK_BYTES : -(-stop // BLOCK_BYTES)].data) for start, stop in table.spans()]
+
+
+@cache
+def _factors(device: torch.device) -> Any:
+    random = np.random.Generator(np.random.Philox(key=1)).integers(-(1 << 63), 1 << 63, BLOCK_BYTES // 4)
+    return torch.from_numpy(random | 1).to(device)
+
+
+Bytes = npt.NDArray[np.uint8]
+
+_UNDER_WAY = 1 << 27
+"""Bytes that a device is copying while those before them are fingerprinted."""
+
+_streams: dict[torch.device, Any] = {}
+
+
+def copy_to_host(target: Bytes, piece: Any) -> None:
+    """Copy a ``uint8`` tensor of any device to host memory of the same length."""
+    if piece.device.type == "cpu":
+        # A fifth faster than torch's copy at the size of a bucket; numpy() would keep an engine's tensor from moving.
+        np.copyto(target, np.from_dlpack(piece))
+    else:
+        torch.from_numpy(target).copy_(piece)
+
+
+def stream_to_host(target: Bytes, pages: HostPages, pieces: Pieces) -> Iterator[int]:
+    """Copy pieces, offset and bytes (``uint8``) in order, to host memory, which ``pages`` have. Those of a CUDA device
+    come while the caller reads the ones before.
+
+    Yields:
+        Up to where the bytes are there.
+    """
+    under_way: deque[tuple[int, Any, Any]] = deque()  # where a piece ends, the piece, and its arrival
+    arrived = 0
+    try:
+        for offset, piece in pieces:
+            stop = offset + len(piece)
+            if piece.device.type != "cuda" or not pages.lock(piece.device):
+                _await_all(under_way)
+                copy_to_host(target[offset:stop], piece)
+                yield stop
+                continue
+            under_way.append((stop, piece, _begin_copy(target[offset:stop], piece)))
+            if under_way[0][2].query() or stop - arrived > _UNDER_WAY:
+                arrived = _take_arrived(under_way)
+                yield arrived
+        while under_way:
+            yield _take_arrived(under_way)
+    finally:
+        _await_all(under_way)  # the device would write into memory that is free again
+
+
+def _begin_copy(target: Bytes, piece: Any) -> Any:
+    """Copy a piece on a stream of its own; returns the event of its end."""
+    if piece.device not in _streams:
+        _streams[piece.device] = torch.cuda.Stream(piece.device)
+    stream = _streams[piece.device]
+    stream.wait_stream(torch.cuda.current_stream(piece.device))
+    with torch.cuda.stream(stream):
+        torch.from_numpy(target).copy_(piece, non_blocking=True)
+        return stream.record_event()
+
+
+def _await_all(under_way: deque[tuple[int, Any, Any]]) -> None:
+    while under_way:
+        under_way[0][2].synchronize()
+        under_way.popleft()
+
+
+def _take_arrived(under_way: deque[tuple[int, Any, Any]]) -> int:
+    """Wait for the first piece and take all that have arrived; returns where they end."""
+    under_way[0][2].synchronize()
+    stop = 0
+    while under_way and under_way[0][2].query():
+        stop, _, _ = under_way.popleft()
+    return stop
+
+
+class HostBuffer:
+    """Gives the host access to buckets: to themselves, or to a copy in page-locked memory that is reused."""
+
+    def __init__(self) -> None:
+        self._copy: Any = torch.empty(0, dtype=torch.uint8)
+
+    def read(self, part: Any) -> Bytes:
+        """The bytes of a ``uint8`` tensor, valid until the next call."""
+        on_host = part
+        if part.device.type != "cpu":
+            if len(self._copy) < len(part):
+                self._copy = torch.empty(len(part), dtype=torch.uint8, pin_memory=True)
+            on_host = self._copy[: len(part)].copy_(part)
+        data: Bytes = on_host.numpy()
+        return data
+
 
 HEAD_BYTES = 4096
 _CACHED_MAPS = 3

@@ -31,9 +31,7 @@ from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.model.ranks import serve_store, use_device, use_interface_towards
 from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, SyncSettings, Ticket
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, fill_buckets
-from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
-from dlrover.python.rl.engine.weight_sync.host_copies import HostBuffer
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, HostBuffer, fill_buckets
 
 _SENDER_RANK = 0
 _POLL_S = 50e-6

@@ -45,7 +45,7 @@ from dlrover.python.rl.engine.weight_sync.base import (
     assemble_snapshot,
     refuse_adapters,
 )
-from dlrover.python.rl.engine.weight_sync.checksums import BLOCK_BYTES, device_fingerprints
+from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES, device_fingerprints
 from dlrover.python.rl.engine.weight_sync.weight_server import (
     AVAILABLE,
     ID_BYTES,

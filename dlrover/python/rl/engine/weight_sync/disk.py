@@ -35,9 +35,7 @@ from dlrover.python.rl.engine.weight_sync.base import (
     Ticket,
     refuse_adapters,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, reserve, try_lock
-from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
-from dlrover.python.rl.engine.weight_sync.host_copies import copy_to_host
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, copy_to_host, reserve, try_lock
 
 _WEIGHTS, _PART, _SENDER = ".weights", ".part", ".sender"
 _SENDER_BYTES = 1024

@@ -40,8 +40,7 @@ from dlrover.python.rl.engine.weight_sync.base import (
     WeightSource,
     refuse_adapters,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, HostArena, MappedWeights
-from dlrover.python.rl.engine.weight_sync.checksums import CrcTally
+from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, MappedWeights
 from dlrover.python.rl.engine.weight_sync.weight_server import (
     AVAILABLE,
     BACKLOG,

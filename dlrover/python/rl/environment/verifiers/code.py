@@ -33,8 +33,8 @@ from dlrover.python.rl.environment.core.scoring import needs
 from dlrover.python.rl.environment.sandbox.child_process import become_program, end_guarded, interpreter_command
 from dlrover.python.rl.environment.sandbox.confinement import (
     confinement,
+    scratch_folder,
 )
-from dlrover.python.rl.environment.sandbox.scratch import scratch_folder
 from dlrover.python.rl.environment.verifiers.code_tests import SIZE_BYTES
 from dlrover.python.rl.environment.verifiers.hidden_tests import HiddenTests, hide_expected
 

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JournalCorrupt
 from dlrover.python.rl.common.names import check_job_name, hint, is_job_name, resume_command
-from dlrover.python.rl.common.no_links import open_file, with_real_parent
+from dlrover.python.rl.common.private_files import open_file, with_real_parent
 from dlrover.python.rl.control.events import Cause, Failed, MemberLost, NodeLost, StandbyLost, TrainerLost
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import step

@@ -14,7 +14,7 @@ import yaml
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, nearest, resume_command
-from dlrover.python.rl.common.no_links import open_file
+from dlrover.python.rl.common.private_files import open_file
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import hidden_in, unseal
 from dlrover.python.rl.config.spec import RUNS, JobSpec

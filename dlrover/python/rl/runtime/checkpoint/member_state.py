@@ -21,7 +21,7 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, is_url
 from dlrover.python.rl.data.state_tree import DumpedState, dump_in_place
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
+from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import read_from
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile, read_state

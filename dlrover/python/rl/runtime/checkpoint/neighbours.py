@@ -22,8 +22,7 @@ from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.runtime.checkpoint.roots import Roots
-from dlrover.python.rl.runtime.checkpoint.runs import TRAINER
+from dlrover.python.rl.runtime.checkpoint.runs import TRAINER, Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
     NODES,
     Manifest,

@@ -19,7 +19,7 @@ from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-from dlrover.python.rl.runtime.checkpoint.roots import is_on_one_node, roots_of
+from dlrover.python.rl.runtime.checkpoint.runs import is_on_one_node, roots_of
 
 _KEPT = 3  # commits in memory, of which one is being written
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import valid_text
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, hint
-from dlrover.python.rl.common.no_links import open_below, open_folder
+from dlrover.python.rl.common.private_files import open_below, open_folder
 from dlrover.python.rl.common.redaction import redacted_bytes
 from dlrover.python.rl.runtime.checkpoint.runs import STATES
 from dlrover.python.rl.runtime.run.owner import RECORDS, process_began

@@ -16,8 +16,7 @@ from uuid import uuid4
 
 import yaml
 
-from dlrover.python.rl.common.no_links import open_file
-from dlrover.python.rl.common.private_files import share_file
+from dlrover.python.rl.common.private_files import open_file, share_file
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.runs import STATES
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file

@@ -27,8 +27,7 @@ from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
-from dlrover.python.rl.runtime.checkpoint.roots import roots_of
-from dlrover.python.rl.runtime.checkpoint.runs import files_of, results_of
+from dlrover.python.rl.runtime.checkpoint.runs import files_of, results_of, roots_of
 from dlrover.python.rl.runtime.interrupts import insistent_interrupts
 from dlrover.python.rl.runtime.local import trainer_maker
 from dlrover.python.rl.runtime.member.arguments import Stored

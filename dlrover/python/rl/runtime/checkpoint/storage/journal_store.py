@@ -25,7 +25,7 @@ from uuid import uuid4
 from dlrover.python.rl.common.disk_space import is_transient
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.no_links import open_file
+from dlrover.python.rl.common.private_files import open_file
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import TAKE_OVER_S, take_lock
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file, sync_folder
 
