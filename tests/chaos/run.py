@@ -37,7 +37,8 @@ def chaos(
         job = chaos_job(
             folder / "inputs", folder / run, f"{run}-{seed}", steps, seed, options.hang_after, options.max_staleness
         )
-        return replace(job, checkpoint=replace(job.checkpoint, commit_to=commit_to))
+        commit_every = options.commit_every or job.checkpoint.commit_every
+        return replace(job, checkpoint=replace(job.checkpoint, commit_to=commit_to, commit_every=commit_every))
 
     def undisturbed() -> JobSpec:
         alone = job("oracle")  # nobody will have to be replaced
@@ -81,6 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--hang-after", type=float, default=HANG_S, help="seconds; more on a machine that is busy")
     parser.add_argument("--max-staleness", type=int, default=0, help="how many versions rollouts run ahead")
+    parser.add_argument("--commit-every", type=int, help="steps between commits; as few as the job needs by default")
     parser.add_argument("--undisturbed-here", action="store_true", help="run the undisturbed job in this process")
     parser.add_argument("--kinds", type=kinds_of, default=kinds_of(""), help=", ".join(kind.name for kind in Kind))
     parser.add_argument("--out", type=Path, default=REPOSITORY / "build" / "chaos")

@@ -9,7 +9,6 @@ _OBJECTS, _GENERATIONS = (f"{_CHECKPOINT}/storage/{name}.py" for name in ("objec
 _JOURNAL = f"{_CHECKPOINT}/storage/journal_store.py"
 _MEMORY, _NEIGHBOURS, _MEMBER = (f"{_CHECKPOINT}/{name}.py" for name in ("node_memory", "neighbours", "member_state"))
 _COMMITS, _RUNS = (f"{_CHECKPOINT}/{name}.py" for name in ("commits", "runs"))
-_ROOTS = f"{_CHECKPOINT}/roots.py"
 
 TESTS = {
     _OBJECTS: ("runtime/test_object_store.py",),
@@ -26,8 +25,8 @@ TESTS = {
         "runtime/test_store.py",
         "runtime/test_run_files.py",
         "runtime/test_result_files.py",
+        "runtime/test_room.py",
     ),
-    _ROOTS: ("runtime/test_commits.py", "runtime/test_room.py"),
 }
 
 BUGS = {
@@ -179,7 +178,7 @@ BUGS = {
     "commits of this run go with earlier ones": Bug(_RUNS, "if root.name != durable.run:", "if root.name:"),
     "each run keeps as many copies as one": Bug(_RUNS, "            room -= len(kept)\n", ""),
     "one node of several has the last steps alone": Bug(
-        _ROOTS, '"job_dir" if job.scheduling_strategy == "SIMPLE" and not job.archive else "memory"', '"memory"'
+        _RUNS, '"job_dir" if job.scheduling_strategy == "SIMPLE" and not job.archive else "memory"', '"memory"'
     ),
     "a file that was cut here is not fetched": Bug(
         _RUNS, 'target.is_file() and target.stat().st_size >= details["size"]', "target.is_file()"
