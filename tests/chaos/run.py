@@ -62,10 +62,10 @@ def chaos(
 def command(options: argparse.Namespace) -> str:
     """The command that repeats a run."""
     kinds = "" if len(options.kinds) == len(Kind) else f" KINDS='{','.join(kind.name for kind in options.kinds)}'"
-    given = [] if options.hang_after == HANG_S else [f"--hang-after {options.hang_after:g}"]
-    given += [f"--max-staleness {options.max_staleness}"] if options.max_staleness else []
-    given += [f"--commit-every {options.commit_every}"] if options.commit_every else []
-    more = f" ARGS='{' '.join(given)}'" if given else ""
+    arguments = [] if options.hang_after == HANG_S else [f"--hang-after {options.hang_after:g}"]
+    arguments += [f"--max-staleness {options.max_staleness}"] if options.max_staleness else []
+    arguments += [f"--commit-every {options.commit_every}"] if options.commit_every else []
+    more = f" ARGS='{' '.join(arguments)}'" if arguments else ""
     return f"make chaos FAULTS={options.faults} STEPS={options.steps} SEED={options.seed}{kinds}{more}"
 
 

@@ -89,7 +89,7 @@ def test_a_device_keeps_two_versions_unless_an_earlier_one_is_being_read(tmp_pat
 
 
 def test_memory_of_another_process_is_opened_once_and_none_of_one_that_has_ended(tmp_path, monkeypatch):
-    opened, seen, sink = [], set(), transport("cuda_ipc", tmp_path, replace(PATIENT, name="ROLLOUT[0]"))
+    opened, buffers, sink = [], set(), transport("cuda_ipc", tmp_path, replace(PATIENT, name="ROLLOUT[0]"))
     monkeypatch.setattr(cuda_ipc, "_map_tensor", lambda descriptor: opened.append(descriptor) or map_tensor(descriptor))
     for _ in range(2):
         with process(send_side, "cuda_ipc", tmp_path, 4, None, 5) as (_, pipe):
@@ -97,10 +97,10 @@ def test_memory_of_another_process_is_opened_once_and_none_of_one_that_has_ended
             for version in range(5):
                 pipe.send(ticket)
                 assert sink.receive(ticket).stamp == hear(pipe)
-                seen.update(sink._opened)
+                buffers.update(sink._opened)
                 ticket = hear(pipe) if version < 4 else None
             assert len(sink._opened) == 2
-    assert len(opened) == len(seen), "two by each sender, and more where one was still read when the next was written"
+    assert len(opened) == len(buffers), "two by each sender, more where one was still read"
     sink.close()
 
 
