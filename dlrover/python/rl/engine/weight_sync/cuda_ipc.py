@@ -169,6 +169,7 @@ class CudaIpcTransport(SenderBase):
             handle, fault = _receive(connection)
             self._opened = dict(list(self._opened.items())[1 - _KEPT :])  # before another one is opened
             self._opened[identity] = _open_memory(handle, fault, ticket, self.settings.device)
+        self._opened[identity] = self._opened.pop(identity)  # last: the memory that was used before goes first
         return self._opened[identity], seal
 
     def close(self) -> None:
