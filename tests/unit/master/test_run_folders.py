@@ -147,16 +147,14 @@ def test_the_last_step_of_a_killed_run_is_kept_when_another_run_of_the_name_clea
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("changed", "first"), [([], 4), (["steps=7"], 1)])
-def test_steps_of_which_the_calls_are_kept_go_on_with_the_same_settings_only(desk, changed, first):
-    """The state of step 0 is the last one that was written."""
+@pytest.mark.parametrize("changed", [[], ["steps=7"]], ids=["the same settings", "more steps"])
+def test_steps_after_the_last_commit_are_repeated_on_resume(desk, changed):
     kill(desk.held("out", HERE, "checkpoint.commit_every=100"))
     process = desk.start("resume", "out", *changed)
     desk.release("out")
-    said = desk.end(process)
-    others = "later ones, up to step 3, were made with other settings and are done again"
-    assert ("after step 3" in said, others in said) == (not changed, bool(changed))
-    assert desk.steps("out") == [1, 2, 3, *range(first, 8 if changed else 7)]
+    desk.end(process)
+    assert process.returncode == 0
+    assert desk.steps("out") == [1, 2, 3, *range(1, 8 if changed else 7)]
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
