@@ -59,7 +59,7 @@ def inputs(tmp_path_factory):
     (folder / "job.yaml").write_text(JOB)
     (folder / "rewards.py").write_text(REWARDS)
     (folder / "bare").mkdir()
-    (folder / "bare/config.json").write_text("{}")
+    (folder / "bare/config.json").write_text('{"model_type": "llama"}')
     return folder
 
 
