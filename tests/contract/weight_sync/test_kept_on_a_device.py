@@ -96,8 +96,12 @@ def test_memory_of_another_process_is_opened_once_and_none_of_one_that_has_ended
             ticket = hear(pipe)
             for version in range(5):
                 pipe.send(ticket)
-                assert sink.receive(ticket).stamp == hear(pipe)
+                weights = sink.receive(ticket)
+                assert weights.stamp == hear(pipe)
+                last = list(sink._opened.values())[-1]
+                assert 0 <= max(map(torch.Tensor.data_ptr, weights.buffers.values())) - last.data_ptr() < len(last)
                 buffers.update(sink._opened)
+                del weights
                 ticket = hear(pipe) if version < 4 else None
             assert len(sink._opened) == 2
     assert len(opened) == len(buffers), "two by each sender, more where one was still read"

@@ -125,7 +125,7 @@ def resume(name_or_dir: str, overrides: tuple[str, ...], local: bool | None, **w
     folder, owner = saved.folder, saved.owner
     if owner.runtime == LAUNCHED:
         raise InvalidJob(
-            [ConfigError(name_or_dir, "was run by several processes of a launcher: the same command goes on with it")]
+            [ConfigError(name_or_dir, "was run by several processes of a launcher: the same command continues it")]
         )
     if owner.state == FINISHED and not overrides:
         echo(f"{folder}: the run has finished; to go on, override a setting such as its number of steps")
@@ -292,7 +292,7 @@ def _removals(job: JobSpec) -> list[str]:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where a job runs: in this process, or on the cluster of ``address``, by default on one of its own."""
+    """The place of a job: this process, or the cluster of ``address``, by default a new one."""
 
     local: bool = False
     address: str | None = None

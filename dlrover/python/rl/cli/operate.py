@@ -316,5 +316,5 @@ def _remedies(view: JobView) -> list[str]:
         remedies.append(_REMEDIES[CauseKind(view.cause)])
     if view.phase in ("failed", "stopped", "lost") and view.step:
         where = ", on the service's machine" if view.owner else ""
-        remedies.append(f"It goes on after its last committed step with: {resume_command(view.folder)}{where}")
+        remedies.append(f"It continues after its last committed step with: {resume_command(view.folder)}{where}")
     return remedies

@@ -154,7 +154,7 @@ def read_job_file(job_file: Path) -> tuple[str, str]:
 
 
 def check_submitted(text: str, name: str, overrides: Sequence[str], *folders: Path) -> None:
-    """What can be checked of a job here; its trainer may be in ``folders``. Raises InvalidJob."""
+    """Check what can be checked of a job here; its trainer may be in ``folders``. Raises InvalidJob."""
     check_types(lambda: load_job_text(text, name, overrides, search_folders(*folders)))
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What RLFusion's trainers share: their arguments, and the run of a recipe's job in the processes of a script."""
+"""The base of RLFusion's trainers: their arguments, and the run of a recipe's job in the processes of a script."""
 
 import inspect
 import logging

@@ -151,7 +151,7 @@ def gradient(  # noqa: PLR0913 - the factors of the formula
 
 
 def applies_to(logits: Any) -> bool:
-    """Whether these can be compiled for the device and dtype of ``logits``."""
+    """Return True if these can be compiled for the device and dtype of ``logits``."""
     return bool(logits.is_cuda) and logits.dtype != torch.float64 and _can_compile(logits.device)
 
 
