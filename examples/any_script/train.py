@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A script for ``torchrun`` that knows nothing of DLRover RL: data parallel training that goes on from its checkpoint.
+"""A script for ``torchrun`` that knows nothing of DLRover RL: data parallel training that resumes from its checkpoint.
 
 torchrun --nproc_per_node=2 examples/any_script/train.py --steps 40 --out build/any_script
 """

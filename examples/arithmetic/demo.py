@@ -57,9 +57,9 @@ def accuracy_by_transformers() -> float:
     rows = [json.loads(line) for line in (OUT / "grpo" / "held_out.jsonl").read_text(encoding="utf-8").splitlines()]
     right = 0
     for row in rows:
-        asked = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
-        told = model.generate(asked, attention_mask=torch.ones_like(asked), do_sample=False, max_new_tokens=4)
-        right += tokenizer.decode(told[0, asked.shape[1] :], skip_special_tokens=True) == row["answer"]
+        prompt = torch.tensor([tokenizer(row["prompt"])["input_ids"]])
+        tokens = model.generate(prompt, attention_mask=torch.ones_like(prompt), do_sample=False, max_new_tokens=4)
+        right += tokenizer.decode(tokens[0, prompt.shape[1] :], skip_special_tokens=True) == row["answer"]
     return right / len(rows)
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A loop of two steps; one of the texts is empty, and somebody wants to see why."""
+"""A loop of two steps; one of the texts is empty, and you want to see why."""
 
 import json
 

@@ -14,12 +14,12 @@ class Reward(BaseWorkload):
         scores = [float(len(text)) for text in texts]
         if 0.0 in scores:
             breakpoint()
-        texts.clear()  # reaches nobody: this list is the member's own copy
+        texts.clear()  # no other process sees it: this list is the member's own copy
         return scores
 
 
 class Actor(BaseWorkload):
-    """ACTOR: adds scores up. Its ranks would meet in collectives, so each needs a process of its own."""
+    """ACTOR: adds scores up. Its ranks would meet in collectives, so each needs a separate process."""
 
     needs_own_process: ClassVar[bool] = True
 
@@ -31,7 +31,7 @@ class Actor(BaseWorkload):
         return self.total
 
     def state_dict(self) -> dict[str, float]:
-        """What the sum must go on from, should this process be replaced."""
+        """Return the sum, from which a replacement of this process continues."""
         return {"total": self.total}
 
     def load_state_dict(self, state: dict[str, float]) -> None:

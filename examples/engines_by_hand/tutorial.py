@@ -24,7 +24,7 @@ PADDING = -100
 
 
 class MyQwenModel(rl.nn.TrainModule, Qwen2ForCausalLM):
-    """What each rank of the train engine runs."""
+    """Run on each rank of the train engine."""
 
     def on_weights_materialized(self) -> None:
         self.optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)

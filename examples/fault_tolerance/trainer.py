@@ -15,7 +15,7 @@ class DurableTrainer(BaseTrainer):
         self.state["rewards"] = []
 
     def fit(self) -> None:
-        """What a step needs from the one before it comes from the actor or from ``self.state``."""
+        """Steps whose input from the step before comes from the actor or from ``self.state``."""
         for step in self.steps(self.config.steps):
             (policy,) = self.RG_ACTOR.policy()
             pulls = self.RG_ROLLOUT.pull(Replicate(policy), self.seeds(step), step)
@@ -27,5 +27,5 @@ class DurableTrainer(BaseTrainer):
         (self.job_dir / "learnt.json").write_text(json.dumps(learnt), encoding="utf-8")
 
     def seeds(self, step: int) -> list[str]:
-        """What each pull of a step depends on: not on who pulls, nor on what was pulled before."""
+        """Return the seed of each pull of a step; it depends neither on the member nor on earlier pulls."""
         return [f"{self.config.seed}/{step}/{index}" for index in range(self.config.pulls_per_step)]

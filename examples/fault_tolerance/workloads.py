@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The slot machines again, in a job that goes on whatever dies: what has to last is said, and nothing else lasts."""
+"""The slot machines again, in a job that survives lost processes: only the state that the workloads name is kept."""
 
 import math
 import os

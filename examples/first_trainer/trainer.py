@@ -29,7 +29,7 @@ class BanditTrainer(BaseTrainer):
         self.save(self.state["reward"], learnt)
 
     def seeds(self, step: int) -> list[str]:
-        """What each pull of a step depends on, however many members share the pulls."""
+        """Return the seed of each pull of a step, however many members share the pulls."""
         return [f"{self.config.seed}/{step}/{index}" for index in range(self.config.pulls_per_step)]
 
     def save(self, reward: float, policy: list[float]) -> None:
@@ -39,7 +39,7 @@ class BanditTrainer(BaseTrainer):
 
     @classmethod
     def check_config(cls, config: DictConfig, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
-        """What is wrong with the job, told before anything starts."""
+        """Return the errors of the job, which are reported before anything starts."""
         if RLRoleType.ROLLOUT not in roles:
             yield ConfigError("workload", "the role 'rollout' is required by BanditTrainer")
         if not all(0 <= payout <= 1 for payout in config.payouts):

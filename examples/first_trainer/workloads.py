@@ -46,7 +46,7 @@ class Actor(BaseWorkload):
         return baseline
 
     def state_dict(self) -> dict[str, list[float]]:
-        """What learning must go on from, should this process be replaced."""
+        """Return the state from which a replacement of this process continues to learn."""
         return {"preferences": self.preferences}
 
     def load_state_dict(self, state: dict[str, list[float]]) -> None:

@@ -29,18 +29,18 @@ def parse(config: Any) -> tuple[Any, Any]:
     parser = names["parser"]
     parser.error = refuse
     defaults = vars(parser.parse_args([]))
-    given = vars(parser.parse_args(list(to_words(OmegaConf.to_container(config), defaults))))
+    arguments = vars(parser.parse_args(list(to_words(OmegaConf.to_container(config), defaults))))
     for name in NOT_HERE:
-        if given[name] != defaults[name]:
+        if arguments[name] != defaults[name]:
             refuse(f"{name} has no counterpart here")
-    if given["ds.zero_stage"] == 3:
+    if arguments["ds.zero_stage"] == 3:
         refuse("ds.zero_stage=3: OpenRLHF's way to load such a model is for transformers 5.15")
-    if not (given["reward.remote_url"] or ".py").endswith(".py"):
+    if not (arguments["reward.remote_url"] or ".py").endswith(".py"):
         refuse("reward.remote_url is a file with a reward_func here, not the address of a server")
-    names["args"] = argparse.Namespace(**deepcopy(given))
+    names["args"] = argparse.Namespace(**deepcopy(arguments))
     run(main.body[reads + 1 : -1], names)  # the last one trains
     options = OmegaConf.create()
-    for key, value in given.items():
+    for key, value in arguments.items():
         OmegaConf.update(options, key, value)
     return OmegaConf.to_container(options), names["args"]
 

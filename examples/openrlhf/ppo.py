@@ -40,14 +40,14 @@ class Reference(BaseWorkload):
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
         return int(world_size // config.ds.ring_attn_size)
 
-    def init_model(self, path: str, *given: Any) -> None:
+    def init_model(self, path: str, *arguments: Any) -> None:
         if not self.devices:
             __import__("host")  # with CUDA OpenRLHF has its own strategy
         args = parse(self.config)[1]
         args.vllm.sync_backend = None  # this package sends the weights
         ranks = (self.world_size, self.rank, self.torch_master_addr, self.torch_master_port)
         self.worker = undecorated(self.worker_class)(*ranks)
-        self.worker.init_model_from_pretrained(get_strategy(args), path, *given)
+        self.worker.init_model_from_pretrained(get_strategy(args), path, *arguments)
 
     @trainer_invocation(blocking=False)
     def execute_batch(self, method: str, columns: dict[str, list[Any]]) -> Any:
@@ -63,7 +63,7 @@ class RewardModel(Reference):
 
 
 class Actor(Reference):
-    """Its state is OpenRLHF's checkpoint of all ranks, which rank 0 keeps, and the rank's random numbers."""
+    """Trains OpenRLHF's actor; its state is OpenRLHF's checkpoint, which rank 0 keeps, and the rank's random numbers."""
 
     worker_class = ppo_actor.PolicyModelActor
 
@@ -113,7 +113,7 @@ class Rollout(RolloutWorkload):
 class Reward(BaseWorkload):
     """The ``reward_func`` of the file in ``reward.remote_url``."""
 
-    def init_model(self, *given: Any) -> None:
+    def init_model(self, *arguments: Any) -> None:
         self.function = agent.SingleTurnAgentExecutor(self.config.reward.remote_url).reward_func
 
     @trainer_invocation(pre_func=Shard, post_func=join)
@@ -156,10 +156,10 @@ class PPO(BaseTrainer):
         updates = len(self.prompts) * rollout.n_samples_per_prompt // args.train.batch_size
         updates *= args.train.num_episodes * args.train.max_epochs
         critic, function = args.critic.model_name_or_path, self.config.reward.remote_url
-        given = {"ACTOR": (path, updates), "CRITIC": (critic, updates), "ROLLOUT": (path, EngineConfig())}
-        given |= {"REFERENCE": (path,), "REWARD": (function or args.reward.model_name_or_path,)}
-        groups = {role: getattr(self, f"RG_{role}") for role in given if role in self.actor_handles}
-        for loading in [group.init_model.options(blocking=False)(*given[role]) for role, group in groups.items()]:
+        arguments = {"ACTOR": (path, updates), "CRITIC": (critic, updates), "ROLLOUT": (path, EngineConfig())}
+        arguments |= {"REFERENCE": (path,), "REWARD": (function or args.reward.model_name_or_path,)}
+        groups = {role: getattr(self, f"RG_{role}") for role in arguments if role in self.actor_handles}
+        for loading in [group.init_model.options(blocking=False)(*arguments[role]) for role, group in groups.items()]:
             loading.result()
         length = rollout.max_new_tokens or data.max_len
         self.sampling = SamplingParams(length, rollout.temperature, rollout.n_samples_per_prompt, None, rollout.top_p)

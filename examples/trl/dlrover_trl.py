@@ -69,7 +69,7 @@ _ABOUT_LOGS = (
 
 
 class GRPOTrainer:
-    """The arguments are those of TRL; ``runtime`` is that of :func:`dlrover.rl.train_grpo`, and ``keys`` further ones
+    """Takes TRL's arguments; ``runtime`` is the argument of :func:`dlrover.rl.train_grpo`, and ``keys`` are other keys
     of the recipe and of the job. Raises ValueError for a field of ``args`` that nothing here corresponds to."""
 
     def __init__(
@@ -156,9 +156,9 @@ def _algorithm_of(args: GRPOConfig) -> dict[str, Any]:
 
 
 def _lengths_of(args: GRPOConfig, rows: int) -> dict[str, int]:
-    """The sizes and numbers of steps. TRL counts optimizer steps; a step here has all of those of its samples."""
-    updates, rest = divmod(args.steps_per_generation, args.gradient_accumulation_steps)
-    if rest:
+    """Return sizes and numbers of steps. TRL counts optimizer steps; a step here has all those that use its samples."""
+    updates, remainder = divmod(args.steps_per_generation, args.gradient_accumulation_steps)
+    if remainder:
         raise ValueError(
             f"steps_per_generation {args.steps_per_generation} is not a multiple of gradient_accumulation_steps"
             f" {args.gradient_accumulation_steps}: here an optimizer step is on samples of one generation"

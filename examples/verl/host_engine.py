@@ -34,12 +34,12 @@ class HostMegatronEngine(base.BaseEngine):
     get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
-        self.is_critic, optimizer, given = model_config.model_type == "value_model", None, optimizer_config
+        self.is_critic, optimizer, optim = model_config.model_type == "value_model", None, optimizer_config
         if not engine_config.forward_only:
-            decay = (given.lr_decay_style, given.min_lr, given.lr_decay_steps)
-            schedule = decay if given.lr_decay_style != "constant" else ("constant",)
-            rates = (given.lr, max(given.lr_warmup_steps, 0), given.weight_decay, tuple(given.betas))
-            optimizer = OptimizerConfig(*rates, given.clip_grad or None, "adamw", 0.0, *schedule)
+            decay = (optim.lr_decay_style, optim.min_lr, optim.lr_decay_steps)
+            schedule = decay if optim.lr_decay_style != "constant" else ("constant",)
+            rates = (optim.lr, max(optim.lr_warmup_steps, 0), optim.weight_decay, tuple(optim.betas))
+            optimizer = OptimizerConfig(*rates, optim.clip_grad or None, "adamw", 0.0, *schedule)
         sizes = ParallelSizes(tensor_parallel_size=engine_config.tensor_model_parallel_size)
         head, ranks = "token" if self.is_critic else "causal", Rendezvous(dist.get_rank(), dist.get_world_size())
         settings = TrainSettings(parallel=sizes, head=head, backend={"cpu_shim": True})
@@ -76,7 +76,7 @@ class HostMegatronEngine(base.BaseEngine):
         tokens, dp_size = data["loss_mask"].sum(), self.get_data_parallel_size()
         dist.all_reduce(tokens, group=self.get_data_parallel_group())
         tensordict_utils.assign_non_tensor(data, batch_num_tokens=tokens.item(), dp_size=dp_size)
-        found: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
+        result_fields: dict[str, Any] = {"model_output": {}, "loss": [], "metrics": {}}
 
         def loss(outputs: torch.Tensor, columns: Any) -> tuple[torch.Tensor, dict[str, float]]:
             micro = tensordict_utils.index_select_tensor_dict(data, columns["row"].unique_consecutive())
@@ -84,21 +84,23 @@ class HostMegatronEngine(base.BaseEngine):
             output = {"values" if self.is_critic else "log_probs": nested(outputs)}
             output |= {"entropy": nested(columns["entropy"])} if "entropy" in columns else {}
             value, metrics = loss_function(model_output=output, data=micro)
-            found["loss"].append(value.item())
-            py_functional.append_to_dict(found["metrics"], metrics)
+            result_fields["loss"].append(value.item())
+            py_functional.append_to_dict(result_fields["metrics"], metrics)
             return value / dp_size, {}  # verl's is for the mean over the ranks, the engine takes the sum
 
         temperature, loss.wants_entropy = self.options(data)  # type: ignore[attr-defined]
         result = self.engine.step(self.read(data)[0], loss, temperature)
-        found["metrics"]["grad_norm"], self.lr = result.grad_norm, result.lr
-        return found
+        result_fields["metrics"]["grad_norm"], self.lr = result.grad_norm, result.lr
+        return result_fields
 
     def infer_batch(self, data: Any, loss_function: Any = None) -> dict[str, Any]:
         batch, nested = self.read(data)
         outputs, mask = self.engine.evaluate(batch, *self.options(data)), batch.ragged("action_mask").values
         names = {"scores": "values", "logprobs": "log_probs", "entropy": "entropy"}
-        found = {names[name]: nested(torch.from_numpy(column.values[mask])) for name, column in outputs.columns.items()}
-        return {"model_output": found, "loss": [], "metrics": {}}
+        columns = {
+            names[name]: nested(torch.from_numpy(column.values[mask])) for name, column in outputs.columns.items()
+        }
+        return {"model_output": columns, "loss": [], "metrics": {}}
 
     def lr_scheduler_step(self) -> float:
         return self.lr

@@ -68,20 +68,20 @@ class Reference(BaseWorkload):
     def infer_batch(self, data: DataProto) -> DataProto | None:
         """``meta_info["outputs"]`` has the names of the columns to return, and verl's."""
         rows = padding.left_right_2_no_padding(data.to_tensordict())
-        found = self.worker.infer_batch(rows)
-        if found is None:
+        outputs = self.worker.infer_batch(rows)
+        if outputs is None:
             return None  # the first tensor-parallel rank has the outputs
-        nested = {name: tensordict_utils.get(found, output) for name, output in data.meta_info["outputs"].items()}
+        nested = {name: tensordict_utils.get(outputs, output) for name, output in data.meta_info["outputs"].items()}
         return DataProto.from_dict({n: padding.no_padding_2_padding(c, rows).float() for n, c in nested.items()})
 
 
 class Actor(Reference):
-    """Its state is verl's checkpoint of all ranks, which rank 0 keeps."""
+    """Trains verl's actor; the state is verl's checkpoint of all ranks, which rank 0 keeps."""
 
     @dp_compute_proto
     def train_mini_batch(self, data: DataProto) -> DataProto | None:
-        found = self.worker.train_mini_batch(padding.left_right_2_no_padding(data.to_tensordict()))
-        return None if found is None else DataProto(meta_info={"metrics": tensordict_utils.get(found, "metrics")})
+        outputs = self.worker.train_mini_batch(padding.left_right_2_no_padding(data.to_tensordict()))
+        return None if outputs is None else DataProto(meta_info={"metrics": tensordict_utils.get(outputs, "metrics")})
 
     @trainer_invocation(blocking=False)
     def weights(self, step: int) -> Any:
@@ -105,7 +105,7 @@ class Actor(Reference):
 
 
 class Critic(Actor):
-    """As the actor, with a value head."""
+    """Trains verl's critic: the actor's model with a value head."""
 
 
 class Rollout(RolloutWorkload):
@@ -124,8 +124,8 @@ class Reward(BaseWorkload):
     @dp_compute_proto
     def compute_rm_score(self, data: DataProto) -> DataProto:
         wait = self.manager.loop.run_until_complete
-        found = [wait(self.manager.run_single(data[row : row + 1]))["reward_score"] for row in range(len(data))]
-        return DataProto.from_dict({"rm_scores": self.manager.assemble_rm_scores(data, found)})
+        scores = [wait(self.manager.run_single(data[row : row + 1]))["reward_score"] for row in range(len(data))]
+        return DataProto.from_dict({"rm_scores": self.manager.assemble_rm_scores(data, scores)})
 
 
 class PPO(BaseTrainer):
@@ -143,8 +143,8 @@ class PPO(BaseTrainer):
         self.models, data = self.config.actor_rollout_ref, self.config.data
         rollout, path = self.models.rollout, self.models.model.path
         for name in self.get_role_groups():
-            given = () if name != "RG_ROLLOUT" else (path, EngineConfig(rollout=rollout.name))
-            getattr(self, name).init_model(*given)
+            arguments = () if name != "RG_ROLLOUT" else (path, EngineConfig(rollout=rollout.name))
+            getattr(self, name).init_model(*arguments)
         nucleus = (max(rollout.top_k, 0) or None, rollout.top_p)
         self.sampling = SamplingParams(rollout.response_length, rollout.temperature, rollout.n, *nucleus)
         self.tokenizer = hf_tokenizer(path)
@@ -229,5 +229,5 @@ class PPO(BaseTrainer):
         order = {"seed": config.data_loader_seed, "dataloader_kwargs": {"shuffle": config.shuffle}}
         wants_entropy = config.get("calculate_entropy", False) or config.get("entropy_coeff", 0) != 0
         rows = self.rows(batch, **sizes, **order, calculate_entropy=wants_entropy)
-        found = group.train_mini_batch(rows).meta_info["metrics"]
-        return metric.reduce_metrics(py_functional.rename_dict(found, prefix))
+        metrics = group.train_mini_batch(rows).meta_info["metrics"]
+        return metric.reduce_metrics(py_functional.rename_dict(metrics, prefix))
