@@ -44,7 +44,7 @@ class _Timed(list[StepReport]):
 
 
 class RawTrainer:
-    """What a user of Ray alone would restart: the same engine on the same model."""
+    """The actor that a user of Ray alone would restart: the same engine on the same model."""
 
     def __init__(self, model: str) -> None:
         from dlrover.python.rl.engine.api.base import OptimizerConfig, TrainSettings
@@ -58,7 +58,7 @@ class RawTrainer:
 
 
 def kill_at_the_worst_moment(job: JobSpec, model: Path, rounds: int) -> dict[str, Any]:
-    """Of ``rounds`` killed runs after an undisturbed one, interleaved with raw restarts."""
+    """Measure ``rounds`` killed runs after an undisturbed one, interleaved with raw restarts."""
     expected, _ = _run(job, strikes=False)
     raw = RawRestart(process_env(job), RawTrainer, str(model))
     try:
@@ -74,7 +74,7 @@ def kill_at_the_worst_moment(job: JobSpec, model: Path, rounds: int) -> dict[str
 
 def _run(job: JobSpec, strikes: bool) -> tuple[dict[str, int], dict[str, Any]]:
     """Checksums of the last states, but not of the trainer (it has times), and what the kill has cost: the time of
-    its step beyond that of others."""
+    its step beyond the duration of other steps."""
     run = new_run()
     memory = memory_path(job.name, run)
     with Live(replace(job, run=run)) as live:

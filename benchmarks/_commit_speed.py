@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast states are written and read here, and what that means for models that do not fit here.
+"""Measure how fast states are written and read here, and extrapolate to models that do not fit here.
 
 ::
 

@@ -56,7 +56,7 @@ class Shape:
     kv_heads: int
     vocabulary: int
     rows: int
-    """Sequences that are generated side by side, and those of an optimizer step."""
+    """Numbers of sequences that are generated side by side, and of sequences of an optimizer step."""
 
     prompt: int
     new_tokens: int
@@ -92,8 +92,8 @@ class Shape:
         return sum(parameter.numel() for parameter in model.parameters())
 
     def flops(self, parameters: int) -> float:
-        """Of an optimizer step without recomputation: 6 for each parameter and token, those of the embedding being the
-        head's, and causal attention's 6 for each layer, channel, and token that another one reads."""
+        """Count an optimizer step's operations without recomputation: 6 for each parameter and token (the embedding
+        counts as the head), and causal attention's 6 for each layer, channel, and token that another one reads."""
         attention = 6 * self.layers * self.hidden * self.length
         return float((6 * parameters + attention) * self.rows * self.length)
 
@@ -237,11 +237,11 @@ class Bench:
         self._sync(self.train, *self._through_host)
 
     def sync_on_device(self) -> None:
-        """The same where the weights stay on the device, as in one process."""
+        """Sync weights that stay on the device, as in one process."""
         self._sync(self.train, *self._on_device)
 
     def drop_kept_weights(self) -> None:
-        """Those that :meth:`sync_on_device` leaves on the device."""
+        """Return the weights that :meth:`sync_on_device` leaves on the device."""
         self._on_device[0].close()
 
     def _sync(self, train: Fsdp2TrainEngine, sender: WeightTransport, receiver: WeightTransport) -> Ticket:
@@ -296,7 +296,7 @@ class Bench:
         self.grpo_update()
 
     def grpo_step_in_turns(self) -> None:
-        """The same where each engine leaves the device for the other one."""
+        """Run the step with each engine leaving the device for the other one."""
         self.train.cpu()
         self.rollout.cpu()
         self.sync()

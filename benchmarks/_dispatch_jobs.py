@@ -70,7 +70,7 @@ class Resting(BaseWorkload):
     """A member that leaves the cores to the others."""
 
     def rest(self) -> None:
-        """As long as a model would be busy."""
+        """Sleep as long as a model would compute."""
         time.sleep(REST_S)
 
 

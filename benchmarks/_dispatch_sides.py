@@ -38,7 +38,7 @@ class Side(ABC):
 
     @abstractmethod
     def chain(self, array: Array) -> Array:
-        """The same twice, the second time with the first one's results."""
+        """Call twice, the second time with the first call's results."""
 
 
 # -- role groups ------------------------------------------------------------------------------------------------------

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The worker of verl's group; a module of its own, since it cannot be defined without verl."""
+"""The worker of verl's group, in a separate module because it cannot be defined without verl."""
 
 from typing import Any
 

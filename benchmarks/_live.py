@@ -32,10 +32,10 @@ class Healed:
     """One fault.
 
     Attributes:
-        noticed_s: seconds until the loss was noted; None where nobody notes one (a master's).
+        noticed_s: seconds until the loss was noted; None if no process notes it (a master's).
         healed_s: seconds until the first good call after it.
         redone: calls whose work was done twice.
-        cause: what it was taken for.
+        cause: the cause that was noted.
     """
 
     noticed_s: float | None
@@ -79,7 +79,7 @@ class Live:
     def _run(self) -> None:
         try:
             self.status = run_on_ray(check_job(self.job), self.reports.append, connected=True)
-        except BaseException as error:  # noqa: BLE001 -- told by whoever waits
+        except BaseException as error:  # noqa: BLE001 -- raised where it is waited for
             self.error = error
 
     def join(self, timeout_s: float) -> JobStatus:
@@ -116,7 +116,7 @@ class Live:
         )
 
     def until(self, condition: Callable[[], Any], what: str, timeout_s: float = _LATEST_S) -> Any:
-        """What ``condition`` returns, once it is true.
+        """Wait until ``condition`` is true, and return its value.
 
         Raises:
             TimeoutError: it never was.
@@ -138,7 +138,7 @@ class Live:
         self.until(lambda: self.last_call(now_s), "call")
 
     def ledger_complete(self) -> bool:
-        """Whether everybody is up."""
+        """Return True if all processes are up."""
         return self.recorder.ledger.complete()
 
     # -- striking -----------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ class RawRestart:
     """An actor with Ray's own restarts, killed again and again.
 
     Args:
-        env: environment of its process, as that of the members it is compared with.
+        env: environment of its process, equal to the environment of the members it is compared with.
         actor: a class with the method ``work``, and the arguments of its constructor.
     """
 

@@ -24,7 +24,7 @@ REPOSITORY = Path(__file__).parents[1]
 CALLS = "calls.jsonl"
 
 HANG_S = 20.0
-"""After so long without progress a process is taken to hang; importing torch on busy cores takes some of it."""
+"""Seconds without progress after which a process is treated as hung; importing torch on busy cores takes some of it."""
 
 _MANY = 100_000
 _CHUNK = 96
@@ -40,7 +40,7 @@ def crunch(chunks: int) -> float:
 
 
 def chunks_per_second() -> float:
-    """How much of it one core does in a second, now."""
+    """Return how much of the work one core does in a second, now."""
     began_s = time.perf_counter()
     crunch(2000)
     return 2000 / (time.perf_counter() - began_s)
@@ -135,7 +135,7 @@ class PlainLoop(DurableLoop):
     """The loop as it is without steps: nothing is committed, and any death begins it again."""
 
     def fit(self) -> None:
-        """The same steps."""
+        """Run the same steps."""
         for step in range(1, self.config.steps + 1):
             self.body(step)
 

@@ -29,7 +29,7 @@ _RAYS_NICENESS = 15
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything is measured."""
+    """The amount of measurements of each kind."""
 
     rounds: int
     node_rounds: int
@@ -202,7 +202,7 @@ def _effective(job: Any, raw_s: float) -> dict[str, Any]:
 
 
 def fault_free_cost(work: Path, sizes: Sizes) -> dict[str, Any]:
-    """How much longer a step of a second takes with journal, commits and beats than without; jobs in turn."""
+    """Return how much longer a step of a second takes with journal, commits and beats than without; jobs in turn."""
     return {f"{state_mb} MB": _cost(work, sizes, state_mb) for state_mb in _STATES_MB}
 
 

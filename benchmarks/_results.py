@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where benchmarks leave what they have found, and what they say of the machine."""
+"""Files for the results of benchmarks, and the description of the machine."""
 
 import json
 import os

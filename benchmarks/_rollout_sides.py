@@ -151,7 +151,7 @@ class Transformers:
 
 
 class Processes:
-    """Another side in ``count`` processes of one thread; process ``i`` has the sequences ``i``, ``i + count``, ..."""
+    """Run a side in ``count`` processes of one thread; process ``i`` has the sequences ``i``, ``i + count``, ..."""
 
     def __init__(self, count: int, make: Callable[[int], Side], at_a_time: int) -> None:
         """``make(n)``, which is pickled, makes the side with ``n`` sequences at a time."""
@@ -204,7 +204,7 @@ def _serve(make: Callable[[int], Side], share: int, pipe: Any) -> None:
 
 
 class Vllm:
-    """vLLM in a process of its own, which may have another environment."""
+    """vLLM in a separate process, which may have another environment."""
 
     name = "vLLM"
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``benchmarks.training`` runs against each other: this project's engines and TRL's trainers, on the same work."""
+"""The sides of ``benchmarks.training``: this project's engines and TRL's trainers, on the same work."""
 
 import random
 import time
@@ -30,7 +30,7 @@ QUIET = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disa
 
 @dataclass(frozen=True)
 class Work:
-    """The same rows and prompts for everybody.
+    """Rows and prompts that all sides get.
 
     Attributes:
         rows: token ids of each example; all but the first are trained on.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What commits cost a job, by the size of its model: ``make bench NAME=commits``.
+"""Measure the cost of commits by the size of the model: ``make bench NAME=commits``.
 
 GRPO in one process, as many steps with commits (``checkpoint.commit_every: auto``, in memory) as without, in processes
 of their own, in turn. Compared are the wall times of the steps; the first ones are a figure of their own, since unused
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _results(options: argparse.Namespace, steps: int) -> dict[str, Any]:
-    """Those that are kept, of the sizes that are not measured this time, or none."""
+    """Return earlier results of the sizes that are not measured this time."""
     file = options.out / f"{_name(options)}.json"
     old = json.loads(file.read_text()) if file.is_file() and not options.quick else {}
     kept = {

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What engines hold of a device, and how fast they are on it: ``python -m benchmarks.device --device cuda``.
+"""Measure engines' memory on a device, and their speed: ``python -m benchmarks.device --device cuda``.
 
 A model with random weights of the shape of Qwen2.5-0.5B, in one process:
 
 * an SFT step, an update of GRPO, and a step of it (weights to the rollout engine on the device, 64 completions, the
   update): seconds, peak memory, and the share of what a large matrix product reaches here; a step whose engines leave
   for each other
-* tokens a second of the rollout engine, next to those of ``generate`` of transformers, interleaved
+* tokens a second of the rollout engine, next to ``generate`` of transformers, interleaved
 * weights from the train engine to the rollout engine, next to a plain copy of as many bytes on the device
 * the completions while a thread writes the train engine's state, as commits do, and without
 * after each call that moves an engine: the bytes that it accounts for, and on a GPU those that torch has allocated
@@ -112,7 +112,7 @@ def commits(bench: Bench, rounds: int) -> Results:
 
 
 def places(bench: Bench) -> dict[str, Results]:
-    """What is held after each call, and how long it took."""
+    """Return the memory held after each call, and the seconds that the call took."""
     results: dict[str, Results] = {"both built": {"seconds": None, **bench.held()}}
     for name, call in (
         ("train.step()", bench.grpo_update),

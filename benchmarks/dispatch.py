@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What calls of role groups cost next to Ray alone, verl's and OpenRLHF's groups: ``make bench NAME=dispatch``.
+"""Compare the cost of role-group calls with Ray alone, verl's and OpenRLHF's groups: ``make bench NAME=dispatch``.
 
 One cluster, and in it a job whose trainer makes the same calls through every kind of group, interleaved, with durable
 steps on. Then a job of five roles whose members rest for a second in each step, next to Ray's actors that do so.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast a job recovers, how much it loses and what that costs: ``make bench NAME=recovery`` (``--quick`` to try it).
+"""Measure how fast a job recovers, and what it loses: ``make bench NAME=recovery`` (``--quick`` to try it).
 
 All figures are of one run on one machine, interleaved: in each round one raw Ray actor restart (R: kill to first good
 call of a ``max_restarts=-1`` actor that imports the same), then each fault once.

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast rollout engines draw tokens: ``make bench NAME=rollout`` (``--quick`` to try it).
+"""Measure how fast rollout engines generate tokens: ``make bench NAME=rollout`` (``--quick`` to try it).
 
-They run a model of 0.9 M parameters in fp32, or that of ``--model`` in bf16: 16 sequences at a time, at most 128 new
+They run a model of 0.9 M parameters in fp32, or ``--model`` in bf16: 16 sequences at a time, at most 128 new
 tokens each, and without the slower settings of ``transformers``.
 
 Each round lets every engine do each work once, one after the other in changing order, in one run on one machine. The
@@ -43,7 +43,7 @@ GOALS = {"equal": 1.7, "mixed": 3.0}
 
 
 def works(quick: bool, at_a_time: int, longest: int) -> list[Work]:
-    """The same prompts and lengths in every run."""
+    """Return prompts and lengths that are the same in every run."""
     generator = random.Random(0)
 
     def prompts(count: int) -> list[list[int]]:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much sooner a run ends whose rollouts run ahead: ``make bench NAME=async`` (``--quick`` to try it).
+"""Measure how much sooner a run ends if its rollouts run ahead: ``make bench NAME=async`` (``--quick`` to try it).
 
 Each sample waits for an answer of its environment, most of them shortly, a few long. With ``max_staleness=0`` a step
-waits for the slowest of its samples; above, the others go on meanwhile. Same job, same number of samples, several
-seeds, interleaved; each run is a process of its own. What was learnt is the mean reward of the last tenth of the steps,
-whose samples are as stale as they may be, and that of the last weights' greedy answers to held-out prompts.
+waits for the slowest of its samples; above, the others continue. Same job, same number of samples, several
+seeds, interleaved; each run is a separate process. What was learnt is the mean reward of the last tenth of the steps,
+whose samples are as stale as they may be, and the reward of the last weights' greedy answers to held-out prompts.
 """
 
 import argparse
@@ -79,7 +79,7 @@ def run_one(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[str
 
 
 def measured(folder: Path, max_staleness: int, seed: int, steps: int) -> dict[str, Any]:
-    """The same in a process of its own."""
+    """Run the job in a separate process."""
     command = [sys.executable, "-m", "benchmarks.running_ahead", "--one", str(max_staleness), "--seed", str(seed)]
     command += ["--steps", str(steps), "--work", str(folder)]
     env = {**os.environ, "OMP_NUM_THREADS": "1"}

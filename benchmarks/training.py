@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast training is: ``make bench NAME=training`` (``ARGS=--quick`` to try it), in an environment with TRL.
+"""Measure how fast training is: ``make bench NAME=training`` (``ARGS=--quick`` to try it), in an environment with TRL.
 
-It trains a model of 0.9 M parameters in fp32; or that of ``--model`` in bf16, on an eighth of the work and without the
+It trains a model of 0.9 M parameters in fp32, or ``--model`` in bf16, on an eighth of the work and without the
 slower settings of TRL.
 
 Each round lets every side do its work once, one after the other in changing order, in one process on one machine. All
@@ -37,7 +37,7 @@ GOAL = 1.5
 
 
 def sides(model: Path, folder: Path, defaults: bool, precision: Precision) -> dict[str, list[Side]]:
-    """By kind of work; this project's first."""
+    """The sides by kind of work; this project's first."""
     best = {"bf16": precision == "bf16", **BEST}
     grouped = {"train_sampling_strategy": "group_by_length"}
     passes = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How fast weights get to another process of the same node: ``make bench NAME=weight-sync`` (``--quick`` to try it).
+"""Measure how fast weights get to another process: ``make bench NAME=weight-sync`` (``--quick`` to try it).
 
 All figures are of one run on one machine, interleaved: in each round one plain copy of the same bytes between memory
 that is in use already (by one thread, with nothing beside it), then each way once. A sync is measured from the offer to
 the receiver's answer: ``arrived`` once it has all of the weights, verified; ``serving`` once it has copied them into
-tensors of its own, as an engine does.
+its own tensors, as an engine does.
 """
 
 import argparse
@@ -143,7 +143,7 @@ class Bench:
         return self._pipe.recv()
 
     def check(self) -> None:
-        """That the fingerprints are those of the plain way."""
+        """Check that the fingerprints equal the plain way's."""
         self.source.step()
         transport = next(iter(self._ways.values()))["pull, shared memory"]
         ticket = transport.offer(self.source)

@@ -63,7 +63,7 @@ class RewardModel(Reference):
 
 
 class Actor(Reference):
-    """Trains OpenRLHF's actor; its state is OpenRLHF's checkpoint, which rank 0 keeps, and the rank's random numbers."""
+    """Trains OpenRLHF's actor; its state is OpenRLHF's checkpoint, which rank 0 keeps, and random numbers."""
 
     worker_class = ppo_actor.PolicyModelActor
 
