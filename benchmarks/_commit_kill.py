@@ -62,14 +62,14 @@ def kill_at_the_worst_moment(job: JobSpec, model: Path, rounds: int) -> dict[str
     expected, _ = _run(job, strikes=False)
     raw = RawRestart(process_env(job), RawTrainer, str(model))
     try:
-        found = []
+        runs = []
         for _ in range(rounds):
             raw_s = raw.measure()
             states, struck = _run(job, strikes=True)
-            found.append({**struck, "raw_s": raw_s, "same_bits": states == expected})
+            runs.append({**struck, "raw_s": raw_s, "same_bits": states == expected})
     finally:
         raw.close()
-    return {"rounds": found}
+    return {"rounds": runs}
 
 
 def _run(job: JobSpec, strikes: bool) -> tuple[dict[str, int], dict[str, Any]]:

@@ -65,7 +65,7 @@ def extrapolate(speed: dict[str, float]) -> str:
         rank_gb = 12 * parameters / devices / _GB
         on_node, nodes = min(_PER_NODE, devices), max(devices // _PER_NODE, 1)
         sent_s = on_node * rank_gb / _NETWORK_GB_S if nodes > 1 else 0.0
-        kept = 6 if nodes > 1 else 3
+        steps_kept = 6 if nodes > 1 else 3
         rows.append(
             [
                 name,
@@ -73,7 +73,7 @@ def extrapolate(speed: dict[str, float]) -> str:
                 f"{rank_gb / speed['write']:.1f}",
                 f"{sent_s:.1f}",
                 f"{rank_gb / speed['read']:.1f}",
-                f"{kept * on_node * rank_gb:.0f}",
+                f"{steps_kept * on_node * rank_gb:.0f}",
                 f"{12 * parameters / _GB:.0f}",
             ]
         )

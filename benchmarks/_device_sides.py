@@ -333,17 +333,17 @@ class Bench:
     @contextmanager
     def writing(self, folder: Path) -> Iterator[dict[str, float]]:
         """A thread writes the train engine's state, as a commit does; afterwards how much."""
-        found: dict[str, float] = {}
+        rates: dict[str, float] = {}
         state, file = dump_in_place(self.train.state_dict()), folder / "state"
         recycled = file if file.exists() else None
 
         def write() -> None:
-            found["bytes"] = write_state(file, {}, state, durable=False, recycled=recycled).nbytes
+            rates["bytes"] = write_state(file, {}, state, durable=False, recycled=recycled).nbytes
 
         thread = threading.Thread(target=write, name="state")
         thread.start()
         try:
-            yield found
+            yield rates
         finally:
             thread.join()
 

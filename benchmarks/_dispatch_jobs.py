@@ -49,11 +49,11 @@ class Race(BaseTrainer):
             for kind in CALLS
             for side in random.Random(f"{number} {kind}").sample(sorted(self.sides), len(self.sides))
         ]
-        found: list[tuple[int, str, str, float]] = []
+        timings: list[tuple[int, str, str, float]] = []
         for step in self.steps(len(plan)):
             number, kind, side = plan[step - 1]
-            found.append((number, kind, side, self._time(self.sides[side], kind)))
-        Path(self.config.out).write_text(json.dumps([each for each in found if each[0] > 0]))
+            timings.append((number, kind, side, self._time(self.sides[side], kind)))
+        Path(self.config.out).write_text(json.dumps([each for each in timings if each[0] > 0]))
 
     def _time(self, side: Side, kind: str) -> float:
         """Seconds for each call."""

@@ -134,8 +134,8 @@ class VerlSide(Side):
 
         self._pack: Callable[[Array], Any] = lambda array: DataProto.from_single_dict({"x": torch.from_numpy(array)})
         pool = RayResourcePool([size], use_gpu=False, max_colocate_count=1)
-        made = RayClassWithInitArgs(cls=ray.remote(VerlWorker))
-        self.group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=made, device_name="cpu")
+        worker_class = RayClassWithInitArgs(cls=ray.remote(VerlWorker))
+        self.group = RayWorkerGroup(resource_pool=pool, ray_cls_with_init=worker_class, device_name="cpu")
 
     def empty(self) -> object:
         return self.group.nothing()
@@ -183,8 +183,8 @@ class OpenRLHFSide(Side):
         return self.shard(self.shard(array))
 
     def _double(self, items: Array) -> list[list[Array]]:
-        found: list[list[Array]] = ray.get(self.group.async_run_method_batch("double", array=items))
-        return found
+        doubled: list[list[Array]] = ray.get(self.group.async_run_method_batch("double", array=items))
+        return doubled
 
 
 PEERS: dict[str, type[Any]] = {"verl": VerlSide, "OpenRLHF": OpenRLHFSide}

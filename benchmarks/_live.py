@@ -115,7 +115,7 @@ class Live:
             (call for call in self.calls() if call["at_s"] > after_s and (pids is None or call["pid"] in pids)), None
         )
 
-    def until(self, condition: Callable[[], Any], what: str, timeout_s: float = _LATEST_S) -> Any:
+    def until(self, condition: Callable[[], Any], event: str, timeout_s: float = _LATEST_S) -> Any:
         """Wait until ``condition`` is true, and return its value.
 
         Raises:
@@ -123,13 +123,13 @@ class Live:
             RuntimeError: the job ended.
         """
         deadline_s = time.monotonic() + timeout_s
-        while not (found := condition()):
+        while not (outcome := condition()):
             if not self._thread.is_alive():
-                raise RuntimeError(f"{self.job.name} ended while waiting for {what}: {self.status or self.error!r}")
+                raise RuntimeError(f"{self.job.name} ended while waiting for {event}: {self.status or self.error!r}")
             if time.monotonic() > deadline_s:
-                raise TimeoutError(f"{self.job.name}: no {what} within {timeout_s:g} s; up: {sorted(self.ledger.up)}")
+                raise TimeoutError(f"{self.job.name}: no {event} within {timeout_s:g} s; up: {sorted(self.ledger.up)}")
             time.sleep(_LOOK_S)
-        return found
+        return outcome
 
     def until_well(self) -> None:
         """Wait until everybody is up and works."""

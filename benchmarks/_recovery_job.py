@@ -62,8 +62,8 @@ class Member(BaseWorkload):
         """Add the call to the list of finished ones, unless that is not wanted."""
         if not self.config.notes:
             return
-        who = f"{self.role}[{self.rank}]"
-        line = {"who": who, "pid": os.getpid(), "began_s": began_s, "at_s": time.time(), "step": step}
+        process_name = f"{self.role}[{self.rank}]"
+        line = {"who": process_name, "pid": os.getpid(), "began_s": began_s, "at_s": time.time(), "step": step}
         with open(Path(self.config.folder) / CALLS, "a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 

@@ -15,7 +15,7 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
     if "faults" not in results:
         return
     raw_s = median(results["faults"]["R"])
-    faults = {name: found for name, found in results["faults"].items() if name != "R"}
+    faults = {name: samples for name, samples in results["faults"].items() if name != "R"}
     figure = Figure(figsize=(9, 5), dpi=120)
     FigureCanvasAgg(figure)
     bars = figure.add_subplot()

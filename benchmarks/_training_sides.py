@@ -88,10 +88,10 @@ class OwnSft:
 
     def run(self, work: Work) -> float:
         """See :class:`Side`."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for at in range(0, len(work.rows), work.rows_per_step):
             self._engine.step(self._batch(work.rows[at : at + work.rows_per_step]), SFT().loss)
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     def _batch(self, rows: Sequence[Sequence[int]]) -> Batch:
         masks = [np.arange(len(row)) > 0 for row in rows]
@@ -116,14 +116,14 @@ class MatrixProducts:
         counts = [sum(map(len, work.rows[at : at + work.rows_per_step])) for at in steps]
         widest = max(max(weight.shape) for weight in self._weights)
         numbers = torch.randn(2, max(counts), widest, dtype=self._dtype)
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for count, weight in product(counts, self._weights):
             out, into = weight.shape
             inputs, gradients = numbers[0, :count, :into], numbers[1, :count, :out]
             torch.mm(inputs, weight.t())
             torch.mm(gradients, weight)
             torch.mm(gradients.t(), inputs)
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
 
 class OwnGrpo:
@@ -137,10 +137,10 @@ class OwnGrpo:
 
     def run(self, work: Work) -> float:
         """See :class:`Side`."""
-        begun = time.perf_counter()
+        started = time.perf_counter()
         for _ in range(work.steps):
             self._step(work)
-        return time.perf_counter() - begun
+        return time.perf_counter() - started
 
     def _step(self, work: Work) -> None:
         tokenizer, algorithm = self._rollout.tokenizer, GRPO()

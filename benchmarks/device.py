@@ -96,9 +96,9 @@ def commits(bench: Bench, rounds: int) -> Results:
     folder, written, drawing_s = memory_folder(), dict[str, float](), list[float]()
 
     def draw_and_write() -> None:
-        with bench.writing(folder) as found:
+        with bench.writing(folder) as record:
             drawing_s.append(bench.timed(bench.draw))
-        written.update(found)
+        written.update(record)
 
     def write() -> None:
         with bench.writing(folder):

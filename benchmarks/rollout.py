@@ -63,9 +63,9 @@ def measure(sides: Sequence[Side], chosen: Sequence[Work], rounds: int) -> dict[
     for number in range(rounds + 1):
         random.Random(number).shuffle(order)
         for work, side in product(chosen, order):
-            begun = time.perf_counter()
+            started = time.perf_counter()
             counts = side.run(work)
-            seconds = time.perf_counter() - begun
+            seconds = time.perf_counter() - started
             if counts != work.lengths:
                 raise RuntimeError(f"{side.name} drew {sum(counts)} tokens of {work.tokens}")
             if number:
@@ -73,10 +73,10 @@ def measure(sides: Sequence[Side], chosen: Sequence[Work], rounds: int) -> dict[
     return rates
 
 
-def best(found: dict[str, list[float]], kind: str) -> str:
+def best(speeds: dict[str, list[float]], kind: str) -> str:
     """The fastest setting of an engine that needs no lengths beforehand."""
-    names = [name for name in found if name.startswith(kind) and "beforehand" not in name]
-    return max(names, key=lambda name: median(found[name]))
+    names = [name for name in speeds if name.startswith(kind) and "beforehand" not in name]
+    return max(names, key=lambda name: median(speeds[name]))
 
 
 def summary(results: dict[str, Any]) -> str:

@@ -49,16 +49,16 @@ def sides(model: Path, folder: Path, defaults: bool, precision: Precision) -> di
         TrlSft(model, f"group_by_length, {precision}", folder, **best, **grouped),
         TrlSft(model, f"no packing, {precision}", folder, **best),
     ]
-    found: dict[str, list[Side]] = {
+    by_kind: dict[str, list[Side]] = {
         "sft": [OwnSft(model, precision), MatrixProducts(model, precision), *fastest],
         "grpo": [OwnGrpo(model, precision), TrlGrpo(model, precision, folder, **best)],
     }
     if precision == "fp32":
-        found["sft"] += slower
+        by_kind["sft"] += slower
     if defaults:
-        found["sft"].append(TrlSft(model, "defaults", folder))
-        found["grpo"].append(TrlGrpo(model, "defaults", folder))
-    return found
+        by_kind["sft"].append(TrlSft(model, "defaults", folder))
+        by_kind["grpo"].append(TrlGrpo(model, "defaults", folder))
+    return by_kind
 
 
 def measure(chosen: dict[str, list[Side]], work: Work, rounds: int) -> dict[str, dict[str, list[float]]]:

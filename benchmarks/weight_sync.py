@@ -84,8 +84,8 @@ def sink(folders: dict[str, str], settings: SyncSettings, pipe: Any) -> None:
     torch.set_num_threads(1)
     made: dict[SyncSettings, dict[str, WeightTransport]] = {}
     served: Named = {}
-    while (asked := pipe.recv()) is not None:
-        way, bucket_bytes, ticket = asked
+    while (request := pipe.recv()) is not None:
+        way, bucket_bytes, ticket = request
         settings = replace(settings, bucket_bytes=bucket_bytes)
         ways = made.setdefault(settings, transports(folders, settings))
         snapshot = ways[way].receive(ticket)
@@ -172,19 +172,19 @@ def bench(megabytes: int, memory: Path, work: Path) -> Iterator[Bench]:
         child.start()
         stack.callback(child.join, _LATEST_S)
         stack.callback(child.kill)
-        made = Bench(megabytes, folders, parent_pipe)
-        stack.callback(made.close)
-        yield made
+        bench_run = Bench(megabytes, folders, parent_pipe)
+        stack.callback(bench_run.close)
+        yield bench_run
         parent_pipe.send(None)
         child.join(_LATEST_S)
 
 
-def measure(made: Bench, ways: Sequence[tuple[str, int]], rounds: int) -> dict[str, Any]:
+def measure(bench_run: Bench, ways: Sequence[tuple[str, int]], rounds: int) -> dict[str, Any]:
     """Seconds of everything, interleaved; the first two rounds warm up."""
     seconds: dict[str, Any] = {"plain": []} | {f"{way}|{size}": [] for way, size in ways}
     for number in range(rounds + 2):
-        plain_s = made.plain()
-        timings = {f"{way}|{size}": made.sync(way, size) for way, size in ways}
+        plain_s = bench_run.plain()
+        timings = {f"{way}|{size}": bench_run.sync(way, size) for way, size in ways}
         if number < 2:
             continue
         seconds["plain"].append(plain_s)
