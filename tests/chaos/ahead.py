@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of a disturbed run whose rollouts run ahead. Which samples a step trains on depends on what was fast
+"""Checks of a disturbed run whose rollouts run ahead. Which samples a step trains on depends on what was fast
 there, so its bits are its own; but each problem is trained on once, in time, and every step with a whole batch."""
 
 from collections import Counter
@@ -17,7 +17,7 @@ from tests.chaos.verdict import final_states, read_rows, sample_faults, step_fau
 
 
 def violations(job_dir: Path, config: Any) -> list[str]:
-    """What is wrong with a finished run of this configuration; empty when nothing is."""
+    """Return the violations of a finished run of this configuration."""
     rows = read_rows(job_dir / "samples.jsonl")
     return [
         *step_faults(job_dir, config.steps),
@@ -41,17 +41,17 @@ def _problem_faults(rows: list[dict[str, Any]], config: Any) -> Iterator[str]:
     prompts = load_prompts(str(config.data.train))
     train, _ = hold_out([row.prompt for row in prompts], config.data.eval_rows, config.seed)
     cursor = PromptCursor(len(train), config.prompts_per_step, config.seed)
-    drawn = chain.from_iterable(cursor.next() for _ in range(config.steps))
-    wanted = Counter(train[row] for row in drawn)
-    found = Counter(row["row"] for row in rows if row["sample_index"] == 0)
-    if missing := wanted - found:
+    rows_in_order = chain.from_iterable(cursor.next() for _ in range(config.steps))
+    wanted = Counter(train[row] for row in rows_in_order)
+    counts = Counter(row["row"] for row in rows if row["sample_index"] == 0)
+    if missing := wanted - counts:
         yield f"{missing.total()} groups were drawn from the data and never trained on: {sorted(missing)[:5]}"
-    if more := found - wanted:
+    if more := counts - wanted:
         yield f"{more.total()} groups were trained on once too often: {sorted(more)[:5]}"
 
 
 def _stale_rows(rows: list[dict[str, Any]], max_staleness: int) -> Iterator[str]:
-    """Every step makes a version, so those of step ``n`` are trained on weights of version ``n - 1``."""
+    """Every step makes a version, so the rows of step ``n`` are trained on weights of version ``n - 1``."""
     stale = np.array([row["step"] - 1 - row["min_version"] for row in rows])
     if len(stale) and (stale.max() > max_staleness or stale.min() < 0):
         at = rows[int(np.argmax(stale))]

@@ -51,7 +51,7 @@ def fill_disk(folder: Path) -> Callable[[], None]:
 
 @contextmanager
 def small_disk(folder: Path, megabytes: int) -> Iterator[bool]:
-    """Make ``folder`` a disk of its own, in memory, and of this size. Says whether that was allowed."""
+    """Make ``folder`` a separate disk of this size, in memory. Return True if that was allowed."""
     folder.mkdir(parents=True, exist_ok=True)
     options = f"size={megabytes}m,mode=700"
     mounted = subprocess.run(

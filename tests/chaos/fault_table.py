@@ -28,7 +28,7 @@ Run = Mapping[str, Any]
 
 
 class Expected(NamedTuple):
-    """What a kind of fault is expected to lead to: what is done, what comes of it, who notices, what recovers."""
+    """The expected course of a kind of fault: the action, its effect, its detector and the recovery."""
 
     done: str
     comes: str
@@ -38,11 +38,11 @@ class Expected(NamedTuple):
 
 _PING = "the trainer's failed call, or the master: Ray's states"
 _BEATS = "beats: none (for `lease_s` at most), or the same call, for `hang_after_s`"
-_RANKS = "all ranks of the role restart and load the last commit; the step goes on"
+_RANKS = "all ranks of the role restart and load the last commit; the step continues"
 _SHARE = "a standby or a new process takes the rank; its share of the step is done again"
 _TRAINER = "a new trainer; calls that were answered are not made again"
 _NODE = "its processes are replaced on other nodes, and it is not used again"
-_SET_ASIDE = "the commit is set aside; the one before is loaded"
+_SET_ASIDE = "the commit is rejected; the one before is loaded"
 
 CRASHES = frozenset(
     {
@@ -55,23 +55,29 @@ CRASHES = frozenset(
 MASTERLESS = frozenset({Kind.KILL_MASTER, Kind.TEAR_JOURNAL})
 
 EXPECTED = {
-    Kind.KILL_ACTOR: Expected("SIGKILL", "the step goes on", _PING, _RANKS),
-    Kind.KILL_ROLLOUT: Expected("SIGKILL", "the step goes on", _PING, _SHARE),
-    Kind.KILL_REWARD: Expected("SIGKILL", "the step goes on", _PING, _SHARE),
-    Kind.KILL_TRAINER: Expected("SIGKILL", "the step goes on", "the master: Ray's states", _TRAINER),
+    Kind.KILL_ACTOR: Expected("SIGKILL", "the step continues", _PING, _RANKS),
+    Kind.KILL_ROLLOUT: Expected("SIGKILL", "the step continues", _PING, _SHARE),
+    Kind.KILL_REWARD: Expected("SIGKILL", "the step continues", _PING, _SHARE),
+    Kind.KILL_TRAINER: Expected("SIGKILL", "the step continues", "the master: Ray's states", _TRAINER),
     Kind.KILL_MASTER: Expected(
         "SIGKILL", "the step is not interrupted", "Ray", "it replays its journal and finds the processes by name"
     ),
     Kind.KILL_STANDBY: Expected("SIGKILL", "the step is not interrupted", "the master: Ray's states", "another one"),
-    Kind.HANG_ACTOR: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _RANKS),
-    Kind.HANG_ROLLOUT: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _SHARE),
-    Kind.HANG_REWARD: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _SHARE),
-    Kind.HANG_TRAINER: Expected("SIGSTOP", "it is killed; the step goes on", _BEATS, _TRAINER),
+    Kind.HANG_ACTOR: Expected("SIGSTOP", "it is killed; the step continues", _BEATS, _RANKS),
+    Kind.HANG_ROLLOUT: Expected("SIGSTOP", "it is killed; the step continues", _BEATS, _SHARE),
+    Kind.HANG_REWARD: Expected("SIGSTOP", "it is killed; the step continues", _BEATS, _SHARE),
+    Kind.HANG_TRAINER: Expected("SIGSTOP", "it is killed; the step continues", _BEATS, _TRAINER),
     Kind.CUT_RECEIVE: Expected(
-        "SIGKILL while it receives weights", "nobody samples from half of them", _PING, f"{_SHARE}, the weights first"
+        "SIGKILL while it receives weights",
+        "no process samples half of them",
+        _PING,
+        f"{_SHARE}, the weights first",
     ),
     Kind.CUT_PUBLISH: Expected(
-        "SIGKILL while it publishes weights", "nobody samples from half of them", _PING, f"{_RANKS}, publishing anew"
+        "SIGKILL while it publishes weights",
+        "no process samples half of them",
+        _PING,
+        f"{_RANKS}, publishing again",
     ),
     Kind.NAN_LOSS: Expected(
         "an update is given a NaN",
@@ -104,21 +110,21 @@ EXPECTED = {
         "commit and journal are written when there is room; a copy that failed is made with a later step",
     ),
     Kind.KILL_GCS: Expected(
-        "SIGKILL", "calls go on; starts wait", "its keeper", "it is started again with its tables from disk"
+        "SIGKILL", "calls continue; starts wait", "its keeper", "it is started again with its tables from disk"
     ),
-    Kind.KILL_RAYLET: Expected("SIGKILL", "the step goes on", "its connection closes and is refused", _NODE),
+    Kind.KILL_RAYLET: Expected("SIGKILL", "the step continues", "its connection closes and is refused", _NODE),
     Kind.KILL_NODE: Expected(
-        "SIGKILL of all its processes", "the step goes on", "its connection closes and is refused", _NODE
+        "SIGKILL of all its processes", "the step continues", "its connection closes and is refused", _NODE
     ),
     Kind.CUT_NODE: Expected(
         "its raylet is stopped for longer than Ray waits",
-        "the step goes on; what is left there is refused and ends itself",
+        "the step continues; what is left there is refused and ends itself",
         "Ray's health check",
         _NODE,
     ),
-    Kind.PAUSE_MASTER: Expected("SIGSTOP for a moment", "no step is interrupted", "nobody", "nothing is lost"),
-    Kind.PAUSE_GCS: Expected("SIGSTOP for a moment", "no step is interrupted", "nobody", "nothing is lost"),
-    Kind.PAUSE_RAYLET: Expected("SIGSTOP for a moment", "no step is interrupted", "nobody", "nothing is lost"),
+    Kind.PAUSE_MASTER: Expected("SIGSTOP for a moment", "no step is interrupted", "(nothing)", "nothing is lost"),
+    Kind.PAUSE_GCS: Expected("SIGSTOP for a moment", "no step is interrupted", "(nothing)", "nothing is lost"),
+    Kind.PAUSE_RAYLET: Expected("SIGSTOP for a moment", "no step is interrupted", "(nothing)", "nothing is lost"),
 }
 
 
@@ -126,8 +132,8 @@ def load_runs(path: Path = RESULTS) -> list[Run]:
     """The runs in a results file, none when there is no file."""
     if not path.exists():
         return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return found if isinstance(found, list) else [found]
+    results = json.loads(path.read_text(encoding="utf-8"))
+    return results if isinstance(results, list) else [results]
 
 
 def render_outside(series: Sequence[Mapping[str, Any]]) -> str:
@@ -147,14 +153,14 @@ def render_outside(series: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _outside_row(results: Mapping[str, Any]) -> list[object]:
-    runs = [found for name, found in results.items() if name != "undisturbed"]
-    names = Counter(name.removeprefix("ray::").partition(".")[0] for found in runs for _, name in found["killed"])
-    early = sum(at_s < found["first_step_s"] for found in runs for at_s, _ in found["killed"])
-    seconds = [found["seconds"] for found in runs]
+    runs = [result for name, result in results.items() if name != "undisturbed"]
+    names = Counter(name.removeprefix("ray::").partition(".")[0] for result in runs for _, name in result["killed"])
+    early = sum(at_s < result["first_step_s"] for result in runs for at_s, _ in result["killed"])
+    seconds = [result["seconds"] for result in runs]
     return [
         ", ".join(f"{name} {count}" for name, count in sorted(names.items())),
         len(runs),
-        sum(found["same"] for found in runs),
+        sum(result["same"] for result in runs),
         names.total(),
         early,
         f"{percentile(seconds, 0.5):.0f}",
@@ -163,7 +169,7 @@ def _outside_row(results: Mapping[str, Any]) -> list[object]:
 
 
 def render(runs: Sequence[Run], outside: Sequence[Mapping[str, Any]] = ()) -> str:
-    """What stands between the page's markers."""
+    """Return the text between the page's markers."""
     return f"{_render_chosen(runs)}\n\nKilled from outside (`make chaos-outside`):\n\n{render_outside(outside)}"
 
 
@@ -190,7 +196,7 @@ def _summary(runs: Sequence[Run]) -> str:
 
 
 def _crashes(findings: Sequence[Mapping[str, Any]]) -> str:
-    """How soon processes that died were noticed, apart from those that died while nobody was there to notice."""
+    """Summarize how soon dead processes were noticed, if the master was alive to notice them."""
     dead = [
         (finding["fault"]["at_s"], finding["fault"]["at_s"] + finding["back_s"])
         for finding in findings
@@ -202,15 +208,15 @@ def _crashes(findings: Sequence[Mapping[str, Any]]) -> str:
             struck_s = finding["fault"]["at_s"]
             overlap = any(begin < struck_s + finding["noticed_s"] and struck_s < end for begin, end in dead)
             (together if overlap else alone).append(finding["noticed_s"])
-    told = f"Of {_count(len(alone), 'crash')} the master had noted 99 % within {percentile(alone, 0.99) or 0:.2f} s"
+    sentence = f"Of {_count(len(alone), 'crash')} the master had noted 99 % within {percentile(alone, 0.99) or 0:.2f} s"
     if together:
         worst = f"{max(together):.2f} s, most of it until the master was back"
-        told += f"; of {len(together)} more, which struck while it was dead itself, all within {worst}"
-    return f"{told}."
+        sentence += f"; of {len(together)} more, which struck while it was dead itself, all within {worst}"
+    return f"{sentence}."
 
 
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" if number == 1 else f"{number:,} {what}{'es' if what.endswith('sh') else 's'}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}{'es' if noun.endswith('sh') else 's'}"
 
 
 def _measured(runs: Sequence[Run]) -> str:
@@ -219,7 +225,7 @@ def _measured(runs: Sequence[Run]) -> str:
         by_kind.setdefault(finding["fault"]["kind"], []).append(finding)
     rows = [[kind.value, *_figures(by_kind.get(kind.value, ()))] for kind in Kind]
     names = ("noticed", "replaced", "next commit")
-    head = ["fault", "count", *(f"{name} {share}" for name in names for share in ("p50", "p99")), "taken for"]
+    head = ["fault", "count", *(f"{name} {share}" for name in names for share in ("p50", "p99")), "noted as"]
     return markdown(head, rows)
 
 
@@ -230,8 +236,8 @@ def _figures(findings: Sequence[Mapping[str, Any]]) -> list[object]:
         for share in (0.5, 0.99)
     ]
     causes = Counter(str(finding["cause"]) for finding in findings)
-    told = ", ".join(f"{cause} {count}" for cause, count in sorted(causes.items())) or "-"
-    return [len(findings), *times, told]
+    causes_text = ", ".join(f"{cause} {count}" for cause, count in sorted(causes.items())) or "-"
+    return [len(findings), *times, causes_text]
 
 
 def _findings(runs: Iterable[Run]) -> list[Mapping[str, Any]]:
@@ -244,8 +250,8 @@ def with_table(page: str, table: str) -> str:
     Raises:
         ValueError: a marker is missing.
     """
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, remainder = page.partition(BEGIN)
+    _, end, after = remainder.partition(END)
     if not begin or not end:
         raise ValueError(f"the page needs the lines {BEGIN} and {END}")
     return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 
 class Kind(StrEnum):
-    """What is done to the run."""
+    """The faults that a run meets."""
 
     KILL_ACTOR = "kill actor"
     KILL_ROLLOUT = "kill rollout"

@@ -45,13 +45,13 @@ class Finding:
 
 def findings_of(faults: Sequence[Injected], ledger: Ledger, commits: Sequence[Commit]) -> list[Finding]:
     """Each fault with what became of it, in the order in which they struck."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for fault in sorted(faults, key=lambda fault: fault.at_s):
         loss, back = _loss_and_return(fault, ledger)
-        before = found[-1] if found else None
+        before = findings[-1] if findings else None
         overlaps = before is not None and fault.at_s < min(before.fault.at_s + 1.0, before.healed_at_s)
         returned_s = fault.back_s or (back.at_s if back else 0.0)
-        found.append(
+        findings.append(
             Finding(
                 fault,
                 loss.at_s - fault.at_s if loss else None,
@@ -61,7 +61,7 @@ def findings_of(faults: Sequence[Injected], ledger: Ledger, commits: Sequence[Co
                 overlaps,
             )
         )
-    return found
+    return findings
 
 
 def _loss_and_return(fault: Injected, ledger: Ledger) -> tuple[Loss | None, Up | None]:
@@ -107,8 +107,8 @@ def _may_be(fault: Injected, loss: Loss) -> bool:
     return bool(fault.who) and _role(fault.who) == _role(loss.who) and loss.at_s - fault.at_s < _START_WINDOW_S
 
 
-def _role(who: str) -> str:
-    return who.partition("[")[0].removesuffix("-standby")
+def _role(process: str) -> str:
+    return process.partition("[")[0].removesuffix("-standby")
 
 
 def lost_commits(commits: Sequence[Commit], faults: Sequence[Injected]) -> list[str]:

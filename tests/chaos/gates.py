@@ -32,7 +32,7 @@ class Gates:
 
     @classmethod
     def of_this_process(cls) -> "Gates":
-        """Those that the environment names; without it every gate is open."""
+        """Return the gates that the environment names; without it every gate is open."""
         return cls(Path(os.environ.get(FOLDER, os.devnull)))
 
     def arm(self, name: str) -> None:
@@ -44,7 +44,7 @@ class Gates:
         (self._folder / f"{name}.armed").unlink(missing_ok=True)
 
     def take(self, name: str) -> bool:
-        """Whether the gate was armed; for one process alone."""
+        """Return True if the gate was armed, to one process alone."""
         try:
             (self._folder / f"{name}.armed").rename(self._folder / f"{name}.taken.{os.getpid()}")
         except OSError:  # not armed, or taken by another process
@@ -81,7 +81,7 @@ class Gates:
             return math.inf
 
     def await_taken(self, name: str, timeout_s: float) -> int | None:
-        """The process that took the gate, None when nobody did in time; the gate is open again afterwards."""
+        """Return the process that took the gate, or None if none did in time; the gate is open again afterwards."""
         deadline_s = time.monotonic() + timeout_s
         while time.monotonic() < deadline_s:
             for taken in self._folder.glob(f"{name}.taken.*"):

@@ -43,7 +43,7 @@ from tests.ray.two_nodes import TwoNodes
 REPOSITORY = Path(__file__).parents[2]
 
 HANG_S = 10.0
-"""After so long without progress a process is taken to hang; loading a model on busy cores takes some of it."""
+"""Seconds without progress after which a process is treated as hung; loading a model on busy cores takes some of it."""
 
 _MANY = 100_000
 _DISK_MB = 64
@@ -54,7 +54,7 @@ _CLASSES = {RLRoleType.ACTOR: "ChaosActor", RLRoleType.ROLLOUT: "ChaosRollout", 
 
 @dataclass
 class Outcome:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         status: of the job at its end.
@@ -141,7 +141,7 @@ def run_job(
         here: run it in this process instead of on the cluster.
     """
     shared = job.job_dir.parent / "shared"
-    kept = job.job_dir.with_name("kept")
+    kept_dir = job.job_dir.with_name("kept")
     with small_disk(job.job_dir, _DISK_MB) if plan else nullcontext(False) as own_disk:
         recorder = Recorder(job)
         target = Target(recorder, cluster, Gates(shared), job.job_dir, own_disk)
@@ -151,8 +151,8 @@ def run_job(
             status, stall = _follow_to_end(job, recorder, target.errands, here)
             seconds = time.monotonic() - began_s
         outcome = Outcome(status, recorder, injector.done, stall, seconds)
-        shutil.rmtree(kept, ignore_errors=True)
-        shutil.copytree(job.job_dir, kept)
+        shutil.rmtree(kept_dir, ignore_errors=True)
+        shutil.copytree(job.job_dir, kept_dir)
     outcome.problems += _end_problems(outcome, injector, sum(len(burst.faults) for burst in plan))
     ledger = recorder.ledger
     run = ledger.submitted.run if ledger.submitted else ""
@@ -173,7 +173,7 @@ def _wake_the_unreachable(faults: Sequence[Injected]) -> None:
 def _follow_to_end(
     job: JobSpec, recorder: Recorder, errands: "queue.SimpleQueue[Callable[[], None]]", here: bool
 ) -> tuple[JobStatus, list[str]]:
-    """How the job ended, and why when it was the harness that ended it: nothing was committed for too long."""
+    """Return the job's end, and the reason if the harness ended it because nothing was committed for too long."""
     with ThreadPoolExecutor(1, "chaos-client") as pool:
         checked = check_job(job, local=here)
         client = pool.submit(lambda: run_here(checked) if here else run_on_ray(checked, connected=True))
@@ -195,7 +195,7 @@ def _follow_to_end(
 
 
 def _give_up(name: str) -> None:
-    """End a job that stands still, in good order or else by force."""
+    """End a job that stands still, cleanly or else by force."""
     master = find(master_name(name))
     try:
         stop_master(master, "it stands still")
@@ -219,23 +219,23 @@ def _end_problems(outcome: Outcome, injector: Injector, planned: int) -> list[st
 
 
 def judge(oracle: Path, chaos: Path, outcome: Outcome, config: Any) -> tuple[list[str], dict[int, int]]:
-    """What is wrong with a disturbed run, and the steps it did again.
+    """Return the violations of a disturbed run, and the steps it repeated.
 
     Args:
         oracle: folder of the undisturbed run.
         chaos: folder of the disturbed one.
         outcome: of the disturbed one.
-        config: of both. Where rollouts run ahead, the two are not compared, and nobody knows what was done again.
+        config: of both. Where rollouts run ahead, the two are not compared, and repeated steps are not counted.
     """
     ahead = config.rollout.max_staleness > 0
     redone = {} if ahead else redone_steps(read_rows(chaos / "shared" / EXECUTIONS))
     allowed = len(outcome.faults) + sum(fault.kind in CORRUPTING for fault in outcome.faults)
-    kept = chaos / "kept"
+    kept_dir = chaos / "kept"
     problems = [
         *outcome.problems,
-        *(violations(kept, config) if ahead else differences(oracle / "kept", kept, config.steps)),
+        *(violations(kept_dir, config) if ahead else differences(oracle / "kept", kept_dir, config.steps)),
         *lost_commits(outcome.recorder.commits, outcome.faults),
-        *(f"left in the job's directory: {path}" for path in kept.glob("commits*")),
+        *(f"left in the job's directory: {path}" for path in kept_dir.glob("commits*")),
     ]
     if sum(redone.values()) > allowed:
         problems.append(f"{sum(redone.values())} steps were done again for {len(outcome.faults)} faults: {redone}")
@@ -252,7 +252,7 @@ def blame(redone: Mapping[int, int], faults: list[Injected]) -> dict[str, int]:
 
 
 def report(outcome: Outcome, problems: list[str], redone: Mapping[int, int], command: str, ahead: bool = False) -> str:
-    """The run as text: the faults by kind, what they were taken for, and the verdict."""
+    """The run as text: the faults by kind, what they were noted as, and the verdict."""
     ends = "every problem trained on once, none too stale" if ahead else "ends bit for bit as undisturbed"
     ends += ", nothing lost, nothing left over"
     findings = outcome.findings
@@ -266,7 +266,7 @@ def report(outcome: Outcome, problems: list[str], redone: Mapping[int, int], com
         "",
         f"{len(findings)} faults of {len({f.fault.kind for f in findings})} kinds, {overlapping} overlapping, in "
         f"{outcome.seconds:.0f} s; masters {status.masters}, job restarts {status.restarts}, recoveries "
-        f"{ {str(what): count for what, count in status.recoveries.items()} }",
+        f"{ {str(cause): count for cause, count in status.recoveries.items()} }",
         f"steps done again: {sum(redone.values())}; false alarms: {sum(alarms.values())}",
         *(f"VIOLATION: {problem}" for problem in problems),
         f"verdict: {'FAILED' if problems else ends}",

@@ -3,10 +3,10 @@
 
 ::
 
-    network namespaces h0 h1 h2 (h3)  --veth-->  bridge in a namespace of its own
+    network namespaces h0 h1 h2 (h3)  --veth-->  bridge in a separate namespace
     head.sh in h0, worker.sh in the others, started again when they end; dlrover-rl run in h0
 
-Each host has a loopback interface and one to the others, shared memory and a folder for Ray of its own, and nothing
+Each host has a loopback interface and one to the others, its own shared memory and folder for Ray, and nothing
 leads out. They share the other files, as hosts with a network disk. This process knows the command line, the process
 table and the cables.
 """
@@ -50,7 +50,7 @@ def ip(*arguments: str) -> None:
 
 
 def has_namespaces() -> bool:
-    """Whether this machine lets a process make network namespaces and cables between them."""
+    """Return True if this machine lets a process make network namespaces and cables between them."""
     if shutil.which("ip") is None:
         return False
     try:
@@ -63,7 +63,7 @@ def has_namespaces() -> bool:
 
 @dataclass
 class Host:
-    """A network namespace with one cable to the switch, mounts of its own, and what runs in it."""
+    """A network namespace with one cable to the switch, its own mounts, and the processes in it."""
 
     number: int
     pid: int = 0  # of a process that keeps the mounts
@@ -95,8 +95,8 @@ class Host:
             ["ip", "netns", "exec", self.namespace, "unshare", "--mount", "sh", "-c", mounts], stdout=subprocess.PIPE
         )
         assert holder.stdout is not None
-        with holder.stdout as said:
-            assert said.readline() == b"\n", "no mounts"
+        with holder.stdout as lines:
+            assert lines.readline() == b"\n", "no mounts"
         self.pid = holder.pid
         self.processes.append(holder)
 
@@ -124,8 +124,8 @@ class Host:
         done = subprocess.run(["ip", "netns", "pids", self.namespace], capture_output=True, text=True, timeout=30)
         return [int(pid) for pid in done.stdout.split()]
 
-    def has(self, what: str) -> bool:
-        return any(what in command_of(pid) for pid in self.pids())
+    def has(self, program: str) -> bool:
+        return any(program in command_of(pid) for pid in self.pids())
 
     def end(self) -> None:
         """Kill all of its processes; first those that start others again."""
@@ -143,7 +143,7 @@ class Host:
         ip("-n", _SWITCH, "link", "set", self.cable, "up")
 
     def kill(self) -> None:
-        """As if its power had gone: no process says anything any more."""
+        """Cut the host's power: its processes send nothing any more."""
         self.cut_off()
         self.end()
 
@@ -160,28 +160,28 @@ def _temporary() -> str:
 
 @contextmanager
 def hosts(count: int) -> Iterator[list[Host]]:
-    made = [Host(number) for number in range(count)]
+    hosts = [Host(number) for number in range(count)]
     ip("netns", "add", _SWITCH)
     os.mkdir(_temporary())
     try:
         ip("-n", _SWITCH, "link", "add", "br0", "type", "bridge")
         ip("-n", _SWITCH, "link", "set", "br0", "up")
-        for host in made:
+        for host in hosts:
             host.build()
-        yield made
+        yield hosts
     finally:
-        for host in made:
+        for host in hosts:
             host.end()
             subprocess.run(["ip", "netns", "delete", host.namespace], capture_output=True, timeout=30, check=False)
         subprocess.run(["ip", "netns", "delete", _SWITCH], capture_output=True, timeout=30, check=False)
         os.rmdir(_temporary())
 
 
-def wait_until(condition: Callable[[], object], what: str, driver: "subprocess.Popen[bytes]", log: Path) -> None:
+def wait_until(condition: Callable[[], object], event: str, driver: "subprocess.Popen[bytes]", log: Path) -> None:
     deadline_s = time.monotonic() + _LIMIT_S
     while not condition():
         if driver.poll() is not None or time.monotonic() > deadline_s:
-            raise AssertionError(f"{what} did not come:\n{log.read_text(errors='replace')[-6000:]}")
+            raise AssertionError(f"{event} did not come:\n{log.read_text(errors='replace')[-6000:]}")
         time.sleep(0.3)
 
 
@@ -238,8 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     folder = (options.out / time.strftime("%Y%m%d-%H%M%S")).resolve()
     prepare(folder)
     codes = [run(folder, options.steps, disturbed) for disturbed in (False, True)]
-    found = [digests(folder / name) for name in ("undisturbed", "disturbed")]
-    same = codes == [0, 0] and found[0] == found[1]
+    sums = [digests(folder / name) for name in ("undisturbed", "disturbed")]
+    same = codes == [0, 0] and sums[0] == sums[1]
     say(f"{'the undisturbed bits' if same else 'WRONG'}: exit codes {codes}; kept in {folder}")
     return 0 if same else 1
 

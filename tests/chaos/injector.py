@@ -5,7 +5,7 @@
 
     for each burst: wait until its step is committed and everything before has healed -> strike, strike ...
 
-What a fault leaves to be done later (a stopped process goes on, a node joins, the disk is emptied) a helper thread
+What a fault leaves to be done later (a stopped process continues, a node joins, the disk is emptied) a helper thread
 does; the next burst waits for that too.
 """
 
@@ -83,14 +83,14 @@ class Injected:
 
 @dataclass(frozen=True)
 class Target:
-    """What the injector can reach.
+    """The processes and files that the injector can reach.
 
     Attributes:
         recorder: of the run.
         cluster: the run is on.
         gates: into the job's own code.
         job_dir: of the run.
-        own_disk: whether ``job_dir`` is a disk of its own, which can be filled.
+        own_disk: True if ``job_dir`` is a separate disk, which can be filled.
         errands: what the main thread is asked to do: Ray starts nodes in no other.
     """
 
@@ -158,17 +158,17 @@ class Injector:
         healed = recorder.step > self._last_step and not any(thread.is_alive() for thread in self._later)
         return recorder.step >= burst.step and healed and recorder.ledger.complete()
 
-    def _await(self, condition: Callable[[], bool], what: str, timeout_s: float = _HEAL_S) -> None:
+    def _await(self, condition: Callable[[], bool], event: str, timeout_s: float = _HEAL_S) -> None:
         deadline_s = time.monotonic() + timeout_s
         step = self._recorder.step
         while not condition():
             if self._over.wait(_LOOK_S):
-                raise Stalled(f"the job ended while waiting for: {what}")
-            if self._recorder.step > step:  # it goes on: only standing still counts
+                raise Stalled(f"the job ended while waiting for: {event}")
+            if self._recorder.step > step:  # it continues: only standing still counts
                 step, deadline_s = self._recorder.step, time.monotonic() + timeout_s
             if time.monotonic() > deadline_s:
                 up = ", ".join(sorted(self._recorder.ledger.up))
-                raise Stalled(f"after {timeout_s:g} s without a commit, still not: {what}; up: {up}")
+                raise Stalled(f"after {timeout_s:g} s without a commit, still not: {event}; up: {up}")
 
     def _strike(self, planned: Planned) -> None:
         injected = _METHODS[planned.kind](self, planned)
@@ -199,15 +199,15 @@ class Injector:
 
     def _victim(self, part: str, pick: int) -> Up:
         """One that is up now; one that is being replaced is waited for."""
-        found: list[Up] = []
+        victims: list[Up] = []
 
         def some() -> bool:
             up = self._recorder.ledger.up
-            found[:] = [up[who] for who in sorted(up) if _fits(who, part) and is_alive(up[who].pid)]
-            return bool(found)
+            victims[:] = [up[process] for process in sorted(up) if _fits(process, part) and is_alive(up[process].pid)]
+            return bool(victims)
 
         self._await(some, f"a process {part}", _REACH_S)
-        return found[pick % len(found)]
+        return victims[pick % len(victims)]
 
     def _signal(self, planned: Planned, number: int, part: str = "") -> Injected:
         victim = self._victim(part or _ROLES[planned.kind], planned.pick)
@@ -226,9 +226,9 @@ class Injector:
         self._target.gates.arm(gate)
         pid = self._target.gates.await_taken(gate, _REACH_S)
         if pid is None:
-            raise Stalled(f"nobody came to {gate} within {_REACH_S:g} s")
-        who = next((up.who for up in self._recorder.ledger.up.values() if up.pid == pid), "")
-        injected = self._injected(planned, who=who, pid=pid, note=f"inside {gate}")
+            raise Stalled(f"no process came to {gate} within {_REACH_S:g} s")
+        process = next((up.who for up in self._recorder.ledger.up.values() if up.pid == pid), "")
+        injected = self._injected(planned, who=process, pid=pid, note=f"inside {gate}")
         os.kill(pid, signal.SIGKILL)
         return injected
 
@@ -281,7 +281,7 @@ class Injector:
 
     def _full_disk(self, planned: Planned) -> Injected:
         if not self._target.own_disk:
-            return self._injected(planned, note="skipped: the job's directory is not a disk of its own")
+            return self._injected(planned, note="skipped: the job's directory is not a separate disk")
         empty = fill_disk(self._target.job_dir)
         injected = self._injected(planned, note=f"for {_DISK_S:g} s")
 
@@ -372,8 +372,8 @@ class Injector:
         return injected
 
 
-def _fits(who: str, part: str) -> bool:
-    return part in who if part.startswith("-") else who.startswith(part)
+def _fits(process: str, part: str) -> bool:
+    return part in process if part.startswith("-") else process.startswith(part)
 
 
 _METHODS: dict[Kind, Callable[[Injector, Planned], Injected]] = {

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run's own files say of it, read from outside: who is up, who was lost, which steps are committed.
+"""The processes, losses and commits of a run, read from its files from outside.
 
 The harness asks no process of the job. So it sees the job while the master, the GCS or a node is away, and checks the
 master's word instead of trusting it.
@@ -47,7 +47,7 @@ class Up:
 
 @dataclass(frozen=True)
 class Loss:
-    """A loss that the master has noted; ``pid`` is that of the process, 0 where no process stands for it."""
+    """A loss that the master has noted; ``pid`` is the process's, or 0 if there is no process."""
 
     who: str
     number: int
@@ -78,7 +78,7 @@ class Ledger:
         if isinstance(event, Submitted):
             self.submitted = event
         elif isinstance(event, Placed):
-            self.up = {who: up for who, up in self.up.items() if who == "master"}
+            self.up = {process: up for process, up in self.up.items() if process == "master"}
         elif isinstance(event, MasterStarted):
             earlier = sum(up.who == "master" for up in self.starts)
             self._start(Up("master", earlier + 1, event.pid, event.node, at_s))
@@ -89,14 +89,14 @@ class Ledger:
 
     def _started(self, at_s: float, event: MemberStarted | StandbyReady | TrainerStarted) -> None:
         if isinstance(event, MemberStarted):
-            who, number = f"{event.role}[{event.rank}]", event.incarnation
+            process, number = f"{event.role}[{event.rank}]", event.incarnation
             if event.standby >= 0:
                 self.up.pop(f"{event.role}-standby[{event.standby}]", None)
         elif isinstance(event, StandbyReady):
-            who, number = f"{event.role}-standby[{event.number}]", 0
+            process, number = f"{event.role}-standby[{event.number}]", 0
         else:
-            who, number = "trainer", event.epoch
-        self._start(Up(who, number, event.process.pid, event.process.node, at_s))
+            process, number = "trainer", event.epoch
+        self._start(Up(process, number, event.process.pid, event.process.node, at_s))
 
     def _start(self, up: Up) -> None:
         self.up[up.who] = up
@@ -105,45 +105,45 @@ class Ledger:
     def _lost(self, at_s: float, event: MemberLost | StandbyLost | TrainerLost | NodeLost | Failed) -> None:
         if isinstance(event, NodeLost):
             self.losses.append(Loss("node", 0, 0, event.node, at_s, event.cause))
-            self.up = {who: up for who, up in self.up.items() if up.node != event.node or who == "master"}
+            self.up = {process: up for process, up in self.up.items() if up.node != event.node or process == "master"}
             return
         if isinstance(event, Failed):
             self.losses.append(Loss("job", event.incarnation, 0, "", at_s, event.cause))
             return
         if isinstance(event, MemberLost):
-            who, number = f"{event.role}[{event.rank}]", event.incarnation
+            process, number = f"{event.role}[{event.rank}]", event.incarnation
         elif isinstance(event, StandbyLost):
-            who, number = f"{event.role}-standby[{event.number}]", 0
+            process, number = f"{event.role}-standby[{event.number}]", 0
         else:
-            who, number = "trainer", event.epoch
-        known = self._known(who, number)
-        pid, node = (known.pid, known.node) if known else (0, "")
-        self.losses.append(Loss(who, number, pid, event.node or node, at_s, event.cause))
-        if who in self.up and self.up[who].number == number:
-            del self.up[who]
+            process, number = "trainer", event.epoch
+        known_up = self._known(process, number)
+        pid, node = (known_up.pid, known_up.node) if known_up else (0, "")
+        self.losses.append(Loss(process, number, pid, event.node or node, at_s, event.cause))
+        if process in self.up and self.up[process].number == number:
+            del self.up[process]
 
-    def _known(self, who: str, number: int) -> Up | None:
+    def _known(self, process: str, number: int) -> Up | None:
         """The process; a standby that has become a member is still found by what it was."""
-        return next((up for up in reversed(self.starts) if (up.who, up.number) == (who, number)), None)
+        return next((up for up in reversed(self.starts) if (up.who, up.number) == (process, number)), None)
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 
     def complete(self) -> bool:
-        """Whether everybody is up who should be: members, standbys, trainer."""
+        """Return True if all members, standbys and the trainer are up."""
         if self.submitted is None:
             return False
         wanted = {"master": 1, "trainer": 1}
         for role, terms in self.submitted.roles.items():
             wanted |= {role: terms.num, f"{role}-standby": terms.standby}
-        there = Counter(up.who.partition("[")[0] for up in self.up.values() if is_alive(up.pid))
-        return all(there[what] >= count for what, count in wanted.items())
+        running = Counter(up.who.partition("[")[0] for up in self.up.values() if is_alive(up.pid))
+        return all(running[kind] >= count for kind, count in wanted.items())
 
     def pids(self) -> set[int]:
         """Every process the run ever had."""
         return {up.pid for up in self.starts if up.pid}
 
     def real_losses(self) -> list[Loss]:
-        """Without those that were ended on purpose because others had to restart."""
+        """Return the losses without processes that were ended on purpose because others had to restart."""
         return [loss for loss in self.losses if loss.cause.kind is not CauseKind.PREEMPTED]
 
 
@@ -165,17 +165,17 @@ def ledger_of(events: Iterable[tuple[float, Event]]) -> Ledger:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a Ray worker of this pid runs (a zombie does not)."""
+    """Return True if a Ray worker of this pid runs (a zombie does not)."""
     return _state_of(pid) not in "ZX"
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether a process is there, and does not run because a signal has stopped it."""
+    """Return True if a process exists but a signal has stopped it."""
     return _state_of(pid) == "T"
 
 
 def _state_of(pid: int) -> str:
-    """The letter that Linux has for it; that of a dead one where there is none."""
+    """Return Linux's letter for its state, or a dead process's if there is none."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -195,7 +195,7 @@ class Generation:
 
 
 def generations(root: Path) -> list[Generation]:
-    """Those that are committed under ``root``, newest step first."""
+    """Return the commits under ``root``, newest step first."""
     return sorted(_generations(root), reverse=True)
 
 

@@ -61,14 +61,14 @@ def process_table() -> dict[int, tuple[int, str]]:
 def processes_below(pid: int) -> dict[int, str]:
     """The command lines of all descendants of a process."""
     rows = process_table()
-    found, waiting = {}, [pid]
+    below, waiting = {}, [pid]
     while waiting:
         above = waiting.pop()
         for child, (parent, command) in rows.items():
             if parent == above:
-                found[child] = command
+                below[child] = command
                 waiting.append(child)
-    return found
+    return below
 
 
 def victims(pid: int, rays_own: bool = False) -> dict[int, str]:
@@ -80,7 +80,7 @@ def victims(pid: int, rays_own: bool = False) -> dict[int, str]:
 
 
 def left_over(seen: Iterable[int], folder: Path) -> list[str]:
-    """What is left, after some time, of the processes that a run into ``folder`` had, and of its memory."""
+    """Return the processes and shared memory of a run into ``folder`` that are left after some time."""
     until_s, left = time.monotonic() + _GONE_S, [""]
     while left and time.monotonic() < until_s:
         time.sleep(_POLL_S)
@@ -121,16 +121,16 @@ def run(folder: Path, steps: int, kills: int = 0, mean_s: float = 6.0, seed: int
 
 
 def digests(folder: Path) -> dict[str, str]:
-    """Of the model's file, of each sample, and of what each step has measured of the training, times left out."""
-    found = {}
+    """Return digests of the model's file, of each sample and of each step's metrics without times."""
+    sums = {}
     for name in ("model/model.safetensors", "samples.jsonl"):
         file = folder / name
-        found[name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "missing"
+        sums[name] = hashlib.sha256(file.read_bytes()).hexdigest() if file.exists() else "missing"
     file = folder / "metrics.jsonl"
     rows = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
     values = [[row[key] for key in ("step", "reward/mean", "loss", "grad_norm")] for row in rows if row["step"]]
-    found["metrics.jsonl"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
-    return found
+    sums["metrics.jsonl"] = hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    return sums
 
 
 def prepare(folder: Path) -> None:

@@ -57,7 +57,7 @@ class Recorder:
 
     @property
     def root(self) -> Path | None:
-        """Where the run's commits are; None before it is known."""
+        """The folder of the run's commits; None before it is known."""
         submitted = self.ledger.submitted
         if submitted is None:
             return None
@@ -98,9 +98,9 @@ class Recorder:
         grown, self._size = size != self._size, size
         return grown
 
-    def _note(self, found: list[Generation]) -> None:
+    def _note(self, generations: list[Generation]) -> None:
         now_s, run = time.time(), self.ledger.submitted.run if self.ledger.submitted is not None else ""
-        for generation in reversed(found):
+        for generation in reversed(generations):
             try:
                 serial = read_manifest(generation.folder, run).serial
             except (OSError, CheckpointCorrupt, CheckpointMissing):

@@ -41,22 +41,22 @@ def chaos(
         return replace(job, checkpoint=replace(job.checkpoint, commit_to=commit_to, commit_every=commit_every))
 
     def undisturbed() -> JobSpec:
-        alone = job("oracle")  # nobody will have to be replaced
+        alone = job("oracle")  # no process will have to be replaced
         return replace(alone, workloads={role: replace(spec, standby=0) for role, spec in alone.workloads.items()})
 
     plan = schedule(seed, options.faults, steps, options.kinds)
     config, ahead = job("oracle").config, options.max_staleness > 0
     oracle = run_job(undisturbed(), cluster, (), log, options.undisturbed_here)
-    found = [*oracle.problems, *(violations(folder / "oracle/kept", config) if ahead else ())]
-    problems = [f"the undisturbed run: {problem}" for problem in found]
+    oracle_problems = [*oracle.problems, *(violations(folder / "oracle/kept", config) if ahead else ())]
+    problems = [f"the undisturbed run: {problem}" for problem in oracle_problems]
     log(f"undisturbed: {steps} steps in {oracle.seconds:.0f} s, {oracle.status.phase.value}")
     if problems:
         return oracle, problems
     outcome = run_job(job("chaos"), cluster, plan, log)
-    found, redone = judge(folder / "oracle", folder / "chaos", outcome, config)
-    log(text := report(outcome, found, redone, command(options), ahead))
-    save(folder, text, as_json(outcome, found, redone))
-    return outcome, found
+    run_problems, redone = judge(folder / "oracle", folder / "chaos", outcome, config)
+    log(text := report(outcome, run_problems, redone, command(options), ahead))
+    save(folder, text, as_json(outcome, run_problems, redone))
+    return outcome, run_problems
 
 
 def command(options: argparse.Namespace) -> str:

@@ -9,8 +9,8 @@ from tests.chaos.findings import Finding, confusion
 
 def percentile(values: Iterable[float | None], share: float) -> float | None:
     """The smallest value that ``share`` of the values do not exceed; None of none."""
-    known = sorted(value for value in values if value is not None)
-    return known[min(int(share * len(known)), len(known) - 1)] if known else None
+    numbers = sorted(value for value in values if value is not None)
+    return numbers[min(int(share * len(numbers)), len(numbers) - 1)] if numbers else None
 
 
 def markdown(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
@@ -49,7 +49,7 @@ def _row(findings: Sequence[Finding]) -> list[object]:
 
 
 def confusion_table(findings: Sequence[Finding], alarms: Mapping[str, int]) -> str:
-    """What was done, down; what the master took it for, across. The last row: losses that nobody caused."""
+    """A table of faults (rows) by the causes that the master noted (columns). The last row: losses without a fault."""
     matrix = {**confusion(findings), "(no fault)": Counter(alarms)}
     causes = sorted({cause for counts in matrix.values() for cause in counts})
     return markdown(["fault", *causes], [[kind, *(matrix[kind][c] or "" for c in causes)] for kind in matrix])

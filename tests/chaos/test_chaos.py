@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A GRPO job on two nodes ends bit for bit as undisturbed, whatever is killed, stopped or spoiled meanwhile.
+"""A GRPO job on two nodes ends bit for bit as undisturbed, whatever is killed, stopped or spoiled.
 
-The whole plan is for ``make chaos``. The command runs in a process of its own, since its cluster has to be the only one
+The whole plan is for ``make chaos``. The command runs in a separate process, since its cluster has to be the only one
 that the process knows.
 """
 
@@ -22,7 +22,7 @@ KILLED = (Kind.KILL_ROLLOUT, Kind.KILL_REWARD, Kind.KILL_TRAINER, Kind.KILL_MAST
 
 
 def run_chaos(folder, faults, steps, seed, kinds, timeout_s, *more):
-    """What the command found; it must find nothing wrong."""
+    """Return the command's findings; there must be no violation."""
     named = ",".join(kind.name for kind in kinds)
     command = [sys.executable, "-m", "tests.chaos.run", "--out", str(folder), "--kinds", named, *more]
     for name, value in (("faults", faults), ("steps", steps), ("seed", seed)):

@@ -87,7 +87,7 @@ def journal():
 
 def test_the_ledger_knows_who_is_up_and_who_was_lost():
     ledger = ledger_of(journal())
-    assert {who: up.pid for who, up in ledger.up.items()} == {
+    assert {process: up.pid for process, up in ledger.up.items()} == {
         "master": 10,
         "ACTOR[0]": 11,
         "ROLLOUT[0]": 13,
@@ -111,8 +111,8 @@ def test_a_fault_that_strikes_before_the_one_before_it_has_healed_overlaps():
     commits = [Commit(8, 1, 11.0)]
     for at_s, overlaps in ((10.9, True), (11.1, False)):
         second = Injected(Kind.KILL_GCS, at_s, 7, "GCS", 5)
-        found = findings_of([first, second], ledger_of(journal()), commits)
-        assert (found[1].overlaps, found[1].cause) == (overlaps, NOTHING)
+        findings = findings_of([first, second], ledger_of(journal()), commits)
+        assert (findings[1].overlaps, findings[1].cause) == (overlaps, NOTHING)
 
 
 def test_a_master_that_was_paused_is_back_when_it_runs_again_and_not_with_the_next_master():
@@ -150,7 +150,7 @@ def test_going_back_further_than_a_damaged_commit_costs_is_told():
 
 def test_steps_that_every_rollout_did_again_count_as_redone():
     calls = [("R0", 1), ("R1", 1), ("R0", 2), ("R1", 2), ("R0", 2), ("R1", 2), ("R0", 3), ("R0", 3), ("R1", 3)]
-    executions = [{"method": "generate", "who": who, "step": step} for who, step in calls]
+    executions = [{"method": "generate", "who": member, "step": step} for member, step in calls]
     assert redone_steps(executions) == {2: 1}
     assert repeated_calls(executions) == {2: 2, 3: 1}
 
@@ -168,15 +168,15 @@ def write_run(folder, rewards=(0.25, 0.5), samples=2):
     folder.mkdir(parents=True)
     rows = [{"step": step, "reward/mean": reward, "time/step": id(folder)} for step, reward in enumerate(rewards, 1)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    drawn = [{"step": step, "prompt_id": 3, "sample_index": at} for step in (1, 2) for at in range(samples)]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in drawn))
+    sample_rows = [{"step": step, "prompt_id": 3, "sample_index": at} for step in (1, 2) for at in range(samples)]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(row) + "\n" for row in sample_rows))
     (folder / "model").mkdir()
     (folder / "model" / "weights").write_bytes(b"weights")
     return folder
 
 
 def told(oracle, chaos):
-    """Without what these runs lack altogether: they have no checkpoints."""
+    """Return the findings except those about checkpoints, which these runs lack."""
     return [line for line in differences(oracle, chaos, 2) if "checkpoint" not in line]
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What must hold of a disturbed run: it ends as the undisturbed one did, bit for bit, and leaves nothing behind."""
+"""Checks of a disturbed run: it ends as the undisturbed one did, bit for bit, and leaves nothing behind."""
 
 import hashlib
 import json
@@ -37,7 +37,7 @@ def read_rows(path: Path) -> list[dict[str, Any]]:
 
 
 def differences(oracle: Path, chaos: Path, steps: int) -> list[str]:
-    """Where two job directories differ; empty when they hold the same run, bit for bit."""
+    """Return the differences of two job directories; none if they hold the same run, bit for bit."""
     return [
         *step_faults(chaos, steps),
         *_metric_differences(oracle, chaos),
@@ -51,9 +51,9 @@ def differences(oracle: Path, chaos: Path, steps: int) -> list[str]:
 
 def step_faults(job: Path, steps: int) -> Iterator[str]:
     """Steps that a run's metrics lack or repeat."""
-    found = [row["step"] for row in read_rows(job / "metrics.jsonl") if row["step"]]
-    if found != list(range(1, steps + 1)):
-        yield f"metrics.jsonl holds the steps {found}, not 1 to {steps} once each"
+    numbers = [row["step"] for row in read_rows(job / "metrics.jsonl") if row["step"]]
+    if numbers != list(range(1, steps + 1)):
+        yield f"metrics.jsonl holds the steps {numbers}, not 1 to {steps} once each"
 
 
 def _metric_differences(oracle: Path, chaos: Path) -> Iterator[str]:
@@ -111,10 +111,10 @@ def _state_differences(oracle: Path, chaos: Path, steps: int) -> Iterator[str]:
     if left[1].keys() != right[1].keys():
         yield f"the last checkpoints hold {sorted(left[1])} and {sorted(right[1])}"
     for name in sorted(left[1].keys() & right[1].keys()):
-        found = list(_tree_differences(name, left[1][name], right[1][name]))
-        yield from found[:_MOST]
-        if len(found) > _MOST:
-            yield f"state {name} differs in {len(found) - _MOST} more places"
+        differences = list(_tree_differences(name, left[1][name], right[1][name]))
+        yield from differences[:_MOST]
+        if len(differences) > _MOST:
+            yield f"state {name} differs in {len(differences) - _MOST} more places"
 
 
 def final_states(job_dir: Path) -> tuple[int, dict[str, Any]]:
@@ -146,7 +146,7 @@ def _tree_differences(at: str, left: Any, right: Any) -> Iterator[str]:
 
 
 def leftovers(job: str, run: str, shared: Path, pids: set[int]) -> list[str]:
-    """What is left of a run that has ended, after ten seconds at most.
+    """Return what is left of a run ten seconds after its end.
 
     Args:
         job: its name.
@@ -221,17 +221,19 @@ def _ports(pids: set[int]) -> set[int]:
 
 
 def redone_steps(executions: list[dict[str, Any]]) -> dict[int, int]:
-    """How often each step's work was done again: as often as every rollout member generated again for it."""
+    """Return how often each step was repeated: as often as every rollout member generated again for it."""
     return _again(executions, min)
 
 
 def repeated_calls(executions: list[dict[str, Any]]) -> dict[int, int]:
-    """How many ``generate`` calls of each step were run more than once."""
+    """Return how many ``generate`` calls of each step were run more than once."""
     return _again(executions, sum)
 
 
 def _again(executions: list[dict[str, Any]], fold: Callable[[list[int]], int]) -> dict[int, int]:
-    drawn = [(row["step"], row["who"]) for row in executions if row["method"] == "generate"]
-    counts, members = Counter(drawn), sorted({who for _, who in drawn})
-    again = {step: fold([max(counts[step, who] - 1, 0) for who in members]) for step in {step for step, _ in drawn}}
-    return {step: count for step, count in sorted(again.items()) if count}
+    generated = [(row["step"], row["who"]) for row in executions if row["method"] == "generate"]
+    counts, members = Counter(generated), sorted({member for _, member in generated})
+    again = {
+        step: fold([max(counts[step, member] - 1, 0) for member in members]) for step in {step for step, _ in generated}
+    }
+    return {step: count for step, count in again.items() if count}

@@ -107,9 +107,9 @@ class ChaosRollout(Warm, RolloutWorkload):
     @trainer_invocation(blocking=False)
     def generate(self, prompts, sampling, seed):
         Gates.of_this_process().pace(seed[-1])
-        drawn = super().generate(prompts, sampling, seed)
+        completions = super().generate(prompts, sampling, seed)
         note(self, "evaluate", seed[-1])
-        return drawn
+        return completions
 
 
 class ChaosReward(Warm, RewardWorkload):

@@ -60,13 +60,13 @@ class Command:
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
-        found = [pytest.mark.ray] if self.on_ray else []
+        marks = [pytest.mark.ray] if self.on_ray else []
         shown_elsewhere = self.code != 0 or "fault_tolerance" in self.line
-        return [*found, pytest.mark.slow] if self.on_ray or self.trains_a_model or shown_elsewhere else found
+        return [*marks, pytest.mark.slow] if self.on_ray or self.trains_a_model or shown_elsewhere else marks
 
     @property
     def typed(self) -> str:
-        """What somebody types into the debugger, if it opens."""
+        """The lines to type into the debugger, if it opens."""
         return "p self.rank, texts\nup\nc\nc\n" if "debug_locally" in self.line and " check " not in self.line else ""
 
 
@@ -81,13 +81,13 @@ def blocks(pages: list[Path]) -> list[Block]:
 
 
 def commands() -> list[Command]:
-    found = []
+    examples = []
     for block in blocks(GUIDES):
         for line in block.text.splitlines() if block.language == "bash" else ():
             line, _, comment = line.partition("#")
             code = re.search(r"exit code (\d+)", comment)
-            found.append(Command(line.strip(), int(code[1]) if code else 0))
-    return found
+            examples.append(Command(line.strip(), int(code[1]) if code else 0))
+    return examples
 
 
 def texts_after(words: str) -> list[str]:
@@ -187,11 +187,11 @@ def test_leaving_the_debugger_ends_the_job_as_failed(desk):
 
 @pytest.mark.slow
 def test_the_debugger_shows_its_prompt_on_a_terminal(desk):
-    """With the progress bar sent elsewhere, as the page says."""
-    ours, theirs = pty.openpty()
+    """Run with the progress bar sent elsewhere, as the page says."""
+    ours, child_end = pty.openpty()
     line = f"{desk}/bin/dlrover-rl run examples/debug_locally/job.yaml --local 2> run.log"
-    child = subprocess.Popen(["bash", "-c", line], cwd=desk, stdin=theirs, stdout=theirs, start_new_session=True)
-    os.close(theirs)
+    child = subprocess.Popen(["bash", "-c", line], cwd=desk, stdin=child_end, stdout=child_end, start_new_session=True)
+    os.close(child_end)
     try:
         seen = _until(ours, b"(Pdb) ")
         os.write(ours, b"p self.rank\n")
@@ -239,8 +239,8 @@ def test_the_guides_have_commands_and_code():
 def test_the_command_ends_as_its_page_says(desk, command):
     for seed, model in enumerate(MODELS if command.trains_a_model else ()):
         if model == MODELS[0] or model in command.line:
-            made = run(desk, f"python -m dlrover.python.rl.recipe.tiny --out {model} --seed {seed}")
-            assert made.returncode == 0, made.stderr
+            output = run(desk, f"python -m dlrover.python.rl.recipe.tiny --out {model} --seed {seed}")
+            assert output.returncode == 0, output.stderr
     done = run(desk, command.line, command.typed)
     assert done.returncode == command.code, done.stdout + done.stderr
 
@@ -300,10 +300,12 @@ def test_the_environment_of_messages_answers_them(desk):
     (block,) = [item for item in blocks(GUIDES) if item.language == "python" and "class User" in item.text]
     (desk / "user.py").write_text(block.text, encoding="utf-8")
     environment = load_environment(f"{desk / 'user.py'}:User")
-    asked = asyncio.run(environment.reset({}))
+    observation = asyncio.run(environment.reset({}))
     unsure, sure = (make_assistant_message(text) for text in ("52?", "It is 51."))
-    assert asyncio.run(environment.step(asked, unsure, {})).next_state == [{"role": "user", "content": "Are you sure?"}]
-    assert asyncio.run(environment.step(asked, sure, {})).done
+    assert asyncio.run(environment.step(observation, unsure, {})).next_state == [
+        {"role": "user", "content": "Are you sure?"}
+    ]
+    assert asyncio.run(environment.step(observation, sure, {})).done
     assert set(environment.traits.chat_template_kwargs) == {"tools", "enable_thinking"}
 
 

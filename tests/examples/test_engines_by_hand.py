@@ -47,10 +47,10 @@ def cells_of_the_notebook():
 
 
 def check_what_it_printed(lines):
-    told = [line for line in lines if not line.startswith("(")]  # Ray puts the process before what it prints
-    assert told[0] == "Session(2 slots, 2 free; engines: none)"
-    assert re.fullmatch(r"\[\d+(, \d+)*\] (stop|length)", told[1])
-    assert told[2:] == ["True meta cuda", "2 2", "shared memory", "1"]
+    printed = [line for line in lines if not line.startswith("(")]  # Ray puts the process before what it prints
+    assert printed[0] == "Session(2 slots, 2 free; engines: none)"
+    assert re.fullmatch(r"\[\d+(, \d+)*\] (stop|length)", printed[1])
+    assert printed[2:] == ["True meta cuda", "2 2", "shared memory", "1"]
 
 
 def test_the_page_and_the_notebook_have_the_same_code():
@@ -92,7 +92,7 @@ asyncio.run(_kernel(json.loads(open(sys.argv[1], encoding="utf-8").read())))
 @pytest.mark.ray
 @pytest.mark.slow
 def test_the_cells_of_the_notebook_run_one_after_the_other(tmp_path):
-    """As in a kernel: in one namespace, within an event loop that runs already."""
+    """Run the blocks as a kernel does: in one namespace, within an event loop that runs already."""
     cells, script = tmp_path / "cells.json", tmp_path / "kernel.py"
     cells.write_text(json.dumps(cells_of_the_notebook()), encoding="utf-8")
     script.write_text(KERNEL, encoding="utf-8")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a file outside the package adds by its name alone: the files of the guide, run in a folder of their own."""
+"""The files of the guide, which extend the package by name from outside, run in their own folder."""
 
 import json
 import os

@@ -20,4 +20,4 @@ def test_what_is_to_be_shown_quickly_has_a_test_that_is_not_slow():
 
 
 def test_the_page_is_up_to_date():
-    assert PAGE.read_text(encoding="utf-8") == page(), "write it anew: python -m tests.feature_table"
+    assert PAGE.read_text(encoding="utf-8") == page(), "write it again: python -m tests.feature_table"

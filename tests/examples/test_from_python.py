@@ -37,8 +37,10 @@ def in_small(code):
 @pytest.mark.slow
 def test_the_first_program_of_the_guide_trains_and_shows_its_metrics(tmp_path):
     code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
-    said = run(f"{code}print(run.model.is_dir(), len(run.steps), len(run.samples), sorted(run.summary)[0])\n", tmp_path)
-    table, last = said.strip().rsplit("\n", 1)
+    output = run(
+        f"{code}print(run.model.is_dir(), len(run.steps), len(run.samples), sorted(run.summary)[0])\n", tmp_path
+    )
+    table, last = output.strip().rsplit("\n", 1)
     assert last == "True 2 16 before/eval/accuracy"
     assert "'eval/reward': " in table
     assert len(list((tmp_path / "runs/grpo").glob("*-*-*"))) == 1
@@ -54,8 +56,8 @@ def test_the_same_program_runs_on_ray(tmp_path):
 @pytest.mark.slow
 def test_the_same_program_runs_under_torchrun(tmp_path):
     code = in_small((GUIDES / "python" / "grpo.py").read_text(encoding="utf-8"))
-    said = run(code, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    assert said.count("'eval/reward': ") == 2
+    output = run(code, tmp_path, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    assert output.count("'eval/reward': ") == 2
     assert len(list((tmp_path / "runs/grpo").glob("*-*-*"))) == 1
 
 
@@ -97,5 +99,5 @@ def test_what_the_guide_shows_runs(tmp_path):
     code = code.replace("env=Ask, rollout={", "env=Ask, steps=1, prompts_per_step=4, rollout={'max_new_tokens': 4, ")
     code = code.replace("epochs=1", "steps=1").replace("steps=100", in_small("steps=2,").rstrip(","))
     assert "right, steps=2" in code
-    said = run(PRELUDE + code + "print([row['reward/mean'] for row in run.steps])", tmp_path)
-    assert re.search(r"\[[\d.]+, [\d.]+\]", said)
+    output = run(PRELUDE + code + "print([row['reward/mean'] for row in run.steps])", tmp_path)
+    assert re.search(r"\[[\d.]+, [\d.]+\]", output)

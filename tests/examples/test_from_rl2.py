@@ -71,13 +71,13 @@ def test_any_number_of_rows_trains_on_any_number_of_processes(tmp_path, processe
     (tmp_path / "sft.json").write_text(json.dumps(sft))
     (tmp_path / "ppo.json").write_text(json.dumps(ppo))
     sizes = "rollout.samples_per_prompt=2 rollout.max_new_tokens=4"
-    for given in (
+    for arguments in (
         f"sft model=model data.train=sft.json batch_size={rows} steps=2",
         f"ppo model=model data.train=ppo.json prompts_per_step={rows} steps=1 {sizes}",
         f"grpo model=model data.train=ppo.json prompts_per_step={rows} steps=1 {sizes}",
     ):
         launcher = f"-m torch.distributed.run --nproc_per_node={processes} --master_port={free_port()}"
-        line = [sys.executable, *f"{launcher} -m dlrover.python.rl.recipe.{given}".split()]
+        line = [sys.executable, *f"{launcher} -m dlrover.python.rl.recipe.{arguments}".split()]
         env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=False)
         assert done.returncode == 0, done.stderr

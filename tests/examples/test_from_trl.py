@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What ``examples/trl/dlrover_trl.py`` makes of TRL's fields. Of ``GRPOConfig`` there is a stand-in with those that it
+"""The translation of TRL's fields by ``examples/trl/dlrover_trl.py``. A stand-in for ``GRPOConfig`` has those that it
 reads; ``tests/slow/test_example_trl.py`` has TRL's own."""
 
 import importlib.util
@@ -70,7 +70,7 @@ def test_rewards_are_scaled_for_every_algorithm(keys_of, fields, name, scale, no
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"loss_type": "dr_grpo"}, "set scale_rewards='none'"),
         ({"scale_rewards": "batch"}, "no loss_type 'dapo' with scale_rewards 'batch'"),
@@ -79,8 +79,8 @@ def test_rewards_are_scaled_for_every_algorithm(keys_of, fields, name, scale, no
         ({"steps_per_generation": 2, "gradient_accumulation_steps": 4}, "2 is not a multiple of gradient_acc"),
     ],
 )
-def test_what_cannot_be_expressed_is_refused(keys_of, fields, said):
-    with pytest.raises(ValueError, match=said):
+def test_what_cannot_be_expressed_is_refused(keys_of, fields, message):
+    with pytest.raises(ValueError, match=message):
         keys_of(**fields)
 
 
@@ -106,8 +106,8 @@ def test_an_epoch_is_of_all_prompts(keys_of, iterations, fields, steps, every):
 
 
 def test_optimizer_steps_become_steps(keys_of):
-    given = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 5}
-    keys = keys_of(**given, max_steps=200, eval_strategy="steps", eval_steps=50)
+    fields = {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "num_iterations": 5}
+    keys = keys_of(**fields, max_steps=200, eval_strategy="steps", eval_steps=50)
     assert (keys["steps"], keys["eval_every"]) == (20, 5)
-    keys = keys_of(**given, max_steps=201, eval_strategy="steps", eval_steps=51)
+    keys = keys_of(**fields, max_steps=201, eval_strategy="steps", eval_steps=51)
     assert (keys["steps"], keys["eval_every"]) == (21, 6)

@@ -25,17 +25,17 @@ COMMANDS = [
 
 
 def block(language):
-    (text,) = [text for found, text in BLOCKS if found == language]
+    (text,) = [text for block_language, text in BLOCKS if block_language == language]
     return text
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     """A folder with the README's files."""
-    made = tmp_path_factory.mktemp("readme")
-    (made / "hello.py").write_text(block("python"))
-    (made / "hello.yaml").write_text(block("yaml"))
-    return made
+    folder = tmp_path_factory.mktemp("readme")
+    (folder / "hello.py").write_text(block("python"))
+    (folder / "hello.yaml").write_text(block("yaml"))
+    return folder
 
 
 def run(command, folder):

@@ -6,8 +6,8 @@ get there does it; a mark in ``config.folder`` keeps the next one from doing it 
 
     kill   SIGKILL, to itself            stop   SIGSTOP, to itself
     loop   never return                  error  raise an exception of the user's
-    die    kill, whoever gets there      hold   wait for the file <mark>.go
-    ecc, nccl, rendezvous, odd           raise such an error; "odder" whoever gets there
+    die    kill every process that gets there      hold   wait for the file <mark>.go
+    ecc, nccl, rendezvous, odd           raise such an error; "odder" in every process that gets there
 """
 
 import os
@@ -37,12 +37,12 @@ class Told(BaseWorkload):
         commit_faults(self.config, f"{self.role}-{self.rank}", method, step)
 
 
-def commit_faults(config, who, where, step):
-    """Commit those of ``config.faults`` that are meant for ``who`` at this place, and that nobody has committed."""
+def commit_faults(config, process, where, step):
+    """Commit faults of ``config.faults`` that are meant for ``process`` at this place and were not committed yet."""
     for fault in config.get("faults", []):
         *place, act = fault.split(":")
         mark = mark_of(config.folder, fault)
-        if place != [who, where, str(step)] or (mark.exists() and act not in ("die", "odder")):
+        if place != [process, where, str(step)] or (mark.exists() and act not in ("die", "odder")):
             continue
         mark.touch()
         commit_fault(act, mark)
@@ -85,10 +85,10 @@ def commit_fault(act, mark):
 def wait_for(condition, deadline_s=60.0):
     """Wait until ``condition()`` holds, and return what it gave."""
     never, began_s = threading.Event(), time.monotonic()
-    while not (found := condition()):
+    while not (outcome := condition()):
         assert time.monotonic() - began_s < deadline_s, f"not within {deadline_s:g} s"
         never.wait(0.02)
-    return found
+    return outcome
 
 
 class Learner(Told):
@@ -201,7 +201,7 @@ class Loop(BaseTrainer):
 
 
 class Plain(Loop):
-    """The same loop without durable steps."""
+    """A loop like :class:`Loop` without durable steps."""
 
     def fit(self):
         with open(Path(self.config.folder) / "runs", "a") as runs:
@@ -213,7 +213,7 @@ class Plain(Loop):
 
 
 def expected(steps):
-    """What an undisturbed run ends in: the weights and the sums."""
+    """Return the weights and sums in which an undisturbed run ends."""
     weights, moment, sums = np.zeros(DIM), np.zeros(DIM), []
     for step in range(1, steps + 1):
         rows = [float(row + step) for row in range(ROWS)]

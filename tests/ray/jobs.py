@@ -93,8 +93,8 @@ class Trainer(BaseTrainer):
 
         refs = self.RG_ACTOR.later(1)
         assert ray.get(list(refs)) == ray.get(refs) == refs.result() == [1, 2]
-        done, rest = ray.wait(self.RG_ACTOR.later(3), num_returns=2)
-        assert [ref.result() for ref in done] == [3, 4] and not rest
+        done, pending = ray.wait(self.RG_ACTOR.later(3), num_returns=2)
+        assert [ref.result() for ref in done] == [3, 4] and not pending
 
         async def gathered():
             return [await ref for ref in self.RG_ACTOR.later(5)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A tiny GRPO job on a cluster from which nodes go, and to which they come: a program of its own, since the tests'
+"""A tiny GRPO job on a cluster from which nodes go, and to which they come: a separate program, since the tests'
 process is connected to another cluster. ``python nodes_stage.py SCENE FOLDER`` prints what it saw as JSON."""
 
 import hashlib
@@ -43,7 +43,7 @@ class Play:
         self.folder, self.nodes, self.step, self.sizes = folder, nodes, 0, []
 
     def run(self, act=lambda: None):
-        """``act`` meanwhile, in this thread: nodes are started by it."""
+        """Run ``act`` during the job, in this thread, which starts nodes."""
         with ThreadPoolExecutor() as pool:
             job = pool.submit(lambda: run_on_ray(check_job(self.job), self.report, connected=True))
             act()
@@ -116,7 +116,7 @@ def undisturbed(folder, nodes):
 
 
 class Apart(Play):
-    """Three nodes, each with a memory of its own; nothing but the head's own is on the head. Each has a rollout."""
+    """Three nodes, each with its own memory; nothing but the head's own is on the head. Each has a rollout."""
 
     def __init__(self, folder, nodes):
         super().__init__(folder, nodes, per_node=1)
@@ -159,7 +159,7 @@ def memory_of(folder, index):
 
 
 def name_of(memory):
-    """What members there call it."""
+    """Return the node's name among members there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLROVER_RL_MEMORY", str(memory))
         return memory_name()

@@ -21,12 +21,12 @@ def write_inputs(folder, problems=40):
 
 def grpo_job(folder, *overrides):
     """The demo's own job file on the small inputs."""
-    given = write_inputs(folder) if not (folder / "model").exists() else inputs(folder)
-    return load_job(JOB, [*given, "steps=1", f"job_dir={folder / 'out'}", *overrides])
+    settings = write_inputs(folder) if not (folder / "model").exists() else inputs(folder)
+    return load_job(JOB, [*settings, "steps=1", f"job_dir={folder / 'out'}", *overrides])
 
 
 def inputs(folder):
-    """What :func:`write_inputs` gave."""
+    """Return the result of :func:`write_inputs`."""
     return [
         f"model={folder / 'model'}",
         f"data.train={folder / 'problems.jsonl'}",

@@ -35,7 +35,7 @@ HANG_AFTER_S = 3.0
 
 @dataclass(frozen=True)
 class Shape:
-    """What is particular about a job.
+    """The settings that differ between jobs.
 
     Attributes:
         actor: class of the two ACTOR members.
@@ -111,7 +111,7 @@ class Stage:
 
     def pids(self):
         """Who is up: name to process id."""
-        pids = {who: pid for who, _, pid, _ in self.ask().members}
+        pids = {process: pid for process, _, pid, _ in self.ask().members}
         self.seen.update(pids.values())
         return pids
 
@@ -133,7 +133,7 @@ class Stage:
         wait_for(mark_of(self.folder, fault).exists)
 
     def let_go(self, fault):
-        """Let it go on."""
+        """Let the stopped process continue."""
         mark = mark_of(self.folder, fault)
         mark.with_name(mark.name + ".go").touch()
 
@@ -160,7 +160,7 @@ class Stage:
         return self.events(Submitted)[0].run
 
     def losses(self):
-        """What was lost: who, and of what kind; each once."""
+        """Return each lost process with its kind, once."""
         return sorted((event.cause.who, event.cause.kind.value) for event in self.events() if hasattr(event, "cause"))
 
     def incarnations(self):
@@ -173,7 +173,7 @@ class Stage:
     def notes(self):
         """Every call that a member has begun: member, method, step and process id."""
         lines = (self.folder / "calls").read_text().splitlines()
-        return [(who, method, int(step), int(pid)) for who, method, step, pid in map(str.split, lines)]
+        return [(process, method, int(step), int(pid)) for process, method, step, pid in map(str.split, lines)]
 
     def repeated(self):
         """The calls that were begun more than once."""
@@ -182,13 +182,13 @@ class Stage:
         return {call for call, count in counts.items() if count > 1}
 
     def delay_s(self, role, rank):
-        """How long it took from the loss of a member to its replacement."""
+        """Return the seconds from the loss of a member to its replacement."""
         lost = next(at_s for at_s, event in self.timed(MemberLost) if (event.role, event.rank) == (role, rank))
         came = [at_s for at_s, event in self.timed(MemberStarted) if (event.role, event.rank) == (role, rank)]
         return min(at_s for at_s in came if at_s >= lost) - lost
 
     def result_is_exact(self):
-        """Whether weights and sums are those of an undisturbed run, to the last bit."""
+        """Return True if weights and sums equal an undisturbed run's, to the last bit."""
         result = np.load(self.folder / "result.npz")
         weights, sums = expected(self.job.config.steps)
         return np.array_equal(result["weights"], weights) and np.array_equal(result["sums"], sums)
@@ -219,12 +219,12 @@ class Stage:
 
 
 def memory_of(job):
-    """What the runs of a job have in this machine's shared memory; a run's name has eight digits."""
+    """Return the shared memory of a job's runs on this machine; a run's name has eight digits."""
     return list(MEMORY.glob(f"{job}-{'?' * 8}"))
 
 
 def is_alive(pid):
-    """Whether there is such a Ray process; a zombie is none."""
+    """Return True if such a Ray process exists; a zombie does not count."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
     except OSError:

@@ -20,10 +20,10 @@ class Holder(BaseWorkload):
         return {**variables, "config": OmegaConf.to_container(self.config.secret_settings)}
 
     def fail(self):
-        """With all secrets of the job, as they are and as ``repr`` writes them."""
-        held = {name: value for name, value in self.held().items() if name != "CLUSTER_API_KEY"}
-        logging.getLogger("dlrover.secret_jobs").warning("held: %s", held["config"].get("pem"))
-        raise RuntimeError(f"it fails as it was told to, with {held}\n{held['config'].get('pem')}")
+        """Return all secrets of the job, as they are and as ``repr`` writes them."""
+        secrets = {name: value for name, value in self.held().items() if name != "CLUSTER_API_KEY"}
+        logging.getLogger("dlrover.secret_jobs").warning("held: %s", secrets["config"].get("pem"))
+        raise RuntimeError(f"it fails as it was told to, with {secrets}\n{secrets['config'].get('pem')}")
 
 
 class HoldingTrainer(BaseTrainer):
@@ -36,9 +36,9 @@ class HoldingTrainer(BaseTrainer):
     def fit(self):
         settings = self.config.settings
         for step in self.steps(10**6 if settings.ends == "cancelled" else settings.steps):
-            (held,) = self.RG_ACTOR.held()
-            assert held["config"] == OmegaConf.to_container(self.config.secret_settings)
-            (Path(settings.folder) / "held").write_text(json.dumps(held))
+            (secrets,) = self.RG_ACTOR.held()
+            assert secrets["config"] == OmegaConf.to_container(self.config.secret_settings)
+            (Path(settings.folder) / "held").write_text(json.dumps(secrets))
             self.log(step, reward=1.0)
             time.sleep(0.1)
         if settings.ends == "badly":

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job that goes on for as long as a file tells it to, for tests of the service."""
+"""A job that runs for as long as a file tells it to, for tests of the service."""
 
 import time
 from pathlib import Path

@@ -41,12 +41,12 @@ def descendants(pid):
     for line in table.splitlines()[1:]:
         child, parent = map(int, line.split())
         children.setdefault(parent, []).append(child)
-    found, waiting = [], [pid]
+    below, waiting = [], [pid]
     while waiting:
         for child in children.get(waiting.pop(), []):
-            found.append(child)
+            below.append(child)
             waiting.append(child)
-    return found
+    return below
 
 
 def is_alive(pid):
@@ -59,15 +59,15 @@ def is_alive(pid):
 
 def commands_of(pids):
     """The command lines of processes."""
-    found = []
+    rows = []
     for pid in pids:
         with contextlib.suppress(OSError):
-            found.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
-    return found
+            rows.append(Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode())
+    return rows
 
 
 class Command:
-    """``dlrover-rl`` in a session of its own, as in a terminal: Ctrl-C reaches the whole foreground group."""
+    """``dlrover-rl`` in a separate session, as in a terminal: Ctrl-C reaches the whole foreground group."""
 
     def __init__(self, tmp_path, *arguments):
         self.output = tmp_path / "output.log"
@@ -121,7 +121,7 @@ def test_ctrl_c_and_sigterm_end_at_any_moment_and_leave_no_process(tmp_path, mom
         started = set(command.children())
         assert started
         (os.killpg if number == signal.SIGINT else os.kill)(command.process.pid, number)
-        # Gathered until the end: a child of a command that has ended is nobody's any more.
+        # Gathered until the end: a child of a command that has ended has lost its parent.
         wait_for(lambda: started.update(command.children()) or command.process.poll() is not None, 60)
         assert command.process.returncode == (130 if number == signal.SIGINT else 143), command.output.read_text()
         assert moment != "running" or command.said("dlrover-rl resume")
@@ -167,12 +167,12 @@ def test_a_master_that_dies_comes_back_and_the_run_goes_on(tmp_path, ray_session
         master = ray.get_actor("survivor/master", namespace="dlrover-rl")
         os.kill(ray.get(master.__ray_call__.remote(lambda _: os.getpid()), timeout=30), signal.SIGKILL)
         wait_for(lambda: ray.get(master.status.remote(), timeout=60).masters == 2, 60)
-        asked = subprocess.run(
+        answer = subprocess.run(
             [*CLI, "status", "survivor", "--address", address], capture_output=True, text=True, timeout=60
         )
-        assert asked.returncode == 0, asked.stderr
-        assert "survivor: running, step" in asked.stdout
-        assert "restarts 0" in asked.stdout
+        assert answer.returncode == 0, answer.stderr
+        assert "survivor: running, step" in answer.stdout
+        assert "restarts 0" in answer.stdout
         assert command.process.poll() is None, command.output.read_text()
         command.interrupt()
         wait_for(lambda: command.process.poll() is not None, 60)
@@ -205,11 +205,11 @@ def test_status_shows_a_running_job_and_stop_waits_for_its_end_and_removes_the_m
     file = job_file(tmp_path, "endless")
     with Command(tmp_path, "run", str(file), "name=stopped", "--address", address) as command:
         wait_for(lambda: command.said("stopped  step 1"), 120)
-        asked = subprocess.run(
+        answer = subprocess.run(
             [*CLI, "status", "stopped", "--address", address], capture_output=True, text=True, timeout=60
         )
-        assert asked.returncode == 0, asked.stderr
-        assert "stopped: running, step" in asked.stdout
+        assert answer.returncode == 0, answer.stderr
+        assert "stopped: running, step" in answer.stdout
         done = subprocess.run(
             [*CLI, "stop", "stopped", "--address", address], capture_output=True, text=True, timeout=60
         )

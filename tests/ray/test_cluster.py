@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def in_own_process(code, timeout_s=120):
-    """Run ``code`` in an interpreter of its own: the session's cluster is this one's. Its output lines."""
+    """Run ``code`` in another interpreter, since this one uses the session's cluster. Return its output lines."""
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(code)], cwd=ROOT, capture_output=True, text=True, timeout=timeout_s
     )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nothing listens beyond loopback unless somebody asks for it: the sockets of a service with its Ray, and of a job."""
+"""Nothing listens beyond loopback unless the user asks for it: the sockets of a service with its Ray, and of a job."""
 
 import os
 import socket
@@ -59,12 +59,12 @@ def beyond_loopback(addresses):
 
 @contextmanager
 def started(folder, *arguments):
-    with open(folder / "said", "w") as said:
+    with open(folder / "output", "w") as log:
         process = subprocess.Popen(
             [*CLI, *arguments],
             cwd=folder,
             env={**environment(), "HOME": str(folder)},
-            stdout=said,
+            stdout=log,
             stderr=subprocess.STDOUT,
         )
         try:
@@ -107,8 +107,8 @@ def test_the_process_group_and_the_weight_sync_of_a_job_are_on_loopback(tmp_path
 
 def test_a_socket_beyond_loopback_would_be_seen():
     with socket.create_server(("0.0.0.0", 0)) as server:
-        found = beyond_loopback(listening([os.getpid()]))
-        assert f"0.0.0.0:{server.getsockname()[1]}" in found
+        exposed = beyond_loopback(listening([os.getpid()]))
+        assert f"0.0.0.0:{server.getsockname()[1]}" in exposed
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "example.org"])
@@ -126,9 +126,9 @@ def test_a_cluster_beyond_loopback_is_a_risk_unless_it_asks_for_a_token(tmp_path
     # Where this process itself has started a cluster, Ray is to stay on loopback.
     environ = {**environment(), "RAY_AUTH_MODE": mode, "RAY_AUTH_TOKEN": "0" * 64}
     environ.pop("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", None)
-    with tempfile.TemporaryDirectory(dir="/tmp") as folder, (tmp_path / "said").open("w") as said:
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, (tmp_path / "output").open("w") as log:
         command = [Path(sys.executable).with_name("ray"), "start", "--head", f"--temp-dir={folder}", *options]
-        head = subprocess.Popen(command, env=environ, stdout=said, stderr=subprocess.STDOUT)
+        head = subprocess.Popen(command, env=environ, stdout=log, stderr=subprocess.STDOUT)
         try:
             gcs = f"{machine_addresses()[0]}:{port}"
             wait_for(lambda: is_open(gcs), 60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The same job file in one process, on Ray and under torchrun, whatever the number of rollout and actor workers."""
+"""A job file ends in the same bits in one process, on Ray and under torchrun, with any number of workers."""
 
 import os
 import subprocess
@@ -28,12 +28,12 @@ PLACES = {"local": (1, 2), "ray-2": (2, 2)}
 """Where, and how many actors and rollouts."""
 
 
-def run_in(place, folder, actors, rollouts, *others, reward=JUMBLED):
+def run_in(place, folder, actors, rollouts, *more_overrides, reward=JUMBLED):
     """Run the job in a place, to a folder of that name in ``folder``."""
     sizes = [f"workload.actor.num={actors}", f"workload.rollout.num={rollouts}", "trainer.device_per_node=8"]
     groups = f"workload_group=[{{actor: {actors}}}]"
     overrides = [f"name={place}", f"job_dir={folder / place}", f"+env.PYTHONPATH={REWARDS}", *sizes, groups]
-    job = grpo_job(folder, *overrides, *others, *SHORT, *reward)
+    job = grpo_job(folder, *overrides, *more_overrides, *SHORT, *reward)
     # Without a KL penalty the reference is idle.
     job = replace(job, workloads={role: spec for role, spec in job.workloads.items() if role != "REFERENCE"})
     local = place.startswith("local")

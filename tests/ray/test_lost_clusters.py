@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Clusters that are lost under a run, from outside: the run goes on by itself after its last committed step."""
+"""Clusters that are lost under a run, from outside: the run resumes by itself after its last committed step."""
 
 import os
 import signal
@@ -36,21 +36,21 @@ def rows_of_processes():
 
 def below(pid):
     """The command lines of all descendants of a process."""
-    found, above, rows = {}, {pid}, list(rows_of_processes())
+    family, above, rows = {}, {pid}, list(rows_of_processes())
     while above:
         children = {child: line for child, parent, line in rows if parent in above}
-        found |= children
+        family |= children
         above = set(children)
-    return found
+    return family
 
 
 def assert_it_goes_on(desk, process):
     """After the three steps that were committed, to the end, each step once."""
     wait_for(lambda: (desk.folder / "out/waiting").exists() or process.poll() is not None)
     desk.release("out")
-    said = desk.end(process)
-    assert process.returncode == 0, said
-    assert "going on after step 3" in said
+    output = desk.end(process)
+    assert process.returncode == 0, output
+    assert "going on after step 3" in output
     assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
 
 
@@ -132,5 +132,5 @@ def answers(address):
 
 
 def test_what_watches_a_cluster_cannot_be_detached(desk):
-    said = desk.run("run", "job.yaml", "--supervise", "--detach", "--address", "127.0.0.1:1", code=2)
-    assert "--supervise: cannot be with --detach" in said
+    output = desk.run("run", "job.yaml", "--supervise", "--detach", "--address", "127.0.0.1:1", code=2)
+    assert "--supervise: cannot be with --detach" in output

@@ -57,8 +57,8 @@ class Watched:
             stderr=subprocess.STDOUT,
         )
         wait_for(lambda: list(self.folder.rglob("metrics.json")), 120)
-        (found,) = self.folder.rglob("metrics.json")
-        self.address, self.folder = json.loads(found.read_text())["address"], found.parent
+        (metrics_file,) = self.folder.rglob("metrics.json")
+        self.address, self.folder = json.loads(metrics_file.read_text())["address"], metrics_file.parent
         config = {
             "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
             "rule_files": [str(ALERTS)],
@@ -95,8 +95,8 @@ class Watched:
             return json.load(answer)["data"]
 
     def value(self, query):
-        found = self.read(f"query?query={urllib.parse.quote(query)}")["result"]
-        return float(found[0]["value"][1]) if found else None
+        result = self.read(f"query?query={urllib.parse.quote(query)}")["result"]
+        return float(result[0]["value"][1]) if result else None
 
     def firing(self):
         return {alert["labels"]["alertname"] for alert in self.read("alerts")["alerts"] if alert["state"] == "firing"}
@@ -122,7 +122,7 @@ def test_promtool_accepts_the_rules(tools):
 
 
 def test_promtool_accepts_the_metrics(watched, tools):
-    """Names, types and help texts; and the numbers are those of the journal, as Prometheus has them."""
+    """Names, types and help texts; and the numbers equal the journal's, as Prometheus has them."""
     with urllib.request.urlopen(f"http://{watched.address}/metrics", timeout=10) as answer:
         text = answer.read()
     done = subprocess.run([tools / "promtool", "check", "metrics"], input=text, capture_output=True, timeout=60)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Nodes that go and come under a run: fewer rollouts meanwhile, the same bits in the end."""
+"""Nodes that go and come under a run: fewer rollouts for a time, the same bits in the end."""
 
 import json
 import os
@@ -16,7 +16,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
-    """What was seen in a scene of ``nodes_stage``."""
+    """Return the observations of a scene of ``nodes_stage``."""
     paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
 
     def play(name):

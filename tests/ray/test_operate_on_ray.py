@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs that nobody waits for, on a cluster that is there: every verb, by a process that knows the command line only."""
+"""Detached jobs on a running cluster: every verb, by a process that knows the command line only."""
 
 import json
 import os
@@ -33,9 +33,9 @@ class Desk:
 
     def __call__(self, *arguments, code=0):
         process = self.start(*arguments)
-        said, _ = process.communicate(timeout=120)
-        assert process.returncode == code, said
-        return said
+        output, _ = process.communicate(timeout=120)
+        assert process.returncode == code, output
+        return output
 
     def status(self, name):
         return json.loads(self("status", name, "--json"))
@@ -43,8 +43,8 @@ class Desk:
     def detach(self, name, steps):
         (self.folder / f"{name}.yaml").write_text(job_text(self.folder / f"{name}.notes", steps, 0.1))
         began_s = time.monotonic()
-        said = self("run", f"{name}.yaml", "--detach")
-        assert name in said and time.monotonic() - began_s < 60
+        output = self("run", f"{name}.yaml", "--detach")
+        assert name in output and time.monotonic() - began_s < 60
 
 
 @pytest.fixture
@@ -61,8 +61,8 @@ def test_a_detached_job_is_listed_followed_left_and_stopped(desk):
     attached = desk.start("attach", "alone")
     time.sleep(6)
     os.killpg(attached.pid, signal.SIGINT)
-    said, _ = attached.communicate(timeout=30)
-    assert attached.returncode == 0 and "step" in said and "alone goes on" in said
+    output, _ = attached.communicate(timeout=30)
+    assert attached.returncode == 0 and "step" in output and "alone goes on" in output
     began_s = time.monotonic()
     desk("wait", "alone", "--timeout", "1", code=124)
     assert time.monotonic() - began_s < 30
@@ -108,8 +108,10 @@ def test_a_cluster_that_is_not_there_is_one_line(desk):
 
 
 def test_the_doctor_looks_at_every_node(desk):
-    said = desk("doctor", "--folder", str(desk.folder / "runs"))
+    output = desk("doctor", "--folder", str(desk.folder / "runs"))
     assert (
-        "1 of 1 answer" in said and "clocks: 0." in said and "nothing beyond loopback answers without a token" in said
+        "1 of 1 answer" in output
+        and "clocks: 0." in output
+        and "nothing beyond loopback answers without a token" in output
     )
-    assert "nothing to mend" in said
+    assert "nothing to mend" in output

@@ -114,10 +114,10 @@ def test_members_and_standbys_are_put_into_their_bundles(prefix):
     wait(groups, placement)
     slots = (*placement.slots[ACTOR], *placement.standbys[ACTOR])
     actors = [actor_at(slot, placement, groups) for slot in slots]
-    found = ray.get([actor.resources.remote() for actor in actors], timeout=60.0)
-    assert [resources["CPU"] for resources, _ in found] == [0.5] * 3
-    assert [resources["memory"] for resources, _ in found] == [16 * 1024 * 1024] * 3, "megabytes are megabytes"
-    assert [group for _, group in found] == [groups[0]] * 3
+    reserved = ray.get([actor.resources.remote() for actor in actors], timeout=60.0)
+    assert [resources["CPU"] for resources, _ in reserved] == [0.5] * 3
+    assert [resources["memory"] for resources, _ in reserved] == [16 * 1024 * 1024] * 3, "megabytes are megabytes"
+    assert [group for _, group in reserved] == [groups[0]] * 3
 
 
 def test_without_groups_only_the_resources_are_asked_for():

@@ -124,16 +124,16 @@ def test_the_trainers_own_error_is_reported_as_such(tmp_path, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("act", "who", "message"),
+    ("act", "culprit", "message"),
     [
         ("leave", "ACTOR[", "SystemExit: 5"),
         ("leave_trainer", "trainer", "6"),
     ],
 )
-def test_leaving_the_process_by_sys_exit_is_an_error_and_is_not_retried(tmp_path, monkeypatch, act, who, message):
+def test_leaving_the_process_by_sys_exit_is_an_error_and_is_not_retried(tmp_path, monkeypatch, act, culprit, message):
     status, _ = run(describe(tmp_path, monkeypatch, act, act.replace("_", "-")))
     assert (status.phase, status.restarts, status.cause.kind) == (Phase.FAILED, 0, CauseKind.USER_ERROR)
-    assert status.cause.who.startswith(who)  # every rank leaves: which is seen first is chance
+    assert status.cause.who.startswith(culprit)  # every rank leaves: which is seen first is chance
     assert message in status.cause.message
 
 
@@ -193,7 +193,7 @@ def test_the_master_answers_at_once_and_stops_a_running_job(tmp_path, monkeypatc
         began_s = time.monotonic()
         status = ray.get(master.status.remote(), timeout=10)
         assert time.monotonic() - began_s < 0.5
-        assert {who for who, *_ in status.members} == {"ACTOR[0]", "ACTOR[1]", "trainer"}
+        assert {process for process, *_ in status.members} == {"ACTOR[0]", "ACTOR[1]", "trainer"}
         with pytest.raises(JobConflict, match="'endless' is running"):
             start_master(checked)
         stop_master(master, "enough")

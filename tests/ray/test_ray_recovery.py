@@ -53,7 +53,7 @@ def undisturbed(job):
 
 
 def stale_commits(job):
-    """What answers a trainer of epoch 1 that would commit when there is a second one."""
+    """The answer to a trainer of epoch 1 that would commit when there is a second one."""
     roots = roots_of(job.job, job.run_id, epoch=1)
     header = CallHeader(RAW_CALL, COMMIT, epoch=1).pack()
     refusals = []
@@ -110,7 +110,11 @@ def test_the_ranks_of_a_group_restart_together_and_a_standby_takes_over_within_a
 
     job.run(strike)
     assert undisturbed(job)
-    assert {(who, step) for who, _, step in job.repeated()} == {("ACTOR-0", 2), ("ACTOR-1", 2), ("ROLLOUT-0", 4)}
+    assert {(process, step) for process, _, step in job.repeated()} == {
+        ("ACTOR-0", 2),
+        ("ACTOR-1", 2),
+        ("ROLLOUT-0", 4),
+    }
     assert job.status.recoveries == {"ACTOR": 1, "ROLLOUT": 1}
     actors = [(rank, number) for role, rank, number in job.incarnations() if role == "ACTOR"]
     assert actors == [(0, 1), (0, 2), (1, 1), (1, 2)]
@@ -152,7 +156,7 @@ def test_a_rank_that_waits_for_a_lost_one_is_aborted_and_stays(stage):
 
 
 def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
-    """First the master is stopped, and meanwhile the job goes on; then it is killed, and finds every process again.
+    """First the master is stopped, and the job continues; then it is killed, and finds every process again.
     The second time a member dies with it."""
     first, second = "trainer:end:4:hold", "trainer:end:5:hold"
     job, pids = stage("no-master", first, second), []
@@ -196,7 +200,7 @@ def test_whoever_hangs_is_found_in_time_with_its_stack_and_replaced(stage):
         assert "commit_fault" in event.cause.detail
         assert at_s - mark_of(job.folder, fault).stat().st_mtime < HANG_AFTER_S + 3.0
     assert job.status.recoveries == {"ROLLOUT": 2, "trainer": 1}
-    assert {(who, step) for who, _, step in job.repeated()} == {("ROLLOUT-0", 2), ("ROLLOUT-1", 3)}
+    assert {(process, step) for process, _, step in job.repeated()} == {("ROLLOUT-0", 2), ("ROLLOUT-1", 3)}
 
 
 # -- together ---------------------------------------------------------------------------------------------------------
@@ -365,7 +369,7 @@ def test_a_run_goes_on_where_a_stopped_one_left_its_last_copy(stage):
     assert copy is not None
     job.run()
     store, manifest = copy
-    assert (store.run, manifest.step) in [(first, 2), (first, 4)]  # that of step 4 may have been under way
+    assert (store.run, manifest.step) in [(first, 2), (first, 4)]  # step 4's may have been under way
     assert job.run_id != first
     assert [report.step for report in job.reports] == list(range(manifest.step + 1, 9))
     assert undisturbed(job)

@@ -38,8 +38,8 @@ def test_the_ranks_of_a_script_start_again_together(tmp_path):
     )
     with Command(tmp_path, "run", job_file(tmp_path, {"train": {"command": script, "num": 2}})) as command:
         assert command.process.wait(timeout=120) == 0, command.output.read_text()
-    said = command.output.read_text()
-    assert "TRAIN[1]: process_died: TRAIN[1].run: ended by signal 9: rank 1 start 0" in said, said
+    output = command.output.read_text()
+    assert "TRAIN[1]: process_died: TRAIN[1].run: ended by signal 9: rank 1 start 0" in output, output
     (folder,) = (tmp_path / "runs" / "programs").glob("2*")
     logs = [(folder / "logs" / f"TRAIN-{rank}.log").read_text().splitlines() for rank in (0, 1)]
     assert logs[0][-1] == "rank 0 start 1"
@@ -57,10 +57,10 @@ def test_two_ranks_of_torchrun_start_again_together_when_one_is_killed(tmp_path)
         assert len(first) == 2, command.output.read_text()
         os.kill(first[1], signal.SIGKILL)
         assert command.process.wait(timeout=120) == 0, command.output.read_text()
-    said = command.output.read_text()
-    went_on = re.search(r"2 ranks from step (\d+), restart 1", said)
-    assert went_on and int(went_on[1]) >= 20, said
-    assert "exit code 137" in said or "ended by signal 9" in said
+    output = command.output.read_text()
+    went_on = re.search(r"2 ranks from step (\d+), restart 1", output)
+    assert went_on and int(went_on[1]) >= 20, output
+    assert "exit code 137" in output or "ended by signal 9" in output
     weights, alone = (torch.load(tmp_path / out / "checkpoint.pt")["model"] for out in ("out", "alone"))
     assert all(torch.equal(weights[name], alone[name]) for name in alone)
     wait_for(lambda: not any(map(is_alive, first)), 20)
@@ -89,9 +89,9 @@ def test_a_script_without_output_hangs_and_one_with_output_does_not(tmp_path):
     silent = {"command": "[ $RESTART_COUNT = 1 ] || sleep 987654", "hang_after_s": 4}
     with Command(tmp_path, "run", job_file(tmp_path, {"speaks": speaks, "silent": silent})) as command:
         assert command.process.wait(timeout=120) == 0, command.output.read_text()
-    said = command.output.read_text()
-    assert re.search(r"SILENT\[0\]: hung", said), said
-    assert "SPEAKS[0]: hung" not in said
+    output = command.output.read_text()
+    assert re.search(r"SILENT\[0\]: hung", output), output
+    assert "SPEAKS[0]: hung" not in output
 
 
 @pytest.mark.slow
@@ -130,7 +130,7 @@ with two_nodes(workers=2, cpus=2, head_cpus=0, connect=False) as nodes:
 """.replace("\\\\n", "\\n")
     )
     done = subprocess.run([sys.executable, "drain.py"], cwd=tmp_path, capture_output=True, text=True, timeout=280)
-    said = (tmp_path / "output.log").read_text()
-    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{said[-6000:]}"
-    assert "it will go: it is drained" in said
-    assert re.search(r"2 ranks from step \d+, restart 1", said), said
+    output = (tmp_path / "output.log").read_text()
+    assert done.returncode == 0, f"{done.stderr[-3000:]}\n{output[-6000:]}"
+    assert "it will go: it is drained" in output
+    assert re.search(r"2 ranks from step \d+, restart 1", output), output

@@ -85,7 +85,7 @@ def job_with(canaries, folder, ends):
 
 
 def expected(job):
-    """What a member of the job holds."""
+    """Return the environment of a member of the job."""
     return {**job["env"], **job["workload"]["actor"]["env"], "config": job["config"]["secret_settings"]}
 
 
@@ -133,7 +133,7 @@ class Witness:
                 self.seen_files.add(path.name)
 
     def look_at_metrics(self):
-        """Of jobs, and of a service."""
+        """Return the files of jobs and of a service."""
         files = [*self.folder.glob("runs/*/*/metrics.json"), *self.folder.glob("service.log")]
         for address in re.findall(rb"127\.0\.0\.1:\d+(?=/metrics|\"})", b"".join(map(content_of, files))):
             with suppress(OSError, HTTPException):
@@ -206,9 +206,9 @@ def test_without_the_guards_each_canary_is_found(tmp_path):
     (tmp_path / "unguarded").mkdir()
     (tmp_path / "unguarded/sitecustomize.py").write_text(UNGUARDED)
     path = f"{tmp_path / 'unguarded'}{os.pathsep}{environment()['PYTHONPATH']}"
-    found = witnessed_run(tmp_path, "badly", PYTHONPATH=path).found
-    assert set(found) == set(FIELDS)
-    assert {"output"} < set.union(*found.values())
+    occurrences = witnessed_run(tmp_path, "badly", PYTHONPATH=path).found
+    assert set(occurrences) == set(FIELDS)
+    assert {"output"} < set.union(*occurrences.values())
 
 
 def test_a_witness_sees_arguments_files_and_metrics(tmp_path):
@@ -232,7 +232,7 @@ def test_a_witness_sees_arguments_files_and_metrics(tmp_path):
 
 @contextmanager
 def service(folder, temporary, **environ):
-    """``dlrover-rl serve`` with a Ray of its own: its client, and its command line."""
+    """``dlrover-rl serve`` with its own Ray: its client, and its command line."""
     environ = {**environment(), "HOME": str(folder), "TMPDIR": str(temporary), **environ}
     state = folder / ".dlrover-rl/service"
     (folder / "root").mkdir()
@@ -271,8 +271,8 @@ def test_neither_tokens_nor_canaries_are_found_around_a_service(tmp_path):
                 stop_one_and_fail_one(client, call, tmp_path, witness.look)
             time.sleep(0.5)
         witness.look_at_files(tmp_path)
-    held = json.loads((tmp_path / "held").read_text())
-    assert held["CLUSTER_API_KEY"] == canaries["cluster"]
+    secrets = json.loads((tmp_path / "held").read_text())
+    assert secrets["CLUSTER_API_KEY"] == canaries["cluster"]
     files = {"journal.jsonl", "job.yaml", "gcs_server.out", "service.log", "jobs.sqlite"}
     assert witness.scrapes and files <= witness.seen_files
     assert witness.found == {}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A service whose own cluster is lost ends with an error, and its next start goes on with the jobs."""
+"""A service whose own cluster is lost ends with an error, and its next start resumes the jobs."""
 
 import os
 import shutil
@@ -24,7 +24,7 @@ STEPS = 6
 
 @pytest.fixture
 def start(tmp_path):
-    """A function that starts a service with a cluster of its own, in a time zone."""
+    """A function that starts a service with its own cluster, in a time zone."""
     state, started = tmp_path.with_name(f"{tmp_path.name}-state"), []
     shutil.copy(Path(__file__).with_name("service_jobs.py"), tmp_path)
 

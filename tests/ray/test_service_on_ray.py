@@ -75,7 +75,7 @@ def test_a_job_is_run_left_found_again_and_ends(tmp_path, monkeypatch):
 
 
 def test_a_master_that_was_launched_and_not_started_is_started_by_the_next_process(tmp_path, monkeypatch):
-    """As if the service was killed in between."""
+    """Pretend that the service was killed in between."""
     monkeypatch.chdir(tmp_path)
     launched = []
 

@@ -62,8 +62,8 @@ def test_two_ranks_work_as_one(train):
         train.train_step(rl.NeedParallel(part), 2)
     module.optimizer_step()
     train.optimizer_step()
-    found = train.state_dict()
-    assert [name for name, one in module.state_dict().items() if not torch.allclose(found[name], one, atol=1e-5)] == []
+    state = train.state_dict()
+    assert [name for name, one in module.state_dict().items() if not torch.allclose(state[name], one, atol=1e-5)] == []
     # Modes and places.
     train.eval()
     assert ([facts["training"] for facts in train.facts()], train.training) == ([False, False], False)
@@ -138,7 +138,7 @@ def test_the_script_can_choose_the_way_and_no_weight_passes_through_it(
     assert (report.way, report.stamp.version) == (way, 3)
     assert inference.generate("ab")[0].outputs[0].version == 3
     again = train.p2p_weight_sync(inference).stamp
-    assert (again == report.stamp) == (way != "device memory"), "that way has fingerprints of its own"
+    assert (again == report.stamp) == (way != "device memory"), "that way has other fingerprints"
 
 
 # -- failures ---------------------------------------------------------------------------------------------------------

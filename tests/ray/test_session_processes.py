@@ -132,7 +132,7 @@ def test_after_a_step_and_a_sync_the_text_is_that_of_the_saved_weights(session, 
 
 
 def started(code, tmp_path):
-    """A script of its own; prints what it has started as JSON lines."""
+    """A separate script, which prints what it has started as JSON lines."""
     script = tmp_path / "script.py"
     script.write_text(textwrap.dedent(code), encoding="utf-8")
     path = os.pathsep.join([str(ROOT), str(ROOT / "tests"), str(ROOT / "tests/ray")])

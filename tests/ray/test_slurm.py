@@ -51,7 +51,7 @@ def desk(tmp_path, monkeypatch):
 
 
 def batch(desk, job_id, **more):
-    """What Slurm starts, in a session of its own."""
+    """The processes that Slurm starts, in a separate session."""
     env = {
         **os.environ,
         "PATH": f"{desk.parent / 'bin'}:{os.environ['PATH']}",

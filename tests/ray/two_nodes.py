@@ -247,13 +247,13 @@ def _start_node(cluster: Cluster, index: int, cpus: float, env: dict[str, str]) 
 
 
 def _raylets() -> set[int]:
-    """Those that this process has started."""
-    found = set()
+    """Return the processes that this process has started."""
+    pids = set()
     for pid in descendants(os.getpid()):
         with contextlib.suppress(OSError):
             if Path(f"/proc/{pid}/comm").read_text().strip() == "raylet":
-                found.add(pid)
-    return found
+                pids.add(pid)
+    return pids
 
 
 def descendants(pid: int) -> list[int]:
@@ -263,17 +263,17 @@ def descendants(pid: int) -> list[int]:
         with contextlib.suppress(OSError):
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             parents.setdefault(int(fields[1]), []).append(int(folder.name))
-    found, todo = [], [pid]
+    below_all, todo = [], [pid]
     while todo:
         below = parents.get(todo.pop(), [])
-        found += below
+        below_all += below
         todo += below
-    return found
+    return below_all
 
 
 def users_of(folder: Path) -> list[int]:
     """The processes that have something below a folder open, or named on their command line; without this one."""
-    name, found = str(folder), []
+    name, mounts = str(folder), []
     for process in Path("/proc").glob("[0-9]*"):
         if int(process.name) == os.getpid():
             continue
@@ -281,8 +281,8 @@ def users_of(folder: Path) -> list[int]:
             if name.encode() in (process / "cmdline").read_bytes() or any(
                 os.readlink(fd).startswith(name + "/") for fd in (process / "fd").iterdir()
             ):
-                found.append(int(process.name))
-    return found
+                mounts.append(int(process.name))
+    return mounts
 
 
 def _wait_for_none(folder: Path, timeout_s: float) -> list[int]:

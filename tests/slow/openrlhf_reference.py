@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What OpenRLHF's models, experience maker and losses give for the rows of a recorded step, in one process.
+"""Results of OpenRLHF's models, experience maker and losses for the rows of a recorded step, in one process.
 
 python openrlhf_reference.py: the largest differences from ``out/recorded.pt``, and metrics, in ``differences.json``.
 """
@@ -86,8 +86,8 @@ def main():
     differences = {"rows": float(sum(len(batch.sequences) for batch in own) != args.rollout.batch_size)}
     for name in COLUMNS:
         pairs = [
-            (getattr(mine, name) - getattr(given, name)) * given.action_mask
-            for mine, given in zip(own, recorded, strict=True)
+            (getattr(mine, name) - getattr(recorded_row, name)) * recorded_row.action_mask
+            for mine, recorded_row in zip(own, recorded, strict=True)
         ]
         differences[name] = max(pair.abs().max().item() for pair in pairs)
     differences["metrics"] = compute_metrics(args, models, own)

@@ -65,7 +65,7 @@ class Environment:
         site = Path(
             run(self.python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=folder).strip()
         )
-        # A plain path in a .pth file: the .pth files behind it, that of an editable install among them, are not read.
+        # A plain path in a .pth file: the .pth files behind it, an editable install's among them, are not read.
         (site / "dependencies.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
         (folder / "hello.py").write_text(TRAINER)
         (folder / "hello.yaml").write_text(JOB)

@@ -98,10 +98,12 @@ def test_a_killed_process_changes_no_weight(undisturbed, tmp_path, role):
 
 
 def test_columns_losses_and_gradients_are_those_of_openrlhf_in_one_process(tmp_path):
-    """Of the third step, with one update over all of its rows."""
+    """Record the third step, with one update over all of its rows."""
     prepared(tmp_path, 0)
-    given = ["trainer.module=openrlhf_reference", "trainer.class=RecordingPPO", "train.num_episodes=2"]
-    (*_, step, _) = ended(started(tmp_path, 0, *given, "train.batch_size=32", "train.micro_batch_size=32"), tmp_path)
+    overrides = ["trainer.module=openrlhf_reference", "trainer.class=RecordingPPO", "train.num_episodes=2"]
+    (*_, step, _) = ended(
+        started(tmp_path, 0, *overrides, "train.batch_size=32", "train.micro_batch_size=32"), tmp_path
+    )
     script = str(Path(__file__).with_name("openrlhf_reference.py"))
     assert python(tmp_path, script).wait(timeout=200) == 0, (tmp_path / "output.log").read_text()[-3000:]
     differences = json.loads((tmp_path / "differences.json").read_text())
@@ -112,7 +114,7 @@ def test_columns_losses_and_gradients_are_those_of_openrlhf_in_one_process(tmp_p
 
 
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("override", "message"),
     [
         ("actor.adam.lrr=1", "unrecognized arguments: --actor.adam.lrr"),
         ("algo.advantage.estimator=gea", "invalid choice: 'gea'"),
@@ -122,7 +124,7 @@ def test_columns_losses_and_gradients_are_those_of_openrlhf_in_one_process(tmp_p
         ("reward.remote_url=http://127.0.0.1:1", "a file with a reward_func here"),
     ],
 )
-def test_options_that_openrlhf_or_the_example_lacks_are_refused(tmp_path, override, said):
+def test_options_that_openrlhf_or_the_example_lacks_are_refused(tmp_path, override, message):
     prepared(tmp_path, 0)
     assert started(tmp_path, 0, override).wait(timeout=100) != 0
-    assert said in (tmp_path / "output.log").read_text()
+    assert message in (tmp_path / "output.log").read_text()

@@ -82,15 +82,15 @@ def test_a_killed_actor_changes_no_weight(undisturbed, tmp_path):
 
 
 def test_advantages_are_those_of_trl(undisturbed):
-    """As ``GRPOTrainer`` computes them: the unbiased deviation of a group, plus 1e-4."""
+    """Compute advantages as ``GRPOTrainer`` does: by the unbiased deviation of a group, plus 1e-4."""
     samples = [json.loads(line) for line in (undisturbed[0] / "samples.jsonl").read_text().splitlines()]
     compared = 0
     for _, rows in itertools.groupby(samples, key=lambda sample: (sample["step"], sample["prompt_id"])):
         rewards = torch.tensor([row["reward"] for row in rows])
         if len(rewards) == 8 and rewards.std() > 0:
             expected = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
-            found = group_advantages(np.zeros(8, dtype=np.int64), rewards.numpy(), "std_unbiased", None, 1e-4)
-            assert found == pytest.approx(expected.numpy(), abs=1e-5)
+            advantages = group_advantages(np.zeros(8, dtype=np.int64), rewards.numpy(), "std_unbiased", None, 1e-4)
+            assert advantages == pytest.approx(expected.numpy(), abs=1e-5)
             compared += 1
     assert compared
 

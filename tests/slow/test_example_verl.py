@@ -51,14 +51,14 @@ def ended(process, folder):
 
 
 def states(folder):
-    """Of the last commit: what verl's checkpoints of actor and critic hold, which are archives with times."""
-    last, found = max((folder / "out/checkpoints").glob("*/step-*")), {}
+    """Return the contents of verl's checkpoints in the last commit; their archives hold times."""
+    last, contents = max((folder / "out/checkpoints").glob("*/step-*")), {}
     for path in last.glob("*-0.*.state"):
         with tarfile.open(fileobj=io.BytesIO(read_state(path)["tar"])) as archive:
             (name,) = [name for name in archive.getnames() if name.endswith("rank-0.pt")]
             state = dump(torch.load(archive.extractfile(name), weights_only=False))
-        found[path.name.split(".")[0]] = state.skeleton, b"".join(bytes(buffer) for buffer in state.buffers)
-    return found
+        contents[path.name.split(".")[0]] = state.skeleton, b"".join(bytes(buffer) for buffer in state.buffers)
+    return contents
 
 
 @pytest.fixture(scope="module")
@@ -109,7 +109,7 @@ def test_columns_losses_and_gradients_are_those_of_verl_in_one_process(tmp_path)
         "from transformers import AutoTokenizer as T; T.from_pretrained('runs/verl-model').save_pretrained('critic')"
     )
     one_update = ["config.trainer.total_training_steps=1", "actor_rollout_ref.actor.ppo_mini_batch_size=32"]
-    given = [
+    overrides = [
         *one_update,
         "critic.ppo_mini_batch_size=32",
         "critic.model.path=critic",
@@ -119,7 +119,7 @@ def test_columns_losses_and_gradients_are_those_of_verl_in_one_process(tmp_path)
     tiny = python(tmp_path, "-m", "dlrover.python.rl.recipe.tiny", "--out", "runs/verl-model", "--seed", "0")
     assert tiny.wait(timeout=100) == 0
     assert python(tmp_path, "-c", head).wait(timeout=100) == 0, (tmp_path / "output.log").read_text()[-3000:]
-    (step,) = ended(started(tmp_path, 0, *given), tmp_path)
+    (step,) = ended(started(tmp_path, 0, *overrides), tmp_path)
     reference = subprocess.run(
         [str(ENVIRONMENT), str(Path(__file__).with_name("verl_reference.py")), "out/job.yaml", "rows/1.pkl"],
         cwd=tmp_path,
@@ -129,7 +129,7 @@ def test_columns_losses_and_gradients_are_those_of_verl_in_one_process(tmp_path)
         check=False,
     )
     assert reference.returncode == 0, reference.stderr[-3000:]
-    found = json.loads(reference.stdout.splitlines()[-1])
-    metrics = {name: found.pop(name) for name in list(found) if "/" in name}
-    assert len(found) == 6 and max(found.values()) < 1e-5, found
+    reference_values = json.loads(reference.stdout.splitlines()[-1])
+    metrics = {name: reference_values.pop(name) for name in list(reference_values) if "/" in name}
+    assert len(reference_values) == 6 and max(reference_values.values()) < 1e-5, reference_values
     assert len(metrics) == 4 and {name: step[name] for name in metrics} == pytest.approx(metrics, rel=1e-5, abs=1e-5)

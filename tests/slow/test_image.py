@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the image's build steps install, in a virtual environment: no container engine is needed to know it."""
+"""Installs in a virtual environment what the image's build steps install: no container engine is needed."""
 
 import json
 import os
@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(1800)]
 
 
 def copy_context(folder):
-    """What the Dockerfile copies before it installs."""
+    """Return the files that the Dockerfile copies before it installs."""
     text = (ROOT / "docker/Dockerfile").read_text().partition("RUN docker/install.sh")[0]
     for line in re.findall(r"^COPY (.+)$", text, re.MULTILINE):
         *sources, target = line.split()
@@ -35,10 +35,10 @@ def test_the_install_script_makes_an_environment_that_runs_the_demo(tmp_path):
     copy_context(context)
     env = {**os.environ, "PYTHON": sys.executable}
     env.pop("PYTHONPATH", None)
-    made = subprocess.run(
+    built = subprocess.run(
         ["docker/install.sh", "core", str(home)], cwd=context, env=env, capture_output=True, text=True, check=False
     )
-    assert made.returncode == 0, made.stderr[-4000:]
+    assert built.returncode == 0, built.stderr[-4000:]
     shutil.rmtree(context)  # the image has the installed package only
     shutil.copytree(ROOT / "examples", tmp_path / "work/examples")
     done = subprocess.run(
@@ -52,12 +52,12 @@ def test_the_install_script_makes_an_environment_that_runs_the_demo(tmp_path):
     assert done.returncode == 0, done.stderr[-4000:]
     summary = json.loads((tmp_path / "work/build/demo/grpo/summary.json").read_text())
     assert summary["eval/accuracy"] - summary["before/eval/accuracy"] >= 0.25
-    begun = subprocess.run([str(home / "bin/dlrover-rl"), "init", "first"], cwd=tmp_path, env=env, check=False)
-    assert begun.returncode == 0 and (tmp_path / "first/job.yaml").is_file()
+    init = subprocess.run([str(home / "bin/dlrover-rl"), "init", "first"], cwd=tmp_path, env=env, check=False)
+    assert init.returncode == 0 and (tmp_path / "first/job.yaml").is_file()
 
 
-@pytest.mark.parametrize("given", [[], ["core"], ["cuda", "folder"]])
-def test_a_wrong_call_of_the_install_script_is_said(tmp_path, given):
-    done = subprocess.run([str(ROOT / "docker/install.sh"), *given], cwd=tmp_path, capture_output=True, text=True)
+@pytest.mark.parametrize("arguments", [[], ["core"], ["cuda", "folder"]])
+def test_a_wrong_call_of_the_install_script_is_said(tmp_path, arguments):
+    done = subprocess.run([str(ROOT / "docker/install.sh"), *arguments], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode != 0 and ("usage" in done.stderr or "no backend 'cuda'" in done.stderr)
     assert list(tmp_path.iterdir()) == []

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank of an FSDP2 actor is killed by somebody who only knows the command line: the other ranks keep their processes,
+"""A rank of an FSDP2 actor is killed from outside, by the command line alone: the other ranks keep their processes,
 and the run ends in the bits of an undisturbed one."""
 
 import json

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The first job of ``docs/guides/service.md``, typed as the page has it, by somebody who has the command line only."""
+"""The first job of ``docs/guides/service.md``, typed as the page has it, with the command line only."""
 
 import json
 import os
@@ -56,19 +56,19 @@ class Shell:
             )
         if not wait:
             return process
-        said, _ = process.communicate(timeout=300)
-        assert process.returncode == 0, f"{line}\n{said}"
-        return said
+        output, _ = process.communicate(timeout=300)
+        assert process.returncode == 0, f"{line}\n{output}"
+        return output
 
     def status(self, name):
         return json.loads(self.type(f"dlrover-rl status {name} --json"))
 
     def wait_for(self, condition, within_s=180):
         deadline_s = time.monotonic() + within_s
-        while not (found := condition()):
+        while not (outcome := condition()):
             assert time.monotonic() < deadline_s, (self.folder / "terminal.log").read_text()[-4000:]
             time.sleep(0.5)
-        return found
+        return outcome
 
 
 @pytest.fixture
@@ -81,7 +81,7 @@ def shell(tmp_path):
 
 
 def test_the_first_job_of_the_page(shell):
-    begin, meanwhile, end = blocks("The first job")
+    begin, during, end = blocks("The first job")
     for line in begin:
         if line.startswith("dlrover-rl serve"):
             shell.service = shell.type(line, wait=False)
@@ -97,13 +97,13 @@ def test_the_first_job_of_the_page(shell):
     assert shell.status("first")["phase"] == "running"
     shell.wait_for(lambda: shell.status("second")["step"] >= 1)
     sizes = []
-    for line in meanwhile:
+    for line in during:
         began_s = time.monotonic()
-        said = shell.type(line)
+        output = shell.type(line)
         if " logs " in line:
-            assert said.strip()
+            assert output.strip()
         if " stop " in line:
-            assert "second: stopped" in said and time.monotonic() - began_s < 15
+            assert "second: stopped" in output and time.monotonic() - began_s < 15
         if " resize " in line:
             sizes.append(shell.status("first")["roles"]["ROLLOUT"])
             step = shell.status("first")["step"]

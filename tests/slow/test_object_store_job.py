@@ -56,7 +56,7 @@ def listens(port):
 
 
 class Machine:
-    """A folder and a memory of its own; only the bucket is shared."""
+    """A machine with its own folder and memory; only the bucket is shared."""
 
     def __init__(self, folder, server):
         self.folder = folder
@@ -96,8 +96,8 @@ def bucket(server):
 
 
 def names(bucket, prefix):
-    found = bucket.list_objects_v2(Bucket="runs", Prefix=prefix)
-    return {item["Key"] for item in found.get("Contents", [])}
+    objects = bucket.list_objects_v2(Bucket="runs", Prefix=prefix)
+    return {item["Key"] for item in objects.get("Contents", [])}
 
 
 def content(bucket, name):
@@ -111,8 +111,8 @@ def metrics(bucket, run):
 
 def test_a_run_that_is_killed_goes_on_on_another_machine_from_its_last_copy(server, bucket, tmp_path):
     first, second, third = (Machine(tmp_path / name, server) for name in ("first", "second", "third"))
-    code, said = first.run("run", "job.yaml", "--local", "job_dir=s3://runs/whole")
-    assert code == 0, said
+    code, output = first.run("run", "job.yaml", "--local", "job_dir=s3://runs/whole")
+    assert code == 0, output
     assert {"whole/job.yaml", "whole/metrics.jsonl", "whole/summary.json"} <= names(bucket, "whole/")
 
     process = second.start("run", "job.yaml", "--local", "steps=60", "job_dir=s3://runs/killed")
@@ -123,9 +123,9 @@ def test_a_run_that_is_killed_goes_on_on_another_machine_from_its_last_copy(serv
     process.send_signal(signal.SIGKILL)
     process.wait()
 
-    code, said = third.run("resume", "s3://runs/killed", "--local")
-    assert code == 0, said
-    assert "continuing run" in said
+    code, output = third.run("resume", "s3://runs/killed", "--local")
+    assert code == 0, output
+    assert "continuing run" in output
     assert metrics(bucket, "killed") == metrics(bucket, "whole")
     weights = [content(bucket, f"{run}/model/model.safetensors") for run in ("killed", "whole")]
     assert weights[0] == weights[1]
@@ -133,11 +133,11 @@ def test_a_run_that_is_killed_goes_on_on_another_machine_from_its_last_copy(serv
 
 def test_a_bucket_that_cannot_be_written_is_told_before_anything_starts(server, tmp_path):
     machine = Machine(tmp_path / "one", server)
-    code, said = machine.run("run", "job.yaml", "--local", "job_dir=s3://none-of-mine/run")
-    assert code == 2 and "job_dir: s3://none-of-mine/run cannot be written" in said, said
-    code, said = machine.run("resume", "s3://none-of-mine/run")
-    assert code == 2 and "s3://none-of-mine/run: is no run that can be read" in said, said
-    code, said = machine.run("check", "job.yaml", "job_dir=s4://runs/x")
-    assert code == 2 and "job_dir: s4://runs/x: Protocol not known: s4" in said, said
-    code, said = machine.run("check", "job.yaml", "job_dir=s3://runs/x", "checkpoint.commit_to=job_dir")
-    assert code == 2 and "checkpoint.commit_to: 'job_dir', but s3://runs/x is no folder" in said, said
+    code, output = machine.run("run", "job.yaml", "--local", "job_dir=s3://none-of-mine/run")
+    assert code == 2 and "job_dir: s3://none-of-mine/run cannot be written" in output, output
+    code, output = machine.run("resume", "s3://none-of-mine/run")
+    assert code == 2 and "s3://none-of-mine/run: is no run that can be read" in output, output
+    code, output = machine.run("check", "job.yaml", "job_dir=s4://runs/x")
+    assert code == 2 and "job_dir: s4://runs/x: Protocol not known: s4" in output, output
+    code, output = machine.run("check", "job.yaml", "job_dir=s3://runs/x", "checkpoint.commit_to=job_dir")
+    assert code == 2 and "checkpoint.commit_to: 'job_dir', but s3://runs/x is no folder" in output, output

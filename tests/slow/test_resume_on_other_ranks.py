@@ -51,7 +51,7 @@ def weights(folder):
 
 @pytest.fixture(scope="module")
 def desk(tmp_path_factory):
-    """With a run of both epochs, and one that ended after the first."""
+    """A folder with a run of both epochs, and one that ended after the first."""
     folder = tmp_path_factory.mktemp("desk")
     (folder / "job.yaml").write_text(JOB)
     write_tiny_model(folder / "model", hidden=32, layers=2, max_positions=64)
@@ -60,8 +60,8 @@ def desk(tmp_path_factory):
     rows = [json.dumps({"prompt": f"{a}+{b}=", "response": str(a + b)}) for a, b in pairs]
     (folder / "examples.jsonl").write_text("\n".join(rows))
     for name, epochs in (("calm", 2), ("half", 1)):
-        code, said = run(folder / name, epochs, SHARDS)
-        assert code == 0, said[-4000:]
+        code, output = run(folder / name, epochs, SHARDS)
+        assert code == 0, output[-4000:]
     return folder
 
 
@@ -71,13 +71,13 @@ def desk(tmp_path_factory):
 def test_a_run_of_two_ranks_goes_on(desk, ranks, layout):
     folder = desk / f"on-{ranks}-{layout[-1]}"
     shutil.copytree(desk / "half", folder, symlinks=True)
-    code, said = run(folder, 2, f"workload.actor.num={ranks}", layout, "checkpoint.resume=latest")
-    assert code == 0, said[-4000:]
+    code, output = run(folder, 2, f"workload.actor.num={ranks}", layout, "checkpoint.resume=latest")
+    assert code == 0, output[-4000:]
     steps = [json.loads(line)["step"] for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert sorted(set(steps)) == list(range(1, 9))
-    found, expected = weights(folder), weights(desk / "calm")
+    weights_here, expected = weights(folder), weights(desk / "calm")
     for name, tensor in expected.items():
         if not name.endswith("k_proj.bias"):  # which the softmax does not see: noise, as large as Adam makes it
-            assert np.abs(found[name] - tensor).max() < 2e-5, name
+            assert np.abs(weights_here[name] - tensor).max() < 2e-5, name
     if (ranks, layout) == (2, SHARDS):
-        assert all(np.array_equal(found[name], tensor) for name, tensor in expected.items())
+        assert all(np.array_equal(weights_here[name], tensor) for name, tensor in expected.items())

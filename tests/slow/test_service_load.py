@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The service under load and abuse, in a process of its own: its answers stay quick, its memory flat."""
+"""The service under load and abuse, in a separate process: its answers stay quick, its memory flat."""
 
 import asyncio
 import logging
@@ -26,22 +26,22 @@ LIMITS = {"max_queued": 100_000, "max_queued_per_owner": 100_000, "max_running":
 
 
 def rss_mb(pid):
-    """Of a service and its children."""
+    """Sum the memory of a service and its children."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     pages = [int(Path(f"/proc/{each}/statm").read_text().split()[1]) for each in (pid, *children)]
     return sum(pages) * 4096 / 2**20
 
 
 class Client:
-    """Without the package's own, whose retries would hide what the service says."""
+    """A client without the package's, whose retries would hide the service's answers."""
 
     def __init__(self, channel, token):
         self.channel, self.metadata = channel, (("authorization", f"Bearer {token}"),)
 
     def __call__(self, method, request, timeout=20):
-        found = SERVICE.methods_by_name[method]
-        answer = getattr(wire, found.output_type.name)
-        make = self.channel.unary_stream if found.server_streaming else self.channel.unary_unary
+        descriptor = SERVICE.methods_by_name[method]
+        answer = getattr(wire, descriptor.output_type.name)
+        make = self.channel.unary_stream if descriptor.server_streaming else self.channel.unary_unary
         call = make(f"/{SERVICE.full_name}/{method}", type(request).SerializeToString, answer.FromString)
         return call(request, metadata=self.metadata, timeout=timeout)
 
@@ -121,18 +121,18 @@ def test_two_hundred_watchers_and_a_hundred_submissions_a_second(tmp_path):
         async with grpc.aio.insecure_channel(service.address) as channel:
             client = Client(channel, service.token)
             await client("Submit", wire.SubmitRequest(client_token="first", name="first", job_file=JOB))
-            found = Load(client, service.process.pid)
-            return found, await found.run()
+            measured = Load(client, service.process.pid)
+            return measured, await measured.run()
 
     with serving(tmp_path, steps=1, step_s=0.1, cpus=10_000.0, limits=LIMITS, reads_in="process") as service:
-        found, seconds = asyncio.run(load(service))
-    memory, events = found.memory, min(found.last)
-    told = f"p99 of Get {p99(seconds) * 1000:.1f} ms, {events} events, {found.refusals} refusals, "
-    told += f"memory {memory[0]:.0f} to {memory[-1]:.0f} MB"
-    _LOG.info(told)
+        loaded, seconds = asyncio.run(load(service))
+    memory, events = loaded.memory, min(loaded.last)
+    summary = f"p99 of Get {p99(seconds) * 1000:.1f} ms, {events} events, {loaded.refusals} refusals, "
+    summary += f"memory {memory[0]:.0f} to {memory[-1]:.0f} MB"
+    _LOG.info(summary)
     assert events >= 4 * SUBMISSIONS
-    assert p99(seconds) < MOST_GET_S, told
-    assert memory[-1] - memory[len(memory) // 3] < 60, told
+    assert p99(seconds) < MOST_GET_S, summary
+    assert memory[-1] - memory[len(memory) // 3] < 60, summary
 
 
 def test_ten_thousand_bad_tokens_neither_slow_nor_fill_it(tmp_path):

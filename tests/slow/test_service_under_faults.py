@@ -56,21 +56,21 @@ class Caller(threading.Thread):
         kind = self.random.choice(["submit", "submit", "submit", "again", "stop", "stop", "get", "get", "get"])
         if kind == "again":
             kind = "submit"
-            earlier = [told for told in self.told if told.token]
+            earlier = [answer_row for answer_row in self.told if answer_row.token]
             if earlier:
                 before = self.random.choice(earlier)
                 name, token = before.name, before.token
-        told = Told(self.number, kind, name, time.time(), 0.0, token=token if kind == "submit" else "")
+        answer_row = Told(self.number, kind, name, time.time(), 0.0, token=token if kind == "submit" else "")
         try:
             if kind == "submit":
                 job = client.submit(JOB, name=name, client_token=token)
             else:
                 job = client.stop(name) if kind == "stop" else client.get(name)
-            told.run, told.revision, told.phase = job.run, job.revision, phase_of(job).value
+            answer_row.run, answer_row.revision, answer_row.phase = job.run, job.revision, phase_of(job).value
         except (JobConflict, UnknownJob, CallError) as error:
-            told.refusal = type(error).__name__
-        told.ended_s = time.time()
-        return told
+            answer_row.refusal = type(error).__name__
+        answer_row.ended_s = time.time()
+        return answer_row
 
 
 class Faults(threading.Thread):
@@ -95,14 +95,14 @@ class Faults(threading.Thread):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_the_history_of_each_job_is_linearizable(tmp_path, seed):
     with serving(tmp_path, steps=5, step_s=0.02) as service:
-        told = told_under_faults(service, seed)
+        answers = told_under_faults(service, seed)
         with service.client(patience_s=WITHIN_S) as client:
             stopping = [job.name for job in client.list_jobs() if phase_of(job) is JobPhase.STOPPING]
             assert all(phase_of(client.wait(name, STOP_S)).ended for name in stopping), stopping
             events = list(client.watch(follow=False))
     check_events(events)
-    check_answers(told, events)
-    check_tokens(told, events)
+    check_answers(answers, events)
+    check_tokens(answers, events)
 
 
 def told_under_faults(service, seed):
@@ -119,9 +119,9 @@ def told_under_faults(service, seed):
     faults.join(30)
     proxy.close()
     assert [caller.error for caller in callers] == [None] * CLIENTS
-    told = [each for caller in callers for each in caller.told]
-    assert len(told) == CLIENTS * OPERATIONS and faults.kills >= 3 and faults.cuts >= 5
-    return told
+    answers = [each for caller in callers for each in caller.told]
+    assert len(answers) == CLIENTS * OPERATIONS and faults.kills >= 3 and faults.cuts >= 5
+    return answers
 
 
 # -- the checker: each name is a register, whose values are numbered by the log of events -----------------------------
@@ -130,7 +130,7 @@ RANK = {"queued": 0, "starting": 1, "running": 2, "stopping": 3, "finished": 4, 
 
 
 def check_events(events):
-    """Without gaps; a name has one job at a time, which only goes forward and ends once."""
+    """Check that events have no gaps, and that a name has one job at a time, which only goes forward and ends once."""
     assert [event.number for event in events] == list(range(1, len(events) + 1))
     running, rank = {}, {}
     for event in events:
@@ -146,13 +146,13 @@ def check_events(events):
             del running[event.name]
 
 
-def check_answers(told, events):
+def check_answers(answered, events):
     """Each answer is a value that the log has, not from the future, and no older than any that was answered before it
     was asked; a refusal is true at a moment between question and answer."""
     by_number, spans = {event.number: event for event in events}, spans_of(events)
-    latest = Counter()  # of a name and of a run: the last event that somebody was told of
+    latest = Counter()  # of a name and of a run: the last event that a client was told of
     stopped = set()  # runs whose stop was acknowledged
-    questions, answers = [(one.began_s, False, one) for one in told], [(one.ended_s, True, one) for one in told]
+    questions, answers = [(one.began_s, False, one) for one in answered], [(one.ended_s, True, one) for one in answered]
     for _, is_answer, each in sorted(questions + answers, key=lambda point: point[:2]):
         if is_answer and each.run:
             for key in (each.name, each.run):
@@ -176,10 +176,10 @@ def check_answer(each, event, latest, is_stopped):
 
 
 def check_refusal(each, events, spans, latest):
-    """``latest`` is the last event of the name that somebody knew of when this was asked."""
+    """``latest`` is the last event of the name that a client knew of when this was asked."""
     if each.refusal == "UnknownJob":
         assert not latest, f"was there: {each}"
-    elif each.refusal == "CallError":  # another job has taken the name meanwhile
+    elif each.refusal == "CallError":  # another job has taken the name
         assert each.kind == "stop" and any(
             event.kind == "submitted" and event.name == each.name and event.number > latest
             and event.at_s <= each.ended_s
@@ -191,22 +191,22 @@ def check_refusal(each, events, spans, latest):
 
 def spans_of(events):
     """Name to the times in which it had a job that had not ended."""
-    begun, spans = {}, defaultdict(list)
+    begun_at, spans = {}, defaultdict(list)
     for event in events:
         if event.kind == "submitted":
-            begun[event.run] = event.at_s
+            begun_at[event.run] = event.at_s
         if phase_of(event).ended:
-            spans[event.name].append((begun.pop(event.run), event.at_s))
+            spans[event.name].append((begun_at.pop(event.run), event.at_s))
     for event in events:
-        if event.run in begun:
-            spans[event.name].append((begun.pop(event.run), float("inf")))
+        if event.run in begun_at:
+            spans[event.name].append((begun_at.pop(event.run), float("inf")))
     return spans
 
 
-def check_tokens(told, events):
-    """A token has one job, which is that of no other token; each job has a token that was answered with it."""
+def check_tokens(answers, events):
+    """A token has one job, which no other token has; each job has a token that was answered with it."""
     runs = defaultdict(set)
-    for each in told:
+    for each in answers:
         if each.token and each.run:
             runs[each.token].add(each.run)
     assert all(len(own) == 1 for own in runs.values()), "a token has two jobs"
@@ -282,7 +282,7 @@ def test_a_wrong_answer_is_found(wrong, why):
 
 
 def test_a_stop_that_takes_no_effect_is_found():
-    """Also where the log agrees with it."""
+    """Reject an answer although the log agrees with it."""
     events = [event_of(*row) for row in [*LOG[:3], (4, "a", "x", "running")]]
     with pytest.raises(AssertionError, match="was stopped"):
         check_answers([*RIGHT[1:4], answer("get", 4.1, 4.2, "x", 4, "running")], events)
@@ -293,9 +293,9 @@ def test_a_second_job_of_a_token_is_found():
     check_tokens(RIGHT, events)
     with pytest.raises(AssertionError, match="has two jobs"):
         check_tokens([*RIGHT, answer("submit", 7, 8, "y", 5, "queued", "t1")], events)
-    for told in (RIGHT[:6], [*RIGHT, answer("submit", 7, 8, "y", 5, "queued", "t3")]):
+    for answers in (RIGHT[:6], [*RIGHT, answer("submit", 7, 8, "y", 5, "queued", "t3")]):
         with pytest.raises(AssertionError, match="no token, or two"):
-            check_tokens(told, events)
+            check_tokens(answers, events)
 
 
 def event_of(number, name, run, phase="queued"):

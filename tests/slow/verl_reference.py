@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What verl's functions give for the rows of a recorded step, with transformers' models in one process.
+"""Results of verl's functions for the rows of a recorded step, with transformers' models in one process.
 
 python verl_reference.py JOB.yaml ROWS.pkl: largest differences of columns, losses, gradient norms.
 """
@@ -24,8 +24,8 @@ def forward(kind, path):
     model = kind.from_pretrained(path, dtype=torch.float32).eval()
     # transformers gives the padding token's embedding no gradient, megatron-core does; here completions have the token.
     model.get_input_embeddings().padding_idx = None
-    given = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
-    return model, model(**given).logits[:, -responses.shape[1] - 1 : -1]
+    inputs = {name: columns[name] for name in ("input_ids", "attention_mask", "position_ids")}
+    return model, model(**inputs).logits[:, -responses.shape[1] - 1 : -1]
 
 
 actor, logits = forward(AutoModelForCausalLM, config.actor_rollout_ref.model.path)
@@ -42,9 +42,9 @@ controller = core_algos.get_kl_controller(algorithm.kl_ctrl)
 rows, _ = ray_trainer.apply_kl_penalty(rows, controller, algorithm.kl_penalty)
 rows = ray_trainer.compute_advantage(rows, algorithm.adv_estimator, algorithm.gamma, algorithm.lam, config=algorithm)
 
-found = {}
+results = {}
 for name in ("old_log_probs", "ref_log_prob", "values", "token_level_rewards", "advantages", "returns"):
-    found[name] = ((rows.batch[name] - columns[name]) * mask).abs().max().item()
+    results[name] = ((rows.batch[name] - columns[name]) * mask).abs().max().item()
 
 section = verl_config.omega_conf_to_dataclass(config.actor_rollout_ref.actor)
 policy_loss, _ = core_algos.compute_policy_loss_vanilla(
@@ -56,5 +56,5 @@ value_loss, _ = core_algos.compute_value_loss(
 for name, loss, model in (("actor/pg_loss", policy_loss, actor), ("critic/vf_loss", value_loss, critic)):
     loss.backward()
     gradients = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
-    found |= {name: loss.item(), f"{name.partition('/')[0]}/grad_norm": torch.stack(gradients).norm().item()}
-sys.stdout.write(json.dumps(found) + "\n")
+    results |= {name: loss.item(), f"{name.partition('/')[0]}/grad_norm": torch.stack(gradients).norm().item()}
+sys.stdout.write(json.dumps(results) + "\n")
