@@ -12,6 +12,6 @@ def stage(request, tmp_path_factory):
     if request.param == "ray":
         request.getfixturevalue("ray_session")
     kind = {"local": LocalStage, "torchrun": TorchrunStage, "ray": RayStage}[request.param]
-    made = kind(tmp_path_factory.mktemp(request.param))
-    yield made
-    made.close()
+    subject = kind(tmp_path_factory.mktemp(request.param))
+    yield subject
+    subject.close()

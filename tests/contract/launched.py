@@ -13,8 +13,8 @@ from dlrover.python.rl.runtime.torchrun.run import run_follower
 class Launcher:
     """Starts the other processes of a world as soon as rank 0 can be found; to them it is where they find it."""
 
-    def __init__(self, world_size, found=b""):
-        self.world_size, self.found, self.children = world_size, found, []
+    def __init__(self, world_size, answer=b""):
+        self.world_size, self.found, self.children = world_size, answer, []
 
     def set(self, key, value):
         env = {**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])}

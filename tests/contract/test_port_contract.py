@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a role group does must not depend on where its members run."""
+"""A role group behaves alike wherever its members run."""
 
 import asyncio
 import threading

@@ -90,8 +90,8 @@ def failure_of(tests: list[str], folder: Path) -> str:
         return f"it takes longer than {CPU_LIMIT_S} s"
     if done.returncode == 0:
         return ""
-    found = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
-    return found[1] if found else f"pytest ends with {done.returncode}"
+    match = re.search(r"^(?:FAILED|ERROR) (\S+)", done.stdout, re.MULTILINE)
+    return match[1] if match else f"pytest ends with {done.returncode}"
 
 
 def _say(line: str) -> None:
@@ -105,16 +105,16 @@ def try_all(names: list[str], workers: int = 2) -> dict[str, str]:
         def attempt(name: str) -> str:
             folder = folders.get()
             try:
-                found = caught_by(BUGS[name], folder)
+                catcher = caught_by(BUGS[name], folder)
             finally:
                 folders.put(folder)
-            _say(f"{name}: {found or 'MISSED'}")
-            return found
+            _say(f"{name}: {catcher or 'MISSED'}")
+            return catcher
 
         return dict(zip(names, pool.map(attempt, names, chunksize=1), strict=True))
 
 
 if __name__ == "__main__":
     wanted = [name for name, bug in BUGS.items() if any(part in f"{name} {bug.file}" for part in sys.argv[1:] or [""])]
-    missed = [name for name, found in try_all(wanted).items() if not found]
+    missed = [name for name, test in try_all(wanted).items() if not test]
     _say(f"{len(missed)} of {len(wanted)} were missed: {missed}")

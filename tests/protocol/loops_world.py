@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Several processes in one, each an event loop of its own, on a clock that jumps to what happens next.
+"""Several processes in one, each a separate event loop, on a clock that jumps to what happens next.
 
-A process that is frozen takes no turn until it is thawed, and the clock goes on meanwhile, as for a stopped process. A
+A process that is frozen takes no turn until it is thawed, while the clock runs, as for a stopped process. A
 dead one takes none any more. What goes from one to another takes a time that the seed decides about.
 """
 
@@ -33,7 +33,7 @@ class Process(asyncio.SelectorEventLoop):
         self.world, self.name = world, name  # before it asks for the time
         super().__init__(_NoWait())
         self.thaws_s, self.is_dead = 0.0, False
-        self.tasks: list[asyncio.Task[Any]] = []  # those of a dead process are never gone on with, nor collected
+        self.tasks: list[asyncio.Task[Any]] = []  # a dead process's are neither continued nor collected
         self.set_task_factory(self._make_task)
         self.set_exception_handler(lambda loop, context: None)  # of tasks that end with their process
 
@@ -72,7 +72,7 @@ class Process(asyncio.SelectorEventLoop):
         self._scheduled.clear()
 
     def close(self) -> None:
-        """What the tasks would do at their end is left undone."""
+        """Close the tasks without what they would do at their end."""
         asyncio._set_running_loop(self)  # for what they begin in the end
         try:
             for task in self.tasks:

@@ -143,7 +143,7 @@ class MemberActor(Actor):
 
 
 class StaleCallError(Exception):
-    """From a trainer that has been replaced."""
+    """A call came from a trainer that has been replaced."""
 
 
 @dataclass
@@ -179,7 +179,7 @@ class Cluster:
         actor = kind(self, request, node or "nowhere", 100 + len(self.everyone))
         self.everyone.append(actor)
         if node is None or not self.nodes.get(node):
-            actor.die()  # its group was removed meanwhile
+            actor.die()  # its group was removed in between
         else:
             self.actors[request.name] = actor
         self.world.trace(self._who(), "starts", request.name, "on", node)
@@ -232,7 +232,7 @@ class Cluster:
         return [NodeRow(node, is_alive, "127.0.0.1", 0) for node, is_alive in self.nodes.items()]
 
     async def run_on(self, node, function, *arguments, limit_s=None):
-        who = self._who()
+        process = self._who()
 
         def victims():
             if function.__name__ not in ("kill_and_wait", "_end_and_list"):
@@ -242,7 +242,7 @@ class Cluster:
 
         def arrive(reply):
             for actor in victims() if self.nodes.get(node) else ():
-                self.world.trace(who, "kills the process of", actor.name)
+                self.world.trace(process, "kills the process of", actor.name)
                 actor.die()
             reply.value("")
 
@@ -283,7 +283,7 @@ class Cluster:
             self.world.after(timeout_s, lambda: self._settle(call, None, TimeoutError()))
 
     def serve_as(self, master):
-        """From now on this process is the master; what was not answered is sent to it."""
+        """Make this process the master; what was not answered is sent to it."""
         self.master = master
         for call in list(self._calls):
             self._deliver(call)

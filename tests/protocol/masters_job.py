@@ -104,7 +104,7 @@ class TrainerActor(Actor):
 
 
 class Training:
-    """What a trainer does, in its process."""
+    """The work of a trainer, in its process."""
 
     def __init__(self, actor):
         self.actor, self.world, self.cluster, self.job = actor, actor.world, actor.cluster, actor.job
@@ -122,30 +122,30 @@ class Training:
         while self.job.committed < STEPS:
             step = self.job.committed + 1
             for role in ("ROLLOUT", "ACTOR"):
-                await asyncio.gather(*(self.call(who) for who in list(self.members) if who.role == role))
+                await asyncio.gather(*(self.call(each) for each in list(self.members) if each.role == role))
             while self.actor.is_stuck:
                 await asyncio.sleep(1.0)
             self.job.commit(self.epoch, step)
             self.cluster.ask_master("progressed", (self.epoch, step), lambda answer, error: None)
 
-    async def call(self, who):
+    async def call(self, member):
         while True:
-            incarnation, handle = self.members[who]
+            incarnation, handle = self.members[member]
             try:
                 return await self.world.answer_of(partial(handle.work, self.epoch, incarnation))
             except RayActorError:
-                await self.renew(who, incarnation)
+                await self.renew(member, incarnation)
 
-    async def renew(self, who, dead):
-        cause = Cause(CauseKind.PROCESS_DIED, str(who), "a call found it dead")
-        while self.members.get(who, (0, None))[0] <= dead:
-            replaced = await self.ask("renew", self.epoch, who.role, who.rank, dead, cause, 5.0)
+    async def renew(self, member, dead):
+        cause = Cause(CauseKind.PROCESS_DIED, str(member), "a call found it dead")
+        while self.members.get(member, (0, None))[0] <= dead:
+            replaced = await self.ask("renew", self.epoch, member.role, member.rank, dead, cause, 5.0)
             for rank, (incarnation, name) in (replaced.members if replaced is not None else {}).items():
-                peer = ProcessId(who.role, rank)
+                peer = ProcessId(member.role, rank)
                 handle = self.cluster.find_actor(name)
                 if incarnation > self.members.get(peer, (0, None))[0] and handle is not None:
                     self.members[peer] = incarnation, handle
-                elif peer == who and handle is None:
+                elif peer == member and handle is None:
                     dead = max(dead, incarnation)
 
     async def ask(self, method, *arguments):
@@ -212,7 +212,7 @@ class Job:
         return self.masters[-1]
 
     def state(self):
-        """What the journal says."""
+        """Return the journal's state."""
         with suppress(OSError, rl_master.JournalCorrupt):
             return replay(decode(read_lines(self.folder / brain.JOURNAL)))
         return None

@@ -48,7 +48,7 @@ class Faults:
         self.world.after(self.rng.choice((0.05, 0.5, 2.0, 8.0)) * self.rng.random() * 2, self.go_on)
 
     def _any(self) -> str:
-        """In a restart of the job often the trainer's, which is there for a short part of it."""
+        """Choose a fault; in a restart of the job often the trainer's, which is up for a short part of it."""
         is_restarting = self.job.phase is Phase.RESTARTING and self.rng.random() < 0.5
         return self.rng.choice(OF_TRAINER if is_restarting else FAULTS)
 
@@ -59,15 +59,15 @@ class Faults:
             self.world.reached[f"{fault} / {phase.value if phase else 'nothing'}"] += 1
 
     def _one(self, part):
-        found = [actor for name, actor in sorted(self.job.cluster.actors.items()) if part(name)]
-        return self.rng.choice(found) if found else None
+        matching = [actor for name, actor in sorted(self.job.cluster.actors.items()) if part(name)]
+        return self.rng.choice(matching) if matching else None
 
-    def _do(self, part, what):
+    def _do(self, part, method):
         actor = self._one(part)
         if actor is None:
             return False
         self.world.trace("fault at", actor.name)
-        getattr(actor, what)()
+        getattr(actor, method)()
         return True
 
     def _member_dies(self):

@@ -19,7 +19,7 @@ CHUNK = 20  # seeds
 
 
 def chunk(which, seeds):
-    """What was reached in the runs of these seeds, and what was broken."""
+    """Return what was reached in the runs of these seeds, and what was broken."""
     reached, broken = Counter(), []
     gc.freeze()  # what is imported stays: no collection need look through it
     for seed in seeds:
@@ -31,7 +31,7 @@ def chunk(which, seeds):
 
 
 def try_all(which, seeds, jobs):
-    """The same of many, in processes."""
+    """Run many seeds, in processes."""
     reached, broken = Counter(), []
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn")) as pool:
         parts = [seeds[at : at + CHUNK] for at in range(0, len(seeds), CHUNK)]
@@ -42,7 +42,7 @@ def try_all(which, seeds, jobs):
 
 
 def reached_by(which, seeds, jobs=2):
-    """What happened in the runs of these seeds, all of which hold."""
+    """Count what happened in the runs of these seeds, all of which hold."""
     reached, broken = try_all(which, seeds, jobs)
     assert not broken, "\n".join(broken)
     return reached

@@ -36,7 +36,7 @@ PAIRS = [f"{where}/{fault}" for where in (*SITUATIONS, *ON_SEVERAL_NODES) for fa
 """What the processes are at, and what happens then. Restores and the like come after another fault."""
 
 AFTER_TAKE_OVER_S = TAKE_OVER_S + 0.1
-"""A trainer that was frozen in a commit goes on when the next one has just taken its lock."""
+"""A trainer that was frozen in a commit continues when the next one has just taken its lock."""
 
 _ERRORS = {"full": (errno.ENOSPC, 20.0), "falters": (errno.EIO, 10.0)}
 
@@ -44,7 +44,7 @@ _FAILING = {"full": ("disk write",), "falters": ("disk write", "disk read", "dis
 
 
 class Alone(Policy):
-    """Its ranks restart one by one."""
+    """A role whose ranks restart one by one."""
 
     needs_own_process = False
 
@@ -55,7 +55,7 @@ class MemberGone(BaseException):
 
 @dataclass(frozen=True)
 class Terms:
-    """What the seed decides about a job."""
+    """The properties of a job that the seed decides about."""
 
     trainer: type
     classes: dict
@@ -145,7 +145,7 @@ class StepsJob:
         return LocalMember(host, {}, incarnation, self.terms.classes[str(role)].needs_own_process)
 
     def start_trainer(self):
-        """The next one; the one before may go on for a while."""
+        """Start the next trainer; the one before may run for a while."""
         self.epoch += 1
         epoch = self.epoch
         self.trainer = process = self.world.start(f"trainer{epoch}", lambda: self.run_trainer(epoch))
@@ -233,7 +233,7 @@ class StepsJob:
         if later:
             self.world.reached["a commit of an earlier trainer"] += 1
             if epoch in self.overtaken:
-                raise Violation(f"the trainer of epoch {epoch} commits on after that of epoch {max(later)} has begun")
+                raise Violation(f"the trainer of epoch {epoch} commits after that of epoch {max(later)} began")
             self.overtaken.add(epoch)  # it may have been at that change when the other one took over
             return
         first = epoch not in self.progress
@@ -248,27 +248,27 @@ class StepsJob:
 
     # -- faults -------------------------------------------------------------------------------------------------------
 
-    def situation(self, what):
+    def situation(self, operation):
         inside = self.world.current.inside if hasattr(self.world.current, "inside") else None
-        if not what.startswith("disk"):
-            return what
+        if not operation.startswith("disk"):
+            return operation
         if inside is None:
             return "disk of copy"
         return f"disk of {inside[-1][0]}" if inside else "disk of trainer"
 
-    def disturb(self, what):
+    def disturb(self, operation):
         """An operation of the current process begins."""
         world, process = self.world, self.world.current
-        if world.is_broken and what.startswith("disk"):
+        if world.is_broken and operation.startswith("disk"):
             raise OSError(errno.ENODEV, "the process is gone")
         inside = getattr(process, "inside", None)
         self.end_if_pending(process, inside)
         self.fail_member(inside)
-        self.trouble_disk(what)
-        if fault := self.due(self.situation(what)):
+        self.trouble_disk(operation)
+        if fault := self.due(self.situation(operation)):
             world.strikes = True
             try:
-                self.strike(fault, self.situation(what))
+                self.strike(fault, self.situation(operation))
             finally:
                 world.strikes = False
             self.fail_member(inside)
@@ -288,13 +288,13 @@ class StepsJob:
         elif pending == "trainer dies":
             process.kill()
 
-    def trouble_disk(self, what):
+    def trouble_disk(self, operation):
         kind, until_s = self.trouble
         if kind and self.world.now_s > until_s:
             self.trouble = kind, _ = "", 0.0
-        if kind == "slow" and what.startswith("disk"):
+        if kind == "slow" and operation.startswith("disk"):
             self.world.sleep(0.2)
-        elif what in _FAILING.get(kind, ()) and self.world.rng.random() < 0.5:
+        elif operation in _FAILING.get(kind, ()) and self.world.rng.random() < 0.5:
             self.refused = True
             self.count_copies()
             raise OSError(_ERRORS[kind][0], "simulated")
@@ -367,15 +367,15 @@ class StepsJob:
         self.lost_nodes += 1
         self.count_copies()
         shutil.rmtree(self.folder / node, ignore_errors=True)
-        gone = [who for who, of in self.nodes.items() if of == node]
+        gone = [gone_process for gone_process, of in self.nodes.items() if of == node]
         self.nodes.update(dict.fromkeys(gone, f"{node}+"))
-        for who in gone:
-            if who != "trainer":
-                self.kill(self.members[RLRoleType(who[0])][who[1]])
+        for gone_process in gone:
+            if gone_process != "trainer":
+                self.kill(self.members[RLRoleType(gone_process[0])][gone_process[1]])
         for process in self.world.processes:
             is_there = node == getattr(process, "node", getattr(process, "origin", ""))
             if is_there and getattr(process, "inside", None):
-                process.pending = "trainer dies"  # the member that it calls is elsewhere, and goes on
+                process.pending = "trainer dies"  # the member that it calls is elsewhere, and continues
             elif is_there and process is not self.trainer:
                 process.kill()
         if "trainer" in gone:
@@ -383,7 +383,7 @@ class StepsJob:
 
 
 def terms_of(seed):
-    """Without the world's chance: the reference has the same."""
+    """Take no random number of the world: the reference takes the same ones."""
     trainer = (Training, Pipelined)[seed % 2]
     classes = {"ACTOR": (Policy, Alone)[seed // 2 % 2], "ROLLOUT": Sampler, "REWARD": Judge}
     nodes, shared = ((3, False), (1, False), (3, True), (3, False))[seed // 4 % 4]

@@ -23,7 +23,7 @@ class Lost(Exception):
 
 @cache
 def expected(trainer, together):
-    """What an undisturbed job gives."""
+    """Return an undisturbed job's results."""
     folder = Path(mkdtemp(prefix="steps-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None))
     seed = next(seed for seed in range(4) if terms_of(seed).trainer is trainer and (seed // 2 % 2 == 0) == together)
     job = StepsJob(seed, folder)
@@ -42,16 +42,16 @@ def run(seed):
     job = StepsJob(seed, folder)
     try:
         try:
-            found = play(job)
+            results = play(job)
         except Lost:
             job.world.reached["all commits are lost"] += 1
             return job.world
         for name in ("end", "logs"):
-            if found[name] != wanted[name]:
-                raise Violation(f"{name}: the results are not those of an undisturbed run")
-        differing = [name for name, state in found["members"].items() if state != wanted["members"][name]]
+            if results[name] != wanted[name]:
+                raise Violation(f"{name}: the results differ from an undisturbed run's")
+        differing = [name for name, state in results["members"].items() if state != wanted["members"][name]]
         if differing:
-            raise Violation(f"the states of {differing} are not those of an undisturbed run")
+            raise Violation(f"the states of {differing} differ from an undisturbed run's")
     except Exception as error:
         error.add_note(f"seed {seed}: python tests/protocol/replay_protocol.py steps {seed}")
         error.lines = job.world.lines

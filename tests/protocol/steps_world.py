@@ -31,14 +31,14 @@ class Violation(AssertionError):
 
 
 def _taken_lock() -> threading.Lock:
-    """What another thread releases, as a semaphore of the interpreter's own: threads hand over thousands of times."""
+    """A lock that another thread releases, the interpreter's, since threads hand over thousands of times."""
     lock = threading.Lock()
     lock.acquire()
     return lock
 
 
 class Process:
-    """A process, whose main function runs in a thread of its own."""
+    """A process, whose main function runs in a separate thread."""
 
     def __init__(self, world: "World", name: str, main: Callable[[], None]) -> None:
         self.world, self.name, self._main = world, name, main
@@ -88,7 +88,7 @@ class World:
         self.lines: list[str] = []
         self.operations = 0
         self.strikes = False
-        self.disturb: Callable[[str], None] = lambda what: None
+        self.disturb: Callable[[str], None] = lambda operation: None
 
     def start(self, name: str, main: Callable[[], None]) -> Process:
         process = Process(self, name, main)
@@ -106,7 +106,7 @@ class World:
             if not ready:
                 sleeping = [p.wake_s for p in self.processes if not p.is_dead and not p.is_done and p.waits_for is None]
                 if not sleeping or min(sleeping) > end_s:
-                    raise Violation(f"nothing goes on within {within_s:g} s")
+                    raise Violation(f"nothing happens within {within_s:g} s")
                 self.now_s = max(self.now_s, min(sleeping))
                 continue
             self.current = process = ready[0] if len(ready) == 1 else self.rng.choice(ready)
@@ -129,20 +129,20 @@ class World:
     # -- in a process -------------------------------------------------------------------------------------------------
 
     def is_in_process(self) -> bool:
-        """Whether this is a process of the world, and not a fault that strikes it."""
+        """Return True if this is a process of the world, and not a fault that strikes it."""
         if self.strikes or self.current is None:
             return False
         return threading.current_thread() is self.current.thread
 
-    def operation(self, what: str) -> None:
-        """Something is about to happen: another process may go on, or a fault strikes."""
+    def operation(self, operation: str) -> None:
+        """Something is about to happen: another process may continue, or a fault strikes."""
         process = self.current
         assert process is not None
         if process.is_dead:
             raise Killed
         self.operations += 1
         self.now_s += 0.0005
-        self.disturb(what)
+        self.disturb(operation)
         if process.is_dead or (len(self.processes) > 1 and self.rng.random() < 0.3):
             self.hand_over()
 
@@ -172,7 +172,7 @@ _REAL |= {"sleep": time.sleep, "monotonic": time.monotonic, "builtins.open": bui
 
 
 class CopyThread:
-    """As much of ``threading.Thread`` as a copy in the background needs: a process of the world."""
+    """The part of ``threading.Thread`` that a copy in the background needs: a process of the world."""
 
     world: World | None = None
 
@@ -193,7 +193,7 @@ class CopyThread:
 
 
 class Substitutes:
-    """What the functions of the clock and the disk become: the world's in its processes, themselves elsewhere."""
+    """Replacements of functions of the clock and the disk: the world's in its processes, themselves elsewhere."""
 
     def __init__(self, world: World) -> None:
         self.world = world

@@ -92,7 +92,7 @@ def test_other_requests_wait_for_less_than_a_tenth_of_a_second(started):
 
 
 def outcome_of(coroutine):
-    """Of one that waits for nothing."""
+    """The answer of a process that waits for nothing."""
     try:
         coroutine.send(None)
     except StopIteration as ended:
@@ -105,9 +105,9 @@ def test_a_heartbeat_takes_less_than_20_microseconds(started):
         started.master.rl_master.beat(Heartbeat(ProcessId("ACTOR", rank), 1, work=Work())) for rank in range(MEMBERS)
     ]
     began_s = time.thread_time()
-    found = [outcome_of(answer) for answer in answers]
+    outcomes = [outcome_of(answer) for answer in answers]
     assert (time.thread_time() - began_s) / MEMBERS < 20e-6
-    assert BeatAnswer.REPLACED not in found
+    assert BeatAnswer.REPLACED not in outcomes
 
 
 def test_the_start_is_replayed_within_a_second(started):

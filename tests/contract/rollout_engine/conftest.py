@@ -30,16 +30,16 @@ def reference(model_path):
 
 
 @pytest.fixture(scope="session")
-def made(kind, model_path):
+def shared_engine(kind, model_path):
     engine = kind.make(model_path)
     yield engine
     engine.close()
 
 
 @pytest.fixture
-def engine(made, reference):
+def engine(shared_engine, reference):
     """Idle, on its device, with the model's weights as version 0."""
-    made.abort()
-    made.cuda()
-    made.receive(reference.snapshot(0), rewind=True)
-    return made
+    shared_engine.abort()
+    shared_engine.cuda()
+    shared_engine.receive(reference.snapshot(0), rewind=True)
+    return shared_engine

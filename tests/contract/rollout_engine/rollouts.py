@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the contract of rollout engines is run over, and the plain reference it is held against."""
+"""The engines that the contract of rollout engines runs over, and the plain reference that it compares them with."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -76,7 +76,7 @@ KINDS = (
 
 
 def as_parameter(kind):
-    """vLLM warns of what it uses itself; the server that stands in for SGLang reads everything anew for each token."""
+    """vLLM warns of what it uses itself; the server that stands in for SGLang reads everything again for each token."""
     marks = {"vllm": [pytest.mark.filterwarnings("default")], "sglang": [pytest.mark.slow]}
     return pytest.param(kind, id=kind.label, marks=[pytest.mark.needs(*kind.needs), *marks.get(kind.name, [])])
 
@@ -89,7 +89,7 @@ class Reference:
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
 
     def snapshot(self, version, scale=1.0):
-        """Its weights, each times ``scale``."""
+        """Return the model's weights, each times ``scale``."""
         return take_snapshot(
             ((name, tensor * scale) for name, tensor in load_causal_lm(self.path).named_weights()), version
         )
@@ -102,7 +102,7 @@ class Reference:
 
     @torch.no_grad()
     def greedy(self, prompt, count):
-        """What the library's own ``generate`` gives."""
+        """Return the result of the library's own ``generate``."""
         out = self.model.generate(
             torch.tensor([list(prompt)]), do_sample=False, max_new_tokens=count, eos_token_id=EOS, pad_token_id=256
         )

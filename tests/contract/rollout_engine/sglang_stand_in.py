@@ -46,7 +46,7 @@ class StandIn:
         return {"max_total_num_tokens": CACHE_TOKENS, "max_req_input_len": self.longest - 5}
 
     def generate(self, body):
-        how, drawn = body["sampling_params"], []
+        how, tokens = body["sampling_params"], []
         length = len(body["input_ids"])
         if length + how["max_new_tokens"] > self.context:
             raise ValueError(f"Requested token count exceeds the model's maximum context length of {self.context}")
@@ -56,11 +56,11 @@ class StandIn:
         while True:
             with self.lock:
                 assert self.there == set(KINDS), "asked to generate without weights or cache"
-                drawn.append(self._draw(body["input_ids"] + [token for _, token, _ in drawn], how))
-                reason = self._reason(body["rid"], drawn, how)
+                tokens.append(self._draw(body["input_ids"] + [token for _, token, _ in tokens], how))
+                reason = self._reason(body["rid"], tokens, how)
             if reason:
-                meta = {"id": body["rid"], "finish_reason": reason, "output_token_logprobs": drawn}
-                return {"text": "", "output_ids": [token for _, token, _ in drawn], "meta_info": meta}
+                meta = {"id": body["rid"], "finish_reason": reason, "output_token_logprobs": tokens}
+                return {"text": "", "output_ids": [token for _, token, _ in tokens], "meta_info": meta}
 
     def abort_request(self, body):
         self.aborted.add(body["rid"])
@@ -77,7 +77,7 @@ class StandIn:
         return {"success": True, "message": "fine", "num_paused_requests": 0}
 
     def get_weights_by_name(self, body):
-        """Of queries, keys and values the rows where SGLang takes them to be in the merged projection."""
+        """Return the rows of queries, keys and values where SGLang expects them in the merged projection."""
         config, own, name = self.model.config, dict(self.model.named_parameters()), body["name"]
         if config.architectures[0] not in READS_BACK or name not in own:
             raise ValueError("Get parameter by name failed")
@@ -109,17 +109,17 @@ class StandIn:
             token = int(logits.argmax())
         else:
             ranked, order = logprobs.exp().sort(descending=True)
-            kept = ranked.cumsum(0) - ranked < how["top_p"]
-            kept[how["top_k"] if how["top_k"] > 0 else len(kept) :] = False
-            cumulative = (ranked * kept).cumsum(0)
+            in_nucleus = ranked.cumsum(0) - ranked < how["top_p"]
+            in_nucleus[how["top_k"] if how["top_k"] > 0 else len(in_nucleus) :] = False
+            cumulative = (ranked * in_nucleus).cumsum(0)
             number = hashlib.blake2b(f"{how['sampling_seed']}/{len(ids)}".encode(), digest_size=6).digest()
             uniform = int.from_bytes(number, "little") / 2**48
             place = int(torch.searchsorted(cumulative, uniform * cumulative[-1], right=True))
             token = int(order[min(place, len(order) - 1)])
         return [float(logprobs[token]), token, None]
 
-    def _reason(self, rid, drawn, how):
-        tokens = [token for _, token, _ in drawn]
+    def _reason(self, rid, entries, how):
+        tokens = [token for _, token, _ in entries]
         text = self.tokenizer.decode(tokens, skip_special_tokens=True)
         if not how["ignore_eos"] and tokens[-1] in how["stop_token_ids"]:
             return {"type": "stop", "matched": tokens[-1]}

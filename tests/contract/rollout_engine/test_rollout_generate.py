@@ -53,7 +53,7 @@ def test_the_text_is_the_completions_without_special_tokens(engine):
 
 
 def test_progress_is_noted_while_tokens_come(engine):
-    """At least as often as the engine gives tokens out, without which a long call would be taken for one that hangs."""
+    """At least as often as the engine gives tokens out, without which a long call would be treated as hung."""
     before = noted_progress()
     engine.generate(prompts(), sampling(samples_per_prompt=2), (3,))
     assert noted_progress() > before
@@ -132,8 +132,8 @@ def test_the_processs_random_state_neither_counts_nor_changes(engine):
 def expected_logprobs(reference, out, temperature, cut=lambda logprobs: logprobs):
     values = []
     for tokens, actions in zip(out.ragged("tokens"), out.ragged("action_mask"), strict=True):
-        told = cut(reference.logprobs(tokens, temperature))
-        picked = told[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
+        reference_logprobs = cut(reference.logprobs(tokens, temperature))
+        picked = reference_logprobs[torch.arange(len(tokens) - 1), torch.tensor(tokens[1:])].numpy()
         values.append(np.where(actions[1:], picked, 0.0))
     return np.concatenate([np.concatenate([[0.0], row]) for row in values])
 
@@ -151,9 +151,9 @@ def test_logprobs_are_the_models_at_the_temperature(engine, reference, temperatu
 def test_logprobs_are_the_train_engines(engine, reference, temperature):
     out = engine.generate(prompts(), sampling(temperature=temperature, samples_per_prompt=4), (2,))
     trainer = Fsdp2TrainEngine(reference.path, None)
-    told = trainer.evaluate(out.select("tokens", "action_mask"), temperature).ragged("logprobs").values
+    trained_logprobs = trainer.evaluate(out.select("tokens", "action_mask"), temperature).ragged("logprobs").values
     trainer.close()
-    assert np.abs(told - out.ragged("logprobs").values).max() < 1e-4
+    assert np.abs(trained_logprobs - out.ragged("logprobs").values).max() < 1e-4
 
 
 CUTS = [{"top_k": 5}, {"top_p": 0.4}, {"top_k": 30, "top_p": 0.5}]
@@ -164,13 +164,13 @@ def slow_cut(logprobs, top_k=None, top_p=1.0):
     out = torch.full_like(logprobs, -torch.inf)
     for row, values in enumerate(logprobs.tolist()):
         ranked = sorted(range(len(values)), key=lambda token: (-values[token], token))[:top_k]
-        whole, kept, mass = sum(np.exp(values[token]) for token in ranked), [], 0.0
+        whole, nucleus, mass = sum(np.exp(values[token]) for token in ranked), [], 0.0
         for token in ranked:
             if mass >= top_p * whole:
                 break
-            kept.append(token)
+            nucleus.append(token)
             mass += np.exp(values[token])
-        for token in kept:
+        for token in nucleus:
             out[row, token] = values[token] - np.log(mass)
     return out
 
@@ -185,11 +185,11 @@ def test_with_a_cut_the_logprobs_are_of_the_distribution_that_was_asked_for(kind
         return
     whole = engine.generate(prompts(), params, (2,))
     assert np.abs(expected_logprobs(reference, whole, 0.7) - whole.ragged("logprobs").values).max() < 1e-4
-    told = engine.generate(prompts(), dataclasses.replace(params, logprobs="sampled"), (2,))
-    assert completions(told) == completions(whole)
-    expected = expected_logprobs(reference, told, 0.7, lambda logprobs: slow_cut(logprobs, **cut))
+    sampled = engine.generate(prompts(), dataclasses.replace(params, logprobs="sampled"), (2,))
+    assert completions(sampled) == completions(whole)
+    expected = expected_logprobs(reference, sampled, 0.7, lambda logprobs: slow_cut(logprobs, **cut))
     assert np.isfinite(expected).all(), "a token was drawn that had been cut off"
-    assert np.abs(expected - told.ragged("logprobs").values).max() < 1e-4
+    assert np.abs(expected - sampled.ragged("logprobs").values).max() < 1e-4
 
 
 def test_top_k_one_is_greedy(engine):

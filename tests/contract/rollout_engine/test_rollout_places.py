@@ -143,7 +143,7 @@ def test_older_weights_are_taken_over_only_when_the_run_has_gone_back(engine, re
 
 @pytest.mark.feature(106)
 def test_tied_embeddings_travel_once_and_the_head_follows(engine, reference):
-    """The final norm undoes the scale of what the layers give, not that of the head: log-probs show it."""
+    """The final norm undoes the scale of what the layers give, not the scale of the head: log-probs show it."""
     sent = reference.snapshot(1)
     assert "lm_head.weight" not in sent.buffers
     doubled = {name: sent.tensor(name) * (2.0 if name == "model.embed_tokens.weight" else 1.0) for name in sent.buffers}
@@ -152,8 +152,8 @@ def test_tied_embeddings_travel_once_and_the_head_follows(engine, reference):
     other = Reference(reference.path)
     other.model.load_state_dict(doubled, strict=False)
     other.model.tie_weights()
-    for tokens, told, actions in zip(
+    for tokens, logprobs, actions in zip(
         *(out.ragged(name) for name in ("tokens", "logprobs", "action_mask")), strict=True
     ):
         expected = other.logprobs(tokens, 1.0)[np.arange(len(tokens) - 1), tokens[1:]].numpy()
-        assert np.abs(np.where(actions[1:], expected, 0.0) - told[1:]).max() < 1e-4
+        assert np.abs(np.where(actions[1:], expected, 0.0) - logprobs[1:]).max() < 1e-4

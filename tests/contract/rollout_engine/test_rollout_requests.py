@@ -14,7 +14,7 @@ PARAMS = sampling(max_new_tokens=30, samples_per_prompt=3)
 
 
 def whole(engine, params=PARAMS, seed=(6,)):
-    """What ``generate`` gives, by key."""
+    """Return the completions of ``generate`` by key."""
     out = engine.generate(prompts(), params, seed)
     return dict(zip(zip(out["prompt_id"], out["sample_index"], strict=True), completions(out), strict=True))
 
@@ -33,20 +33,20 @@ def test_a_completion_has_its_request_with_all_columns(engine):
     engine.add(requests(), sampling(), (6,))
     done = drain(engine)
     for item in done.values():
-        asked = item.request
-        assert asked.prompt.tolist() == list(TEXTS[asked.prompt_id].encode())
-        assert (asked.done.dtype, asked.logprobs.dtype, asked.versions.dtype) == ("int64", "float32", "int64")
-        assert len(asked.done) == len(asked.logprobs) == len(asked.versions)
-        assert item.finish == ("length" if len(asked.done) == 24 else "eos")
-        assert item.text == engine.tokenizer.decode(asked.done, skip_special_tokens=True)
+        request = item.request
+        assert request.prompt.tolist() == list(TEXTS[request.prompt_id].encode())
+        assert (request.done.dtype, request.logprobs.dtype, request.versions.dtype) == ("int64", "float32", "int64")
+        assert len(request.done) == len(request.logprobs) == len(request.versions)
+        assert item.finish == ("length" if len(request.done) == 24 else "eos")
+        assert item.text == engine.tokenizer.decode(request.done, skip_special_tokens=True)
 
 
 def test_requests_that_come_later_change_nothing_for_those_that_run(engine):
     expected = whole(engine)
-    asked = requests(samples=3)
-    engine.add(asked[:4], PARAMS, (6,))
+    batch = requests(samples=3)
+    engine.add(batch[:4], PARAMS, (6,))
     done = {}
-    for part in (asked[4:9], asked[9:]):
+    for part in (batch[4:9], batch[9:]):
         for _ in range(3):
             done.update({item.request.key: item for item in engine.advance()})
         engine.add(part, PARAMS, (6,))
@@ -129,14 +129,14 @@ def test_tokens_are_stamped_with_the_weights_that_drew_them(engine, reference):
         first = versions.index(1)
         assert first >= 4
     for item in done.values():
-        first, asked = item.request.versions.tolist().index(1), item.request
+        first, request = item.request.versions.tolist().index(1), item.request
         past = dataclasses.replace(
-            asked, done=asked.done[:first], logprobs=asked.logprobs[:first], versions=asked.versions[:first]
+            request, done=request.done[:first], logprobs=request.logprobs[:first], versions=request.versions[:first]
         )
         engine.add([past], params, (6,))
-        alone = drain(engine)[asked.key].request
-        assert alone.done.tolist() == asked.done.tolist(), "the past was not read with the new weights"
-        assert np.allclose(alone.logprobs, asked.logprobs, atol=1e-5)
+        alone = drain(engine)[request.key].request
+        assert alone.done.tolist() == request.done.tolist(), "the past was not read with the new weights"
+        assert np.allclose(alone.logprobs, request.logprobs, atol=1e-5)
 
 
 def test_generate_tells_the_version_of_the_last_token(engine, reference):

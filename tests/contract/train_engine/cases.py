@@ -24,11 +24,11 @@ class Case:
 
     @property
     def name(self):
-        given = {"ddp": self.sizes.ddp_size, "tp": self.sizes.tensor_parallel_size}
-        given |= {"cp": self.sizes.context_parallel_size, "pp": self.sizes.pipeline_parallel_size}
+        sizes = {"ddp": self.sizes.ddp_size, "tp": self.sizes.tensor_parallel_size}
+        sizes |= {"cp": self.sizes.context_parallel_size, "pp": self.sizes.pipeline_parallel_size}
         options = [f"{key}{value}" for key, value in self.backend.items() if key != "cpu_shim"]
-        told = [f"{key}{size}" for key, size in given.items() if size > 1] + options + [*self.settings.values()]
-        return "-".join([self.engine, str(self.world_size), *told])
+        words = [f"{key}{size}" for key, size in sizes.items() if size > 1] + options + [*self.settings.values()]
+        return "-".join([self.engine, str(self.world_size), *words])
 
 
 @dataclass(frozen=True)

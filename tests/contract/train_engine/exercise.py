@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the processes of an engine do in the contract; they return what the tests look at."""
+"""The work of an engine's processes in the contract; they return values that the tests compare."""
 
 import dataclasses
 import hashlib
@@ -40,7 +40,7 @@ def train(engine, rank, steps):
 
 
 def digest(engine):
-    """Of every bit of this rank's state."""
+    """Return a digest of every bit of this rank's state."""
     whole = hashlib.blake2b()
     for part in [*state_tree.dump(engine.state_dict())]:
         for piece in [part] if isinstance(part, bytes) else part:
@@ -56,12 +56,12 @@ def five_steps(rank, world_size, port, case, path, checkpoint):
     """Log-probs and entropies first, a checkpoint on the way, a trip to the host, and what came of it."""
     engine = make_engine(case, rank, port, path)
     noted = [noted_progress()]
-    found = engine.evaluate(share(engine, rank, 0), TEMPERATURE, entropy=True)
+    evaluated = engine.evaluate(share(engine, rank, 0), TEMPERATURE, entropy=True)
     noted.append(noted_progress())
-    told = train(engine, rank, range(SAVED_AFTER))
+    reports = train(engine, rank, range(SAVED_AFTER))
     noted.append(noted_progress())
     engine.save_checkpoint(checkpoint)
-    told += train(engine, rank, [SAVED_AFTER])
+    reports += train(engine, rank, [SAVED_AFTER])
     digest(engine)  # A state that has been written does not keep its tensors from moving.
     before = engine.footprint()
     engine.cpu()
@@ -69,13 +69,13 @@ def five_steps(rank, world_size, port, case, path, checkpoint):
     engine.cuda()
     places.append(engine.place())
     after = engine.footprint()
-    told += train(engine, rank, range(SAVED_AFTER + 1, STEPS))
+    reports += train(engine, rank, range(SAVED_AFTER + 1, STEPS))
     result = {
         "replica": replica_of(engine, rank),
-        "logprobs": [row.copy() for row in found.ragged("logprobs")],
-        "entropy": [row.copy() for row in found.ragged("entropy")],
-        "candidate_logprobs": [row.copy() for row in found.ragged("candidate_logprobs")],
-        "told": told,
+        "logprobs": [row.copy() for row in evaluated.ragged("logprobs")],
+        "entropy": [row.copy() for row in evaluated.ragged("entropy")],
+        "candidate_logprobs": [row.copy() for row in evaluated.ragged("candidate_logprobs")],
+        "told": reports,
         "progress": [after - before for before, after in pairwise(noted)],
         "footprints": (before, empty, after),
         "places": places,
@@ -88,13 +88,13 @@ def five_steps(rank, world_size, port, case, path, checkpoint):
 
 
 def go_on(rank, world_size, port, case, path, checkpoint, other):
-    """From this layout's checkpoint, and from that of a single process."""
+    """Load this layout's checkpoint, and a single process's."""
     results = []
     engine = make_engine(case, rank, port, path)
     for folder in (checkpoint, other):
         train(engine, rank, [77])  # It may have gone on, and is taken back.
         engine.load_checkpoint(folder)
-        told = train(engine, rank, range(SAVED_AFTER, STEPS))
-        results.append({"told": told, "digest": digest(engine), "weights": weights_of(engine)})
+        reports = train(engine, rank, range(SAVED_AFTER, STEPS))
+        results.append({"told": reports, "digest": digest(engine), "weights": weights_of(engine)})
     engine.close()
     return results

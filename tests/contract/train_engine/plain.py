@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every train engine is compared with: a model, batches, a loss, and five steps the plain way, a row at a time."""
+"""The reference for every train engine: a model, batches, a loss, and five steps the plain way, a row at a time."""
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ def write_model(path, vocab_size=260, kind=Qwen2ForCausalLM, **shape):
 
 
 def model_config(kind, **shape):
-    """Of a small model."""
+    """The sizes of a small model."""
     tokenizer = make_byte_tokenizer()
     sizes = {
         "vocab_size": 260,
@@ -97,8 +97,8 @@ def plain_outputs(model, tokens, mask, candidates):
     ids, chosen = torch.tensor(tokens), torch.tensor(mask[1:])
     table = torch.log_softmax(model(ids[None]).logits[0, :-1, :TOKENIZER_IDS] / TEMPERATURE, dim=-1)
     logprobs = table[torch.arange(len(ids) - 1), ids[1:]]
-    others = table.gather(1, torch.tensor(candidates)[1:])
-    return logprobs[chosen], -(table.exp() * table).sum(dim=-1)[chosen], others[chosen]
+    candidate_logprobs = table.gather(1, torch.tensor(candidates)[1:])
+    return logprobs[chosen], -(table.exp() * table).sum(dim=-1)[chosen], candidate_logprobs[chosen]
 
 
 def plain_loss(model, batch):
@@ -108,9 +108,9 @@ def plain_loss(model, batch):
     names = ("tokens", "action_mask", "old", "candidates")
     rows = zip(*(batch.ragged(name) for name in names), batch.dense("weight"), strict=True)
     for tokens, mask, old, candidates, weight in rows:
-        logprobs, entropies, others = plain_outputs(model, tokens, mask, candidates)
+        logprobs, entropies, candidate_logprobs = plain_outputs(model, tokens, mask, candidates)
         columns = {
-            "candidate_logprobs": others,
+            "candidate_logprobs": candidate_logprobs,
             "old": torch.tensor(old, dtype=torch.float32)[torch.tensor(mask)],
             "weight": torch.full((len(logprobs),), weight),
             "entropy": entropies,
@@ -191,45 +191,45 @@ def plain_run(path):
 
 
 def plain_steps(model, loss_of, metric):
-    """As :func:`plain_run`, for any model and ``loss_of(model, batch) -> (loss, metric)``."""
+    """Run :func:`plain_run`'s steps for any model and ``loss_of(model, batch) -> (loss, metric)``."""
     named = dict(model.named_parameters())
-    optimizer, told = PlainAdamW(named), []
+    optimizer, reports = PlainAdamW(named), []
     for step in range(STEPS):
         model.zero_grad()
         loss, value = loss_of(model, make_batch(step))
         loss.backward()
         norm = torch.sqrt(sum(tensor.grad.double().square().sum() for tensor in named.values())).item()
         lr = CONFIG.lr * min(1.0, (step + 1) / CONFIG.warmup_steps)
-        told.append({"loss": loss.item(), "grad_norm": norm, "lr": lr, metric: value.item()})
+        reports.append({"loss": loss.item(), "grad_norm": norm, "lr": lr, metric: value.item()})
         optimizer.step(lr, min(1.0, CONFIG.max_grad_norm / norm))
-    return told, PlainWeights(named, optimizer.unsure)
+    return reports, PlainWeights(named, optimizer.unsure)
 
 
 def reported(step):
-    """What an engine says of a step, in the form of :func:`plain_run`."""
+    """Return an engine's report of a step in the form of :func:`plain_run`."""
     return {"loss": step.loss, "grad_norm": step.grad_norm, "lr": step.lr, **step.metrics}
 
 
-def assert_close(found, expected, tolerance=1e-5):
+def assert_close(actual, expected, tolerance=1e-5):
     """Weights by name."""
-    assert found.keys() == expected.keys()
+    assert actual.keys() == expected.keys()
     unsure = getattr(expected, "unsure", {})
     doubtful = sum(int((of > tolerance).sum()) for name, of in unsure.items() if not name.endswith(NO_GRADIENT))
     assert doubtful <= DOUBTFUL, f"rounding decides {doubtful} weights: too many to compare"
-    for name in found:
+    for name in actual:
         allowed = 3 * STEPS * CONFIG.lr if name.endswith(NO_GRADIENT) else tolerance + unsure.get(name, 0.0)
-        difference = np.abs(found[name] - expected[name])
+        difference = np.abs(actual[name] - expected[name])
         assert (difference < allowed).all(), (name, difference.max())
 
 
-def apart(found, expected, start):
-    """How far weights are from the expected ones, as a share of the way that these have gone from the start."""
+def apart(actual, expected, start):
+    """Return the distance of weights from the expected ones, as a share of these ones' distance from the start."""
     names = [name for name in expected if not name.endswith(NO_GRADIENT)]
-    off = sum(float(np.square(found[name] - expected[name]).sum()) for name in names)
+    off = sum(float(np.square(actual[name] - expected[name]).sum()) for name in names)
     way = sum(float(np.square(expected[name] - start[name]).sum()) for name in names)
     return (off / way) ** 0.5
 
 
 def start_weights(path):
-    """By name."""
+    """Return the weights by name."""
     return {name: parameter.detach().numpy() for name, parameter in plain_model(path).named_parameters()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every train engine does in a single process besides its steps: refusals, states, weights that come and go."""
+"""Contract of every train engine in a single process besides its steps: refusals, states, offloading."""
 
 import dataclasses
 import functools
@@ -36,7 +36,7 @@ def cases(names=tuple(ENGINES)):
 
 
 def refusal(act):
-    """What an engine says against it."""
+    """Return the kind and the message of an engine's error."""
     try:
         act()
     except DLRoverRLError as error:
@@ -51,7 +51,7 @@ def saved(state):
 
 
 def live_bytes():
-    """Of all tensors of this process."""
+    """Count the bytes of all tensors of this process."""
     gc.collect()
     tensors = [thing for thing in gc.get_objects() if issubclass(type(thing), torch.Tensor)]
     tensors = [tensor for tensor in tensors if tensor.layout is torch.strided and not tensor.is_meta]
@@ -65,9 +65,9 @@ def whole_storage(tensor):
 def memory_of(engine, rank, before):
     """Bytes that it says it holds after a step, that it holds, and that are left of it when it is released."""
     train(engine, rank, [0])
-    told, held = sum(engine.footprint().values()), live_bytes() - before
+    reported, measured = sum(engine.footprint().values()), live_bytes() - before
     engine.meta()
-    return told, held, live_bytes() - before
+    return reported, measured, live_bytes() - before
 
 
 def broken(outputs, columns):
@@ -112,7 +112,7 @@ def refused_steps(engine, rank):
 
 
 def skipped_steps(engine, rank):
-    """As many as are skipped, one that is not, and again: the second time the count goes through a saved state."""
+    """Take as many updates as are skipped, one that is not, and again: the second time across a saved state."""
     before, results = weights_of(engine), []
     for _ in range(2):
         results += [engine.step(share(engine, rank, 2), loss) for loss in BAD.values()]
@@ -141,12 +141,12 @@ def there_and_back(engine):
 
 
 def other_ways(make, rank):
-    """Of each way to run: two steps and their weights; and whether a state that is loaded in host memory is loaded."""
+    """Return two steps and their weights for each way to run, and whether a state is loaded while in host memory."""
     ways = {"plain": {}, "recomputed": {"gradient_checkpointing": True}, "bf16": {"precision": "bf16"}}
     steps = {}
     for name, changes in ways.items():
         engine = make(**changes)
-        told = train(engine, rank, range(2))
+        reports = train(engine, rank, range(2))
         types = {str(tensor.dtype) for _, tensor in engine.named_weights()}
         weights, state = weights_of(engine), saved(engine.state_dict())
         on = train(engine, rank, [2]), digest(engine)
@@ -154,7 +154,7 @@ def other_ways(make, rank):
         engine.load_state_dict(state)
         engine.cuda()
         again = train(engine, rank, [2]), digest(engine)
-        steps[name] = told, weights, types, on == again
+        steps[name] = reports, weights, types, on == again
         engine.meta()
     return {"steps": steps}
 
@@ -182,7 +182,7 @@ def checkpoints(engine, case, make, folder):
 
 
 def elsewhere(engine, other, rank, folder):
-    """Both go on from the checkpoint."""
+    """Both engines continue from the checkpoint."""
     other.load_checkpoint(folder / "checkpoint")
     for each in (engine, other):
         train(each, rank, [3])
@@ -200,7 +200,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(model_path, folder):
+def results_of(model_path, folder):
     @functools.cache
     def of(case_name):
         (result,) = run(1, alone, named(case_name), model_path, folder / case_name)
@@ -210,19 +210,19 @@ def found(model_path, folder):
 
 
 @pytest.mark.parametrize("case", cases())
-def test_an_update_that_is_not_finite_is_refused_and_changes_nothing(case, found):
-    result = found(case.name)
+def test_an_update_that_is_not_finite_is_refused_and_changes_nothing(case, results_of):
+    result = results_of(case.name)
     for name, message in (("loss", "the loss is nan"), ("gradient", "the gradient norm is nan (first in: model.embed")):
-        kind, told = result[name]
+        kind, text = result[name]
         assert kind == "NonFiniteUpdate"
-        assert message in told
+        assert message in text
     assert result["before"] == result["after"]
     assert result["on"][0].grad_norm < math.inf
 
 
 @pytest.mark.parametrize("case", cases())
-def test_so_many_in_a_row_are_skipped_if_asked_and_change_nothing(case, found):
-    *first, one, another, end = found(case.name)["skipped"]
+def test_so_many_in_a_row_are_skipped_if_asked_and_change_nothing(case, results_of):
+    *first, one, another, end = results_of(case.name)["skipped"]
     first, start = first[:-1], first[-1]
     for result in (*first, one, another):
         assert (result.skipped, math.isnan(result.loss), math.isnan(result.grad_norm)) == (True, True, True)
@@ -232,17 +232,17 @@ def test_so_many_in_a_row_are_skipped_if_asked_and_change_nothing(case, found):
 
 @pytest.mark.feature(20)
 @pytest.mark.parametrize("case", cases())
-def test_released_and_restored_it_goes_on_bit_for_bit(case, found):
-    result = found(case.name)
-    place, footprint, (kind, told) = result["released"]
+def test_released_and_restored_it_goes_on_bit_for_bit(case, results_of):
+    result = results_of(case.name)
+    place, footprint, (kind, message) = result["released"]
     assert (place, footprint, kind) == ("meta", {}, "EngineError")
-    assert "load_state_dict" in told
+    assert "load_state_dict" in message
     assert result["again"] == result["on"]
 
 
 @pytest.mark.parametrize("case", cases())
-def test_what_is_saved_is_the_model_in_hugging_face_format(case, found, folder):
-    weights = found(case.name)["weights"]
+def test_what_is_saved_is_the_model_in_hugging_face_format(case, results_of, folder):
+    weights = results_of(case.name)["weights"]
     model = AutoModelForCausalLM.from_pretrained(folder / case.name / "saved", dtype=torch.float32)
     loaded = dict(model.named_parameters())
     assert loaded.keys() == weights.keys()
@@ -251,8 +251,8 @@ def test_what_is_saved_is_the_model_in_hugging_face_format(case, found, folder):
 
 @pytest.mark.feature(107)
 @pytest.mark.parametrize("case", cases())
-def test_a_frozen_engine_takes_over_weights_and_holds_no_optimizer(case, found):
-    result = found(case.name)
+def test_a_frozen_engine_takes_over_weights_and_holds_no_optimizer(case, results_of):
+    result = results_of(case.name)
     assert result["frozen"] == (3, True, ["weights"])
     assert result["step"] == ("EngineError", "a frozen engine (no optimizer) cannot take a step")
     assert result["wrong state"][0] == "EngineError"
@@ -260,87 +260,87 @@ def test_a_frozen_engine_takes_over_weights_and_holds_no_optimizer(case, found):
 
 @pytest.mark.feature(54)
 @pytest.mark.parametrize("case", cases())
-def test_recomputed_activations_give_the_same_steps(case, found):
-    steps = found(case.name)["steps"]
-    (told, weights, *_), (again, others, *_) = steps["plain"], steps["recomputed"]
-    assert told == again
-    assert all(np.array_equal(weights[name], others[name]) for name in weights)
+def test_recomputed_activations_give_the_same_steps(case, results_of):
+    steps = results_of(case.name)["steps"]
+    (reports, weights, *_), (again, recomputed_weights, *_) = steps["plain"], steps["recomputed"]
+    assert reports == again
+    assert all(np.array_equal(weights[name], recomputed_weights[name]) for name in weights)
 
 
 @pytest.mark.feature(53)
 @pytest.mark.parametrize("case", cases())
-def test_bf16_steps_are_near_and_the_weights_are_float32(case, found, model_path):
-    steps = found(case.name)["steps"]
-    (told, weights, *_), (near, others, types, _) = steps["plain"], steps["bf16"]
+def test_bf16_steps_are_near_and_the_weights_are_float32(case, results_of, model_path):
+    steps = results_of(case.name)["steps"]
+    (reports, weights, *_), (near, bf16_weights, types, _) = steps["plain"], steps["bf16"]
     assert types == {"torch.float32"}
-    for exact, rough in zip(told, near, strict=True):
+    for exact, rough in zip(reports, near, strict=True):
         assert rough.loss == pytest.approx(exact.loss, rel=0.02)
         assert rough.grad_norm == pytest.approx(exact.grad_norm, rel=0.05)
     # One step less, or the two in another order, are 0.5 apart.
-    assert 1e-3 < apart(others, weights, start_weights(model_path)) < 0.1
+    assert 1e-3 < apart(bf16_weights, weights, start_weights(model_path)) < 0.1
 
 
 @pytest.mark.parametrize("case", cases())
-def test_an_engine_that_does_not_fit_leaves_its_ranks_and_another_one_can_be_made(case, found):
-    result = found(case.name)
-    kind, told = result["no room"]
+def test_an_engine_that_does_not_fit_leaves_its_ranks_and_another_one_can_be_made(case, results_of):
+    result = results_of(case.name)
+    kind, message = result["no room"]
     assert kind == "OutOfDeviceMemory"
-    assert "10,000 bytes are in use" in told
+    assert "10,000 bytes are in use" in message
     assert not result["met"]
 
 
 @pytest.mark.feature(20)
 @pytest.mark.parametrize("case", cases())
-def test_what_is_held_is_told_and_nothing_is_left_of_it(case, found):
-    told, held, left = found(case.name)["memory"]
-    assert abs(held - told) < 0.05 * told
-    assert left < 0.05 * told
+def test_what_is_held_is_told_and_nothing_is_left_of_it(case, results_of):
+    reported, measured, left = results_of(case.name)["memory"]
+    assert abs(measured - reported) < 0.05 * reported
+    assert left < 0.05 * reported
 
 
 @pytest.mark.parametrize("case", cases())
-def test_a_state_can_be_loaded_in_host_memory(case, found):
-    assert all(same for *_, same in found(case.name)["steps"].values())
+def test_a_state_can_be_loaded_in_host_memory(case, results_of):
+    assert all(same for *_, same in results_of(case.name)["steps"].values())
 
 
 @pytest.mark.parametrize("case", cases())
-def test_a_checkpoint_that_cannot_be_written_or_is_not_there_is_an_error(case, found, folder):
-    result = found(case.name)
+def test_a_checkpoint_that_cannot_be_written_or_is_not_there_is_an_error(case, results_of, folder):
+    result = results_of(case.name)
     for name, message in (("nowhere", "cannot be written: "), ("nothing", "no checkpoint at ")):
-        kind, told = result[name]
+        kind, text = result[name]
         assert kind == "EngineError"
-        assert message in told
+        assert message in text
     assert not [entry for entry in (folder / case.name).iterdir() if entry.name.startswith(".")]
 
 
 @pytest.mark.parametrize("case", cases(("deepspeed",)))
-def test_a_checkpoint_of_another_stage_is_refused_with_both(case, found):
-    kind, told = found(case.name)["stage"]
+def test_a_checkpoint_of_another_stage_is_refused_with_both(case, results_of):
+    kind, message = results_of(case.name)["stage"]
     stage = case.backend["zero_stage"]
     assert kind == "EngineError"
-    assert f"is of layout [1, 1, 1, 1, 1, {stage}]" in told
-    assert f"not [1, 1, 1, 1, 1, {1 + stage % 3}]" in told
+    assert f"is of layout [1, 1, 1, 1, 1, {stage}]" in message
+    assert f"not [1, 1, 1, 1, 1, {1 + stage % 3}]" in message
 
 
 @pytest.mark.parametrize("case", cases(ALIKE))
-def test_fsdp2_goes_on_from_its_checkpoint(case, found):
-    version, own, others = found(case.name)["elsewhere"]
+def test_fsdp2_goes_on_from_its_checkpoint(case, results_of):
+    version, own, fsdp2_weights = results_of(case.name)["elsewhere"]
     assert version == 4
-    assert_close(others, own)
+    assert_close(fsdp2_weights, own)
 
 
 @pytest.mark.parametrize("case", cases())
-def test_options_that_it_does_not_have_are_refused(case, found):
-    kind, told = found(case.name)["option"]
+def test_options_that_it_does_not_have_are_refused(case, results_of):
+    kind, message = results_of(case.name)["option"]
     assert kind in ("EngineError", "InvalidJob")
-    assert "zero_stge" in told
+    assert "zero_stge" in message
     if case.backend:
-        assert f"did you mean '{next(iter(case.backend))}'?" in told
+        assert f"did you mean '{next(iter(case.backend))}'?" in message
 
 
 @pytest.mark.feature(51)
 @pytest.mark.parametrize("case", cases())
-def test_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(case, found):
-    kind, told = found(case.name)["sizes"]
+def test_sizes_that_do_not_divide_the_ranks_are_refused_with_the_numbers(case, results_of):
+    kind, message = results_of(case.name)["sizes"]
     assert kind == EngineError.__name__
-    assert "3" in told
-    assert "tensor_parallel_size" in told
+    assert "3" in message
+    assert "tensor_parallel_size" in message

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deepspeed has where, in bf16 and with its optimizer on the host; and that neither changes what a step gives."""
+"""Places of deepspeed's tensors, in bf16 and with its optimizer on the host; neither changes a step's result."""
 
 import functools
 
@@ -45,7 +45,7 @@ def refused(engine, rank):
 
 
 def in_bf16(rank, world_size, port, stage, path):
-    """By whether the optimizer is on the host: what is held and sent after two steps, and how it goes on."""
+    """Return bytes held and sent after two steps, and later steps, with the optimizer on the device and on the host."""
     result, states = {}, {}
     for on_host in PLACES:
         case = Case("deepspeed", world_size, backend={"zero_stage": stage, "optimizer_on_host": on_host})
@@ -55,8 +55,16 @@ def in_bf16(rank, world_size, port, stage, path):
         sent = {name: (tensor.dtype, tensor.float().numpy()) for name, tensor in engine.named_weights(torch.bfloat16)}
         states[on_host] = saved(engine.state_dict())
         buffers = sum(buffer.nbytes for buffer in engine._model.module.buffers())
-        held = {kind: nbytes - (buffers if kind == "weights" else 0) for kind, nbytes in engine.footprint().items()}
-        result[on_host] = {"start": start, "steps": steps, "sent": sent, "weights": weights_of(engine), "held": held}
+        held_bytes = {
+            kind: nbytes - (buffers if kind == "weights" else 0) for kind, nbytes in engine.footprint().items()
+        }
+        result[on_host] = {
+            "start": start,
+            "steps": steps,
+            "sent": sent,
+            "weights": weights_of(engine),
+            "held": held_bytes,
+        }
         result[on_host]["parameters"] = engine.parameter_count
         twin = make_engine(case, rank, port, path, precision="bf16", max_tokens_per_microbatch=10)
         twin.load_state_dict(states[on_host])
@@ -86,7 +94,7 @@ def model_path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(model_path):
+def actual(model_path):
     @functools.cache
     def of(world_size, stage):
         return run(world_size, in_bf16, stage, model_path)
@@ -94,18 +102,18 @@ def found(model_path):
     return of
 
 
-def near(found, expected, path):
-    return apart(found, expected, start_weights(path)) < 1e-4
+def near(actual, expected, path):
+    return apart(actual, expected, start_weights(path)) < 1e-4
 
 
 @pytest.mark.feature(53)
 @pytest.mark.parametrize("world_size", [1, TWO])
-def test_the_passes_have_two_bytes_a_parameter_and_the_masters_are_float32(stage, world_size, found):
-    for rank in found(world_size, stage):
+def test_the_passes_have_two_bytes_a_parameter_and_the_masters_are_float32(stage, world_size, results_of):
+    for rank in results_of(world_size, stage):
         parameters, divided = rank[False]["parameters"], world_size if stage == 3 else 1
-        held = rank[False]["held"]
-        assert held["weights"] == 2 * parameters // divided + 4 * parameters // world_size
-        assert held["optimizer"] == pytest.approx(8 * parameters / world_size, abs=8)
+        footprint = rank[False]["held"]
+        assert footprint["weights"] == 2 * parameters // divided + 4 * parameters // world_size
+        assert footprint["optimizer"] == pytest.approx(8 * parameters / world_size, abs=8)
         assert rank[True]["held"]["weights"] == 2 * parameters // divided
         assert "optimizer" not in rank[True]["held"]
         assert rank["frozen"] == (2 * parameters // divided, ["weights"])
@@ -113,10 +121,10 @@ def test_the_passes_have_two_bytes_a_parameter_and_the_masters_are_float32(stage
 
 @pytest.mark.parametrize("world_size", [1, TWO])
 def test_weights_start_as_those_of_the_files_and_are_served_as_the_passes_have_them(
-    stage, world_size, found, model_path
+    stage, world_size, results_of, model_path
 ):
     wanted = {name: tensor.tobytes() for name, tensor in start_weights(model_path).items()}
-    for rank in found(world_size, stage):
+    for rank in results_of(world_size, stage):
         for on_host in PLACES:
             assert rank[on_host]["start"] == wanted
             for name, (dtype, sent) in rank[on_host]["sent"].items():
@@ -126,28 +134,28 @@ def test_weights_start_as_those_of_the_files_and_are_served_as_the_passes_have_t
 
 
 @pytest.mark.parametrize("world_size", [1, TWO])
-def test_on_the_host_steps_are_those_of_the_device(stage, world_size, found, model_path):
-    for rank in found(world_size, stage):
+def test_on_the_host_steps_are_those_of_the_device(stage, world_size, results_of, model_path):
+    for rank in results_of(world_size, stage):
         for step, other in zip(rank[True]["steps"], rank[False]["steps"], strict=True):
             assert (step.loss, step.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)
         assert near(rank[True]["weights"], rank[False]["weights"], model_path)
         (step,), weights = rank["moved"]
-        (other,), others = rank[False]["twin"]
+        (other,), twin_weights = rank[False]["twin"]
         assert (step.loss, step.grad_norm) == pytest.approx((other.loss, other.grad_norm), rel=1e-5)
-        assert near(weights, others, model_path)
+        assert near(weights, twin_weights, model_path)
 
 
 @pytest.mark.parametrize("world_size", [1, TWO])
-def test_a_refused_update_changes_nothing_and_leaves_no_gradient(stage, world_size, found):
-    for rank in found(world_size, stage):
+def test_a_refused_update_changes_nothing_and_leaves_no_gradient(stage, world_size, results_of):
+    for rank in results_of(world_size, stage):
         for on_host in PLACES:
             several, unchanged, steps, weights = rank[on_host]["refused"]
-            again, others = rank[on_host]["twin"]
+            again, twin_weights = rank[on_host]["twin"]
             assert several and unchanged
             assert steps == again, "nothing was added to a gradient that is left"
-            assert all(np.array_equal(tensor, others[name]) for name, tensor in weights.items())
+            assert all(np.array_equal(tensor, twin_weights[name]) for name, tensor in weights.items())
 
 
-def test_a_state_of_another_precision_is_refused_with_both(stage, found):
-    (rank,) = found(1, stage)
+def test_a_state_of_another_precision_is_refused_with_both(stage, results_of):
+    (rank,) = results_of(1, stage)
     assert "the state has weights of torch.bfloat16, and the engine is of precision fp32" in rank["another precision"]

@@ -57,23 +57,23 @@ def five_steps(rank, world_size, port, case, path):
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case.name) for case in CASES])
 def test_five_steps_end_in_the_weights_of_the_plain_loop(case, model_path, expected):
-    told, weights = expected
-    # At the few positions of a test nobody would see from the weights that the slowest of them are wrong.
+    reports, weights = expected
+    # At the few positions of a test the weights would not show that the slowest of them are wrong.
     frequencies = plain_model(model_path).model.rotary_emb.inv_freq.tolist()
-    for steps, found, turning in run(case.world_size, five_steps, case, model_path):
+    for steps, weights_here, turning in run(case.world_size, five_steps, case, model_path):
         assert turning == pytest.approx(frequencies, rel=1e-6)
-        assert_close(found, weights)
-        for step, plain in zip(steps, told, strict=True):
+        assert_close(weights_here, weights)
+        for step, plain in zip(steps, reports, strict=True):
             assert reported(step) == pytest.approx(plain, rel=1e-5)
 
 
 def shared_tokens(rank, world_size, port, case, path):
-    """How many tokens each norm gets, in the passes of a step."""
+    """Return the number of tokens that each norm gets in the passes of a step."""
     engine, counts = make_engine(case, rank, port, path), {}
     for name, module in engine._model.module.named_modules():
         if isinstance(module, torch.nn.RMSNorm) and "self_attention" not in name:
-            kept = counts.setdefault(name, [])
-            module.register_forward_pre_hook(lambda _, arguments, kept=kept: kept.append(arguments[0].shape[0]))
+            sizes = counts.setdefault(name, [])
+            module.register_forward_pre_hook(lambda _, arguments, sizes=sizes: sizes.append(arguments[0].shape[0]))
     train(engine, rank, range(1))
     engine.close()
     return counts

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What of megatron's optimizer each data-parallel rank has, and when the ranks exchange what they have stepped."""
+"""Parts of megatron's optimizer on each data-parallel rank, and when the ranks exchange what they have stepped."""
 
 from unittest.mock import patch
 

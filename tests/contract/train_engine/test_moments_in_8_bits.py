@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``adamw_8bit`` on every engine: its steps are near those of ``adamw``, its state is small, and is gone on from."""
+"""``adamw_8bit`` on every engine: its steps are near ``adamw``'s; its state is small, and continues."""
 
 import dataclasses
 
@@ -33,14 +33,14 @@ def saved(state):
 
 
 def steps_of(rank, world_size, port, case, path, folder):
-    """Losses and weights with and without rounding, bytes, and what the state and a checkpoint go on to."""
+    """Return losses and weights with and without rounding, bytes, and the next step from the state and a checkpoint."""
     exact = make_engine(case, rank, port, path)
     wanted = train(exact, rank, range(4)), weights_of(exact)
     exact.meta()
     engine = make_engine(case, rank, port, path, optimizer=ROUNDED)
-    found = train(engine, rank, range(4)), weights_of(engine)
+    rounded = train(engine, rank, range(4)), weights_of(engine)
     kinds = [str(kinds["exp_avg"].dtype) for kinds in engine.state_dict()["optimizer"].values()]
-    state, held = saved(engine.state_dict()), engine.footprint()
+    state, footprint = saved(engine.state_dict()), engine.footprint()
     engine.save_checkpoint(folder / "checkpoint")
     ends = []
     for bring_back in (
@@ -53,7 +53,7 @@ def steps_of(rank, world_size, port, case, path, folder):
         ends.append((train(engine, rank, [4]), digest(engine)))
     engine.close()
     exact.close()
-    return wanted, found, held, kinds, ends
+    return wanted, rounded, footprint, kinds, ends
 
 
 @pytest.mark.parametrize("case", [as_parameter(case, slow=case.world_size > 1) for case in CASES])
@@ -61,11 +61,11 @@ def test_steps_are_near_those_of_adamw_and_go_on_from_the_bits(tmp_path, case):
     path = write_model(tmp_path / "model")
     engine = EngineConfig(train=case.engine, device="cuda", train_options=case.backend, parallel=case.sizes)
     use = ModelUse("trained", str(path), case.world_size, optimizer=ROUNDED)
-    for wanted, found, held, kinds, ends in run(case.world_size, steps_of, case, path, tmp_path):
-        assert [step.loss for step in found[0]] == pytest.approx([step.loss for step in wanted[0]], rel=0.01)
+    for wanted, rounded, footprint, kinds, ends in run(case.world_size, steps_of, case, path, tmp_path):
+        assert [step.loss for step in rounded[0]] == pytest.approx([step.loss for step in wanted[0]], rel=0.01)
         # Rounded moments of 0 make the largest differences, of a step or so.
-        assert all(abs(found[1][name] - wanted[1][name]).max() < 4 * CONFIG.lr for name in wanted[1])
-        assert any((found[1][name] != wanted[1][name]).any() for name in wanted[1])
+        assert all(abs(rounded[1][name] - wanted[1][name]).max() < 4 * CONFIG.lr for name in wanted[1])
+        assert any((rounded[1][name] != wanted[1][name]).any() for name in wanted[1])
         assert set(kinds) <= {"torch.uint8", "torch.float32"} and "torch.uint8" in kinds
         *of_states, of_checkpoint = ends
         assert len(set(map(repr, of_states))) == 1
@@ -78,4 +78,4 @@ def test_steps_are_near_those_of_adamw_and_go_on_from_the_bits(tmp_path, case):
             planned = state_of(shape_of(str(path)), use, engine)
             # Here megatron's rows, each of which has a scale at least, are of 16 or 32 numbers.
             tolerance = 0.2 if case.engine == "megatron" else 0.1
-            assert held.get("optimizer", 0) == pytest.approx(planned.optimizer, rel=tolerance)
+            assert footprint.get("optimizer", 0) == pytest.approx(planned.optimizer, rel=tolerance)

@@ -37,7 +37,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(model_path, folder):
+def results_of(model_path, folder):
     @functools.cache
     def of(name):
         (result,) = run(1, five_steps, CASES[name], model_path, folder / name)
@@ -48,29 +48,29 @@ def found(model_path, folder):
 
 @pytest.mark.feature(44)
 @pytest.mark.parametrize("name", LIMITS)
-def test_five_steps_are_near_the_plain_loops(name, found, model_path):
+def test_five_steps_are_near_the_plain_loops(name, results_of, model_path):
     of_reports, of_weights = LIMITS[name]
-    told, weights = plain_run(model_path)
-    result = found(name)
+    reports, weights = plain_run(model_path)
+    result = results_of(name)
     assert apart(result["weights"], weights, start_weights(model_path)) < of_weights
-    for step, plain in zip(result["told"], told, strict=True):
+    for step, plain in zip(result["told"], reports, strict=True):
         assert reported(step) == pytest.approx(plain, rel=of_reports)
 
 
 @pytest.mark.feature(17)
 @pytest.mark.parametrize("name", LIMITS)
-def test_in_host_memory_nothing_is_on_the_device(name, found):
-    before, empty, after = found(name)["footprints"]
+def test_in_host_memory_nothing_is_on_the_device(name, results_of):
+    before, empty, after = results_of(name)["footprints"]
     assert before == after
     assert "weights" in before and ("optimizer" in before) != ("host" in name)
     assert empty == {}
-    assert found(name)["places"] == ["cpu", "cuda"]
+    assert results_of(name)["places"] == ["cpu", "cuda"]
 
 
 @pytest.mark.parametrize("name", LIMITS)
-def test_saved_loaded_and_continued_is_near_not_stopping(name, found, model_path, folder):
+def test_saved_loaded_and_continued_is_near_not_stopping(name, results_of, model_path, folder):
     """Not to the bit: some sums of a GPU have no order."""
-    undisturbed = found(name)
+    undisturbed = results_of(name)
     ((same, _),) = run(1, go_on, CASES[name], model_path, folder / name, folder / name)
     assert apart(same["weights"], undisturbed["weights"], start_weights(model_path)) < LIMITS[name][1]
     for step, other in zip(same["told"], undisturbed["told"][SAVED_AFTER:], strict=True):
@@ -78,17 +78,17 @@ def test_saved_loaded_and_continued_is_near_not_stopping(name, found, model_path
 
 
 def in_few_bits(path, device, optimizer, lora):
-    """What five steps reported, and the weights."""
+    """Return the reports of five steps, and the weights."""
     config = dataclasses.replace(CONFIG, name=optimizer)
     engine = make_engine(Case("fsdp2", settings={"device": device, "lora": lora}), 0, 0, path, optimizer=config)
-    start, told = weights_of(engine), [reported(step) for step in train(engine, 0, range(STEPS - 1))]
+    start, reports = weights_of(engine), [reported(step) for step in train(engine, 0, range(STEPS - 1))]
     engine.cpu()
     assert engine.footprint() == {}
     engine.cuda()
-    told += [reported(step) for step in train(engine, 0, [STEPS - 1])]
-    found = start, told, weights_of(engine)
+    reports += [reported(step) for step in train(engine, 0, [STEPS - 1])]
+    outcome = start, reports, weights_of(engine)
     engine.close()
-    return found
+    return outcome
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_weights_in_4_bits_and_moments_in_8_train_as_on_a_cpu(optimizer, base, m
         pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     lora = LoraSettings(rank=4, quantize_base=base) if base is not None else None
     start, wanted, weights = in_few_bits(model_path, "cpu", optimizer, lora)
-    _, told, found = in_few_bits(model_path, "cuda", optimizer, lora)
-    for step, other in zip(told, wanted, strict=True):
+    _, reports, weights_on_cuda = in_few_bits(model_path, "cuda", optimizer, lora)
+    for step, other in zip(reports, wanted, strict=True):
         assert step == pytest.approx(other, rel=0.01)
-    assert apart(found, weights, start) < 0.1
+    assert apart(weights_on_cuda, weights, start) < 0.1

@@ -50,12 +50,12 @@ def score_and_round(rank, world_size, port, case, path, critic_path):
     """Five steps of a critic; and five of the policy in bf16, its activations recomputed."""
     critic = make_engine(case, rank, port, critic_path, head="token")
     scores = critic.evaluate(share(critic, rank, 0)).ragged("scores")
-    told = [critic.step(share(critic, rank, seed), score_loss) for seed in range(STEPS)]
+    reports = [critic.step(share(critic, rank, seed), score_loss) for seed in range(STEPS)]
     rough = make_engine(case, rank, port, path, precision="bf16", gradient_checkpointing=True)
     result = {
         "replica": replica_of(critic, rank),
         "scores": [row.copy() for row in scores],
-        "critic": (told, weights_of(critic)),
+        "critic": (reports, weights_of(critic)),
         "rough": (train(rough, rank, range(STEPS)), weights_of(rough)),
     }
     rough.close()
@@ -64,7 +64,7 @@ def score_and_round(rank, world_size, port, case, path, critic_path):
 
 
 @pytest.fixture(scope="module")
-def found(model_path, critic_path):
+def results_of(model_path, critic_path):
     @functools.cache
     def of(name):
         case = named(name)
@@ -89,8 +89,8 @@ def critic(critic_path):
 
 
 @pytest.mark.parametrize("case", parameters(slow))
-def test_a_critics_scores_and_steps_are_the_plain_loops(case, found, critic):
-    ranks, (wanted, told, weights) = found(case.name), critic
+def test_a_critics_scores_and_steps_are_the_plain_loops(case, results_of, critic):
+    ranks, (wanted, reports, weights) = results_of(case.name), critic
     by_replica = {rank["replica"]: rank["scores"] for rank in ranks}
     rows = [row for replica in sorted(by_replica) for row in by_replica[replica]]
     for row, scores, mask in zip(rows, wanted, make_batch(0).ragged("action_mask"), strict=True):
@@ -99,19 +99,19 @@ def test_a_critics_scores_and_steps_are_the_plain_loops(case, found, critic):
     for rank in ranks:
         steps, found_weights = rank["critic"]
         assert_close(found_weights, weights)
-        for step, plain in zip(steps, told, strict=True):
+        for step, plain in zip(steps, reports, strict=True):
             assert reported(step) == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.feature(53)
 @pytest.mark.parametrize("case", parameters(slow))
-def test_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, found, expected, model_path):
-    told, weights = expected
-    ranks = found(case.name)
+def test_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, results_of, expected, model_path):
+    reports, weights = expected
+    ranks = results_of(case.name)
     for rank in ranks:
         steps, rough = rank["rough"]
         assert steps == ranks[0]["rough"][0]
-        for step, plain in zip(steps, told, strict=True):
+        for step, plain in zip(steps, reports, strict=True):
             assert step.loss == pytest.approx(plain["loss"], rel=0.02)
             assert step.grad_norm == pytest.approx(plain["grad_norm"], rel=0.05)
         assert {tensor.dtype for tensor in rough.values()} == {np.dtype(np.float32)}
@@ -123,7 +123,7 @@ def test_bf16_is_near_and_the_weights_are_float32_on_every_rank(case, found, exp
 
 
 class Stalling(EntropyLoss):
-    """Of one rank: in the middle of a step, for much longer than the others wait."""
+    """Sleep on one rank in the middle of a step, for much longer than the others wait."""
 
     def __call__(self, logprobs, columns):
         time.sleep(3 * PATIENCE_S)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What deepspeed and megatron hold beside their passes is what the arithmetic says of them."""
+"""The bytes that deepspeed and megatron hold beside their passes equal the arithmetic's."""
 
 import pytest
 from cases import Case, as_parameter, sizes

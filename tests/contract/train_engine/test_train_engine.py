@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What every train engine does, in every layout: five steps like a plain loop's, and all that must not change them."""
+"""Contract of every train engine in every layout: five steps like a plain loop's, and all that must not change them."""
 
 import functools
 
@@ -33,8 +33,8 @@ def checkpoints(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def found(model_path, checkpoints):
-    """By case: what each rank found in five steps. Each case runs once."""
+def results_of(model_path, checkpoints):
+    """A function that returns each rank's results of five steps of a case. Each case runs once."""
 
     @functools.cache
     def of(name):
@@ -46,34 +46,34 @@ def found(model_path, checkpoints):
 
 @pytest.mark.feature(44, 47)
 @pytest.mark.parametrize("case", parameters())
-def test_five_steps_end_in_the_weights_of_the_plain_loop(case, found, expected):
-    told, weights = expected
-    for rank in found(case.name):
+def test_five_steps_end_in_the_weights_of_the_plain_loop(case, results_of, expected):
+    reports, weights = expected
+    for rank in results_of(case.name):
         assert_close(rank["weights"], weights)
-        for step, plain in zip(rank["told"], told, strict=True):
+        for step, plain in zip(rank["told"], reports, strict=True):
             assert reported(step) == pytest.approx(plain, rel=1e-5)
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_each_rank_notes_progress_at_every_micro_batch(case, found):
-    """Without which a long call would be taken for one that hangs."""
-    for rank in found(case.name):
+def test_each_rank_notes_progress_at_every_micro_batch(case, results_of):
+    """Check the signs of progress without which a long call would be treated as hung."""
+    for rank in results_of(case.name):
         evaluated, trained = rank["progress"]
         assert evaluated >= 1 and trained >= SAVED_AFTER
 
 
 @pytest.mark.feature(52)
 @pytest.mark.parametrize("case", parameters())
-def test_what_a_step_reports_is_the_same_on_all_ranks(case, found):
-    first, *others = (rank["told"] for rank in found(case.name))
-    assert all(told == first for told in others)
+def test_what_a_step_reports_is_the_same_on_all_ranks(case, results_of):
+    first, *later = (rank["told"] for rank in results_of(case.name))
+    assert all(reports == first for reports in later)
 
 
 @pytest.mark.feature(47, 50)
 @pytest.mark.parametrize("case", parameters())
-def test_logprobs_and_entropies_are_the_dense_models(case, found, model_path):
+def test_logprobs_and_entropies_are_the_dense_models(case, results_of, model_path):
     model, batch = plain_model(model_path), make_batch(0)
-    ranks = found(case.name)
+    ranks = results_of(case.name)
     parts = [
         next(rank for rank in ranks if rank["replica"] == at) for at in sorted({rank["replica"] for rank in ranks})
     ]
@@ -89,8 +89,8 @@ def test_logprobs_and_entropies_are_the_dense_models(case, found, model_path):
 
 @pytest.mark.feature(17)
 @pytest.mark.parametrize("case", parameters())
-def test_in_host_memory_nothing_is_on_the_device(case, found):
-    for rank in found(case.name):
+def test_in_host_memory_nothing_is_on_the_device(case, results_of):
+    for rank in results_of(case.name):
         before, empty, after = rank["footprints"]
         assert before == after
         assert "weights" in before
@@ -101,29 +101,29 @@ def test_in_host_memory_nothing_is_on_the_device(case, found):
 
 @pytest.mark.feature(45)
 @pytest.mark.parametrize("case", parameters())
-def test_copies_of_a_part_are_equal_to_the_bit(case, found):
+def test_copies_of_a_part_are_equal_to_the_bit(case, results_of):
     layout = Layout.of(case.world_size, case.sizes)
     by_part = {}
-    for number, rank in enumerate(found(case.name)):
+    for number, rank in enumerate(results_of(case.name)):
         place = layout.coordinates(number)
         by_part.setdefault((place.shard, place.pipeline, place.context, place.tensor), set()).add(rank["digest"])
     assert all(len(digests) == 1 for digests in by_part.values())
 
 
 @pytest.mark.parametrize("case", parameters())
-def test_rank_0_publishes_all_weights(case, found, expected):
-    ranks = found(case.name)
+def test_rank_0_publishes_all_weights(case, results_of, expected):
+    ranks = results_of(case.name)
     assert ranks[0]["snapshot"] == sorted(expected[1])
 
 
 @pytest.mark.parametrize(
     "case", parameters(slow=lambda case: is_slow(case) or 2 in (case.sizes.ddp_size, case.sizes.context_parallel_size))
 )
-def test_saved_loaded_and_continued_is_not_stopping_bit_for_bit(case, found, model_path, checkpoints):
-    undisturbed = found(case.name)
+def test_saved_loaded_and_continued_is_not_stopping_bit_for_bit(case, results_of, model_path, checkpoints):
+    undisturbed = results_of(case.name)
     alone = f"{case.engine}-1"
     if any(case.name == alone for engine in ENGINES.values() for case in engine.cases):
-        found(alone)
+        results_of(alone)
     else:
         alone = case.name
     folders = (checkpoints / case.name, checkpoints / alone)

@@ -92,7 +92,7 @@ def adapted(rank, world_size, port, case, path, folder):
 
 
 def beside_4_bits(case, rank, port, path):
-    """The same steps with the model under the adapters in 4 bits."""
+    """Take the steps with the model under the adapters in 4 bits."""
     engine = make_engine(case, rank, port, path, lora=replace(LORA, quantize_base="nf4"))
     result = {"bytes": engine.footprint()["weights"], "start": weights_of(engine)}
     result["told"] = train(engine, rank, range(STEPS))
@@ -117,7 +117,7 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def found(model_path, folder):
+def results_of(model_path, folder):
     @functools.cache
     def of(name):
         case = named(name)
@@ -127,15 +127,15 @@ def found(model_path, folder):
 
 
 @pytest.fixture(scope="module")
-def expected(found):
-    (alone,) = found("fsdp2-1")
+def expected(results_of):
+    (alone,) = results_of("fsdp2-1")
     return alone
 
 
 @pytest.mark.feature(38, 145)
 @pytest.mark.parametrize("case", cases(world_size=1))
-def test_adapters_are_trained_alone_and_leave_merged(case, found, folder, model_path):
-    (result,) = found(case.name)
+def test_adapters_are_trained_alone_and_leave_merged(case, results_of, folder, model_path):
+    (result,) = results_of(case.name)
     before, after, state = start_weights(model_path), result["weights"], result["state"]
     assert all(".lora_" in name for name in state if not name.startswith("master "))
     assert after.keys() == result["start"].keys() == before.keys()
@@ -164,8 +164,8 @@ def assert_peft_loads(kind, saved, model_path, **options):
 
 @PEFT_READS
 @pytest.mark.parametrize("case", cases())
-def test_saved_adapters_with_peft_are_the_merged_model(case, found, folder, model_path):
-    found(case.name)
+def test_saved_adapters_with_peft_are_the_merged_model(case, results_of, folder, model_path):
+    results_of(case.name)
     assert_peft_loads(AutoModelForCausalLM, folder / case.name / "saved", model_path)
 
 
@@ -189,8 +189,8 @@ def test_saved_adapters_of_a_scorer_have_its_head(lora, bias, kind, model_path, 
 
 @pytest.mark.feature(145)
 @pytest.mark.parametrize("case", cases())
-def test_every_engine_takes_the_same_steps(case, found, expected):
-    for rank in found(case.name):
+def test_every_engine_takes_the_same_steps(case, results_of, expected):
+    for rank in results_of(case.name):
         assert_close(rank["weights"], expected["weights"])
         assert_close(rank["rough"][1], expected["rough"][1], tolerance=1e-3)
         for steps, wanted in ((rank["told"], expected["told"]), (rank["rough"][0], expected["rough"][0])):
@@ -200,11 +200,11 @@ def test_every_engine_takes_the_same_steps(case, found, expected):
 
 @pytest.mark.feature(145)
 @pytest.mark.parametrize("case", cases())
-def test_every_engine_takes_the_same_steps_beside_4_bits(case, found, expected):
+def test_every_engine_takes_the_same_steps_beside_4_bits(case, results_of, expected):
     pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
     wanted = expected["packed"]
     matrices = sum(tensor.size for name, tensor in wanted["start"].items() if name.endswith("proj.weight"))
-    for whole, rank in ((rank["bytes"], rank["packed"]) for rank in found(case.name)):
+    for whole, rank in ((rank["bytes"], rank["packed"]) for rank in results_of(case.name)):
         assert all(np.array_equal(tensor, wanted["start"][name]) for name, tensor in rank["start"].items())
         assert rank["start"].keys() == wanted["start"].keys()
         assert_close(rank["weights"], wanted["weights"])
@@ -276,7 +276,7 @@ OTHERS = {
 @pytest.mark.parametrize("several", [False, True], ids=["one rank's", "all ranks'"])
 @pytest.mark.parametrize("other", OTHERS)
 def test_a_state_of_other_adapters_is_refused(other, several, model_path):
-    """Of another ``alpha``, say, it would mean other weights."""
+    """Refuse adapters with another ``alpha``, say, which would mean other weights."""
     changes, refusal = OTHERS[other]
     state = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings(lora=LORA)).state_dict()
     engine = Fsdp2TrainEngine(model_path, OptimizerConfig(), TrainSettings(lora=replace(LORA, **changes)))
@@ -332,22 +332,22 @@ def test_a_state_that_does_not_tell_its_adapters_is_taken(model_path):
 
 @pytest.mark.feature(145)
 @pytest.mark.parametrize("case", cases())
-def test_who_adds_the_adapters_has_the_merged_weights_to_the_bit(case, found):
-    for rank in found(case.name):
+def test_who_adds_the_adapters_has_the_merged_weights_to_the_bit(case, results_of):
+    for rank in results_of(case.name):
         assert rank["added"].keys() == rank["weights"].keys()
         assert all(np.array_equal(each, rank["weights"][name]) for name, each in rank["added"].items())
 
 
 @pytest.mark.parametrize("case", cases())
-def test_without_its_adapters_an_engine_computes_what_it_began_with_to_the_bit(case, found):
-    for rank in found(case.name):
+def test_without_its_adapters_an_engine_computes_what_it_began_with_to_the_bit(case, results_of):
+    for rank in results_of(case.name):
         assert np.array_equal(rank["without"], rank["before"])
         assert not np.array_equal(rank["after"], rank["before"])
         assert np.array_equal(rank["again"], rank["after"]), "they are back"
 
 
 @pytest.mark.parametrize("case", cases())
-def test_a_state_and_a_checkpoint_of_adapters_go_on_bit_for_bit(case, found):
-    for rank in found(case.name):
+def test_a_state_and_a_checkpoint_of_adapters_go_on_bit_for_bit(case, results_of):
+    for rank in results_of(case.name):
         assert rank["restored"] == rank["on"]
         assert rank["read"] == rank["on"]

@@ -104,8 +104,8 @@ class Wire:
         settings = replace(settings, receivers=sinks)
         self.kind, self.folder = kind, folder
         self.source = transport(kind, folder, settings)
-        others = [replace(settings, name=f"ROLLOUT[{rank}]") for rank in range(sinks)]
-        self.sinks = [transport(kind, folder, other) for other in others]
+        more_settings = [replace(settings, name=f"ROLLOUT[{rank}]") for rank in range(sinks)]
+        self.sinks = [transport(kind, folder, other) for other in more_settings]
 
     def attempt(self, ticket, source, in_turn=False):
         """Both sides, at once where they can be: what sending and each receiving gave, or raised."""
@@ -129,18 +129,18 @@ class Wire:
 
 
 def forged(monkeypatch, version):
-    """From now on senders of this process seal what they send as another version."""
+    """Make senders of this process seal what they send as another version."""
     true = Seal.of
 
     def seal(ticket, crcs):
-        made = true(ticket, crcs)
-        return made._replace(stamp=replace(made.stamp, version=version))
+        seal = true(ticket, crcs)
+        return seal._replace(stamp=replace(seal.stamp, version=version))
 
     monkeypatch.setattr(Seal, "of", seal)
 
 
 def equal(snapshot, weights):
-    """Whether a snapshot has these weights, bit for bit."""
+    """Return True if a snapshot has these weights, bit for bit."""
     same = [
         snapshot.tensor(name).dtype == tensor.dtype and torch.equal(snapshot.tensor(name), tensor)
         for name, tensor in weights.items()
@@ -212,7 +212,7 @@ def rank_side(kind, folder, pipe, model, place, name, settings, sinks=1, optimiz
 
 def taking_rank_side(kind, folder, pipe, model, place, settings):
     """A rank of a frozen engine that divides its model; all ranks receive and take their part. The first one tells
-    which weights it has then, gathered anew."""
+    which weights it has then, gathered again."""
     torch.set_num_threads(1)
     engine = Fsdp2TrainEngine(model, None, settings, place)
     wire = transport(kind, Path(folder), replace(PATIENT, name=f"ROLLOUT[{place.rank}]", receivers=place.world_size))
@@ -224,10 +224,10 @@ def taking_rank_side(kind, folder, pipe, model, place, settings):
 
 
 def free_port():
-    """A port that nobody listens at."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
+    """A port without a listener."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 @contextmanager
@@ -238,10 +238,10 @@ def process(target, kind, folder, *arguments):
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([BroadcastTransport.__module__, Fsdp2TrainEngine.__module__])
-    ours, theirs = context.Pipe()
-    child = context.Process(target=target, args=(kind, str(folder), theirs, *arguments))
+    ours, child_end = context.Pipe()
+    child = context.Process(target=target, args=(kind, str(folder), child_end, *arguments))
     child.start()
-    theirs.close()
+    child_end.close()
     try:
         yield child, ours
     finally:
@@ -252,7 +252,7 @@ def process(target, kind, folder, *arguments):
 
 
 def hear(pipe):
-    """What comes through the pipe next."""
+    """Return the pipe's next message."""
     assert pipe.poll(LATEST_S), "the other process is silent"
     return pipe.recv()
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where adapters are trained: the model is sent once, then the adapters alone, and each receiver adds them."""
+"""Trained adapters: the model is sent once, then the adapters alone, and each receiver adds them."""
 
 import copy
 import gc
@@ -83,11 +83,11 @@ class Toy:
     def any_rank(self, flag):
         self.flags.append(flag)
         self.together.wait(LATEST_S)
-        found = any(self.flags)
+        any_flag = any(self.flags)
         self.together.wait(LATEST_S)
         self.flags.clear()
         self.together.wait(LATEST_S)
-        return found
+        return any_flag
 
 
 def publish(sender, source):

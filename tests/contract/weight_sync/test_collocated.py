@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Roles that share a device: each has it in its turn; together they need no more than the larger one and what a sync
+"""Roles that share a device: each has it at its time; together they need no more than the larger one and what a sync
 keeps there.
 
 The device is simulated: host memory that is accounted for, with a capacity.
@@ -23,7 +23,7 @@ WEIGHTS = 4 * sum(torch.Size(shape).numel() for shape in SHAPES.values())
 
 
 class Toy:
-    """What both toy engines share: tensors that are on the device, on the host, or nowhere."""
+    """The common part of both toy engines: tensors that are on the device, on the host, or nowhere."""
 
     owner = ""
 
@@ -148,7 +148,7 @@ class Collocated:
         return signal
 
     def sync(self):
-        """From one engine to the other."""
+        """Sync weights from one engine to the other."""
         with self.actor.acquired():
             _, (snapshot,) = self.wire.sync(self.train)
         with self.rollout.acquired():
@@ -162,25 +162,25 @@ class Collocated:
 
 
 def signals_without_offload(steps):
-    """What the same steps give where both engines stay on a device that is large enough."""
-    memory, found = DeviceMemory(), []
+    """Return the losses of the steps with both engines on a device that is large enough."""
+    memory, losses = DeviceMemory(), []
     train, rollout = ToyTrain(memory), ToyRollout(memory)
     rollout.cuda()
     wire = Wire("pull", None)
     for _ in range(steps):
         rollout.receive(wire.sync(train)[1][0])
-        found.append(rollout.generate())
-        train.step(found[-1])
-    return found
+        losses.append(rollout.generate())
+        train.step(losses[-1])
+    return losses
 
 
 @pytest.mark.parametrize(
-    ("kind", "kept"),
+    ("kind", "sync_bytes"),
     [("pull", BUCKET), ("disk", BUCKET), ("broadcast", BUCKET), ("cuda_ipc", 2 * (WEIGHTS + BLOCK_BYTES))],
 )
-def test_a_collocated_step_never_exceeds_the_larger_role_and_what_a_sync_keeps(kind, kept, tmp_path):
+def test_a_collocated_step_never_exceeds_the_larger_role_and_what_a_sync_keeps(kind, sync_bytes, tmp_path):
     trained, served = alone()
-    limit = max(trained, served) + kept
+    limit = max(trained, served) + sync_bytes
     assert trained + served > limit
     roles = Collocated(kind, tmp_path, DeviceMemory(capacity=limit))
     signals = [roles.step() for _ in range(3)]
@@ -194,7 +194,7 @@ def test_who_does_not_give_its_memory_back_is_named(tmp_path):
     roles = Collocated("pull", tmp_path, DeviceMemory(capacity=max(trained, served) + BUCKET))
     roles.step()
     roles.train.cuda()
-    held = rf"actor: {WEIGHTS:,} of weights \+ {2 * WEIGHTS:,} of optimizer, rollout: {WEIGHTS:,} of weights"
-    with pytest.raises(OutOfDeviceMemory, match=rf"rollout asks for {2 * WEIGHTS:,} bytes of kv_cache .*{held}"):
+    report = rf"actor: {WEIGHTS:,} of weights \+ {2 * WEIGHTS:,} of optimizer, rollout: {WEIGHTS:,} of weights"
+    with pytest.raises(OutOfDeviceMemory, match=rf"rollout asks for {2 * WEIGHTS:,} bytes of kv_cache .*{report}"):
         roles.serving.cuda()
     roles.close()

@@ -36,7 +36,7 @@ each_file = pytest.mark.parametrize("kind", FILES)
 
 
 def received_by(sink, ticket):
-    """What a sink gets, or the error; and how long that took."""
+    """Return a sink's snapshot or error, and the seconds that it took."""
     began_s = time.monotonic()
     try:
         outcome = sink.receive(ticket)
@@ -145,9 +145,9 @@ def test_a_receiver_killed_before_it_asks_ends_the_sync_and_the_next_one_works(k
 @each_file
 def test_a_version_read_at_its_time_stays_whole_while_the_next_ones_are_sent(kind, tmp_path):
     wire = Wire(kind, tmp_path)
-    kept = [wire.sync(ToySource(toy_weights(version), version))[1][0] for version in range(6)]
-    assert all(equal(snapshot, toy_weights(version)) for version, snapshot in enumerate(kept))
-    del kept
+    snapshots = [wire.sync(ToySource(toy_weights(version), version))[1][0] for version in range(6)]
+    assert all(equal(snapshot, toy_weights(version)) for version, snapshot in enumerate(snapshots))
+    del snapshots
     for version in range(6, 9):
         wire.sync(ToySource(toy_weights(version), version))
     assert len(list(tmp_path.glob("*.weights"))) <= 2
@@ -185,14 +185,14 @@ def test_a_sync_cut_in_the_middle_leaves_the_old_version_and_the_same_ticket_wor
 def test_a_receiver_that_never_comes_is_counted_in_the_error_and_the_same_ticket_works_once_it_does(kind, tmp_path):
     wire = Wire(kind, tmp_path, sinks=2, settings=replace(PATIENT, timeout_s=0.5))
     wire.sync(ToySource(toy_weights(1), 1))
-    source, (late, *others) = ToySource(toy_weights(2), 2), wire.sinks
-    ticket, wire.sinks = wire.source.offer(source), others
+    source, (late, *more_sinks) = ToySource(toy_weights(2), 2), wire.sinks
+    ticket, wire.sinks = wire.source.offer(source), more_sinks
     began_s = time.monotonic()
     sent, received = wire.attempt(ticket, source)
     assert time.monotonic() - began_s < 5.0
     assert "1 of 2 receivers of version 2 came within 0.5 s" in str(sent)
     assert "version 2 from ACTOR[0]" in str(received)
-    wire.sinks = [late, *others]
+    wire.sinks = [late, *more_sinks]
     stamp, *received = wire.attempt(ticket, source)
     assert [each.stamp for each in received] == [stamp, stamp]
     wire.close()
@@ -299,8 +299,8 @@ def test_a_cut_file_is_an_error_that_names_it(kind, tmp_path, length):
 
 @each_file
 def test_what_a_crash_has_left_is_used_again_or_removed_and_others_files_are_left_alone(kind, tmp_path):
-    others = tmp_path / "REFERENCE.0123.weights"
-    others.write_bytes(b"another role's")
+    other_file = tmp_path / "REFERENCE.0123.weights"
+    other_file.write_bytes(b"another role's")
     for _ in range(3):
         with process(send_side, kind, tmp_path, 1, 6) as (child, pipe):
             pipe.send(hear(pipe))
@@ -311,7 +311,7 @@ def test_what_a_crash_has_left_is_used_again_or_removed_and_others_files_are_lef
         wire.sync(ToySource(toy_weights(version), version))
     assert len([path for path in tmp_path.glob("ACTOR.*") if path.suffix in (".weights", ".part")]) <= 2
     wire.close()
-    assert list(tmp_path.iterdir()) == [others]
+    assert list(tmp_path.iterdir()) == [other_file]
 
 
 @pytest.mark.slow

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the operating system says of the folder of weights on disk reaches people, with the folder's name."""
+"""Errors of the operating system about the folder of weights on disk reach users with the folder's name."""
 
 import errno
 import os
@@ -24,14 +24,14 @@ def test_a_folder_that_cannot_be_made_or_used_is_named_with_the_reason(tmp_path)
     source = ToySource(toy_weights(), version=1)
     (tmp_path / "file").touch()
     below_file = transport("disk", tmp_path / "file/weights")
-    what = refusal_of(below_file.send, below_file.offer(source), source, lasts=True)
-    assert what == f"weights cannot be written to {tmp_path}/file/weights: Not a directory"
+    refusal = refusal_of(below_file.send, below_file.offer(source), source, lasts=True)
+    assert refusal == f"weights cannot be written to {tmp_path}/file/weights: Not a directory"
 
     taken = transport("disk", tmp_path / "taken")
     ticket = taken.offer(source)
     (tmp_path / f"taken/ACTOR.{ticket.id}.part").mkdir(parents=True)
-    what = refusal_of(taken.send, ticket, source)
-    assert what == f"weights cannot be written to {tmp_path}/taken: Is a directory"
+    refusal = refusal_of(taken.send, ticket, source)
+    assert refusal == f"weights cannot be written to {tmp_path}/taken: Is a directory"
     (tmp_path / f"taken/ACTOR.{ticket.id}.weights").mkdir()
     assert refusal_of(taken.receive, ticket) == f"weights cannot be read from {tmp_path}/taken: Is a directory"
 

@@ -144,7 +144,7 @@ def test_a_sync_that_breaks_off_leaves_the_old_version_serving(tmp_path, model_p
 def test_rollouts_in_bf16_get_two_bytes_a_parameter_and_serve_the_same_bits(kind, tmp_path, model_path):
     engine = Fsdp2TrainEngine(model_path, OptimizerConfig(lr=1e-2), TrainSettings(precision="bf16"))
     step(engine)
-    found = []
+    stamps = []
     for dtype, width in ((torch.bfloat16, 2), (None, 4)):
         wire = Wire(kind, tmp_path / str(width), settings=dataclasses.replace(PATIENT, dtype=dtype))
         stamp, (received,) = wire.sync(engine)
@@ -152,9 +152,9 @@ def test_rollouts_in_bf16_get_two_bytes_a_parameter_and_serve_the_same_bits(kind
         assert received.stamp == stamp
         rollout = TorchRolloutEngine(model_path, RolloutSettings(precision="bf16"))
         rollout.receive(received)
-        found.append(completions(rollout))
+        stamps.append(completions(rollout))
         wire.close()
-    assert found[0] == found[1]
+    assert stamps[0] == stamps[1]
 
 
 @pytest.mark.feature(105)
@@ -264,7 +264,7 @@ def test_a_source_and_its_sinks_agree_on_what_was_sent_without_looking_at_a_byte
 
 
 def two_places():
-    """Where two ranks meet."""
+    """Return the address where two ranks meet."""
     first = Rendezvous(0, 2, master_port=free_port(), timeout_s=60.0)
     return first, dataclasses.replace(first, rank=1)
 
@@ -300,7 +300,7 @@ def two_ranks():
 @pytest.mark.parametrize("kind", ["pull", "broadcast"])
 @pytest.mark.parametrize(("engine", "settings"), two_ranks())
 def test_weights_divided_among_ranks_arrive_whole(kind, engine, settings, tmp_path, model_path):
-    """Those of a frozen engine, and where they differ from what its passes compute with, those of a trained one."""
+    """Engines with separate published weights: a frozen one, and a trained one whose passes compute in another type."""
     optimizer = OptimizerConfig() if settings.precision == "bf16" or settings.lora else None
     stamp = Fsdp2TrainEngine(model_path, None).publish().stamp
     with ExitStack() as stack:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Weights that stay with their sender: whoever comes, late or again, gets them, or is told that they are gone."""
+"""Weights that stay with their sender: a receiver, late or again, gets them, or an error that they are gone."""
 
 import gc
 import os
@@ -43,7 +43,7 @@ def pair(kind):
 
 
 def lost(sink, ticket):
-    """What a sink is told of a ticket whose weights cannot be had."""
+    """Return a sink's error for a ticket whose weights are gone."""
     began_s = time.monotonic()
     with pytest.raises(WeightsLost, match=rf"version {ticket.version} from ACTOR\[0\]") as caught:
         sink.receive(ticket)
@@ -74,10 +74,10 @@ def test_two_versions_are_kept_and_an_older_one_is_lost_at_once(kind):
 @each_kind
 def test_a_version_that_is_read_stays_whole_and_the_sender_goes_on(kind):
     sender, sink = pair(kind)
-    kept = [sink.receive(sent(sender, version)) for version in range(5)]
-    assert all(equal(snapshot, toy_weights(version)) for version, snapshot in enumerate(kept))
+    snapshots = [sink.receive(sent(sender, version)) for version in range(5)]
+    assert all(equal(snapshot, toy_weights(version)) for version, snapshot in enumerate(snapshots))
     sender.close()
-    assert equal(kept[0], toy_weights(0))
+    assert equal(snapshots[0], toy_weights(0))
 
 
 @each_kind
@@ -172,5 +172,5 @@ def test_a_sender_that_is_dropped_ends_its_thread_and_frees_its_memory():
 def _target(number):
     try:
         return os.readlink(f"/proc/self/fd/{number}")
-    except OSError:  # closed meanwhile
+    except OSError:  # closed in between
         return ""

@@ -226,14 +226,14 @@ def test_what_the_sender_no_longer_has_is_lost_for_all():
 
 
 def sent_by_none(ticket):
-    """Another sync of a sender that has ended."""
+    """Start another sync of a sender that has ended."""
     return replace(ticket, id="0" * 32)
 
 
 def test_where_no_memory_is_shared_each_fetches_its_own(streams):
     sender = transport("pull_copied", None)
-    others = [transport("pull_copied", None, replace(PATIENT, name=f"ROLLOUT[{rank}]")) for rank in range(3)]
+    more_sinks = [transport("pull_copied", None, replace(PATIENT, name=f"ROLLOUT[{rank}]")) for rank in range(3)]
     ticket = sent(sender, 7)
-    assert all(equal(sink.receive(ticket), toy_weights(7)) for sink in others)
+    assert all(equal(sink.receive(ticket), toy_weights(7)) for sink in more_sinks)
     assert len(streams) == 3
     sender.close()

@@ -35,7 +35,7 @@ class Piece:
 
 
 class Arrival:
-    """Of a copy that takes until it is waited for."""
+    """The event of a copy that takes until it is waited for."""
 
     def __init__(self, target, piece):
         self.copy, self.has_ended = lambda: np.copyto(target, piece.data), False
@@ -50,15 +50,15 @@ class Arrival:
 
 @pytest.fixture
 def arrivals(monkeypatch):
-    made = []
+    copies = []
 
     def begin(target, piece):
-        made.append(Arrival(target, piece))
-        return made[-1]
+        copies.append(Arrival(target, piece))
+        return copies[-1]
 
     monkeypatch.setattr(buckets, "_begin_copy", begin)
     monkeypatch.setattr(buckets, "_UNDER_WAY", UNDER_WAY)
-    return made
+    return copies
 
 
 def test_what_is_read_has_arrived_and_no_more_than_some_bytes_are_under_way(arrivals):
@@ -91,11 +91,11 @@ def test_a_source_that_fails_leaves_no_copy_under_way(arrivals):
 
 
 def test_the_memory_is_there_before_a_receiver_waits_for_it(tmp_path, monkeypatch):
-    made = []
+    copies = []
 
     class Counted(WeightFile):
         def __init__(self, *arguments):
-            made.append(arguments)
+            copies.append(arguments)
             super().__init__(*arguments)
 
     monkeypatch.setattr(weight_server, "WeightFile", Counted)
@@ -103,9 +103,9 @@ def test_the_memory_is_there_before_a_receiver_waits_for_it(tmp_path, monkeypatc
     for version, files in ((1, 1), (2, 2), (3, 2), (4, 2)):
         source = ToySource(toy_weights(version), version)
         ticket = wire.source.offer(source)
-        assert len(made) == files
+        assert len(copies) == files
         wire.attempt(ticket, source)
-        assert len(made) == files
+        assert len(copies) == files
     wire.close()
 
 
@@ -138,7 +138,7 @@ def large_weights(seed):
 
 @needs_cuda
 def test_versions_of_a_device_arrive_bit_for_bit(tmp_path):
-    """More bytes than are under way at a time; the device goes on to change them when they have been sent."""
+    """More bytes than are under way at a time; the device changes them when they have been sent."""
     settings = SyncSettings(name="ACTOR[0]", device="cuda", timeout_s=60.0)
     wire = Wire("pull", tmp_path, settings=settings)
     for version in range(4):

@@ -49,7 +49,7 @@ def test_a_rollout_engine_on_cuda_serves_what_was_sent(tmp_path, kind, precision
 
 @pytest.mark.parametrize("base", [None, "nf4"])
 def test_a_rollout_engine_on_cuda_adds_adapters_there(tmp_path, kind, precision, base):
-    """To the bits that the actor computes with, on a device of the same kind."""
+    """Return the bits that the actor computes with, on a device of the same kind."""
     pytest.importorskip("peft", reason="the extra 'lora' is not installed")
     if base is not None:
         pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")

@@ -34,9 +34,9 @@ each_kind = pytest.mark.parametrize("kind", KINDS)
 
 @pytest.fixture
 def wire(kind, tmp_path):
-    made = Wire(kind, tmp_path)
-    yield made
-    made.close()
+    wire = Wire(kind, tmp_path)
+    yield wire
+    wire.close()
 
 
 @each_kind
@@ -133,7 +133,7 @@ def test_a_renamed_tensor_is_an_error_that_names_both_on_either_side_at_once(wir
 
 @pytest.mark.feature(103)
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (lambda weights: weights.pop("norm"), "gives nothing where 'norm'"),
         (lambda weights: weights.update(more=torch.zeros(2)), r"gives 'more' float32\[2\] where nothing was offered"),
@@ -141,12 +141,12 @@ def test_a_renamed_tensor_is_an_error_that_names_both_on_either_side_at_once(wir
         (lambda weights: weights.update(norm=weights["norm"].double()), r"'norm' float64\[3\] where 'norm' float32"),
     ],
 )
-def test_a_source_that_changes_after_its_offer_is_an_error_and_can_offer_anew(tmp_path, change, told):
+def test_a_source_that_changes_after_its_offer_is_an_error_and_can_offer_anew(tmp_path, change, message):
     wire = Wire("disk", tmp_path)
     source = ToySource(toy_weights(), version=1)
     ticket = wire.source.offer(source)
     change(source.weights)
-    with pytest.raises(WeightSyncError, match=told):
+    with pytest.raises(WeightSyncError, match=message):
         wire.source.send(ticket, source)
     with pytest.raises(WeightSyncError, match=r"ACTOR\[0\] \(process \d+\) has ended before it was written"):
         wire.sinks[0].receive(ticket)
@@ -262,7 +262,7 @@ def test_all_that_a_device_holds_for_a_sync_is_a_bucket(kind, tmp_path):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_each_rank_of_a_rollout_that_splits_its_matrices_takes_its_part(kind, tmp_path):
-    """Two ranks: the first matrix by columns of outputs, the second by those of inputs; their sum is the whole's."""
+    """Two ranks: the first matrix by columns of outputs, the second by columns of inputs; their sum is the whole's."""
     generator = torch.Generator().manual_seed(0)
     up, down, x = (torch.randn(*shape, generator=generator) for shape in ((24, 16), (16, 24), (5, 16)))
     wire = Wire(kind, tmp_path, sinks=2)
