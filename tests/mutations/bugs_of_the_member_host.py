@@ -185,7 +185,7 @@ BUGS = {
         _TABLE, "        await self.end_named(trainers)\n        members", "        members"
     ),
     "a second start of a process finds its name taken": Bug(
-        _TABLE, "        await self.end_named([request.name])  # a master that died may have started it\n", ""
+        _TABLE, "        await self.end_named([name])  # a master that died may have started it\n", ""
     ),
     "a member goes to a slot without a place": Bug(
         _TABLE,

@@ -50,9 +50,10 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSettings
 from dlrover.python.rl.runtime.member.loading import Emit
-from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
-from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Turnstile, answer_of, cause_with_log
+from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
+from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, answer_of, cause_with_log
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
 from dlrover.python.rl.runtime.ray.processes.process_table import (
     ActorPool,
@@ -62,12 +63,12 @@ from dlrover.python.rl.runtime.ray.processes.process_table import (
     entries_of,
 )
 from dlrover.python.rl.runtime.ray.processes.trainer import MemberHandle, TrainerStart
-from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
 from dlrover.python.rl.trainer.port import RestartInfo
 
 _LOG = get_logger(__name__)
 
 _BEATS_PER_SECOND = 1000.0  # that one master can handle: with more processes each sends fewer
+_AWAKE = 64  # tasks that continue in one turn of the event loop: requests are answered in between
 _STANDBY_BEATS = 20  # heartbeat intervals in which a ready standby must answer when it is needed
 
 
@@ -75,10 +76,10 @@ class RayExecutor:
     """Runs one run of a job as detached, named actors, which get the handle ``master``. Members that restart get
     ``open_step``, the step of the trainer's last heartbeat or 0, and their reason in ``last_causes``."""
 
-    def __init__(self, plan: RunPlan, master: Any, cluster: ClusterApi) -> None:
+    def __init__(self, plan: RunPlan, master: Any, cluster: RayClusterApi) -> None:
         self._job, self._plan, self._cluster = plan.job, plan, cluster
         self.reservations = Reservations(plan, cluster)
-        self._table = ProcessTable(self._job)
+        self._table = ProcessTable()
         processes = sum(spec.num + spec.standby for spec in self._job.workloads.values()) + 1
         liveness = self._job.liveness
         self.beats = HeartbeatSettings(
@@ -92,7 +93,7 @@ class RayExecutor:
         self.open_step = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._detached = Detached(self._job.name)
-        self._turnstile = Turnstile()
+        self._turnstile = asyncio.Semaphore(_AWAKE)
 
     def execute(self, command: Command, emit: Emit) -> None:
         """Start a command. One that this master or an earlier one has started before finds the result of that."""
@@ -169,7 +170,7 @@ class RayExecutor:
 
         def lose(loss: Loss) -> None:
             kind = CauseKind.PREEMPTED if loss.announced else CauseKind.NODE_LOST
-            if self.reservations.has_node(loss.node_id):
+            if loss.node_id in self.reservations.nodes:
                 message = f"the node {loss.node_id[:8]} is lost: {loss.why}"
                 emit(NodeLost(loss.node_id, Cause(kind, "job", message)))
 
@@ -194,7 +195,6 @@ class RayExecutor:
         """The job's secrets, for the processes that are started from now on."""
         self._plan = replace(self._plan, job=unseal(self._plan.job, secrets))
         self._job = unseal(self._job, secrets)
-        self._table.job = self._job
         self._pool.set_job(self._job)
 
     # -- other sizes of roles -----------------------------------------------------------------------------------------
@@ -204,7 +204,6 @@ class RayExecutor:
         self._full_sizes = dict(state.wanted)
         if state.settings is not None and state.most:
             self._job = self._plan.job.with_sizes({role: spec.num for role, spec in state.settings.roles.items()})
-            self._table.job = self._job
             self.reservations.replan(self._plan.placement.with_places(state.most))
             for process_id in state.retired:
                 self._discard(process_id)
@@ -220,7 +219,7 @@ class RayExecutor:
     # -- members ------------------------------------------------------------------------------------------------------
 
     async def _start_members(self, command: StartMembers, emit: Emit) -> None:
-        together = self._table.start_together([self._add_member(command, *member) for member in command.members])
+        together = StartingTogether(self._table, [self._add_member(command, *member) for member in command.members])
         async for entry in together.in_turns():
             self._start_task(self._start_member(entry, together, command.excluded, emit), emit, entry)
 
@@ -251,11 +250,11 @@ class RayExecutor:
 
     async def _start_actor(self, entry: ProcessEntry, excluded: tuple[str, ...]) -> None:
         preferred = self._job.workloads[entry.role].num if entry.is_standby else entry.process_id.rank
-        slots, lacking = len(self.reservations.slots(entry.role)), self.reservations.lacking_slots(entry.role)
+        slots, lacking = len(self.reservations.slots[entry.role]), self.reservations.lacking_slots(entry.role)
         self._table.take_slot(entry, preferred, slots, lacking)
         placement = await self.reservations.place(entry.role, entry.slot, excluded)
         try:
-            entry.handle = await self._pool.start_member(entry, placement)
+            entry.handle = await self._pool.start(entry, placement)
         except asyncio.CancelledError:
             self._detached.run(self._pool.end_once_started(self._pool.name_of(entry)))
             raise
@@ -264,7 +263,8 @@ class RayExecutor:
         self, entry: ProcessEntry, together: StartingTogether, excluded: tuple[str, ...], emit: Emit
     ) -> None:
         process_id, timeout_s = entry.process_id, self._job.liveness.start_timeout_s
-        await self._turnstile.turn()
+        async with self._turnstile:
+            await asyncio.sleep(0)
         if entry.former is not None and not await self._pool.let_leave(entry):
             self._detached.run(self._pool.end(entry.former))
             entry.forget_process()
@@ -273,10 +273,11 @@ class RayExecutor:
         self._watch(entry, emit)
         entry.process = await self._locate(entry)
         neighbours = await together.wait(entry, self._job.placement_timeout_s + timeout_s)
-        await self._turnstile.turn()
+        async with self._turnstile:
+            await asyncio.sleep(0)
         reason = self.last_causes.pop(process_id, "other processes had to restart") if entry.number > 1 else ""
         restart = RestartInfo(entry.number - 1, reason, max(self.open_step - 1, 0))
-        context = self._table.context(entry, self._pool.name_of(entry), restart, neighbours)
+        context = neighbours.context(self._job, process_id, self._pool.name_of(entry), restart)
         ref = entry.handle.dlrover_start.remote(MemberStart(self._job, context, entry.number))
         await answer_of(str(process_id), ref, timeout_s)
         entry.up = True
@@ -296,7 +297,7 @@ class RayExecutor:
             if uses_groups or entry.standby >= 0:
                 raise
             raise await self.reservations.timeout_error() from None  # without groups it may never be scheduled
-        self.reservations.add_node(process.node)
+        self.reservations.nodes.add(process.node)
         return replace(process, slot=entry.slot)
 
     # -- standbys -----------------------------------------------------------------------------------------------------
@@ -323,14 +324,14 @@ class RayExecutor:
 
     async def _run_trainer(self, entry: ProcessEntry, command: StartTrainer, emit: Emit) -> None:
         placement = await self.reservations.place_trainer(command.excluded)
-        entry.handle = await self._pool.start_trainer(entry, placement)
+        entry.handle = await self._pool.start(entry, placement)
         self._watch(entry, emit)
         resources = {str(role): dict(slots[0].resources) for role, slots in self._plan.placement.slots.items()}
         start = TrainerStart(self._job, self._plan.run, command, self._members(), resources, self._full_sizes)
         ref = entry.handle.start.remote(start)
         process: Process = await answer_of(str(TRAINER_ID), ref, self._job.liveness.start_timeout_s)
         entry.process = process
-        self.reservations.add_node(process.node)
+        self.reservations.nodes.add(process.node)
         emit(TrainerStarted(command.epoch, process))
         await self._wait_for_trainer(entry, emit)
 
@@ -394,7 +395,7 @@ class RayExecutor:
         entry.up = True
         self._table.put(entry)
         if entry.process is not None:
-            self.reservations.add_node(entry.process.node)
+            self.reservations.nodes.add(entry.process.node)
         self._watch(entry, emit)
         if entry.process_id == TRAINER_ID:
             self._start_task(self._wait_for_trainer(entry, emit), emit, entry)

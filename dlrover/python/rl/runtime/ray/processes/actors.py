@@ -37,7 +37,7 @@ from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.member.heartbeat import ray_worker_log_tail
 from dlrover.python.rl.runtime.member.loading import cause_of
-from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, REMOVED, RayClusterApi, awaited, forget_on_nodes
+from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, RayClusterApi, awaited, forget_on_nodes, remove_groups
 from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread
 
 _LOG = get_logger(__name__)
@@ -177,10 +177,7 @@ def sweep(job: str, run: str | None = None) -> list[str]:
         if handle is not None:
             cluster.kill_actor(handle)
             names.append(name)
-    for row in cluster.list_groups():
-        if row.name.startswith(prefix) and row.state != REMOVED:
-            cluster.remove_group(row.id)
-            names.append(row.name)
+    names += remove_groups(cluster, prefix)
     for name in names:
         with suppress(TimeoutError):
             wait_gone(name, _GONE_S)
@@ -306,18 +303,6 @@ class Threads:
         """Wait until all calls have ended."""
         if self._running:
             await asyncio.wait(set(self._running), timeout=timeout_s)
-
-
-class Turnstile:
-    """Lets a few of the coroutines that wait for their turn go on in each turn of the event loop, so that requests are
-    answered in between when thousands are awake."""
-
-    def __init__(self, most: int = 64) -> None:
-        self._places = asyncio.Semaphore(most)
-
-    async def turn(self) -> None:
-        async with self._places:
-            await asyncio.sleep(0)
 
 
 class Detached:
