@@ -38,9 +38,7 @@ BUGS = {
         "        if isinstance(error, TimeoutError):\n            limit_s",
         "        if False:\n            limit_s",
     ),
-    "a node that was announced to go counts as lost": Bug(
-        _EXECUTOR, "CauseKind.PREEMPTED if loss.announced else CauseKind.NODE_LOST", "CauseKind.NODE_LOST"
-    ),
+    "a node that was announced to go counts as lost": Bug(_NODES, "CauseKind.PREEMPTED)", "CauseKind.NODE_LOST)"),
     "a notice of a process is not taken": Bug(
         _EXECUTOR, "            self.nodes.take_notice(process.node, beat.notice)\n", "            pass\n"
     ),
@@ -73,7 +71,7 @@ BUGS = {
     "a restart forgets the commits": Bug(_EXECUTOR, "        if command.final:\n", "        if True:\n"),
     "the nodes of adopted processes are not watched": Bug(
         _EXECUTOR,
-        "        if entry.process is not None:\n            self.reservations.nodes.add(entry.process.node)\n",
+        "            if entry.process is not None:\n                self.reservations.nodes.add(entry.process.node)\n",
         "",
     ),
     "a job ends rather than use an excluded node": Bug(

@@ -507,10 +507,8 @@ BUGS = {
     ),
     "an adopted process is not watched": Bug(
         _EXECUTOR,
-        "            self.reservations.nodes.add(entry.process.node)\n"
-        "        self._watch(entry, emit)\n"
-        "        if entry.process_id == TRAINER_ID:",
-        "            self.reservations.nodes.add(entry.process.node)\n        if entry.process_id == TRAINER_ID:",
+        "                self.reservations.nodes.add(entry.process.node)\n            self._watch(entry, emit)\n",
+        "                self.reservations.nodes.add(entry.process.node)\n",
     ),
     "the death of a process is not noticed": Bug(
         _EXECUTOR,

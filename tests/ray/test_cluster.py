@@ -177,8 +177,8 @@ def test_killed_and_stopped_nodes_are_found_and_a_partitioned_one_ends_itself():
 
         def note(loss):
             with news:
-                assert loss.node_id not in lost
-                lost[loss.node_id] = (time.monotonic(), loss.why)
+                assert loss.node not in lost
+                lost[loss.node] = (time.monotonic(), loss.cause.message)
                 news.notify_all()
 
         def loss_of(node_id):

@@ -45,7 +45,7 @@ def test_a_dead_master_is_asked_for_a_replacement_with_pauses(monkeypatch):
         raise MasterLost("the master is gone")
 
     monkeypatch.setattr(trainer, "ask", ask)
-    recovery = RayRecovery(None, WatchedPort(Activity()), (), StartTrainer(1, True), 0.7)
+    recovery = RayRecovery(None, WatchedPort(Activity()), {}, StartTrainer(1, True), 0.7)
     with pytest.raises(MasterLost):
         recovery._wait_for_replacement(ProcessId("ACTOR", 0), 1, "it is gone")
     assert len(asked) <= 3

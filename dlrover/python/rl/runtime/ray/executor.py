@@ -37,7 +37,6 @@ from dlrover.python.rl.control.events import (
     Event,
     Failed,
     MemberStarted,
-    NodeLost,
     Placed,
     Process,
     Released,
@@ -51,7 +50,7 @@ from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSettings
 from dlrover.python.rl.runtime.member.loading import Emit
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
-from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
+from dlrover.python.rl.runtime.ray.cluster.nodes import NodeWatch
 from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, answer_of, cause_with_log
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
@@ -62,7 +61,7 @@ from dlrover.python.rl.runtime.ray.processes.process_table import (
     StartingTogether,
     entries_of,
 )
-from dlrover.python.rl.runtime.ray.processes.trainer import MemberHandle, TrainerStart
+from dlrover.python.rl.runtime.ray.processes.trainer import TrainerStart
 from dlrover.python.rl.trainer.port import RestartInfo
 
 _LOG = get_logger(__name__)
@@ -97,33 +96,35 @@ class RayExecutor:
 
     def execute(self, command: Command, emit: Emit) -> None:
         """Start a command. One that this master or an earlier one has started before finds the result of that."""
-        if isinstance(command, Place):
-            work = self._place(command, emit)
-        elif isinstance(command, StartMembers):
-            work = self._start_members(command, emit)
-        elif isinstance(command, StartStandby):
-            work = self._start_standby(command, emit)
-        elif isinstance(command, StartTrainer):
-            work = self._start_trainer(command, emit)
-        elif isinstance(command, KillMember):
-            self._kill(ProcessId(command.role, command.rank), command.incarnation)
-            return
-        elif isinstance(command, KillStandby):
-            self._discard(ProcessId.standby(command.role, command.number))
-            return
-        elif isinstance(command, KillTrainer):
-            self._kill(TRAINER_ID, command.epoch)
-            return
-        elif isinstance(command, Release):
-            work = self._release(command, self._stop_starting(), emit)
-        else:
-            work = _wait(command, emit)
-        self._start_task(work, emit)
+        match command:
+            case Place():
+                self._start_task(self._place(command, emit), emit)
+            case StartMembers():
+                self._start_task(self._start_members(command, emit), emit)
+            case StartStandby():
+                process_id = ProcessId.standby(command.role, command.number)
+                entry = self._replace(ProcessEntry(process_id, standby=command.number))
+                self._start_task(self._prepare(entry, command.excluded, emit), emit, entry)
+            case StartTrainer():
+                entry = self._replace(ProcessEntry(TRAINER_ID, command.epoch))
+                self._start_task(self._run_trainer(entry, command, emit), emit, entry)
+            case KillMember():
+                self._kill(ProcessId(command.role, command.rank), command.incarnation)
+            case KillStandby():
+                self._discard(ProcessId.standby(command.role, command.number))
+            case KillTrainer():
+                self._kill(TRAINER_ID, command.epoch)
+            case Release():
+                for task in list(self._tasks):
+                    task.cancel()
+                self._start_task(self._release(command, self._table.clear(), emit), emit)
+            case _:
+                self._start_task(_wait(command, emit), emit)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
     def _start_task(self, work: Coroutine[Any, Any, None], emit: Emit, entry: ProcessEntry | None = None) -> None:
-        """Run ``work``. Its error is the loss of ``entry``, or without one the failure of the job."""
+        """Run ``work``. Its error is the loss of ``entry``, or if there is none the failure of the job."""
 
         def finish(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -153,12 +154,6 @@ class RayExecutor:
         self.last_causes[entry.process_id] = f"{cause.kind.value}: {cause.message}"
         return entry.loss(cause)
 
-    def _stop_starting(self) -> list[Process]:
-        """Cancel all tasks; returns where the run's processes are."""
-        for task in list(self._tasks):
-            task.cancel()
-        return self._table.clear()
-
     def _watch(self, entry: ProcessEntry, emit: Emit) -> None:
         async def watch() -> None:
             raise MemberGone(str(entry.process_id), await self._cluster.until_ended(entry.handle))
@@ -167,14 +162,7 @@ class RayExecutor:
 
     async def watch_nodes(self, emit: Emit) -> None:
         """Emit the loss of nodes that the run has used, until cancelled."""
-
-        def lose(loss: Loss) -> None:
-            kind = CauseKind.PREEMPTED if loss.announced else CauseKind.NODE_LOST
-            if loss.node_id in self.reservations.nodes:
-                message = f"the node {loss.node_id[:8]} is lost: {loss.why}"
-                emit(NodeLost(loss.node_id, Cause(kind, "job", message)))
-
-        await self.nodes.watch(lose)
+        await self.nodes.watch(lambda loss: emit(loss) if loss.node in self.reservations.nodes else None)
 
     def take_beat(self, beat: Heartbeat) -> None:
         """Record what a process knows of its node, and the trainer's step."""
@@ -235,13 +223,13 @@ class RayExecutor:
         entry = ProcessEntry(ProcessId(command.role, rank), incarnation, standby=number)
         if standby is not None:
             entry.slot, entry.handle = standby.slot, standby.handle
-        self._replace(entry)
-        return entry
+        return self._replace(entry)
 
-    def _replace(self, entry: ProcessEntry) -> None:
-        """Add an entry. Its predecessor is ended, since it may only be unreachable."""
+    def _replace(self, entry: ProcessEntry) -> ProcessEntry:
+        """Add an entry, and return it. Its predecessor is ended, since it may only be unreachable."""
         self._discard(entry.process_id)
         self._table.put(entry)
+        return entry
 
     def _discard(self, process_id: ProcessId) -> None:
         former = self._table.pop(process_id)
@@ -302,11 +290,6 @@ class RayExecutor:
 
     # -- standbys -----------------------------------------------------------------------------------------------------
 
-    async def _start_standby(self, command: StartStandby, emit: Emit) -> None:
-        entry = ProcessEntry(ProcessId.standby(command.role, command.number), standby=command.number)
-        self._replace(entry)
-        self._start_task(self._prepare(entry, command.excluded, emit), emit, entry)
-
     async def _prepare(self, entry: ProcessEntry, excluded: tuple[str, ...], emit: Emit) -> None:
         await self._start_actor(entry, excluded)
         self._watch(entry, emit)
@@ -317,17 +300,18 @@ class RayExecutor:
 
     # -- trainer ------------------------------------------------------------------------------------------------------
 
-    async def _start_trainer(self, command: StartTrainer, emit: Emit) -> None:
-        entry = ProcessEntry(TRAINER_ID, command.epoch)
-        self._replace(entry)
-        self._start_task(self._run_trainer(entry, command, emit), emit, entry)
-
     async def _run_trainer(self, entry: ProcessEntry, command: StartTrainer, emit: Emit) -> None:
         placement = await self.reservations.place_trainer(command.excluded)
         entry.handle = await self._pool.start(entry, placement)
         self._watch(entry, emit)
         resources = {str(role): dict(slots[0].resources) for role, slots in self._plan.placement.slots.items()}
-        start = TrainerStart(self._job, self._plan.run, command, self._members(), resources, self._full_sizes)
+        # In rank order; the trainer waits for one that is being replaced.
+        entries = {member: self._table.find(member) for member in (ProcessId(*pair) for pair in self._job.members())}
+        members = {
+            member: (entry.number, entry.handle) if entry is not None and entry.up else (0, None)
+            for member, entry in entries.items()
+        }
+        start = TrainerStart(self._job, self._plan.run, command, members, resources, self._full_sizes)
         ref = entry.handle.start.remote(start)
         process: Process = await answer_of(str(TRAINER_ID), ref, self._job.liveness.start_timeout_s)
         entry.process = process
@@ -340,17 +324,6 @@ class RayExecutor:
         with suppress(RayActorError):
             outcome = await self._pool.outcome_of(entry.handle)
             emit(TrainerFinished(entry.number) if outcome is None else entry.loss(outcome))
-
-    def _members(self) -> tuple[MemberHandle, ...]:
-        """The members in rank order; the trainer waits for one that is being replaced."""
-        ids = [ProcessId(role, rank) for role, rank in self._job.members()]
-        entries = {process_id: self._table.find(process_id) for process_id in ids}
-        return tuple(
-            MemberHandle(process_id, entry.number, entry.handle)
-            if entry is not None and entry.up
-            else MemberHandle(process_id, 0, None)
-            for process_id, entry in entries.items()
-        )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -388,17 +361,14 @@ class RayExecutor:
                 emit(entry.loss(Cause(CauseKind.PROCESS_DIED, "job", "it was gone when the master came back")))
                 continue
             count += 1
-            self._adopt(entry, emit)
+            entry.up = True
+            self._table.put(entry)
+            if entry.process is not None:
+                self.reservations.nodes.add(entry.process.node)
+            self._watch(entry, emit)
+            if entry.process_id == TRAINER_ID:
+                self._start_task(self._wait_for_trainer(entry, emit), emit, entry)
         return count
-
-    def _adopt(self, entry: ProcessEntry, emit: Emit) -> None:
-        entry.up = True
-        self._table.put(entry)
-        if entry.process is not None:
-            self.reservations.nodes.add(entry.process.node)
-        self._watch(entry, emit)
-        if entry.process_id == TRAINER_ID:
-            self._start_task(self._wait_for_trainer(entry, emit), emit, entry)
 
 
 async def _wait(command: Wait, emit: Emit) -> None:

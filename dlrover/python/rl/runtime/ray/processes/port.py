@@ -23,7 +23,7 @@ from ray.exceptions import (
 )
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
-from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
 from dlrover.python.rl.runtime.member.arguments import CallHeader, encode
 from dlrover.python.rl.trainer.call_counts import BUCKETS_S, CallCounts
@@ -80,6 +80,14 @@ class RayPort:
     def incarnations(self) -> dict[ProcessId, int]:
         with self._lock:
             return {ProcessId(*member): incarnation for member, (_, incarnation) in self._members.items()}
+
+    def handles(self) -> dict[RLRoleType, list[Any]]:
+        """Role to the handles of its members, in rank order."""
+        handles: dict[RLRoleType, list[Any]] = {}
+        with self._lock:
+            for (role, _), (handle, _) in sorted(self._members.items(), key=lambda item: item[0]):
+                handles.setdefault(RLRoleType(role), []).append(handle)
+        return handles
 
     def put(self, value: Any) -> Ref:
         return Ref(self, ray.put(value))

@@ -8,13 +8,13 @@ the request is repeated.
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlrover.python.rl.common.errors import JobFailed, MasterLost, WorkloadDied, user_traceback
 from dlrover.python.rl.common.log import configure_logging, get_logger
-from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import StartTrainer
 from dlrover.python.rl.control.events import Cause, Process
@@ -52,15 +52,6 @@ _REPORT_EVERY = 20  # steps: progress is reported even if nothing was lost, as t
 
 
 @dataclass(frozen=True)
-class MemberHandle:
-    """A member as a starting trainer finds it: incarnation 0 and no handle for one that is being replaced."""
-
-    process_id: ProcessId
-    incarnation: int
-    handle: Any
-
-
-@dataclass(frozen=True)
 class Replaced:
     """The members of a role after a replacement: rank to incarnation and actor name."""
 
@@ -69,13 +60,14 @@ class Replaced:
 
 @dataclass(frozen=True)
 class TrainerStart:
-    """What the trainer's process is given: ``members`` in rank order, ``resources`` of one member of each role,
-    ``full_sizes`` of roles that lack members."""
+    """The arguments of a trainer's process: the incarnation and handle of each of the ``members`` in rank order, 0 and
+    None for one that is being replaced; ``resources`` of one member of each role; ``full_sizes`` of roles that lack
+    members."""
 
     job: JobSpec
     run: str
     command: StartTrainer
-    members: tuple[MemberHandle, ...]
+    members: Mapping[ProcessId, tuple[int, Any]]
     resources: Mapping[str, Mapping[str, float]]
     full_sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -85,30 +77,25 @@ class RayRecovery:
     a handle are waited for, and each replacement up to ``timeout_s``."""
 
     def __init__(
-        self, master: Any, port: WatchedPort, members: Sequence[MemberHandle], command: StartTrainer, timeout_s: float
+        self,
+        master: Any,
+        port: WatchedPort,
+        members: Mapping[ProcessId, tuple[int, Any]],
+        command: StartTrainer,
+        timeout_s: float,
     ) -> None:
         self.epoch, self.fresh = command.epoch, command.fresh
         self.restart_info = RestartInfo(command.restarts, command.reason)
         self.step = 0
         self._master, self._port, self._timeout_s = master, port, timeout_s
-        self._handles: dict[ProcessId, Any] = {}
         self._lock = threading.RLock()
         self._should_report = True
-        for member in members:
-            if member.handle is not None:
-                self._set_handle(member.process_id, member.handle, member.incarnation)
-        for member in members:
-            if member.handle is None:
-                process_id = member.process_id
-                self.renew(process_id.role, process_id.rank, 0, "it was being replaced when the trainer started")
-
-    def handles(self) -> dict[RLRoleType, list[Any]]:
-        """Role to the handles of its members, in rank order."""
-        with self._lock:
-            handles: dict[RLRoleType, list[Any]] = {}
-            for process_id in sorted(self._handles):
-                handles.setdefault(RLRoleType(process_id.role), []).append(self._handles[process_id])
-            return handles
+        for member, (incarnation, handle) in members.items():
+            if handle is not None:
+                port.replace(member.role, member.rank, handle, incarnation)
+        for member, (_, handle) in members.items():
+            if handle is None:
+                self.renew(member.role, member.rank, 0, "it was being replaced when the trainer started")
 
     def incarnations(self) -> Mapping[ProcessId, int]:
         return self._port.incarnations()
@@ -150,16 +137,11 @@ class RayRecovery:
         """Call these members from now on; returns the handles of those that are new and alive."""
         handles = {}
         for rank, (incarnation, name) in members.items():
-            process_id = ProcessId(role, rank)
-            handle = find(name) if incarnation != self.incarnations().get(process_id, 0) else None
-            if handle is not None:
-                self._set_handle(process_id, handle, incarnation)
+            is_new = incarnation != self.incarnations().get(ProcessId(role, rank), 0)
+            if is_new and (handle := find(name)) is not None:
+                self._port.replace(role, rank, handle, incarnation)
                 handles[rank] = handle
         return handles
-
-    def _set_handle(self, process_id: ProcessId, handle: Any, incarnation: int) -> None:
-        self._port.replace(process_id.role, process_id.rank, handle, incarnation)
-        self._handles[process_id] = handle
 
     def opened(self) -> None:
         ask(lambda: self._master.opened.remote(self.epoch), _ASK_S)
@@ -261,7 +243,7 @@ class TrainerActor:
 
         def make() -> BaseTrainer:
             with starting(str(TRAINER_ID)):
-                trainer: BaseTrainer = self._trainer_class(recovery.handles(), self._classes, job.config)
+                trainer: BaseTrainer = self._trainer_class(port.handles(), self._classes, job.config)
                 return trainer
 
         given = start.resources, recovery, checkpoints, is_loss, announce, files_of(job), results_of(job)
