@@ -7,7 +7,7 @@ _EXECUTOR, _PLACEMENT = "runtime/ray/executor.py", "runtime/ray/placement.py"
 _NODES, _COMMITS, _HEAD = (
     "runtime/ray/cluster/nodes.py",
     "runtime/ray/cluster/api.py",
-    "runtime/ray/cluster/head.py",
+    "runtime/ray/cluster/cluster.py",
 )
 _CLUSTER, _MASTER, _BRAIN = "runtime/ray/cluster/api.py", "master/process/rl_master.py", "master/process/brain.py"
 _HANGS, _RESIZER = (

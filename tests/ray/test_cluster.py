@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.runtime.ray.cluster.head import has_durable_gcs, private_folder
+from dlrover.python.rl.runtime.ray.cluster.cluster import has_durable_gcs, private_folder
 
 pytestmark = pytest.mark.ray
 
@@ -121,7 +121,7 @@ def test_the_private_folder_is_of_this_user_alone_and_goes_with_its_owner():
 
 def test_what_a_killed_process_left_behind_is_removed_by_the_next_one():
     code = """if True:
-        from dlrover.python.rl.runtime.ray.cluster.head import private_folder
+        from dlrover.python.rl.runtime.ray.cluster.cluster import private_folder
         with private_folder() as folder:
             print(folder, flush=True)
             input()
