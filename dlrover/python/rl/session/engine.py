@@ -1,5 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both kinds of engines driven by hand share: a role group on slots, calls to it, and where its tensors are."""
+# Over 400 lines: an engine and its two kinds, most of it the documentation that users read.
+"""The engines of a script: a role group on slots, calls to it, and where its tensors are; one kind trains a module of
+the user's, the other one generates completions."""
 
 import dataclasses
 import inspect
@@ -19,6 +21,7 @@ from dlrover.python.rl.common.errors import (
     InvocationTimeout,
     SessionError,
     UnknownMethod,
+    WeightSyncError,
     WorkloadDied,
 )
 from dlrover.python.rl.common.names import hint
@@ -37,8 +40,8 @@ from dlrover.python.rl.session.members import (
     as_sampling,
 )
 from dlrover.python.rl.session.session import Members, Session, SlotRequest, current
-from dlrover.python.rl.session.split import MERGES, Merge, Splitter, merge
-from dlrover.python.rl.session.weight_sync import SyncReport, Way, sync
+from dlrover.python.rl.session.split import MERGES, Merge, merge, split_arguments
+from dlrover.python.rl.session.weight_sync import SyncReport, Way, choose_route
 from dlrover.python.rl.trainer.port import Pending, Ref
 from dlrover.python.rl.trainer.role_group import Invocation
 from dlrover.python.rl.trainer.shard import Shard
@@ -110,7 +113,13 @@ class HandEngine:
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
         """Send a call to every rank; only a ``Shard`` is divided."""
         group = self._running(method).role_group
-        self._failed = wait_for_ranks(self._failed, _SETTLE_S)
+        deadline_s = time.monotonic() + _SETTLE_S
+        while self._failed:
+            outcomes = self._failed[0].port.wait(self._failed, max(0.0, deadline_s - time.monotonic()))
+            late = [ref for ref, outcome in zip(self._failed, outcomes, strict=True) if outcome.late]
+            if len(late) == len(self._failed):
+                break
+            self._failed = late  # A failed one ends the wait for the others.
         if self._failed:  # What these ranks send each other would meet what this call sends.
             ranks, before = ", ".join(str(ref.rank) for ref in self._failed), self._failed[0].method
             raise SessionError(
@@ -164,16 +173,7 @@ class HandEngine:
         self._ask("engine.release_cache")
 
 
-def wait_for_ranks(refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
-    """Wait at most ``timeout_s`` for the calls of one invocation; returns those that have neither result nor error."""
-    pending, deadline_s = list(refs), time.monotonic() + timeout_s
-    while pending:
-        outcomes = pending[0].port.wait(pending, max(0.0, deadline_s - time.monotonic()))
-        late = [ref for ref, outcome in zip(pending, outcomes, strict=True) if outcome.late]
-        if len(late) == len(pending):
-            break
-        pending = late  # A failed one ends the wait for the others.
-    return pending
+# -- training ---------------------------------------------------------------------------------------------------------
 
 
 EXECUTORS = ("fsdp2",)
@@ -287,15 +287,6 @@ class TrainEngine(HandEngine):
     def __dir__(self) -> list[str]:
         return sorted([*object.__dir__(self), *methods_of(self._class)])
 
-    def _call(self, method: "ModuleMethod", args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        sizes = self._parallel
-        splitter = Splitter(self.replicas, sizes.context_parallel_size, f"{self.name}.{method.name}")
-        values, named = splitter.arrange(args, kwargs)
-        refs = self._submit(method.name, *values, Shard(splitter.shares), splitter.split, **named)
-        results = self._gather(refs, method.timeout_s)[:: sizes.tensor_parallel_size]
-        stride = 1 if splitter.shares[0].sequences else sizes.context_parallel_size
-        return merge(results[::stride], splitter.shares[::stride], method.merge)
-
     def train(self, mode: bool = True) -> None:
         """Put the module into training mode on every rank, as it is after ``build``."""
         self._ask("engine.train", mode)
@@ -316,7 +307,7 @@ class TrainEngine(HandEngine):
         way: Way | None = None,
         folder: str | Path | None = None,
     ) -> SyncReport:
-        """Send the weights to another engine, process to process: :func:`~dlrover.python.rl.session.weight_sync.sync`.
+        """Send the weights of all ranks to every rank of another engine, process to process.
 
         Args:
             other: an inference engine, or a train engine whose module has no optimizer (a reference).
@@ -324,8 +315,24 @@ class TrainEngine(HandEngine):
             way: ``"device memory"``, ``"shared memory"``, ``"broadcast"`` or ``"disk"``; None for ``"disk"`` if there
                 is a folder, else for the shortest.
             folder: for ``"disk"``: one that both engines' nodes see.
+
+        Raises:
+            SessionError: this way is closed, with the reason.
+            WeightSyncError: names, shapes or bytes differ, or an InvocationError with that cause; the receiver has its
+                old weights then.
         """
-        return sync(self, other, timeout_s, way, folder)
+        source, target = self._running("a weight sync"), other._running("a weight sync")
+        session = self._session
+        route = choose_route(source, target, session, way, folder)
+        ticket = self._ask("engine.offer", route, timeout_s=timeout_s)[0]
+        sends = self._submit("engine.send", ticket, route)
+        takes = other._submit("engine.take", ticket, route)
+        stamps = session.gather([*sends, *takes], timeout_s)
+        stamp, received = stamps[0], stamps[len(sends) :]
+        if set(received) != {stamp}:
+            ranks = "; ".join(f"{other.name}[{rank}] {weights}" for rank, weights in enumerate(received))
+            raise WeightSyncError(f"{other.name} has other weights than {self.name} sent, {stamp}: {ranks}")
+        return SyncReport(stamp, route.way)
 
     def save(self, path: str | Path) -> None:
         """Write what the module exports, a Hugging Face model in its format, whole or not at all; rank 0 writes."""
@@ -349,7 +356,15 @@ class ModuleMethod:
         return replace(self, merge=_check_merge(merge or self.merge), timeout_s=timeout_s or self.timeout_s)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.engine._call(self, args, kwargs)
+        engine, sizes = self.engine, self.engine._parallel
+        label = f"{engine.name}.{self.name}"
+        values, named, shares, split = split_arguments(
+            args, kwargs, engine.replicas, sizes.context_parallel_size, label
+        )
+        refs = engine._submit(self.name, *values, Shard(shares), split, **named)
+        results = engine._gather(refs, self.timeout_s)[:: sizes.tensor_parallel_size]
+        stride = 1 if shares[0].sequences else sizes.context_parallel_size
+        return merge(results[::stride], shares[::stride], self.merge)
 
 
 def train_sizes(free: int, tensor: int, context: int, replicas: int | None, shards: int | None) -> tuple[int, int]:
@@ -389,6 +404,8 @@ def _check_merge(how: Merge) -> Merge:
         raise SessionError(f"results cannot be merged as '{how}'{hint(how, MERGES)}")
     return how
 
+
+# -- generation -------------------------------------------------------------------------------------------------------
 
 ALIASES = {"hf": "torch"}
 """Other names of executors: Hugging Face models run on the engine in plain PyTorch."""
