@@ -200,6 +200,6 @@ BUGS = {
         _PORT, "return True  # the ping has arrived", "return False  # the ping has arrived"
     ),
     "an error of a device leaves the member": Bug(
-        _PORT, "(_replaces_member(cause) or _breaks_process(cause)) and", "_replaces_member(cause) and"
+        _PORT, "    if fault in (Fault.DEVICE, Fault.LINK):\n", "    if False:\n"
     ),
 }

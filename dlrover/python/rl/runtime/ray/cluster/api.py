@@ -80,6 +80,7 @@ class ActorRequest:
     arguments: tuple[Any, ...]
     env: Mapping[str, str]
     placement: ActorPlacement
+    max_restarts: int = 0  # by Ray, which runs the constructor again; calls wait for it
 
 
 @dataclass(frozen=True)
@@ -122,9 +123,9 @@ class RayClusterApi:
             "name": request.name or None,
             "namespace": NAMESPACE,
             "lifetime": self._lifetime,
-            # The master replaces processes: Ray's own restart would hide the loss and run the constructor again.
-            "max_restarts": 0,
-            "runtime_env": {"env_vars": dict(request.env)},
+            "max_restarts": request.max_restarts,
+            "max_task_retries": -1 if request.max_restarts else 0,
+            "runtime_env": {"env_vars": dict(request.env)} if request.env else None,
             **request.placement.to_ray(),
         }
         if request.cls not in self._classes:

@@ -29,7 +29,7 @@ from dlrover.python.rl.common.errors import (
     WorkloadStartError,
 )
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import NAMESPACE, RLRoleType, master_name
+from dlrover.python.rl.common.names import RLRoleType, master_name
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
@@ -37,7 +37,15 @@ from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.member.heartbeat import ray_worker_log_tail
 from dlrover.python.rl.runtime.member.loading import cause_of
-from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, RayClusterApi, awaited, forget_on_nodes, remove_groups
+from dlrover.python.rl.runtime.ray.cluster.api import (
+    MEGABYTE,
+    ActorPlacement,
+    ActorRequest,
+    RayClusterApi,
+    awaited,
+    forget_on_nodes,
+    remove_groups,
+)
 from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread
 
 _LOG = get_logger(__name__)
@@ -61,15 +69,10 @@ _RAYS_OWN = ("node:", "object_store")
 
 
 def process_env(job: JobSpec) -> dict[str, str]:
-    """Without secrets: Ray shows it in the arguments of processes, and stores it."""
+    """The environment of a job's processes, without secrets: Ray shows it in their arguments, and stores it."""
     job = seal(job)[0]
-    return {name: value for name, value in _with_defaults(job).items() if value != HIDDEN}
-
-
-def _with_defaults(job: JobSpec) -> dict[str, str]:
-    if job.trainer.device_type != "CPU":
-        return dict(job.env)
-    return {**ON_CPU, **job.env}
+    defaults = ON_CPU if job.trainer.device_type == "CPU" else {}
+    return {name: value for name, value in {**defaults, **job.env}.items() if value != HIDDEN}
 
 
 def member_env(job: JobSpec, role: RLRoleType) -> dict[str, str]:
@@ -105,30 +108,18 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
     Raises:
         JobConflict: an actor of this name is alive.
     """
-    options: dict[str, Any] = {
-        "name": name,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "max_restarts": max_restarts,
-        # Calls wait while it is started again, instead of failing.
-        "max_task_retries": -1 if max_restarts else 0,
-        "num_cpus": resources.get("cpu", 0),
-        "memory": int(resources.get("memory", 0) * MEGABYTE) or None,
-    }
-    if _fits_the_head(options["num_cpus"], options["memory"] or 0):
-        options["resources"] = {_HEAD: _HEAD_SHARE}
+    needs = dict(resources)
+    memory = needs.get("memory", 0.0) * MEGABYTE
+    heads = [node["Resources"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
+    # The head is often kept free of work, and may never have as much.
+    if any(head.get("CPU", 0) >= needs.get("cpu", 0) and head.get("memory", 0) >= memory for head in heads):
+        needs[_HEAD] = _HEAD_SHARE
     try:
-        return ray.remote(cls).options(**options).remote(*args)
+        return RayClusterApi().start_actor(ActorRequest(name, cls, args, {}, ActorPlacement(needs), max_restarts))
     except ValueError as error:
         raise JobConflict(
             f"'{name}' is already running on this cluster: stop it first or choose another name"
         ) from error
-
-
-def _fits_the_head(cpus: float, memory: int) -> bool:
-    """Return True if the node of Ray's head can ever have this much: it is often kept free of work."""
-    heads = [node["Resources"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
-    return any(head.get("CPU", 0) >= cpus and head.get("memory", 0) >= memory for head in heads)
 
 
 def find(name: str) -> Any:

@@ -106,12 +106,6 @@ def locate() -> Process:
     return replace(here, devices=",".join(_accelerators(context)))
 
 
-def locate_with_port(port: HeldPort, preferred: Sequence[int] = ()) -> Process:
-    """Where this process runs, and a TCP port that ``port`` keeps free for it."""
-    here = locate()
-    return replace(here, port=port.take(preferred, here.address))
-
-
 def send_to(master: Any, lose_peer: Callable[[int], None] = lambda number: None) -> Any:
     """``lose_peer`` is called with the incarnation of a member whose group has lost a rank."""
 
@@ -147,7 +141,9 @@ class MemberActor:
             HeartbeatSender(self._beat, send_to(master, self.lose_peer), beats).start()
 
     def dlrover_locate(self, preferred_ports: Sequence[int]) -> Process:
-        return locate_with_port(self._port, preferred_ports)
+        """Return where this process runs, and a TCP port that is kept free for it."""
+        here = locate()
+        return replace(here, port=self._port.take(preferred_ports, here.address))
 
     def dlrover_prepare(self, job: JobSpec) -> None:
         """Import the role's workload, so that starting it later is fast. Raises WorkloadStartError."""
@@ -257,7 +253,7 @@ class MemberActor:
 
 
 def _has_valid_text(error: Exception) -> bool:
-    """Whether Ray can send the error; it ends the process otherwise."""
+    """Return True if Ray can send the error; it ends the process otherwise."""
     try:
         "".join(traceback.format_exception(error)).encode()
     except UnicodeEncodeError:
@@ -273,7 +269,8 @@ def serve(host: MemberHost, header: CallHeader, values: Sequence[Any]) -> Any:
     """
 
     def load_arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:
-        decoded = [decode(value, _get) for value in values]
+        # waits: for another member's call, which has its own time limit
+        decoded = [decode(value, ray.get) for value in values]
         cut = len(decoded) - len(header.keywords)
         return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))
 
@@ -284,10 +281,6 @@ def serve(host: MemberHost, header: CallHeader, values: Sequence[Any]) -> Any:
     except ray.exceptions.RayTaskError as upstream:
         raise (upstream.cause if isinstance(upstream.cause, InvocationError) else upstream) from None
     return (result, row_count(result)) if header.sized else result
-
-
-def _get(refs: Any) -> Any:
-    return ray.get(refs)  # waits: for another member's call, which has its own time limit
 
 
 def member_class(name: str, methods: Sequence[str]) -> type[MemberActor]:

@@ -32,7 +32,7 @@ from dlrover.python.rl.runtime.member.loading import (
 )
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
-from dlrover.python.rl.runtime.ray.processes.port import Activity, CallTimes, WatchedPort, is_loss
+from dlrover.python.rl.runtime.ray.processes.port import CallWatch, WatchedPort, is_loss
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
 from dlrover.python.rl.runtime.run.progress import format_step
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
@@ -102,7 +102,7 @@ class RayRecovery:
 
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
         process_id = ProcessId(role, rank)
-        with self._port.activity.waiting(), self._lock:
+        with self._port.watch.waiting(), self._lock:
             handles: dict[int, Any] = {}
             dead = incarnation
             while self.incarnations().get(process_id, 0) <= dead:
@@ -164,8 +164,7 @@ class TrainerActor:
         self._start: TrainerStart | None = None
         self._recovery: RayRecovery | None = None
         self._log: LogCopier | None = None
-        self._activity = Activity()
-        self._call_times: CallTimes | None = None
+        self._calls = CallWatch()
         self._outcome: Cause | None = None
         self._running = self._ended = False
         self._notice = DepartureNotice(beats.notice_file)
@@ -188,9 +187,9 @@ class TrainerActor:
     def _beat(self) -> Heartbeat:
         step = self._recovery.step if self._recovery is not None else -1
         if _is_waiting_in_ray(threading.main_thread()):
-            self._activity.touch()
-        own_s = self._activity.own_s() if self._running else None
-        pending = tuple(self._call_times.pending().items()) if self._call_times is not None else ()
+            self._calls.touch()
+        own_s = self._calls.own_s() if self._running else None
+        pending = tuple(self._calls.pending().items())
         method, notice = "" if own_s is None else OWN_CODE, self._notice.read()
         return Heartbeat(TRAINER_ID, self._epoch, method, own_s or 0.0, step, notice, pending=pending)
 
@@ -201,7 +200,7 @@ class TrainerActor:
     def run(self) -> Cause | None:
         """Run ``init`` and ``fit``; returns the cause of a failure. A second call returns the same outcome."""
         if not self._ended:
-            self._activity.touch()
+            self._calls.touch()
             self._running = True
             self._outcome, self._ended, self._running = self._run(), True, False
             if self._log is not None:
@@ -221,8 +220,7 @@ class TrainerActor:
     def _bind(self, start: TrainerStart) -> tuple[TrainerLink, Callable[[], BaseTrainer]]:
         """The link of trainers to this process, and their factory."""
         job, master = start.job, self._master
-        port = WatchedPort(self._activity)
-        self._call_times = port.call_times
+        port = WatchedPort(self._calls)
         timeout_s = _RENEWAL_S + job.placement_timeout_s
         self._recovery = recovery = RayRecovery(master, port, start.members, start.command, timeout_s)
         job.job_dir.mkdir(parents=True, exist_ok=True)
@@ -234,9 +232,9 @@ class TrainerActor:
             nonlocal reported
             if self._log is not None:
                 self._log.note(format_step(step))
-            times, before, reported = port.call_times, reported, checkpoints.committed_bytes
+            calls, before, reported = self._calls, reported, checkpoints.committed_bytes
             fresh = reported - before
-            master.report.remote(replace(step, calls=times.drain(), pending=times.pending(), commit_bytes=fresh))
+            master.report.remote(replace(step, calls=calls.drain(), pending=calls.pending(), commit_bytes=fresh))
 
         def announce(activity: str) -> None:
             master.announce.remote(activity)
@@ -252,7 +250,7 @@ class TrainerActor:
 
 
 def _is_waiting_in_ray(thread: threading.Thread) -> bool:
-    """Whether a thread is inside ``ray.get`` or ``ray.wait``, which a trainer may call itself."""
+    """Return True if a thread is inside ``ray.get`` or ``ray.wait``, which a trainer may call itself."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         if frame.f_globals.get("__name__") == _RAY_WORKER and frame.f_code.co_name in ("get", "wait"):
