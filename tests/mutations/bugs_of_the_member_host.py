@@ -158,8 +158,8 @@ BUGS = {
     ),
     "a kill by the memory monitor is a plain death": Bug(
         _ACTORS,
-        'isinstance(error, OutOfMemoryError) or "running low on memory" in str(error)',
-        "isinstance(error, OutOfMemoryError)",
+        'isinstance(died, OutOfMemoryError) or "running low on memory" in str(died)',
+        "isinstance(died, OutOfMemoryError)",
     ),
     "what could not be ended is not tried again": Bug(
         _ACTORS, "                await asyncio.sleep(_PAUSE_S)\n", "                return\n"

@@ -52,7 +52,7 @@ from dlrover.python.rl.runtime.member.loading import Emit
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeWatch
 from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
-from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, answer_of, cause_with_log
+from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, answer_of, classify
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
 from dlrover.python.rl.runtime.ray.processes.process_table import (
     ActorPool,
@@ -150,7 +150,7 @@ class RayExecutor:
             limit_s = self._job.liveness.start_timeout_s
             cause = Cause(CauseKind.HUNG, "job", f"not up within {limit_s:g} s")
         else:
-            cause = self.nodes.oom_kills.explain(entry.process_id, entry.process, cause_with_log(error, entry.process))
+            cause = self.nodes.oom_kills.explain(entry.process_id, entry.process, classify(error, entry.process))
         self.last_causes[entry.process_id] = f"{cause.kind.value}: {cause.message}"
         return entry.loss(cause)
 

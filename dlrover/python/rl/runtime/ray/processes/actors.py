@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -25,7 +24,6 @@ from dlrover.python.rl.common.errors import (
     DLRoverRLError,
     JobConflict,
     MasterLost,
-    PlacementTimeout,
     WorkloadStartError,
 )
 from dlrover.python.rl.common.log import get_logger
@@ -227,39 +225,27 @@ class MemberGone(Exception):
         self.who, self.error = who, error
 
 
-def classify(error: Exception) -> Cause:
-    """The cause of an exception of one of the executor's tasks."""
+def classify(error: Exception, process: Process | None = None) -> Cause:
+    """The cause of an exception of one of the executor's tasks; a dead ``process`` has its last log lines in it."""
     if isinstance(error, MemberGone):
-        return Cause(_death(error.error), error.who, _one_line(error.error), str(error.error))
-    if isinstance(error, PlacementTimeout):
-        return Cause(CauseKind.NO_RESOURCES, "job", str(error))
+        died, kind = error.error, CauseKind.PROCESS_DIED
+        # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
+        if isinstance(died, OutOfMemoryError) or "running low on memory" in str(died):
+            kind = CauseKind.OUT_OF_MEMORY
+        elif isinstance(died, NodeDiedError) or (isinstance(died, ActorDiedError) and "node has died" in str(died)):
+            kind = CauseKind.NODE_LOST
+        tail = ray_worker_log_tail(session_folder(), process.pid) if process is not None else ""
+        detail = [str(died), f"its last log lines:\n{tail}" if tail else ""]
+        return Cause(kind, error.who, _one_line(died), "\n\n".join(filter(None, detail)))
     inner = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(inner, WorkloadStartError):
         return cause_of(inner, inner.who)
     return Cause(CauseKind.INTERNAL, "job", f"{type(inner).__name__}: {inner}".splitlines()[0], str(error))
 
 
-def _death(error: RayError) -> CauseKind:
-    # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
-    if isinstance(error, OutOfMemoryError) or "running low on memory" in str(error):
-        return CauseKind.OUT_OF_MEMORY
-    if isinstance(error, NodeDiedError) or (isinstance(error, ActorDiedError) and "node has died" in str(error)):
-        return CauseKind.NODE_LOST
-    return CauseKind.PROCESS_DIED
-
-
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-def cause_with_log(error: Exception, process: Process | None) -> Cause:
-    cause = classify(error)
-    if process is None or not isinstance(error, MemberGone):
-        return cause
-    tail = ray_worker_log_tail(session_folder(), process.pid)
-    detail = "\n\n".join(part for part in (cause.detail, f"its last log lines:\n{tail}" if tail else "") if part)
-    return replace(cause, detail=detail)
 
 
 async def answer_of(who: str, ref: Any, timeout_s: float) -> Any:

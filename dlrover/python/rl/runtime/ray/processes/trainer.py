@@ -199,23 +199,20 @@ class TrainerActor:
 
     def run(self) -> Cause | None:
         """Run ``init`` and ``fit``; returns the cause of a failure. A second call returns the same outcome."""
-        if not self._ended:
-            self._calls.touch()
-            self._running = True
-            self._outcome, self._ended, self._running = self._run(), True, False
-            if self._log is not None:
-                self._log.copy()
-        return self._outcome
-
-    def _run(self) -> Cause | None:
-        start = self._start
-        assert start is not None, "start() comes first"
+        if self._ended:
+            return self._outcome
+        assert self._start is not None, "start() comes first"
+        self._calls.touch()
+        self._running = True
         try:
-            link, make = self._bind(start)
+            link, make = self._bind(self._start)
             run_trainer(make, link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-            return cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
-        return None
+            self._outcome = cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
+        self._ended, self._running = True, False
+        if self._log is not None:
+            self._log.copy()
+        return self._outcome
 
     def _bind(self, start: TrainerStart) -> tuple[TrainerLink, Callable[[], BaseTrainer]]:
         """The link of trainers to this process, and their factory."""
