@@ -175,7 +175,13 @@ class Session:
         """Start a member on each slot, ``replicas`` argument sets for consecutive ranks; with ``replicas`` None, one on
         each group. Raises SessionError (name, slots) or WorkloadStartError, and leaves nothing. Thread safe."""
         with self._lock:
-            name = self._choose_name(name, kind)
+            if name is None:
+                name = next(free for n in itertools.count(1) if (free := f"{kind}_{n}") not in self._engines)
+            if not is_role_name(name):
+                raise SessionError(f"'{name}' is no engine's name: letters, digits and '_', beginning with a letter")
+            name = name.upper()
+            if name in self._engines:
+                raise SessionError(f"there is an engine '{name}' already: release it, or choose another name")
             groups = self.table.take(name, request)
             self._engines[name] = engine
         slots = groups if replicas is None else tuple((slot,) for group in groups for slot in group)
@@ -190,15 +196,6 @@ class Session:
         group = RoleGroup(RLRoleType(name), workload, *counts, self.hosting.port, CallCounter())
         self._members[name] = Members(name, groups, slots, processes, group)
         return self._members[name]
-
-    def _choose_name(self, name: str | None, kind: str) -> str:
-        if name is None:
-            return next(free for n in itertools.count(1) if (free := f"{kind}_{n}") not in self._engines)
-        if not is_role_name(name):
-            raise SessionError(f"'{name}' is no engine's name: letters, digits and '_', beginning with a letter")
-        if name.upper() in self._engines:
-            raise SessionError(f"there is an engine '{name.upper()}' already: release it, or choose another name")
-        return name.upper()
 
     def _forget(self, name: str) -> None:
         with self._lock:

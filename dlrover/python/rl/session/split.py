@@ -191,14 +191,11 @@ def merge(results: Sequence[Any], shares: Sequence[CallShare], how: Merge) -> An
         return join(values)
     if how == "sum":
         return _each(values, _added)
-    weights = [_weight(result, share) for result, share in pairs]
+    weights = [float(share.tokens) if share.of else 1.0 for _, share in pairs]
+    for at, result in enumerate(values):
+        if isinstance(result, Mapping) and "tokens" in result:
+            weights[at] = float(result["tokens"])
     return _each(values, lambda numbers: _mean(numbers, weights))
-
-
-def _weight(result: Any, share: CallShare) -> float:
-    if isinstance(result, Mapping) and "tokens" in result:
-        return float(result["tokens"])
-    return float(share.tokens) if share.of else 1.0
 
 
 def _each(values: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) -> Any:

@@ -56,25 +56,23 @@ class Endpoints:
         self._open: dict[Route, WeightTransport] = {}
 
     def endpoint(self, route: Route) -> WeightTransport:
-        """This process's end of ``route``; that of an earlier route between the same engines is closed."""
-        if route not in self._open:
-            for other in [other for other in self._open if other.name == route.name]:
-                self._open.pop(other).close()
-            self._open[route] = _TRANSPORTS[route.way](self._settings(route))
-        return self._open[route]
-
-    def _settings(self, route: Route) -> SyncSettings:
-        device = "cpu" if route.by_host else self._device
-        return SyncSettings(
+        """This process's end of ``route``; the end of an earlier route between the same engines is closed."""
+        if route in self._open:
+            return self._open[route]
+        for former in [former for former in self._open if former.name == route.name]:
+            self._open.pop(former).close()
+        settings = SyncSettings(
             name=self._who,
             is_leader=self._leads,
             receivers=route.sinks,
             address=route.at if route.way == "broadcast" else "127.0.0.1",
             folder=Path(route.at) if route.way == "disk" else None,
             channel=f"{route.name}-{route.session}",
-            device=device,
+            device="cpu" if route.by_host else self._device,
             memory=self._memory,
         )
+        endpoint = self._open[route] = _TRANSPORTS[route.way](settings)
+        return endpoint
 
     def close(self) -> None:
         while self._open:
