@@ -20,10 +20,9 @@ if TYPE_CHECKING:
     )
     from dlrover.python.rl.common.names import RLRoleType
     from dlrover.python.rl.master.job import RLJob, RLJobBuilder
-    from dlrover.python.rl.session.inference import InferenceEngine
+    from dlrover.python.rl.session.engine import InferenceEngine, TrainEngine
     from dlrover.python.rl.session.session import init, shutdown
     from dlrover.python.rl.session.split import NeedParallel
-    from dlrover.python.rl.session.train import TrainEngine
     from dlrover.python.rl.trainer.shard import Replicate, Shard
     from dlrover.python.rl.trainer.trainer import BaseTrainer
     from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
@@ -38,7 +37,7 @@ _HOME = {
     "EnvBase": "dlrover.python.rl.classic",
     "Evaluator": "dlrover.python.rl.classic",
     "GRPOTrainer": "dlrover.python.rl.classic",
-    "InferenceEngine": "dlrover.python.rl.session.inference",
+    "InferenceEngine": "dlrover.python.rl.session.engine",
     "InvalidJob": "dlrover.python.rl.common.errors",
     "InvocationError": "dlrover.python.rl.common.errors",
     "InvocationTimeout": "dlrover.python.rl.common.errors",
@@ -54,7 +53,7 @@ _HOME = {
     "Replicate": "dlrover.python.rl.trainer.shard",
     "SFTTrainer": "dlrover.python.rl.classic",
     "Shard": "dlrover.python.rl.trainer.shard",
-    "TrainEngine": "dlrover.python.rl.session.train",
+    "TrainEngine": "dlrover.python.rl.session.engine",
     "TrainResult": "dlrover.rl.result",
     "init": "dlrover.python.rl.session.session",
     "shutdown": "dlrover.python.rl.session.session",

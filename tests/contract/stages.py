@@ -21,9 +21,9 @@ from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
+from dlrover.python.rl.runtime.ray.placement import RunPlan
 from dlrover.python.rl.runtime.ray.processes.actors import find
 from dlrover.python.rl.runtime.ray.processes.port import RayPort
-from dlrover.python.rl.runtime.ray.reservations import RunPlan
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, accept_all
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.trainer.role_group import public_methods

@@ -3,15 +3,11 @@
 
 from bug import Bug
 
-_EXECUTOR, _RESERVATIONS, _GROUPS = (
-    "runtime/ray/executor.py",
-    "runtime/ray/reservations.py",
-    "runtime/ray/placement_groups.py",
-)
+_EXECUTOR, _PLACEMENT = "runtime/ray/executor.py", "runtime/ray/placement.py"
 _NODES, _COMMITS, _HEAD = (
     "runtime/ray/cluster/nodes.py",
     "runtime/ray/cluster/api.py",
-    "runtime/ray/cluster/head.py",
+    "runtime/ray/cluster/cluster.py",
 )
 _CLUSTER, _MASTER, _BRAIN = "runtime/ray/cluster/api.py", "master/process/rl_master.py", "master/process/brain.py"
 _HANGS, _RESIZER = (
@@ -21,7 +17,6 @@ _HANGS, _RESIZER = (
 _STATUS = "master/process/status.py"
 
 TESTS = {
-    _GROUPS: ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py"),
     _NODES: ("runtime/ray/test_nodes.py", "runtime/ray/test_ray_executor.py"),
     _COMMITS: ("runtime/ray/test_node_commits.py",),
     _HEAD: ("runtime/ray/test_gcs_keeper.py", "runtime/ray/test_shutdown.py"),
@@ -43,9 +38,7 @@ BUGS = {
         "        if isinstance(error, TimeoutError):\n            limit_s",
         "        if False:\n            limit_s",
     ),
-    "a node that was announced to go counts as lost": Bug(
-        _EXECUTOR, "CauseKind.PREEMPTED if loss.announced else CauseKind.NODE_LOST", "CauseKind.NODE_LOST"
-    ),
+    "a node that was announced to go counts as lost": Bug(_NODES, "CauseKind.PREEMPTED)", "CauseKind.NODE_LOST)"),
     "a notice of a process is not taken": Bug(
         _EXECUTOR, "            self.nodes.take_notice(process.node, beat.notice)\n", "            pass\n"
     ),
@@ -78,46 +71,46 @@ BUGS = {
     "a restart forgets the commits": Bug(_EXECUTOR, "        if command.final:\n", "        if True:\n"),
     "the nodes of adopted processes are not watched": Bug(
         _EXECUTOR,
-        "        if entry.process is not None:\n            self.reservations.add_node(entry.process.node)\n",
+        "            if entry.process is not None:\n                self.reservations.nodes.add(entry.process.node)\n",
         "",
     ),
     "a job ends rather than use an excluded node": Bug(
-        _RESERVATIONS,
-        "            self._readmit(excluded, error)\n            await asyncio.to_thread(release_groups",
-        "            raise\n            await asyncio.to_thread(release_groups",
+        _PLACEMENT,
+        "            self._readmit(excluded, error)\n            await asyncio.to_thread(remove_groups",
+        "            raise\n            await asyncio.to_thread(remove_groups",
     ),
-    "the trainer's node may lack": Bug(_RESERVATIONS, "        needed = {0}\n", "        needed = set()\n"),
+    "the trainer's node may lack": Bug(_PLACEMENT, "        needed = {0}\n", "        needed = set()\n"),
     "places beyond the plan stay after the master's return": Bug(
-        _RESERVATIONS,
+        _PLACEMENT,
         "            await asyncio.to_thread(release_beyond, self._cluster, prefix, len(self._groups))\n",
         "",
     ),
     "places that came too late for a resize stay": Bug(
-        _RESERVATIONS,
-        "                await asyncio.to_thread(release_beyond, self._cluster, prefix, len(former))\n",
+        _PLACEMENT,
+        "            await asyncio.to_thread(release_beyond, self._cluster, prefix, len(former))\n",
         "",
     ),
     "a resize in the middle of a restart adds to its groups": Bug(
-        _RESERVATIONS, "if self._groups is not former:", "if False:"
+        _PLACEMENT, "if self._groups is not former:", "if False:"
     ),
     "commits are removed under living processes": Bug(
-        _RESERVATIONS,
+        _PLACEMENT,
         "            pids.setdefault(process.node, []).append(process.pid)\n",
         "            pids.setdefault(process.node, [])\n",
     ),
     "a master without a journal leaves commits in memory": Bug(
-        _RESERVATIONS,
-        "self._nodes or {row.node_id for row in await asyncio.to_thread(self._cluster.list_nodes) if row.alive}",
-        "self._nodes",
+        _PLACEMENT,
+        "self.nodes or {row.node_id for row in await asyncio.to_thread(self._cluster.list_nodes) if row.alive}",
+        "self.nodes",
     ),
     "a master that is back ends members on excluded nodes": Bug(
-        _GROUPS, "if group.is_reserved(())), prefix)", "if group.is_reserved(excluded)), prefix)"
+        _PLACEMENT, "if group.is_reserved()), prefix)", "if group.is_reserved(excluded)), prefix)"
     ),
     "free memory is compared in bytes with megabytes": Bug(
-        _GROUPS, 'MEGABYTE if name == "memory" else 1 for name in needed', "1 for name in needed"
+        _PLACEMENT, 'amount // MEGABYTE if name == "memory" else amount for', "amount for"
     ),
     "a group that was replaced follows to another node": Bug(
-        _GROUPS, "group.state == CREATED and group.on == {successor.replaced_node}", "group.state == CREATED"
+        _PLACEMENT, "group.state == CREATED and group.nodes == {successor.replaced_node}", "group.state == CREATED"
     ),
     "the only node is left when it is drained": Bug(
         _NODES, "elif row.node_id in leaving and is_refuge:", "elif row.node_id in leaving:"

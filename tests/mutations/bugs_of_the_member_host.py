@@ -158,8 +158,8 @@ BUGS = {
     ),
     "a kill by the memory monitor is a plain death": Bug(
         _ACTORS,
-        'isinstance(error, OutOfMemoryError) or "running low on memory" in str(error)',
-        "isinstance(error, OutOfMemoryError)",
+        'isinstance(died, OutOfMemoryError) or "running low on memory" in str(died)',
+        "isinstance(died, OutOfMemoryError)",
     ),
     "what could not be ended is not tried again": Bug(
         _ACTORS, "                await asyncio.sleep(_PAUSE_S)\n", "                return\n"
@@ -185,7 +185,7 @@ BUGS = {
         _TABLE, "        await self.end_named(trainers)\n        members", "        members"
     ),
     "a second start of a process finds its name taken": Bug(
-        _TABLE, "        await self.end_named([request.name])  # a master that died may have started it\n", ""
+        _TABLE, "        await self.end_named([name])  # a master that died may have started it\n", ""
     ),
     "a member goes to a slot without a place": Bug(
         _TABLE,
@@ -200,6 +200,6 @@ BUGS = {
         _PORT, "return True  # the ping has arrived", "return False  # the ping has arrived"
     ),
     "an error of a device leaves the member": Bug(
-        _PORT, "(_replaces_member(cause) or _breaks_process(cause)) and", "_replaces_member(cause) and"
+        _PORT, "    if fault in (Fault.DEVICE, Fault.LINK):\n", "    if False:\n"
     ),
 }

@@ -82,7 +82,7 @@ TESTS = {
         "runtime/ray/test_leaving.py",
         _MASTERS,
     ),
-    "runtime/ray/reservations.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py", _MASTERS),
+    "runtime/ray/placement.py": ("runtime/ray/test_reservations.py", "runtime/ray/test_ray_executor.py", _MASTERS),
     "runtime/ray/cluster/api.py": ("runtime/ray/test_reservations.py", _MASTERS),
     "master/process/rl_master.py": ("master/test_rl_master.py", "master/test_replacement.py", _MASTERS),
     "master/process/hang_detector.py": ("master/test_hang_detector.py", _MASTERS),
@@ -507,10 +507,8 @@ BUGS = {
     ),
     "an adopted process is not watched": Bug(
         _EXECUTOR,
-        "            self.reservations.add_node(entry.process.node)\n"
-        "        self._watch(entry, emit)\n"
-        "        if entry.process_id == TRAINER_ID:",
-        "            self.reservations.add_node(entry.process.node)\n        if entry.process_id == TRAINER_ID:",
+        "                self.reservations.nodes.add(entry.process.node)\n            self._watch(entry, emit)\n",
+        "                self.reservations.nodes.add(entry.process.node)\n",
     ),
     "the death of a process is not noticed": Bug(
         _EXECUTOR,
@@ -528,7 +526,7 @@ BUGS = {
         "",
     ),
     "local ranks count over all nodes": Bug(
-        _TABLE, "self._local[rank] = self._sizes[self._nodes[rank]]", "self._local[rank] = rank"
+        _TABLE, "self._local_ranks[rank] = self._sizes[self._nodes[rank]]", "self._local_ranks[rank] = rank"
     ),
     "an earlier incarnation is heard": Bug(_HANGS, "return beat.number >= member.first", "return True"),
     "what is not up is watched": Bug(

@@ -148,7 +148,7 @@ class StaleCallError(Exception):
 
 @dataclass
 class Cluster:
-    """Implements ``ClusterApi``."""
+    """A twin of ``RayClusterApi``."""
 
     world: World
     trainer: type
@@ -162,7 +162,7 @@ class Cluster:
     _excluded: dict = field(default_factory=dict)
     _calls: list = field(default_factory=list)
 
-    # -- ClusterApi: in threads ---------------------------------------------------------------------------------------
+    # -- RayClusterApi: in threads ------------------------------------------------------------------------------------
 
     def list_actors(self, prefix):
         return [name for name in self.actors if name.startswith(prefix)]
@@ -199,7 +199,7 @@ class Cluster:
     def list_groups(self):
         return list(self.groups.values())
 
-    def create_group(self, bundles, name, excluded=()):
+    def create_group(self, bundles, name, excluded=(), node=""):
         group = f"group-{len(self.groups)}"
         self.groups[group] = GroupRow(group, name, "PENDING", frozenset())
         self._excluded[group] = set(excluded)

@@ -112,11 +112,11 @@ class Training:
         self.members = {}
 
     async def run(self):
-        for member in self.actor.start_of.members:
-            if member.handle is None:
-                await self.renew(member.process_id, 0)
+        for member, (incarnation, handle) in self.actor.start_of.members.items():
+            if handle is None:
+                await self.renew(member, 0)
             else:
-                self.members[member.process_id] = member.incarnation, member.handle
+                self.members[member] = incarnation, handle
         await self.ask("opened", self.epoch)
         self.job.claim(self.epoch)
         while self.job.committed < STEPS:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.runtime.ray.cluster.head import has_durable_gcs, private_folder
+from dlrover.python.rl.runtime.ray.cluster.cluster import has_durable_gcs, private_folder
 
 pytestmark = pytest.mark.ray
 
@@ -121,7 +121,7 @@ def test_the_private_folder_is_of_this_user_alone_and_goes_with_its_owner():
 
 def test_what_a_killed_process_left_behind_is_removed_by_the_next_one():
     code = """if True:
-        from dlrover.python.rl.runtime.ray.cluster.head import private_folder
+        from dlrover.python.rl.runtime.ray.cluster.cluster import private_folder
         with private_folder() as folder:
             print(folder, flush=True)
             input()
@@ -177,8 +177,8 @@ def test_killed_and_stopped_nodes_are_found_and_a_partitioned_one_ends_itself():
 
         def note(loss):
             with news:
-                assert loss.node_id not in lost
-                lost[loss.node_id] = (time.monotonic(), loss.why)
+                assert loss.node not in lost
+                lost[loss.node] = (time.monotonic(), loss.cause.message)
                 news.notify_all()
 
         def loss_of(node_id):

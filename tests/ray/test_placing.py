@@ -11,15 +11,13 @@ from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec, TrainerSpec, WorkloadSpec
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.runtime.ray import placement_groups
-from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
-from dlrover.python.rl.runtime.ray.placement_groups import (
-    REMOVED,
+from dlrover.python.rl.runtime.ray import placement as module
+from dlrover.python.rl.runtime.ray.cluster.api import REMOVED, RayClusterApi, remove_groups
+from dlrover.python.rl.runtime.ray.placement import (
     _list_groups,
     _newest_by_node,
     is_usable,
     placement_of,
-    release_groups,
     reserve,
     reserve_node,
     wait_until_reserved,
@@ -43,7 +41,7 @@ def prefix(request):
     """A prefix of the test's own; whatever is reserved under it is given back."""
     name = f"placing/{request.node.name}"
     yield f"{name}/1"
-    release_groups(CLUSTER, name)
+    remove_groups(CLUSTER, f"{name}/")
 
 
 def planned(nodes=1, **actor):
@@ -93,8 +91,8 @@ def test_all_are_given_back_by_their_names(prefix):
     placement = planned(nodes=2, per_node=1)
     groups = reserve(CLUSTER, placement, prefix)
     wait(groups, placement)
-    assert sorted(release_groups(CLUSTER, prefix)) == [f"{prefix}/node-0", f"{prefix}/node-1"]
-    assert release_groups(CLUSTER, prefix) == find_groups(CLUSTER, prefix) == []
+    assert sorted(remove_groups(CLUSTER, f"{prefix}/")) == [f"{prefix}/node-0", f"{prefix}/node-1"]
+    assert remove_groups(CLUSTER, f"{prefix}/") == find_groups(CLUSTER, prefix) == []
     assert not any(is_usable(CLUSTER, group) for group in groups)
     again = reserve(CLUSTER, placement, prefix)
     wait(again, placement)
@@ -104,7 +102,7 @@ def test_all_are_given_back_by_their_names(prefix):
 def test_a_prefix_is_not_the_beginning_of_another_name(prefix):
     placement = planned()
     groups = reserve(CLUSTER, placement, f"{prefix}0")
-    assert release_groups(CLUSTER, prefix) == []
+    assert remove_groups(CLUSTER, f"{prefix}/") == []
     assert find_groups(CLUSTER, f"{prefix}0") == groups
 
 
@@ -140,7 +138,7 @@ def test_a_member_that_takes_nothing_has_a_place_all_the_same(prefix):
 
 
 def test_excluded_nodes_are_kept_off_and_what_waits_says_so(prefix, monkeypatch, caplog):
-    monkeypatch.setattr(placement_groups, "_LOG_INTERVAL_S", 0.1)
+    monkeypatch.setattr(module, "_LOG_INTERVAL_S", 0.1)
     monkeypatch.setattr(logging.getLogger("dlrover"), "propagate", True)
     placement = planned()
     groups = reserve(CLUSTER, placement, prefix, (here(),))
@@ -149,7 +147,7 @@ def test_excluded_nodes_are_kept_off_and_what_waits_says_so(prefix, monkeypatch,
     assert "waiting for resources since" in caplog.text
     assert not is_usable(CLUSTER, groups[0])
     assert reserve(CLUSTER, placement, prefix, (here(),)) == groups
-    release_groups(CLUSTER, prefix)
+    remove_groups(CLUSTER, f"{prefix}/")
     allowed = reserve(CLUSTER, placement, prefix)
     wait(allowed, placement)
     assert is_usable(CLUSTER, allowed[0])
@@ -168,13 +166,13 @@ def test_what_was_reserved_on_a_node_that_is_excluded_now_is_reserved_again(pref
     wait([renewed], placement)
     assert find_groups(CLUSTER, prefix) == [renewed]
     assert not is_usable(CLUSTER, new), "what never got its resources is given back"
-    assert len(release_groups(CLUSTER, prefix)) == 2
+    assert len(remove_groups(CLUSTER, f"{prefix}/")) == 2
 
 
 def test_waiting_for_what_was_given_back_ends_at_once(prefix):
     placement = planned()
     groups = reserve(CLUSTER, placement, prefix, (here(),))
-    release_groups(CLUSTER, prefix)
+    remove_groups(CLUSTER, f"{prefix}/")
     with pytest.raises(PlacementTimeout, match="released while the job waited for them"):
         wait(groups, placement)
 

@@ -16,7 +16,7 @@ from ray._private.authentication import authentication_token_setup as tokens
 from ray.cluster_utils import Cluster
 
 from dlrover.python.rl.common.names import NAMESPACE
-from dlrover.python.rl.runtime.ray.cluster.head import (
+from dlrover.python.rl.runtime.ray.cluster.cluster import (
     GcsKeeper,
     has_durable_gcs,
     on_loopback,

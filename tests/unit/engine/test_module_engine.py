@@ -18,7 +18,7 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.model.train_module import CallShare, empty_weights
 from dlrover.python.rl.engine.module.engine import ModuleEngine
 from dlrover.python.rl.engine.module.parallel import compute_gradient_weight
-from dlrover.python.rl.session.split import NeedParallel, Splitter
+from dlrover.python.rl.session.split import NeedParallel, split_arguments
 
 ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).tolist()
 TEXTS = [[72, 101, 108, 108, 111], [49, 50, 43, 49, 51, 61, 50], [1, 2, 3, 4], [9, 8, 7]]
@@ -58,10 +58,9 @@ class Rank:
         self.engine = ModuleEngine(f"T[{rank}]", module, settings, Rendezvous(rank, WORLD, "127.0.0.1", port, 600.0))
 
     def call(self, method, *args):
-        splitter = Splitter(*self.sizes, method)
-        values, _ = splitter.arrange(args, {})
-        part = [value.value[self.at] if at in splitter.split else value.value for at, value in enumerate(values)]
-        return self.engine.call(method, splitter.shares[self.at], part, {})
+        values, _, shares, split = split_arguments(args, {}, *self.sizes, method)
+        part = [value.value[self.at] if at in split else value.value for at, value in enumerate(values)]
+        return self.engine.call(method, shares[self.at], part, {})
 
 
 def gradients(mine):

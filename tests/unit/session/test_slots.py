@@ -7,8 +7,8 @@ from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import SessionError
 from dlrover.python.rl.runtime.member.loading import Device
+from dlrover.python.rl.session.engine import train_sizes
 from dlrover.python.rl.session.session import SlotRequest, SlotTable
-from dlrover.python.rl.session.train import train_sizes
 
 
 def table(*per_node):

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from dlrover.python.rl.common.errors import ShardError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.model.train_module import WHOLE, CallShare
-from dlrover.python.rl.session.split import NeedParallel, Splitter, merge, parts_of
+from dlrover.python.rl.session.split import NeedParallel, merge, parts_of, split_arguments
 from dlrover.python.rl.trainer.shard import Replicate
 
 
@@ -33,15 +33,14 @@ class ArgumentSet:
 
 def arrange(*args, sizes=(2, 1), **kwargs):
     """What each context rank of each replica gets."""
-    splitter = Splitter(*sizes, "TRAIN_1.step")
-    values, named = splitter.arrange(args, kwargs)
+    values, named, shares, _ = split_arguments(args, kwargs, *sizes, "TRAIN_1.step")
 
     def part(value, at):
         return value.value if isinstance(value, Replicate) else value.value[at]
 
     return [
         ArgumentSet(tuple(part(value, at) for value in values), {key: part(v, at) for key, v in named.items()}, share)
-        for at, share in enumerate(splitter.shares)
+        for at, share in enumerate(shares)
     ]
 
 
@@ -296,10 +295,10 @@ def test_what_cannot_be_put_together_is_refused():
 @pytest.mark.parametrize("value", [[], (), torch.zeros(0, 3), {"a": []}])
 def test_no_rows_are_not_divided(value):
     with pytest.raises(ShardError, match="argument 0 has no rows for 2 model replicas"):
-        Splitter(2, 1, "TRAIN_1.step").arrange([NeedParallel(value)], {})
+        split_arguments([NeedParallel(value)], {}, 2, 1, "TRAIN_1.step")
 
 
 @pytest.mark.parametrize("value", [{"rows": NeedParallel([1, 2])}, [NeedParallel([1, 2])], (NeedParallel([1]), 3)])
 def test_a_part_of_an_argument_is_not_wrapped(value):
     with pytest.raises(ShardError, match="argument 1 has a NeedParallel in it: wrap the whole argument"):
-        Splitter(2, 1, "TRAIN_1.step").arrange([0, value], {})
+        split_arguments([0, value], {}, 2, 1, "TRAIN_1.step")

@@ -1,15 +1,50 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What both kinds of engines driven by hand share: a role group on slots, calls to it, and where its tensors are."""
+# Over 400 lines: an engine and its two kinds, most of it the documentation that users read.
+"""The engines of a script: a role group on slots, calls to it, and where its tensors are; one kind trains a module of
+the user's, the other one generates completions."""
 
+import dataclasses
+import inspect
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, Literal
 
-from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, SessionError, WorkloadDied
+import cloudpickle
+import torch
+
+from dlrover.python.rl.common.errors import (
+    EngineError,
+    InvocationError,
+    InvocationTimeout,
+    SessionError,
+    UnknownMethod,
+    WeightSyncError,
+    WorkloadDied,
+)
+from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.data.batch import even_cuts
+from dlrover.python.rl.engine.api.base import RolloutSettings, SamplingParams, TrainSettings
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info, engine_place, validate_engine
+from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.api.weights import Part
+from dlrover.python.rl.engine.model.train_module import check_empty
+from dlrover.python.rl.session.members import (
+    InferenceMember,
+    RequestOutput,
+    TrainMember,
+    as_outputs,
+    as_prompts,
+    as_sampling,
+)
 from dlrover.python.rl.session.session import Members, Session, SlotRequest, current
+from dlrover.python.rl.session.split import MERGES, Merge, merge, split_arguments
+from dlrover.python.rl.session.weight_sync import SyncReport, Way, choose_route
 from dlrover.python.rl.trainer.port import Pending, Ref
 from dlrover.python.rl.trainer.role_group import Invocation
+from dlrover.python.rl.trainer.shard import Shard
 from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS
 
 _SETTLE_S = 5.0
@@ -78,7 +113,13 @@ class HandEngine:
     def _submit(self, method: str, *args: Any, **kwargs: Any) -> list[Ref]:
         """Send a call to every rank; only a ``Shard`` is divided."""
         group = self._running(method).role_group
-        self._failed = wait_for_ranks(self._failed, _SETTLE_S)
+        deadline_s = time.monotonic() + _SETTLE_S
+        while self._failed:
+            outcomes = self._failed[0].port.wait(self._failed, max(0.0, deadline_s - time.monotonic()))
+            late = [ref for ref, outcome in zip(self._failed, outcomes, strict=True) if outcome.late]
+            if len(late) == len(self._failed):
+                break
+            self._failed = late  # A failed one ends the wait for the others.
         if self._failed:  # What these ranks send each other would meet what this call sends.
             ranks, before = ", ".join(str(ref.rank) for ref in self._failed), self._failed[0].method
             raise SessionError(
@@ -132,13 +173,367 @@ class HandEngine:
         self._ask("engine.release_cache")
 
 
-def wait_for_ranks(refs: Sequence[Ref], timeout_s: float) -> list[Ref]:
-    """Wait at most ``timeout_s`` for the calls of one invocation; returns those that have neither result nor error."""
-    pending, deadline_s = list(refs), time.monotonic() + timeout_s
-    while pending:
-        outcomes = pending[0].port.wait(pending, max(0.0, deadline_s - time.monotonic()))
-        late = [ref for ref, outcome in zip(pending, outcomes, strict=True) if outcome.late]
-        if len(late) == len(pending):
-            break
-        pending = late  # A failed one ends the wait for the others.
-    return pending
+# -- training ---------------------------------------------------------------------------------------------------------
+
+
+EXECUTORS = ("fsdp2",)
+"""What runs a module of the user's own."""
+
+_SHARED = {"train", "eval"}  # The engine's call the module's.
+_TAKEN = {"close"}  # It belongs to the process.
+
+
+class TrainEngine(HandEngine):
+    """Trains a module of the user's, whose public methods it has as its own.
+
+    ``engine.train_step(NeedParallel(rows), lr)`` calls ``train_step`` on every rank: each model replica gets its part
+    of what is wrapped, and all of the rest. One result of each replica comes back, in order, unless ``merge`` says
+    otherwise: :func:`~dlrover.python.rl.session.split.merge`.
+
+    Args:
+        module: a :class:`~dlrover.python.rl.engine.model.train_module.TrainModule` without weights.
+        executor: ``"fsdp2"``.
+        merge: what results are merged to by default.
+        name: what messages call it; ``TRAIN_1`` and so on by default.
+
+    Raises:
+        EngineError: the module has weights already, or nothing runs modules under this name.
+    """
+
+    _kind = "TRAIN"
+
+    def __init__(self, module: Any, executor: str = "fsdp2", *, merge: Merge = "list", name: str | None = None) -> None:
+        super().__init__(name)
+        if executor not in EXECUTORS:
+            raise EngineError(
+                f"'{executor}' does not run modules{hint(executor, EXECUTORS)}; deepspeed and megatron train models of"
+                " jobs, by the losses that they are handed"
+            )
+        check_empty(module)
+        hidden = set(methods_of(type(module))) & (set(dir(TrainEngine)) - _SHARED | _TAKEN)
+        if hidden:
+            raise EngineError(
+                f"{type(module).__name__} has methods that the engine has itself: rename {', '.join(sorted(hidden))}"
+            )
+        self._class, self._merge = type(module), _check_merge(merge)
+        self._payload = cloudpickle.dumps(module)
+        self._parallel = ParallelSizes()
+
+    def build(  # noqa: PLR0913 - the options of a placement, all of them optional
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        shards: int | None = None,
+        colocate_with: Any = None,
+        not_colocate_with: Any = None,
+        nodes: Sequence[str] | None = None,
+        precision: Literal["fp32", "bf16"] | None = None,
+        ignore_rebuild_error: bool = False,
+    ) -> "TrainEngine":
+        """Start a process for each slot, and give each its part of the module with its weights.
+
+        The ranks are ``data_parallel_size`` replicas of ``context_parallel_size * tensor_parallel_size``, which have
+        ``data_parallel_size / shards`` copies of the parameters between them. What is not given fills the slots there
+        are: by default one copy is sharded over all of them.
+
+        Args:
+            tensor_parallel_size: ranks that split each matrix, and get the same rows.
+            context_parallel_size: ranks that share the sequences of the same rows, where a call divides them
+                (``NeedParallel(x, type="seq")``); they shard the parameters, too. Hugging Face models only.
+            data_parallel_size: model replicas, each with rows of its own: what ``NeedParallel`` divides by.
+            shards: replicas that share out one copy of the parameters, gradients and optimizer (ZeRO-3); all of them by
+                default. Copies stay equal.
+            colocate_with, not_colocate_with, nodes, ignore_rebuild_error: as in ``InferenceEngine.build``.
+            precision: of the forward and backward pass; parameters and their optimizer are float32. By default
+                ``"bf16"`` on CUDA.
+
+        Returns:
+            The engine.
+
+        Raises:
+            SessionError: it is built already, or the slots are not there; nothing was started.
+            InvocationError: a rank could not be made; none is left.
+        """
+        if not self._should_build(ignore_rebuild_error):
+            return self
+        request = SlotRequest.near(colocate_with, not_colocate_with, nodes)
+        free = len(current().table.candidates(request))
+        groups, size = train_sizes(free, tensor_parallel_size, context_parallel_size, data_parallel_size, shards)
+        self._parallel = ParallelSizes(
+            ddp_size=groups,
+            tensor_parallel_size=tensor_parallel_size,
+            context_parallel_size=context_parallel_size,
+        )
+        argument_sets = groups * size // tensor_parallel_size
+        kind = self._start(replace(request, group=size, groups=groups), TrainMember, argument_sets)
+        precision = precision or ("bf16" if kind == "cuda" else "fp32")
+        self._open(TrainSettings(device=kind, precision=precision, parallel=self._parallel), self._payload)
+        return self
+
+    @property
+    def replicas(self) -> int:
+        """Model replicas, each with rows of its own: the divisor of ``NeedParallel``."""
+        return len(self._running("replicas").slots) // self._parallel.replica_size
+
+    def __getattr__(self, name: str) -> "ModuleMethod":
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
+        if not callable(getattr(self._class, name, None)):
+            raise UnknownMethod(f"{self._class.__name__} has no method '{name}'{hint(name, methods_of(self._class))}")
+        return ModuleMethod(self, name, self._merge)
+
+    def __dir__(self) -> list[str]:
+        return sorted([*object.__dir__(self), *methods_of(self._class)])
+
+    def train(self, mode: bool = True) -> None:
+        """Put the module into training mode on every rank, as it is after ``build``."""
+        self._ask("engine.train", mode)
+
+    def eval(self) -> None:
+        """Put the module into evaluation mode on every rank: dropout is off."""
+        self._ask("engine.train", False)
+
+    @property
+    def training(self) -> bool:
+        return bool(self._ask("engine.in_training")[0])
+
+    def p2p_weight_sync(
+        self,
+        other: HandEngine,
+        timeout_s: float = 600.0,
+        *,
+        way: Way | None = None,
+        folder: str | Path | None = None,
+    ) -> SyncReport:
+        """Send the weights of all ranks to every rank of another engine, process to process.
+
+        Args:
+            other: an inference engine, or a train engine whose module has no optimizer (a reference).
+            timeout_s: for all of it.
+            way: ``"device memory"``, ``"shared memory"``, ``"broadcast"`` or ``"disk"``; None for ``"disk"`` if there
+                is a folder, else for the shortest.
+            folder: for ``"disk"``: one that both engines' nodes see.
+
+        Raises:
+            SessionError: this way is closed, with the reason.
+            WeightSyncError: names, shapes or bytes differ, or an InvocationError with that cause; the receiver has its
+                old weights then.
+        """
+        source, target = self._running("a weight sync"), other._running("a weight sync")
+        session = self._session
+        route = choose_route(source, target, session, way, folder)
+        ticket = self._ask("engine.offer", route, timeout_s=timeout_s)[0]
+        sends = self._submit("engine.send", ticket, route)
+        takes = other._submit("engine.take", ticket, route)
+        stamps = session.gather([*sends, *takes], timeout_s)
+        stamp, received = stamps[0], stamps[len(sends) :]
+        if set(received) != {stamp}:
+            ranks = "; ".join(f"{other.name}[{rank}] {weights}" for rank, weights in enumerate(received))
+            raise WeightSyncError(f"{other.name} has other weights than {self.name} sent, {stamp}: {ranks}")
+        return SyncReport(stamp, route.way)
+
+    def save(self, path: str | Path) -> None:
+        """Write what the module exports, a Hugging Face model in its format, whole or not at all; rank 0 writes."""
+        self._ask("engine.save", Path(path).absolute())
+
+    def state_dict(self) -> dict[str, Any]:
+        """What the module exports, by name, in this process: for a look, not for weight sync."""
+        weights = self._ask("engine.publish")[0]
+        return {name: torch.clone(weights.tensor(name)) for name in weights.buffers}
+
+
+@dataclass(frozen=True)
+class ModuleMethod:
+    engine: TrainEngine
+    name: str
+    merge: Merge
+    timeout_s: float | None = None
+
+    def options(self, *, merge: Merge | None = None, timeout_s: float | None = None) -> "ModuleMethod":
+        """The same method with another ``merge`` or a time limit for all ranks (None waits, and logs late ranks)."""
+        return replace(self, merge=_check_merge(merge or self.merge), timeout_s=timeout_s or self.timeout_s)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        engine, sizes = self.engine, self.engine._parallel
+        label = f"{engine.name}.{self.name}"
+        values, named, shares, split = split_arguments(
+            args, kwargs, engine.replicas, sizes.context_parallel_size, label
+        )
+        refs = engine._submit(self.name, *values, Shard(shares), split, **named)
+        results = engine._gather(refs, self.timeout_s)[:: sizes.tensor_parallel_size]
+        stride = 1 if shares[0].sequences else sizes.context_parallel_size
+        return merge(results[::stride], shares[::stride], self.merge)
+
+
+def train_sizes(free: int, tensor: int, context: int, replicas: int | None, shards: int | None) -> tuple[int, int]:
+    """Fill in the sizes of a train engine that were not given (``replicas``: as many as fit; ``shards``: all of them).
+    Returns the number of groups with a copy of the parameters each, and the slots of one group."""
+    sizes = {
+        "tensor_parallel_size": tensor,
+        "context_parallel_size": context,
+        "data_parallel_size": replicas,
+        "shards": shards,
+    }
+    for name, size in sizes.items():
+        if size is not None and size < 1:
+            raise SessionError(f"{name} is {size}: it must be positive")
+    replica = tensor * context
+    if replicas is None:
+        replicas = free // replica
+        replicas -= replicas % (shards or 1)
+    if not replicas:
+        requested = ", ".join(f"{name} {size}" for name, size in sizes.items() if size is not None)
+        raise SessionError(f"{free} free slots are too few for one group: {requested}")
+    shards = shards or replicas
+    if replicas % shards:
+        raise SessionError(f"data_parallel_size {replicas} is no multiple of shards {shards}")
+    return replicas // shards, shards * replica
+
+
+def methods_of(cls: type) -> list[str]:
+    """The public methods that a module's class adds to torch's modules and the library's models."""
+    library = ("torch.", "transformers.")
+    own = {name for base in cls.__mro__ if not base.__module__.startswith(library) for name in vars(base)}
+    return sorted(name for name in own if not name.startswith("_") and callable(getattr(cls, name, None)))
+
+
+def _check_merge(how: Merge) -> Merge:
+    if how not in MERGES:
+        raise SessionError(f"results cannot be merged as '{how}'{hint(how, MERGES)}")
+    return how
+
+
+# -- generation -------------------------------------------------------------------------------------------------------
+
+ALIASES = {"hf": "torch"}
+"""Other names of executors: Hugging Face models run on the engine in plain PyTorch."""
+
+
+class InferenceEngine(HandEngine):
+    """Generates completions.
+
+    Args:
+        model: folder or hub name of a causal language model.
+        executor: ``"torch"`` (or ``"hf"``), ``"vllm"``, ``"sglang"``, an entry point of the group
+            ``dlrover_rl.rollout_engines``, ``"module:Class"``, or a class with the methods of
+            :class:`~dlrover.python.rl.engine.api.base.BaseRolloutEngine`.
+        name: what messages call it; ``INFERENCE_1`` and so on by default.
+
+    Raises:
+        EngineError: no executor has this name; gives the nearest.
+        MissingExtra: the executor's package is not installed.
+    """
+
+    _kind = "INFERENCE"
+
+    def __init__(self, model: str | Path, executor: str | type = "torch", name: str | None = None) -> None:
+        super().__init__(name)
+        self.model = str(Path(model).absolute()) if Path(model).is_dir() else model  # processes have other folders
+        self._executor: Any = executor
+        self._registered = ALIASES.get(executor, executor) if isinstance(executor, str) else None
+        if self._registered is not None:
+            self._executor = engine_place(ROLLOUT_ENGINES, self._registered)
+        self._calls = 0
+
+    def build(  # noqa: PLR0913 - the options of a placement, all of them optional
+        self,
+        *,
+        tensor_parallel_size: int = 1,
+        data_parallel_size: int | None = None,
+        colocate_with: Any = None,
+        not_colocate_with: Any = None,
+        nodes: Sequence[str] | None = None,
+        ignore_rebuild_error: bool = False,
+        **settings: Any,
+    ) -> "InferenceEngine":
+        """Start the processes and load the model.
+
+        Args:
+            tensor_parallel_size: slots over which each copy of the model is split; they are on one node.
+            data_parallel_size: model replicas, each with prompts of its own; as many as fit by default.
+            colocate_with: an engine, or a list of them, whose slots to use, all of them; free ones by default.
+            not_colocate_with: engines whose slots not to use.
+            nodes: addresses or ids of the nodes to use.
+            ignore_rebuild_error: do nothing when it is built already.
+            settings: fields of ``RolloutSettings`` (``max_batch=64``); the backend takes or refuses all others. On
+                CUDA the precision is ``"bf16"`` by default.
+
+        Returns:
+            The engine.
+
+        Raises:
+            EngineError: the backend does not know an option, or not this value; nothing was started.
+            SessionError: it is built already, or the slots are not there; nothing was started.
+            InvocationError: a process could not load the model; none is left.
+        """
+        if not self._should_build(ignore_rebuild_error):
+            return self
+        fields = {field.name for field in dataclasses.fields(RolloutSettings)} - {"device", "tensor_parallel_size"}
+        own = {name: settings.pop(name) for name in fields & settings.keys()}
+        if self._registered:
+            self._check_names(self._registered, settings, fields)
+        backend = {**own.pop("backend", {}), **settings}
+        if self._registered and (errors := validate_engine(ROLLOUT_ENGINES, self._registered, backend, "backend")):
+            raise EngineError("; ".join(map(str, errors)))
+        request = SlotRequest.near(colocate_with, not_colocate_with, nodes)
+        request = replace(request, group=tensor_parallel_size, groups=data_parallel_size, one_node=True)
+        kind = self._start(request, InferenceMember)
+        # The script computes the log-probs of training, over all of the model's ids unless it masks some itself.
+        own = {"precision": "bf16" if kind == "cuda" else "fp32", "mask_unknown_ids": False, **own}
+        complete = RolloutSettings(device=kind, tensor_parallel_size=tensor_parallel_size, backend=backend, **own)
+        self._open(self._executor, self.model, complete)
+        return self
+
+    def _check_names(self, backend: str, settings: Mapping[str, Any], fields: Collection[str]) -> None:
+        """Raise an ``EngineError`` for a name that is neither an argument, one of ``fields``, nor an option of the
+        backend, where these are known."""
+        options = engine_info(ROLLOUT_ENGINES, backend).options
+        if options is None:
+            return
+        known = {field.name for field in dataclasses.fields(options)}
+        names = {*known, *fields, *inspect.signature(self.build).parameters} - {"settings"}
+        for name in settings.keys() - known:
+            raise EngineError(f"build() has no argument '{name}'{hint(name, names)}")
+
+    def generate(
+        self,
+        prompts: Any,
+        sampling_params: SamplingParams | Mapping[str, Any] | None = None,
+        *,
+        seed: int | None = None,
+        timeout_s: float | None = None,
+    ) -> list[RequestOutput]:
+        """Complete prompts, an even and contiguous share of them by each group.
+
+        Args:
+            prompts: texts, lists of token ids, or dicts with ``prompt`` or ``prompt_token_ids`` (what else is in them
+                reaches the engine as it is, if the engine takes it). A single one is a list of one.
+            sampling_params: how to draw; a dict has the fields of
+                :class:`~dlrover.python.rl.engine.api.base.SamplingParams`.
+            seed: the same seed gives the same completions of the same prompts, however many groups there are. By
+                default each call draws others.
+            timeout_s: for all of it; None waits, and logs the late ranks.
+
+        Returns:
+            One for each prompt, in their order.
+
+        Raises:
+            EngineError: a prompt or parameter is wrong; nothing was generated.
+            InvocationError: a group failed or is late.
+        """
+        groups = len(self._running("generate").slots)
+        rows, sampling = as_prompts(prompts), as_sampling(sampling_params)
+        self._calls += 1
+        seeds = (0, self._calls) if seed is None else (1, seed)
+        cuts = even_cuts(len(rows), groups)
+        parts = [(start, rows[start:stop]) for start, stop in pairwise(cuts)]
+        refs = self._submit("engine.generate", Shard(parts), sampling, seeds)
+        batches = self._session.gather(refs, timeout_s)
+        return [
+            output
+            for (start, part), batch in zip(parts, batches, strict=True)
+            if part
+            for output in as_outputs(part, start, batch)
+        ]

@@ -24,7 +24,7 @@ from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.rollout.requests import sampling_params
-from dlrover.python.rl.engine.weight_sync.base import Ticket, WeightTransport
+from dlrover.python.rl.engine.weight_sync.base import Ticket
 from dlrover.python.rl.session.split import NeedParallel
 from dlrover.python.rl.session.weight_sync import Endpoints, Route
 from dlrover.python.rl.trainer.workload import current_member
@@ -176,7 +176,7 @@ class EngineMember:
         self._member = current_member()
         self._engine: Any = None
         self._memory = DeviceMemory()
-        self._endpoints: Endpoints | None = None
+        self._endpoints = Endpoints(self._member.name, False, "cpu", self._memory)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -190,15 +190,8 @@ class EngineMember:
     def _users_method(self, name: str) -> Callable[..., Any]:
         raise AttributeError(f"an inference engine has no method '{name}'")
 
-    def _connect(self, leads: bool, device: str) -> None:
-        self._endpoints = Endpoints(self._member.name, leads, device, self._memory)
-
-    def _endpoint(self, route: Route) -> WeightTransport:
-        assert self._endpoints is not None, "open() comes first"
-        return self._endpoints.endpoint(route)
-
     def _take(self, ticket: Ticket, route: Route) -> WeightStamp:
-        return self._receive(self._endpoint(route).receive(ticket))
+        return self._receive(self._endpoints.endpoint(route).receive(ticket))
 
     def _receive(self, weights: WeightSnapshot) -> WeightStamp:
         raise NotImplementedError
@@ -207,8 +200,7 @@ class EngineMember:
         self._memory.release_cache()
 
     def close(self) -> None:
-        if self._endpoints is not None:
-            self._endpoints.close()
+        self._endpoints.close()
         if self._engine is not None:
             engine, self._engine = self._engine, None
             engine.close()
@@ -224,7 +216,7 @@ class TrainMember(EngineMember):
         rendezvous = Rendezvous(member.rank, member.world_size, member.master_addr, member.master_port)
         self._memory = DeviceMemory(settings.device)
         self._engine = ModuleEngine(member.name, payload, settings, rendezvous, self._memory)
-        self._connect(member.rank == 0, settings.device)
+        self._endpoints = Endpoints(member.name, member.rank == 0, settings.device, self._memory)
 
     def _users_method(self, name: str) -> Callable[..., Any]:
         return partial(self._call, name)
@@ -241,11 +233,11 @@ class TrainMember(EngineMember):
         return bool(self._engine.training)
 
     def _offer(self, route: Route) -> Ticket:
-        return self._endpoint(route).offer(self._engine)
+        return self._endpoints.endpoint(route).offer(self._engine)
 
     def _send(self, ticket: Ticket, route: Route) -> WeightStamp | None:
         """Send the weights; returns their stamp on the rank that leads."""
-        return self._endpoint(route).send(ticket, self._engine)
+        return self._endpoints.endpoint(route).send(ticket, self._engine)
 
     def _receive(self, weights: WeightSnapshot) -> WeightStamp:
         stamp: WeightStamp = self._engine.receive(weights)
@@ -260,7 +252,7 @@ class InferenceMember(EngineMember):
         self._memory = DeviceMemory(settings.device)
         kind = engine_class(ROLLOUT_ENGINES, engine) if isinstance(engine, str) else engine
         self._engine = kind(model, settings, self._memory)
-        self._connect(False, settings.device)
+        self._endpoints = Endpoints(self._member.name, False, settings.device, self._memory)
 
     def _generate(
         self, parts: Sequence[tuple[int, Sequence[Any]]], sampling: SamplingParams, seed: tuple[int, ...]

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -64,7 +64,15 @@ class SlotTable:
 
     def candidates(self, request: SlotRequest) -> Slots:
         """The slots that ``request`` may choose from. Raises SessionError if the request contradicts itself."""
-        allowed = self._on(request.nodes)
+        names = {name for device in self.devices for name in (device.address, device.node)}
+        for name in request.nodes or ():
+            if name not in names:
+                raise SessionError(f"no node '{name}'{hint(name, {device.address for device in self.devices})}")
+        allowed = {
+            slot
+            for slot, device in enumerate(self.devices)
+            if request.nodes is None or {device.address, device.node} & set(request.nodes)
+        }
         if request.colocate_with is None:
             return tuple(slot for slot in self.free if slot in allowed and slot not in request.apart_from)
         shared = set(request.colocate_with)
@@ -84,9 +92,13 @@ class SlotTable:
                 f"{owner} asks for {request.groups} groups of {request.group} slots: both must be positive"
             )
         candidates = self.candidates(request)
-        groups = self._cut(candidates, request)
+        runs = [candidates]
+        if request.one_node:
+            runs = [tuple(run) for _, run in groupby(candidates, key=lambda slot: self.devices[slot].node)]
+        size = request.group
+        groups = [run[at : at + size] for run in runs for at in range(0, len(run) - size + 1, size)]
         count = len(groups) if request.groups is None else request.groups
-        has_rest = request.colocate_with is not None and count * request.group != len(candidates)
+        has_rest = request.colocate_with is not None and count * size != len(candidates)
         if not count or len(groups) < count or has_rest:
             raise SessionError(self._explain_shortage(owner, request, candidates))
         self._slots_of[owner] = tuple(slot for group in groups[:count] for slot in group)
@@ -95,22 +107,6 @@ class SlotTable:
     def give_back(self, owner: str) -> None:
         """Engines that share the owner's slots keep them."""
         self._slots_of.pop(owner, None)
-
-    def _on(self, nodes: Collection[str] | None) -> set[int]:
-        if nodes is None:
-            return set(range(len(self.devices)))
-        names = {name for device in self.devices for name in (device.address, device.node)}
-        for name in nodes:
-            if name not in names:
-                raise SessionError(f"no node '{name}'{hint(name, {device.address for device in self.devices})}")
-        return {slot for slot, device in enumerate(self.devices) if {device.address, device.node} & set(nodes)}
-
-    def _cut(self, slots: Slots, request: SlotRequest) -> list[Slots]:
-        runs = [slots]
-        if request.one_node:
-            runs = [tuple(run) for _, run in groupby(slots, key=lambda slot: self.devices[slot].node)]
-        size = request.group
-        return [run[start : start + size] for run in runs for start in range(0, len(run) - size + 1, size)]
 
     def _explain_shortage(self, owner: str, request: SlotRequest, candidates: Slots) -> str:
         size = f"groups of {request.group}"
@@ -136,10 +132,6 @@ def _slots_of(engines: Any) -> Slots:
 # -- sessions --------------------------------------------------------------------------------------------------------
 
 
-class Releasable(Protocol):
-    def release(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class Members:
     """A built engine: the slots of each group and of each rank, where each rank runs, and the role group that calls
@@ -159,7 +151,7 @@ class Session:
         self.hosting = hosting
         self.id = uuid.uuid4().hex
         self.table = SlotTable(hosting.devices)
-        self._engines: dict[str, Releasable] = {}
+        self._engines: dict[str, Any] = {}  # to release
         self._members: dict[str, Members] = {}
         self._lock = threading.Lock()
 
@@ -173,7 +165,7 @@ class Session:
 
     def start(  # noqa: PLR0913 - what a role group is
         self,
-        engine: Releasable,
+        engine: Any,
         name: str | None,
         kind: str,
         request: SlotRequest,
@@ -183,7 +175,13 @@ class Session:
         """Start a member on each slot, ``replicas`` argument sets for consecutive ranks; with ``replicas`` None, one on
         each group. Raises SessionError (name, slots) or WorkloadStartError, and leaves nothing. Thread safe."""
         with self._lock:
-            name = self._choose_name(name, kind)
+            if name is None:
+                name = next(free for n in itertools.count(1) if (free := f"{kind}_{n}") not in self._engines)
+            if not is_role_name(name):
+                raise SessionError(f"'{name}' is no engine's name: letters, digits and '_', beginning with a letter")
+            name = name.upper()
+            if name in self._engines:
+                raise SessionError(f"there is an engine '{name}' already: release it, or choose another name")
             groups = self.table.take(name, request)
             self._engines[name] = engine
         slots = groups if replicas is None else tuple((slot,) for group in groups for slot in group)
@@ -198,15 +196,6 @@ class Session:
         group = RoleGroup(RLRoleType(name), workload, *counts, self.hosting.port, CallCounter())
         self._members[name] = Members(name, groups, slots, processes, group)
         return self._members[name]
-
-    def _choose_name(self, name: str | None, kind: str) -> str:
-        if name is None:
-            return next(free for n in itertools.count(1) if (free := f"{kind}_{n}") not in self._engines)
-        if not is_role_name(name):
-            raise SessionError(f"'{name}' is no engine's name: letters, digits and '_', beginning with a letter")
-        if name.upper() in self._engines:
-            raise SessionError(f"there is an engine '{name.upper()}' already: release it, or choose another name")
-        return name.upper()
 
     def _forget(self, name: str) -> None:
         with self._lock:
@@ -229,7 +218,12 @@ class Session:
             members = self._members.get(died.role)
             if members is None or died.node:
                 raise
-            raise _with_node(died, members.processes[died.rank]) from died.__cause__
+            process = members.processes[died.rank]
+            cause = str(died).removeprefix(f"{died.role}[{died.rank}]{died.method and '.' + died.method}: ")
+            text = f"its process {process.pid} is gone: {cause}; release() the engine and build() it again"
+            node = process.host or socket.gethostname()
+            lost = WorkloadDied(text, role=died.role, rank=died.rank, method=died.method, node=node)
+            raise lost from died.__cause__
 
     def close(self) -> None:
         if self in _OPEN:
@@ -250,13 +244,6 @@ class Session:
     def __repr__(self) -> str:
         engines = ", ".join(self._engines) or "none"
         return f"Session({len(self.slots)} slots, {self.free_slots} free; engines: {engines})"
-
-
-def _with_node(died: WorkloadDied, process: Process) -> WorkloadDied:
-    cause = str(died).removeprefix(f"{died.role}[{died.rank}]{died.method and '.' + died.method}: ")
-    text = f"its process {process.pid} is gone: {cause}; release() the engine and build() it again"
-    node = process.host or socket.gethostname()
-    return WorkloadDied(text, role=died.role, rank=died.rank, method=died.method, node=node)
 
 
 _OPEN: list[Session] = []

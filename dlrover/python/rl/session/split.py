@@ -10,7 +10,7 @@ contiguous, in order, and differ by at most one row, larger ones first. Everythi
     NeedParallel(x, type="seq")   rows over the model replicas, and each row's sequence over the replica's context ranks
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -124,37 +124,40 @@ def count_tokens(value: Any) -> int:
     return sum(len(row) if hasattr(row, "__len__") and not isinstance(row, str) else 1 for row in columns)
 
 
-class Splitter:
-    """Splits the arguments of one call: a set for each context rank of each replica."""
+def split_arguments(
+    args: Sequence[Any], kwargs: Mapping[str, Any], replicas: int, context: int, label: str
+) -> tuple[list[Any], dict[str, Any], list[CallShare], list[int | str]]:
+    """Split the arguments of one call: a set for each context rank of each replica.
 
-    def __init__(self, replicas: int, context: int, label: str) -> None:
-        self._replicas, self._context, self._label = replicas, context, label
-        self.split: list[int | str] = []
-        """Positions and names of the arguments that were wrapped."""
-        self.shares: list[CallShare] = [WHOLE] * (replicas * context)
-        """What part of the rows each set has. Of several wrapped arguments those with split sequences count, and of
-        these the one with the most tokens."""
+    Returns:
+        The arguments as a role group takes them; the part of the rows that each set has, of several wrapped arguments
+        in the one with split sequences, and among these in the one with the most tokens; the positions and names of the
+        arguments that were wrapped.
 
-    def arrange(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        """The arguments as a role group takes them. Raises ShardError if two wrapped ones have different numbers of
-        rows."""
-        values = [self._divide(value, at, str(at)) for at, value in enumerate(args)]
-        return values, {name: self._divide(value, name, f"'{name}'") for name, value in kwargs.items()}
-
-    def _divide(self, value: Any, at: int | str, name: str) -> Any:
+    Raises:
+        ShardError: two wrapped arguments have different numbers of rows.
+    """
+    split: list[int | str] = []
+    shares: list[CallShare] = [WHOLE] * (replicas * context)
+    divided: dict[int | str, Any] = {}
+    named: Iterable[tuple[int | str, Any]] = [*enumerate(args), *kwargs.items()]
+    for at, value in named:
+        argument = f"argument {at}" if isinstance(at, int) else f"argument '{at}'"
         if not isinstance(value, NeedParallel):
             items = list(value.values()) if isinstance(value, Mapping) else value
             if isinstance(items, list | tuple) and any(isinstance(item, NeedParallel) for item in items):
-                raise ShardError(f"{self._label}: argument {name} has a NeedParallel in it: wrap the whole argument")
-            return Replicate(value)
-        pieces = parts_of(value, self._replicas, self._context, f"{self._label}: argument {name}")
-        shares = [share for _, share in pieces]
-        if self.split and [share.rows for share in self.shares] != [share.rows for share in shares]:
-            raise ShardError(f"{self._label}: argument {name} has {shares[0].of} rows, another one {self.shares[0].of}")
-        if not self.split or _weight_of(shares) > _weight_of(self.shares):
-            self.shares = shares
-        self.split.append(at)
-        return Shard([piece for piece, _ in pieces])
+                raise ShardError(f"{label}: {argument} has a NeedParallel in it: wrap the whole argument")
+            divided[at] = Replicate(value)
+            continue
+        pieces = parts_of(value, replicas, context, f"{label}: {argument}")
+        parts = [share for _, share in pieces]
+        if split and [share.rows for share in shares] != [share.rows for share in parts]:
+            raise ShardError(f"{label}: {argument} has {parts[0].of} rows, another one {shares[0].of}")
+        if not split or _weight_of(parts) > _weight_of(shares):
+            shares = parts
+        split.append(at)
+        divided[at] = Shard([piece for piece, _ in pieces])
+    return [divided[at] for at in range(len(args))], {name: divided[name] for name in kwargs}, shares, split
 
 
 def _weight_of(shares: Sequence[CallShare]) -> tuple[bool, int]:
@@ -188,14 +191,11 @@ def merge(results: Sequence[Any], shares: Sequence[CallShare], how: Merge) -> An
         return join(values)
     if how == "sum":
         return _each(values, _added)
-    weights = [_weight(result, share) for result, share in pairs]
+    weights = [float(share.tokens) if share.of else 1.0 for _, share in pairs]
+    for at, result in enumerate(values):
+        if isinstance(result, Mapping) and "tokens" in result:
+            weights[at] = float(result["tokens"])
     return _each(values, lambda numbers: _mean(numbers, weights))
-
-
-def _weight(result: Any, share: CallShare) -> float:
-    if isinstance(result, Mapping) and "tokens" in result:
-        return float(result["tokens"])
-    return float(share.tokens) if share.of else 1.0
 
 
 def _each(values: Sequence[Any], combine: Callable[[Sequence[Any]], Any]) -> Any:

@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Weights from a train engine to another engine of the script: the script sees names and numbers, never the bytes."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Literal, TypeAlias, get_args
 
-from dlrover.python.rl.common.errors import SessionError, WeightSyncError
+from dlrover.python.rl.common.errors import SessionError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
@@ -19,6 +20,12 @@ from dlrover.python.rl.session.session import Members, Session
 Way: TypeAlias = Literal["shared memory", "broadcast", "disk", "device memory"]
 WAYS: tuple[Way, ...] = get_args(Way)
 """In the order of preference; ``disk`` where a folder is given, ``device memory`` only if asked for."""
+_TRANSPORTS: dict[Way, Callable[[SyncSettings], WeightTransport]] = {
+    "shared memory": PullTransport,
+    "broadcast": BroadcastTransport,
+    "disk": DiskTransport,
+    "device memory": CudaIpcTransport,
+}
 
 
 @dataclass(frozen=True)
@@ -49,15 +56,11 @@ class Endpoints:
         self._open: dict[Route, WeightTransport] = {}
 
     def endpoint(self, route: Route) -> WeightTransport:
-        """This process's end of ``route``; that of an earlier route between the same engines is closed."""
-        if route not in self._open:
-            for other in [other for other in self._open if other.name == route.name]:
-                self._open.pop(other).close()
-            self._open[route] = self._make(route)
-        return self._open[route]
-
-    def _make(self, route: Route) -> WeightTransport:
-        device = "cpu" if route.by_host else self._device
+        """This process's end of ``route``; the end of an earlier route between the same engines is closed."""
+        if route in self._open:
+            return self._open[route]
+        for former in [former for former in self._open if former.name == route.name]:
+            self._open.pop(former).close()
         settings = SyncSettings(
             name=self._who,
             is_leader=self._leads,
@@ -65,14 +68,11 @@ class Endpoints:
             address=route.at if route.way == "broadcast" else "127.0.0.1",
             folder=Path(route.at) if route.way == "disk" else None,
             channel=f"{route.name}-{route.session}",
-            device=device,
+            device="cpu" if route.by_host else self._device,
             memory=self._memory,
         )
-        if route.way == "broadcast":
-            return BroadcastTransport(settings)
-        if route.way == "disk":
-            return DiskTransport(settings)
-        return CudaIpcTransport(settings) if route.way == "device memory" else PullTransport(settings)
+        endpoint = self._open[route] = _TRANSPORTS[route.way](settings)
+        return endpoint
 
     def close(self) -> None:
         while self._open:
@@ -120,22 +120,3 @@ def _find_obstacles(source: Members, target: Members, session: Session, folder: 
         "broadcast": alone,
         "disk": "" if folder else "it takes a folder that both see",
     }
-
-
-def sync(
-    source: Any, target: Any, timeout_s: float, way: Way | None = None, folder: str | Path | None = None
-) -> SyncReport:
-    """Send the weights of the ranks of ``source`` to every rank of ``target``. Raises WeightSyncError, or
-    InvocationError with that cause, if names, shapes or bytes differ: the receiver has its old weights then."""
-    senders, receivers = source._running("a weight sync"), target._running("a weight sync")
-    session = source._session
-    route = choose_route(senders, receivers, session, way, folder)
-    ticket = source._ask("engine.offer", route, timeout_s=timeout_s)[0]
-    sends = source._submit("engine.send", ticket, route)
-    takes = target._submit("engine.take", ticket, route)
-    stamps = session.gather([*sends, *takes], timeout_s)
-    stamp, received = stamps[0], stamps[len(sends) :]
-    if set(received) != {stamp}:
-        ranks = "; ".join(f"{target.name}[{rank}] {other}" for rank, other in enumerate(received))
-        raise WeightSyncError(f"{target.name} has other weights than {source.name} sent, {stamp}: {ranks}")
-    return SyncReport(stamp, route.way)

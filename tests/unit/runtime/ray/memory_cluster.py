@@ -57,7 +57,7 @@ class MemoryActor:
 
 @dataclass
 class MemoryCluster:
-    """Implements ``ClusterApi``.
+    """A twin of ``RayClusterApi``.
 
     Attributes:
         started: process and bundle of each actor that was started.
@@ -101,7 +101,7 @@ class MemoryCluster:
     def list_groups(self):
         return list(self.groups.values())
 
-    def create_group(self, bundles, name, excluded=()):
+    def create_group(self, bundles, name, excluded=(), node=""):
         group = f"group-{len(self.groups)}"
         self.groups[group] = GroupRow(group, name, PENDING, frozenset())
         self._excluded[group] = set(excluded)

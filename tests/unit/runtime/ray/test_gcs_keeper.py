@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dlrover.python.rl.runtime.ray.cluster import head
-from dlrover.python.rl.runtime.ray.cluster.head import GcsKeeper
+from dlrover.python.rl.runtime.ray.cluster import cluster as head
+from dlrover.python.rl.runtime.ray.cluster.cluster import GcsKeeper
 
 GCS = "gcs_server"
 

@@ -50,7 +50,7 @@ def test_loss_of_a_trainer_may_blame_a_member(process_id, blamed, culprit):
 def test_process_that_stays_keeps_its_name_until_it_is_forgotten(pool):
     entry = ProcessEntry(FIRST, 1, slot=0, process=Process("a", 7)).follow(2).follow(3)
     assert pool.name_of(entry) == "job/run/ACTOR-0/1"
-    table = ProcessTable(JOB)
+    table = ProcessTable()
     table.put(entry)
     entry.former.process = Process("a", 7)
     assert table.clear() == [Process("a", 7)]
@@ -66,16 +66,16 @@ def test_adopted_process_that_stayed_keeps_its_name(pool):
 
 def test_take_slot_prefers_one_that_has_a_place():
     entry = ProcessEntry(FIRST, 1)
-    ProcessTable(JOB).take_slot(entry, preferred=0, slots=2, lacking=[0])
+    ProcessTable().take_slot(entry, preferred=0, slots=2, lacking=[0])
     assert entry.slot == 1
 
 
 def test_neighbours_are_those_of_the_same_role():
-    table = ProcessTable(JOB)
+    table = ProcessTable()
     for process_id in (FIRST, SECOND, ProcessId("ROLLOUT", 0)):
         table.put(ProcessEntry(process_id, 1, process=Process("a", 7, address=str(process_id))))
-    neighbours = table.neighbours("ACTOR")
-    assert (neighbours.first.address, neighbours.on_node(1)) == ("ACTOR[0]", (1, 2))
+    context = table.neighbours("ACTOR").context(JOB, SECOND, "name")
+    assert (context.master_addr, context.local_rank, context.local_world_size) == ("ACTOR[0]", 1, 2)
 
 
 def test_second_start_of_a_member_ends_the_first(pool):
@@ -84,7 +84,7 @@ def test_second_start_of_a_member_ends_the_first(pool):
 
     async def start_twice():
         for _ in range(2):
-            await pool.start_member(entry, ActorPlacement(group=group, bundle=0))
+            await pool.start(entry, ActorPlacement(group=group, bundle=0))
 
     asyncio.run(start_twice())
     assert pool.cluster.killed == ["ACTOR[0]"]

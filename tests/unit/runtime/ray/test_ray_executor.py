@@ -36,8 +36,8 @@ from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
+from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
 from dlrover.python.rl.runtime.ray.processes import actors, process_table
-from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
 
 JOB = """
 trainer: {{module: toys, class: Loop, device_per_node: 4, device_type: CPU}}
@@ -355,9 +355,9 @@ async def until(holds):
 
 def test_one_that_two_groups_wait_for_may_be_located_twice_at_once():
     async def scenario():
-        table = process_table.ProcessTable(Stage().job)
+        table = process_table.ProcessTable()
         for _ in range(2):
-            table.start_together([process_table.ProcessEntry(LOST)])
+            process_table.StartingTogether(table, [process_table.ProcessEntry(LOST)])
         await asyncio.gather(table.note_located(LOST), table.note_located(LOST))
 
     asyncio.run(scenario())
@@ -564,6 +564,6 @@ def test_nodes_of_adopted_processes_are_watched():
         await stage.execute(Place(1), member(1))
         executor = stage.new_executor()
         await executor.adopt(stage.state(), stage.events.append)
-        assert executor.reservations.has_node("a")
+        assert "a" in executor.reservations.nodes
 
     asyncio.run(scenario())

@@ -13,10 +13,9 @@ from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.runtime.ray import placement_groups
-from dlrover.python.rl.runtime.ray import reservations as module
+from dlrover.python.rl.runtime.ray import placement as module
 from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, fenced
-from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
+from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
 
 JOB = """
 trainer: {module: toys, class: Loop, device_per_node: 4, device_type: CPU}
@@ -195,7 +194,7 @@ def test_what_waits_for_one_node_does_not_hold_up_another():
         await asyncio.gather(place(on_b), place(1 - on_b))
         assert placed == [1 - on_b, on_b]
 
-    slots = reservations.slots(RLRoleType.ROLLOUT)
+    slots = reservations.slots[RLRoleType.ROLLOUT]
     asyncio.run(scenario())
 
 
@@ -225,7 +224,7 @@ def test_places_that_came_too_late_for_a_resize_go():
     state = SimpleNamespace(most={}, incarnation=1, excluded=())
     with pytest.raises(PlacementTimeout):
         asyncio.run(reservations.enlarge(state, "ROLLOUT", 6, 0.01))
-    assert states_of(cluster) == before and len(reservations.slots(RLRoleType.ROLLOUT)) == 2
+    assert states_of(cluster) == before and len(reservations.slots[RLRoleType.ROLLOUT]) == 2
 
 
 def test_resize_in_the_middle_of_a_restart_is_refused():
@@ -255,7 +254,7 @@ def test_check_free_compares_memory_in_megabytes(free_mb, is_enough):
     cluster, reservations = reservations_on(job=JOB.replace("num: 1", "num: 1, resource: {memory: 150}"))
     cluster.free_resources = lambda: {"CPU": 8.0, "memory": float(free_mb * MEGABYTE)}
     with suppress(PlacementTimeout):
-        placement_groups.check_free(cluster, reservations._placement, 0)
+        module.check_free(cluster, reservations._placement, 0)
         assert is_enough
         return
     assert not is_enough
@@ -269,7 +268,7 @@ def test_replaced_group_that_ray_moves_is_removed():
         (former,) = reservations._groups
         cluster.create_group([{}], "job/run/1/node-0/2-a", ("a",))
         cluster.groups[former] = replace(cluster.groups[former], nodes=frozenset("c"))
-        await placement_groups.wait_until_reserved(cluster, ["group-1"], reservations._placement, 0.1)
+        await module.wait_until_reserved(cluster, ["group-1"], reservations._placement, 0.1)
 
     asyncio.run(scenario())
     assert cluster.reserved() == {"group-1": "b"}

@@ -11,7 +11,7 @@ from dlrover.python.rl.common.errors import MasterLost
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.commands import StartTrainer
 from dlrover.python.rl.runtime.ray.processes import trainer
-from dlrover.python.rl.runtime.ray.processes.port import Activity, WatchedPort
+from dlrover.python.rl.runtime.ray.processes.port import CallWatch, WatchedPort
 from dlrover.python.rl.runtime.ray.processes.trainer import RayRecovery, _is_waiting_in_ray
 
 
@@ -45,7 +45,7 @@ def test_a_dead_master_is_asked_for_a_replacement_with_pauses(monkeypatch):
         raise MasterLost("the master is gone")
 
     monkeypatch.setattr(trainer, "ask", ask)
-    recovery = RayRecovery(None, WatchedPort(Activity()), (), StartTrainer(1, True), 0.7)
+    recovery = RayRecovery(None, WatchedPort(CallWatch()), {}, StartTrainer(1, True), 0.7)
     with pytest.raises(MasterLost):
         recovery._wait_for_replacement(ProcessId("ACTOR", 0), 1, "it is gone")
     assert len(asked) <= 3

@@ -78,9 +78,9 @@ from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, fenced, kill_process, read_stacks
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
+from dlrover.python.rl.runtime.ray.placement import RunPlan
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, end_unless, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
-from dlrover.python.rl.runtime.ray.reservations import RunPlan
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests, copy_output
 from dlrover.python.rl.runtime.run.folder import BEAT_S, CLUSTER, Claim, claim
 from dlrover.python.rl.runtime.run.owner import FAILED, ON_RAY, newest_owner, write_shared

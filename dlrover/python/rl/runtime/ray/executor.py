@@ -37,7 +37,6 @@ from dlrover.python.rl.control.events import (
     Event,
     Failed,
     MemberStarted,
-    NodeLost,
     Placed,
     Process,
     Released,
@@ -50,9 +49,10 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSettings
 from dlrover.python.rl.runtime.member.loading import Emit
-from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi
-from dlrover.python.rl.runtime.ray.cluster.nodes import Loss, NodeWatch
-from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Turnstile, answer_of, cause_with_log
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
+from dlrover.python.rl.runtime.ray.cluster.nodes import NodeWatch
+from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
+from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, answer_of, classify
 from dlrover.python.rl.runtime.ray.processes.member import MemberStart
 from dlrover.python.rl.runtime.ray.processes.process_table import (
     ActorPool,
@@ -61,13 +61,13 @@ from dlrover.python.rl.runtime.ray.processes.process_table import (
     StartingTogether,
     entries_of,
 )
-from dlrover.python.rl.runtime.ray.processes.trainer import MemberHandle, TrainerStart
-from dlrover.python.rl.runtime.ray.reservations import Reservations, RunPlan
+from dlrover.python.rl.runtime.ray.processes.trainer import TrainerStart
 from dlrover.python.rl.trainer.port import RestartInfo
 
 _LOG = get_logger(__name__)
 
 _BEATS_PER_SECOND = 1000.0  # that one master can handle: with more processes each sends fewer
+_AWAKE = 64  # tasks that continue in one turn of the event loop: requests are answered in between
 _STANDBY_BEATS = 20  # heartbeat intervals in which a ready standby must answer when it is needed
 
 
@@ -75,10 +75,10 @@ class RayExecutor:
     """Runs one run of a job as detached, named actors, which get the handle ``master``. Members that restart get
     ``open_step``, the step of the trainer's last heartbeat or 0, and their reason in ``last_causes``."""
 
-    def __init__(self, plan: RunPlan, master: Any, cluster: ClusterApi) -> None:
+    def __init__(self, plan: RunPlan, master: Any, cluster: RayClusterApi) -> None:
         self._job, self._plan, self._cluster = plan.job, plan, cluster
         self.reservations = Reservations(plan, cluster)
-        self._table = ProcessTable(self._job)
+        self._table = ProcessTable()
         processes = sum(spec.num + spec.standby for spec in self._job.workloads.values()) + 1
         liveness = self._job.liveness
         self.beats = HeartbeatSettings(
@@ -92,37 +92,39 @@ class RayExecutor:
         self.open_step = 0
         self._tasks: set[asyncio.Task[None]] = set()
         self._detached = Detached(self._job.name)
-        self._turnstile = Turnstile()
+        self._turnstile = asyncio.Semaphore(_AWAKE)
 
     def execute(self, command: Command, emit: Emit) -> None:
         """Start a command. One that this master or an earlier one has started before finds the result of that."""
-        if isinstance(command, Place):
-            work = self._place(command, emit)
-        elif isinstance(command, StartMembers):
-            work = self._start_members(command, emit)
-        elif isinstance(command, StartStandby):
-            work = self._start_standby(command, emit)
-        elif isinstance(command, StartTrainer):
-            work = self._start_trainer(command, emit)
-        elif isinstance(command, KillMember):
-            self._kill(ProcessId(command.role, command.rank), command.incarnation)
-            return
-        elif isinstance(command, KillStandby):
-            self._discard(ProcessId.standby(command.role, command.number))
-            return
-        elif isinstance(command, KillTrainer):
-            self._kill(TRAINER_ID, command.epoch)
-            return
-        elif isinstance(command, Release):
-            work = self._release(command, self._stop_starting(), emit)
-        else:
-            work = _wait(command, emit)
-        self._start_task(work, emit)
+        match command:
+            case Place():
+                self._start_task(self._place(command, emit), emit)
+            case StartMembers():
+                self._start_task(self._start_members(command, emit), emit)
+            case StartStandby():
+                process_id = ProcessId.standby(command.role, command.number)
+                entry = self._replace(ProcessEntry(process_id, standby=command.number))
+                self._start_task(self._prepare(entry, command.excluded, emit), emit, entry)
+            case StartTrainer():
+                entry = self._replace(ProcessEntry(TRAINER_ID, command.epoch))
+                self._start_task(self._run_trainer(entry, command, emit), emit, entry)
+            case KillMember():
+                self._kill(ProcessId(command.role, command.rank), command.incarnation)
+            case KillStandby():
+                self._discard(ProcessId.standby(command.role, command.number))
+            case KillTrainer():
+                self._kill(TRAINER_ID, command.epoch)
+            case Release():
+                for task in list(self._tasks):
+                    task.cancel()
+                self._start_task(self._release(command, self._table.clear(), emit), emit)
+            case _:
+                self._start_task(_wait(command, emit), emit)
 
     # -- tasks --------------------------------------------------------------------------------------------------------
 
     def _start_task(self, work: Coroutine[Any, Any, None], emit: Emit, entry: ProcessEntry | None = None) -> None:
-        """Run ``work``. Its error is the loss of ``entry``, or without one the failure of the job."""
+        """Run ``work``. Its error is the loss of ``entry``, or if there is none the failure of the job."""
 
         def finish(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
@@ -148,15 +150,9 @@ class RayExecutor:
             limit_s = self._job.liveness.start_timeout_s
             cause = Cause(CauseKind.HUNG, "job", f"not up within {limit_s:g} s")
         else:
-            cause = self.nodes.oom_kills.explain(entry.process_id, entry.process, cause_with_log(error, entry.process))
+            cause = self.nodes.oom_kills.explain(entry.process_id, entry.process, classify(error, entry.process))
         self.last_causes[entry.process_id] = f"{cause.kind.value}: {cause.message}"
         return entry.loss(cause)
-
-    def _stop_starting(self) -> list[Process]:
-        """Cancel all tasks; returns where the run's processes are."""
-        for task in list(self._tasks):
-            task.cancel()
-        return self._table.clear()
 
     def _watch(self, entry: ProcessEntry, emit: Emit) -> None:
         async def watch() -> None:
@@ -166,14 +162,7 @@ class RayExecutor:
 
     async def watch_nodes(self, emit: Emit) -> None:
         """Emit the loss of nodes that the run has used, until cancelled."""
-
-        def lose(loss: Loss) -> None:
-            kind = CauseKind.PREEMPTED if loss.announced else CauseKind.NODE_LOST
-            if self.reservations.has_node(loss.node_id):
-                message = f"the node {loss.node_id[:8]} is lost: {loss.why}"
-                emit(NodeLost(loss.node_id, Cause(kind, "job", message)))
-
-        await self.nodes.watch(lose)
+        await self.nodes.watch(lambda loss: emit(loss) if loss.node in self.reservations.nodes else None)
 
     def take_beat(self, beat: Heartbeat) -> None:
         """Record what a process knows of its node, and the trainer's step."""
@@ -194,7 +183,6 @@ class RayExecutor:
         """The job's secrets, for the processes that are started from now on."""
         self._plan = replace(self._plan, job=unseal(self._plan.job, secrets))
         self._job = unseal(self._job, secrets)
-        self._table.job = self._job
         self._pool.set_job(self._job)
 
     # -- other sizes of roles -----------------------------------------------------------------------------------------
@@ -204,7 +192,6 @@ class RayExecutor:
         self._full_sizes = dict(state.wanted)
         if state.settings is not None and state.most:
             self._job = self._plan.job.with_sizes({role: spec.num for role, spec in state.settings.roles.items()})
-            self._table.job = self._job
             self.reservations.replan(self._plan.placement.with_places(state.most))
             for process_id in state.retired:
                 self._discard(process_id)
@@ -220,7 +207,7 @@ class RayExecutor:
     # -- members ------------------------------------------------------------------------------------------------------
 
     async def _start_members(self, command: StartMembers, emit: Emit) -> None:
-        together = self._table.start_together([self._add_member(command, *member) for member in command.members])
+        together = StartingTogether(self._table, [self._add_member(command, *member) for member in command.members])
         async for entry in together.in_turns():
             self._start_task(self._start_member(entry, together, command.excluded, emit), emit, entry)
 
@@ -236,13 +223,13 @@ class RayExecutor:
         entry = ProcessEntry(ProcessId(command.role, rank), incarnation, standby=number)
         if standby is not None:
             entry.slot, entry.handle = standby.slot, standby.handle
-        self._replace(entry)
-        return entry
+        return self._replace(entry)
 
-    def _replace(self, entry: ProcessEntry) -> None:
-        """Add an entry. Its predecessor is ended, since it may only be unreachable."""
+    def _replace(self, entry: ProcessEntry) -> ProcessEntry:
+        """Add an entry, and return it. Its predecessor is ended, since it may only be unreachable."""
         self._discard(entry.process_id)
         self._table.put(entry)
+        return entry
 
     def _discard(self, process_id: ProcessId) -> None:
         former = self._table.pop(process_id)
@@ -251,11 +238,11 @@ class RayExecutor:
 
     async def _start_actor(self, entry: ProcessEntry, excluded: tuple[str, ...]) -> None:
         preferred = self._job.workloads[entry.role].num if entry.is_standby else entry.process_id.rank
-        slots, lacking = len(self.reservations.slots(entry.role)), self.reservations.lacking_slots(entry.role)
+        slots, lacking = len(self.reservations.slots[entry.role]), self.reservations.lacking_slots(entry.role)
         self._table.take_slot(entry, preferred, slots, lacking)
         placement = await self.reservations.place(entry.role, entry.slot, excluded)
         try:
-            entry.handle = await self._pool.start_member(entry, placement)
+            entry.handle = await self._pool.start(entry, placement)
         except asyncio.CancelledError:
             self._detached.run(self._pool.end_once_started(self._pool.name_of(entry)))
             raise
@@ -264,7 +251,8 @@ class RayExecutor:
         self, entry: ProcessEntry, together: StartingTogether, excluded: tuple[str, ...], emit: Emit
     ) -> None:
         process_id, timeout_s = entry.process_id, self._job.liveness.start_timeout_s
-        await self._turnstile.turn()
+        async with self._turnstile:
+            await asyncio.sleep(0)
         if entry.former is not None and not await self._pool.let_leave(entry):
             self._detached.run(self._pool.end(entry.former))
             entry.forget_process()
@@ -273,10 +261,11 @@ class RayExecutor:
         self._watch(entry, emit)
         entry.process = await self._locate(entry)
         neighbours = await together.wait(entry, self._job.placement_timeout_s + timeout_s)
-        await self._turnstile.turn()
+        async with self._turnstile:
+            await asyncio.sleep(0)
         reason = self.last_causes.pop(process_id, "other processes had to restart") if entry.number > 1 else ""
         restart = RestartInfo(entry.number - 1, reason, max(self.open_step - 1, 0))
-        context = self._table.context(entry, self._pool.name_of(entry), restart, neighbours)
+        context = neighbours.context(self._job, process_id, self._pool.name_of(entry), restart)
         ref = entry.handle.dlrover_start.remote(MemberStart(self._job, context, entry.number))
         await answer_of(str(process_id), ref, timeout_s)
         entry.up = True
@@ -296,15 +285,10 @@ class RayExecutor:
             if uses_groups or entry.standby >= 0:
                 raise
             raise await self.reservations.timeout_error() from None  # without groups it may never be scheduled
-        self.reservations.add_node(process.node)
+        self.reservations.nodes.add(process.node)
         return replace(process, slot=entry.slot)
 
     # -- standbys -----------------------------------------------------------------------------------------------------
-
-    async def _start_standby(self, command: StartStandby, emit: Emit) -> None:
-        entry = ProcessEntry(ProcessId.standby(command.role, command.number), standby=command.number)
-        self._replace(entry)
-        self._start_task(self._prepare(entry, command.excluded, emit), emit, entry)
 
     async def _prepare(self, entry: ProcessEntry, excluded: tuple[str, ...], emit: Emit) -> None:
         await self._start_actor(entry, excluded)
@@ -316,21 +300,22 @@ class RayExecutor:
 
     # -- trainer ------------------------------------------------------------------------------------------------------
 
-    async def _start_trainer(self, command: StartTrainer, emit: Emit) -> None:
-        entry = ProcessEntry(TRAINER_ID, command.epoch)
-        self._replace(entry)
-        self._start_task(self._run_trainer(entry, command, emit), emit, entry)
-
     async def _run_trainer(self, entry: ProcessEntry, command: StartTrainer, emit: Emit) -> None:
         placement = await self.reservations.place_trainer(command.excluded)
-        entry.handle = await self._pool.start_trainer(entry, placement)
+        entry.handle = await self._pool.start(entry, placement)
         self._watch(entry, emit)
         resources = {str(role): dict(slots[0].resources) for role, slots in self._plan.placement.slots.items()}
-        start = TrainerStart(self._job, self._plan.run, command, self._members(), resources, self._full_sizes)
+        # In rank order; the trainer waits for one that is being replaced.
+        entries = {member: self._table.find(member) for member in (ProcessId(*pair) for pair in self._job.members())}
+        members = {
+            member: (entry.number, entry.handle) if entry is not None and entry.up else (0, None)
+            for member, entry in entries.items()
+        }
+        start = TrainerStart(self._job, self._plan.run, command, members, resources, self._full_sizes)
         ref = entry.handle.start.remote(start)
         process: Process = await answer_of(str(TRAINER_ID), ref, self._job.liveness.start_timeout_s)
         entry.process = process
-        self.reservations.add_node(process.node)
+        self.reservations.nodes.add(process.node)
         emit(TrainerStarted(command.epoch, process))
         await self._wait_for_trainer(entry, emit)
 
@@ -339,17 +324,6 @@ class RayExecutor:
         with suppress(RayActorError):
             outcome = await self._pool.outcome_of(entry.handle)
             emit(TrainerFinished(entry.number) if outcome is None else entry.loss(outcome))
-
-    def _members(self) -> tuple[MemberHandle, ...]:
-        """The members in rank order; the trainer waits for one that is being replaced."""
-        ids = [ProcessId(role, rank) for role, rank in self._job.members()]
-        entries = {process_id: self._table.find(process_id) for process_id in ids}
-        return tuple(
-            MemberHandle(process_id, entry.number, entry.handle)
-            if entry is not None and entry.up
-            else MemberHandle(process_id, 0, None)
-            for process_id, entry in entries.items()
-        )
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -387,17 +361,14 @@ class RayExecutor:
                 emit(entry.loss(Cause(CauseKind.PROCESS_DIED, "job", "it was gone when the master came back")))
                 continue
             count += 1
-            self._adopt(entry, emit)
+            entry.up = True
+            self._table.put(entry)
+            if entry.process is not None:
+                self.reservations.nodes.add(entry.process.node)
+            self._watch(entry, emit)
+            if entry.process_id == TRAINER_ID:
+                self._start_task(self._wait_for_trainer(entry, emit), emit, entry)
         return count
-
-    def _adopt(self, entry: ProcessEntry, emit: Emit) -> None:
-        entry.up = True
-        self._table.put(entry)
-        if entry.process is not None:
-            self.reservations.add_node(entry.process.node)
-        self._watch(entry, emit)
-        if entry.process_id == TRAINER_ID:
-            self._start_task(self._wait_for_trainer(entry, emit), emit, entry)
 
 
 async def _wait(command: Wait, emit: Emit) -> None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the executor needs of a Ray cluster, as a protocol, and its implementation on Ray.
+"""The use of a Ray cluster: its actors, placement groups and nodes, and functions that run on a node.
 
-The coroutines and :meth:`ClusterApi.kill_actor` return at once or can be awaited. Every other method waits for Ray's
+The coroutines and :meth:`RayClusterApi.kill_actor` return at once or can be awaited. Every other method waits for Ray's
 head: call it in a thread.
 """
 
@@ -12,8 +12,10 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, cast
+from types import SimpleNamespace
+from typing import Any, cast
 
 import ray
 from ray._raylet import PlacementGroupID
@@ -71,13 +73,14 @@ class ActorPlacement:
 
 @dataclass(frozen=True)
 class ActorRequest:
-    """A detached, named actor to start; ``name`` is in the system's namespace."""
+    """An actor to start; ``name`` is in the system's namespace, "" for none."""
 
     name: str
     cls: type
     arguments: tuple[Any, ...]
     env: Mapping[str, str]
     placement: ActorPlacement
+    max_restarts: int = 0  # by Ray, which runs the constructor again; calls wait for it
 
 
 @dataclass(frozen=True)
@@ -89,42 +92,19 @@ class GroupRow:
     state: str
     nodes: frozenset[str]
 
-
-class ClusterApi(Protocol):
-    """Actors, placement groups and nodes. An actor's handle has Ray's shape: ``handle.method.remote(...)`` returns an
-    awaitable, which raises RayActorError once the actor is dead."""
-
-    def list_actors(self, prefix: str) -> list[str]: ...
-
-    def find_actor(self, name: str) -> Any: ...
-
-    def start_actor(self, request: ActorRequest) -> Any: ...
-
-    def kill_actor(self, handle: Any) -> None: ...
-
-    async def until_ended(self, handle: Any) -> RayActorError: ...  # which its calls raise from then on
-
-    def list_groups(self) -> list[GroupRow]: ...
-
-    def create_group(
-        self, bundles: Sequence[Mapping[str, float]], name: str, excluded: tuple[str, ...] = ()
-    ) -> str: ...
-
-    def remove_group(self, group: str) -> None: ...
-
-    def free_resources(self) -> dict[str, float]: ...
-
-    def list_nodes(self) -> list[NodeRow]: ...
-
-    async def run_on(
-        self, node: str, function: Callable[..., Any], *arguments: Any, limit_s: float = REMOTE_S
-    ) -> Any: ...  # None: no answer within the limit
+    def is_reserved(self, excluded: Iterable[str] = ()) -> bool:
+        """Return True if it has its resources on nodes other than ``excluded``."""
+        return self.state == CREATED and self.nodes.isdisjoint(excluded)
 
 
 class RayClusterApi:
-    """Implements :class:`ClusterApi` on the cluster that this process is connected to."""
+    """The cluster that this process is connected to; ``detached`` actors and placement groups outlive this process.
 
-    def __init__(self) -> None:
+    An actor's handle has Ray's shape: ``handle.method.remote(...)`` returns an awaitable, which raises RayActorError
+    once the actor is dead. Tests have a twin in memory."""
+
+    def __init__(self, detached: bool = True) -> None:
+        self._lifetime = "detached" if detached else None
         self._classes: dict[type, Any] = {}  # to Ray's, which Ray's head stores once
         self._ends = ActorEnds()
 
@@ -140,13 +120,12 @@ class RayClusterApi:
 
     def start_actor(self, request: ActorRequest) -> Any:
         options = {
-            "name": request.name,
+            "name": request.name or None,
             "namespace": NAMESPACE,
-            # Without it the process would end with the master that started it.
-            "lifetime": "detached",
-            # The master replaces processes: Ray's own restart would hide the loss and run the constructor again.
-            "max_restarts": 0,
-            "runtime_env": {"env_vars": dict(request.env)},
+            "lifetime": self._lifetime,
+            "max_restarts": request.max_restarts,
+            "max_task_retries": -1 if request.max_restarts else 0,
+            "runtime_env": {"env_vars": dict(request.env)} if request.env else None,
             **request.placement.to_ray(),
         }
         if request.cls not in self._classes:
@@ -157,6 +136,7 @@ class RayClusterApi:
         ray.kill(handle)
 
     async def until_ended(self, handle: Any) -> RayActorError:
+        """The error that calls of the actor raise once its process has ended."""
         return await self._ends.wait(handle)
 
     def list_groups(self) -> list[GroupRow]:
@@ -165,13 +145,17 @@ class RayClusterApi:
             for group, row in placement_group_table().items()
         ]
 
-    def create_group(self, bundles: Sequence[Mapping[str, float]], name: str, excluded: tuple[str, ...] = ()) -> str:
-        selectors = [_all_but(excluded)] * len(bundles) if excluded else None
+    def create_group(
+        self, bundles: Sequence[Mapping[str, float]], name: str, excluded: tuple[str, ...] = (), node: str = ""
+    ) -> str:
+        """Request bundles on one node: on ``node``, or on any that is not ``excluded``. Returns the group's id."""
+        nodes = {"ray.io/node-id": node} if node else _all_but(excluded)
+        selectors = [nodes] * len(bundles) if node or excluded else None
         group = placement_group(
             [dict(bundle) for bundle in bundles],
             "STRICT_PACK",
             name=name,
-            lifetime="detached",
+            lifetime=self._lifetime,
             bundle_label_selector=selectors,
         )
         return str(group.id.hex())
@@ -186,6 +170,7 @@ class RayClusterApi:
         return node_table()
 
     async def run_on(self, node: str, function: Callable[..., Any], *arguments: Any, limit_s: float = REMOTE_S) -> Any:
+        """The result of a function on a node; None if there is no answer within the limit."""
         if node == ray.get_runtime_context().get_node_id():
             return await asyncio.to_thread(function, *arguments)
         strategy = NodeAffinitySchedulingStrategy(node, soft=False)
@@ -196,27 +181,29 @@ class RayClusterApi:
         return None
 
 
-class _FencedCluster:
-    def __init__(self, cluster: ClusterApi, check: Callable[[], None]) -> None:
-        self._cluster, self._check = cluster, check
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._cluster, name)
-
-        def checked(*arguments: Any, **options: Any) -> Any:
-            self._check()
-            return method(*arguments, **options)
-
-        return checked if name in _CHANGES else method
-
-
-def fenced(cluster: ClusterApi, check: Callable[[], None]) -> ClusterApi:
+def fenced(cluster: RayClusterApi, check: Callable[[], None]) -> RayClusterApi:
     """Return ``cluster`` with a ``check`` before each change, which does not return in a process that was replaced.
 
     A master that was frozen, for example in the middle of a release, would otherwise continue it when it is thawed, and
     end the processes of the one that has taken over.
     """
-    return cast(ClusterApi, _FencedCluster(cluster, check))
+    methods = {name: getattr(cluster, name) for name in vars(RayClusterApi) if not name.startswith("_")}
+    for name in _CHANGES:
+        methods[name] = partial(_check_first, check, methods[name])
+    return cast(RayClusterApi, SimpleNamespace(**methods))
+
+
+def _check_first(check: Callable[[], None], method: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    check()
+    return method(*arguments, **options)
+
+
+def remove_groups(cluster: RayClusterApi, prefix: str) -> list[str]:
+    """Remove all placement groups whose names begin with ``prefix``; returns the names of those that were there."""
+    rows = [row for row in cluster.list_groups() if row.name.startswith(prefix) and row.state != REMOVED]
+    for row in rows:
+        cluster.remove_group(row.id)
+    return [row.name for row in rows]
 
 
 async def awaited(ref: Any) -> Any:
@@ -232,13 +219,13 @@ def _all_but(nodes: Sequence[str]) -> dict[str, str]:
     return {"ray.io/node-id": f"!in({','.join(nodes)})"}
 
 
-async def kill_process(cluster: ClusterApi, process: Process) -> None:
+async def kill_process(cluster: RayClusterApi, process: Process) -> None:
     """SIGKILL a process. Ray's own kill asks the process to end itself, which a stopped one does not."""
     if process.pid:
         await cluster.run_on(process.node, kill_and_wait, (process.pid,))
 
 
-async def read_stacks(cluster: ClusterApi, process: Process) -> str:
+async def read_stacks(cluster: RayClusterApi, process: Process) -> str:
     return await cluster.run_on(process.node, stacks_of, process.pid) or "its node does not answer"
 
 
@@ -273,7 +260,7 @@ class ActorEnds:
         handle.dlrover_ping.remote()  # Ray follows the actors that this process has called
         ended = asyncio.get_running_loop().create_future()
         self._watched[ended] = handle
-        if self._looking is None:
+        if self._looking is None or self._looking.done():
             self._looking = asyncio.get_running_loop().create_task(self._look())
         try:
             await ended  # waits: for the end of the process, which may never come
@@ -289,25 +276,19 @@ class ActorEnds:
             await asyncio.sleep(_LOOK_S)
 
     async def _look(self) -> None:
-        try:
-            while self._watched:
-                self._look_at_all()
-                await asyncio.sleep(_LOOK_S)
-        finally:
-            self._looking = None
-
-    def _look_at_all(self) -> None:
-        for ended, handle in self._watched.items():
-            if ended.done():
-                continue
-            try:
-                if handle._get_local_state() == ActorTableData.ActorState.DEAD:
+        while self._watched:
+            for ended, handle in [item for item in self._watched.items() if not item[0].done()]:
+                try:
+                    is_dead = handle._get_local_state() == ActorTableData.ActorState.DEAD
+                except Exception as error:  # noqa: BLE001 -- the waiting code must learn that it would miss this end
+                    ended.set_exception(error)
+                    continue
+                if is_dead:
                     ended.set_result(None)
-            except Exception as error:  # noqa: BLE001 -- who waits must know that this end would not be noticed
-                ended.set_exception(error)
+            await asyncio.sleep(_LOOK_S)
 
 
-async def forget_on_nodes(cluster: ClusterApi, pids: Mapping[str, Sequence[int]], job: str, run: str) -> bool:
+async def forget_on_nodes(cluster: RayClusterApi, pids: Mapping[str, Sequence[int]], job: str, run: str) -> bool:
     """End the processes ``pids`` of each node and remove the run's commits from its memory. The newest that is whole
     and goes beyond the copies in the run's folder is saved before. Returns False if that failed: an error is logged,
     and everything stays."""

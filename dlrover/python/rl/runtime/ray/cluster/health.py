@@ -18,7 +18,7 @@ from ray._private import ray_constants
 from ray.experimental.internal_kv import _internal_kv_get
 
 from dlrover.python.rl.common.sockets import is_loopback, machine_addresses
-from dlrover.python.rl.runtime.ray.cluster.api import ClusterApi, RayClusterApi
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
 from dlrover.python.rl.runtime.run.machine import (
     Check,
@@ -52,7 +52,7 @@ def examine_cluster(folder: str, ports: Iterable[int] = ()) -> tuple[list[Machin
 
 
 async def _examine(
-    cluster: ClusterApi, nodes: Sequence[NodeRow], folder: str, ports: tuple[int, ...]
+    cluster: RayClusterApi, nodes: Sequence[NodeRow], folder: str, ports: tuple[int, ...]
 ) -> tuple[list[MachineReport], list[Check]]:
     answers = await asyncio.gather(*(_ask(cluster, node.node_id, folder, ports) for node in nodes))
     silent = [node.node_id[:8] for node, answer in zip(nodes, answers, strict=True) if answer is None]
@@ -70,7 +70,7 @@ async def _examine(
     return reports, checks
 
 
-async def _ask(cluster: ClusterApi, node: str, folder: str, ports: tuple[int, ...]) -> MachineReport | None:
+async def _ask(cluster: RayClusterApi, node: str, folder: str, ports: tuple[int, ...]) -> MachineReport | None:
     """With how far its clock is ahead of this one, from a call that returns at once: the time there is that at half of
     the way."""
     report: MachineReport | None = await cluster.run_on(node, examine, folder, ports)
@@ -81,7 +81,7 @@ async def _ask(cluster: ClusterApi, node: str, folder: str, ports: tuple[int, ..
     return replace(report, ahead_s=wall_s - (began_s + time.time()) / 2)
 
 
-async def check_shared(cluster: ClusterApi, nodes: Sequence[NodeRow], folder: str) -> Check:
+async def check_shared(cluster: RayClusterApi, nodes: Sequence[NodeRow], folder: str) -> Check:
     """A file that each node writes can be read on every other one."""
     names = [f".doctor-{uuid4().hex}" for _ in nodes]
 
@@ -103,7 +103,7 @@ async def check_shared(cluster: ClusterApi, nodes: Sequence[NodeRow], folder: st
     return Check(f"shared {folder}", False, f"not the files of all nodes are on {', '.join(lacking)}", advice)
 
 
-async def check_connections(cluster: ClusterApi, nodes: Sequence[NodeRow]) -> Check:
+async def check_connections(cluster: RayClusterApi, nodes: Sequence[NodeRow]) -> Check:
     """Each node reaches any port of the next one, as ranks and weights need it."""
 
     async def is_open(source: NodeRow, target: NodeRow) -> bool:

@@ -4,7 +4,7 @@
 ::
 
     Ray's node table, every interval ------------ dead or draining there ------------.
-    one open connection to each raylet -- closed --> again: refused twice in a row --+--> lost(Loss), once
+    one open connection to each raylet -- closed --> again: refused twice in a row --+--> lost(NodeLost), once
 
 A raylet (Ray's process on a node) that is killed closes its connections at once; Ray itself needs seconds to notice. A
 stopped or unreachable raylet keeps them: Ray's health check detects it, on our own cluster within 4.5 s (``HEALTH``).
@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 import ray
 
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.control.events import Cause, CauseKind, NodeLost
 from dlrover.python.rl.runtime.member.heartbeat import OomKills
 
 _LOG = get_logger(__name__)
@@ -42,15 +43,6 @@ class NodeRow:
     port: int
     why: str = ""
     draining: bool = False
-
-
-@dataclass(frozen=True)
-class Loss:
-    """A node that can no longer be used; ``announced``: it is still there, but will go."""
-
-    node_id: str
-    why: str
-    announced: bool = False
 
 
 def node_table() -> list[NodeRow]:
@@ -106,20 +98,18 @@ class NodeWatch:
             _LOG.warning("the node %s will go: %s", node_id[:8], why)
         self._notices.setdefault(node_id, why)
 
-    async def watch(self, lost: Callable[[Loss], None], interval_s: float = 0.25) -> None:
+    async def watch(self, lost: Callable[[NodeLost], None], interval_s: float = 0.25) -> None:
         """Watch until cancelled, and read the table every ``interval_s``. ``lost`` is called in this event loop, once
-        for each node, also for nodes that were dead before or were shut down in good order."""
+        for each node, also for nodes that were dead before or were shut down cleanly, and for those that will go."""
 
-        def report(loss: Loss) -> None:
-            if loss.node_id not in self._lost:
-                self._lost.add(loss.node_id)
-                lost(loss)
+        def report(node_id: str, why: str, kind: CauseKind = CauseKind.NODE_LOST) -> None:
+            if node_id not in self._lost:
+                self._lost.add(node_id)
+                lost(NodeLost(node_id, Cause(kind, "job", f"the node {node_id[:8]} is lost: {why}")))
 
         try:
             while True:
-                rows = await self._rows()
-                if rows is not None:
-                    self._update(rows, report)
+                self._update(await self._read_rows(), report)
                 await asyncio.sleep(interval_s)
         finally:
             for task in self._watches.values():
@@ -127,36 +117,36 @@ class NodeWatch:
             await asyncio.gather(*self._watches.values(), return_exceptions=True)
             self._watches.clear()
 
-    def _update(self, rows: list[NodeRow], report: Callable[[Loss], None]) -> None:
+    async def _read_rows(self) -> list[NodeRow] | None:
+        """The table, or None while it cannot be read."""
+        self._request = self._request or in_daemon_thread(self._table)
+        done, _ = await asyncio.wait([self._request], timeout=self._table_s)
+        if not done:
+            return None
+        request, self._request = self._request, None
+        if (error := request.exception()) is not None:
+            _LOG.warning("Ray's node table could not be read: %s", error)
+            return None
+        return request.result()  # waits: not at all, it is done
+
+    def _update(self, rows: list[NodeRow] | None, report: Callable[..., None]) -> None:
+        if rows is None:
+            return
         alive = {row.node_id for row in rows if row.alive}
         leaving = {row.node_id: "it is drained" for row in rows if row.draining} | self._notices
         is_refuge = bool(alive - leaving.keys())
         for row in rows:
             if not row.alive:
-                words = " ".join(row.why.split())
-                report(Loss(row.node_id, f"Ray declared it dead: {words}" if words else "Ray declared it dead"))
+                report(row.node_id, ": ".join(filter(None, ("Ray declared it dead", " ".join(row.why.split())))))
             elif row.node_id in leaving and is_refuge:
-                report(Loss(row.node_id, f"it will go: {leaving[row.node_id]}", announced=True))
+                report(row.node_id, f"it will go: {leaving[row.node_id]}", CauseKind.PREEMPTED)
             elif row.port and row.node_id not in self._watches and row.node_id not in self._lost:
                 self._watches[row.node_id] = asyncio.create_task(self._watch_raylet(row, report))
         for node_id in self._watches.keys() - alive:
             self._watches.pop(node_id).cancel()
-            report(Loss(node_id, "Ray no longer knows it"))
+            report(node_id, "Ray no longer knows it")
 
-    async def _rows(self) -> list[NodeRow] | None:
-        if self._request is None:
-            self._request = in_daemon_thread(self._table)
-        done, _ = await asyncio.wait([self._request], timeout=self._table_s)
-        if not done:
-            return None
-        request, self._request = self._request, None
-        error = request.exception()
-        if error is not None:
-            _LOG.warning("Ray's node table could not be read: %s", error)
-            return None
-        return request.result()  # waits: not at all, it is done
-
-    async def _watch_raylet(self, row: NodeRow, report: Callable[[Loss], None]) -> None:
+    async def _watch_raylet(self, row: NodeRow, report: Callable[..., None]) -> None:
         """Keep a connection to a raylet open until its port refuses a new one."""
         refused = 0
         while refused < _REFUSALS:
@@ -169,14 +159,14 @@ class NodeWatch:
                 refused = 0  # slow or unreachable: Ray's health check decides
             if refused < _REFUSALS:
                 await asyncio.sleep(_RETRY_S)
-        report(Loss(row.node_id, f"its raylet no longer listens at {row.host}:{row.port}"))
+        report(row.node_id, f"its raylet no longer listens at {row.host}:{row.port}")
 
 
 T = TypeVar("T")
 
 
 def in_daemon_thread(call: Callable[..., T], *arguments: Any) -> "asyncio.Future[T]":
-    """The result of a call in a thread of its own, which goes on when the future is cancelled."""
+    """The result of a call in a separate thread, which continues when the future is cancelled."""
     loop = asyncio.get_running_loop()
     future: asyncio.Future[T] = loop.create_future()
 

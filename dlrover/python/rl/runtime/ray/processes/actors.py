@@ -7,7 +7,6 @@ import time
 import warnings
 from collections.abc import Awaitable, Callable, Coroutine, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
@@ -25,11 +24,10 @@ from dlrover.python.rl.common.errors import (
     DLRoverRLError,
     JobConflict,
     MasterLost,
-    PlacementTimeout,
     WorkloadStartError,
 )
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import NAMESPACE, RLRoleType, master_name
+from dlrover.python.rl.common.names import RLRoleType, master_name
 from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
@@ -37,7 +35,15 @@ from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
 from dlrover.python.rl.runtime.member.heartbeat import ray_worker_log_tail
 from dlrover.python.rl.runtime.member.loading import cause_of
-from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, REMOVED, RayClusterApi, awaited, forget_on_nodes
+from dlrover.python.rl.runtime.ray.cluster.api import (
+    MEGABYTE,
+    ActorPlacement,
+    ActorRequest,
+    RayClusterApi,
+    awaited,
+    forget_on_nodes,
+    remove_groups,
+)
 from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread
 
 _LOG = get_logger(__name__)
@@ -61,15 +67,10 @@ _RAYS_OWN = ("node:", "object_store")
 
 
 def process_env(job: JobSpec) -> dict[str, str]:
-    """Without secrets: Ray shows it in the arguments of processes, and stores it."""
+    """The environment of a job's processes, without secrets: Ray shows it in their arguments, and stores it."""
     job = seal(job)[0]
-    return {name: value for name, value in _with_defaults(job).items() if value != HIDDEN}
-
-
-def _with_defaults(job: JobSpec) -> dict[str, str]:
-    if job.trainer.device_type != "CPU":
-        return dict(job.env)
-    return {**ON_CPU, **job.env}
+    defaults = ON_CPU if job.trainer.device_type == "CPU" else {}
+    return {name: value for name, value in {**defaults, **job.env}.items() if value != HIDDEN}
 
 
 def member_env(job: JobSpec, role: RLRoleType) -> dict[str, str]:
@@ -105,30 +106,18 @@ def launch(cls: type, name: str, args: tuple[Any, ...], resources: Mapping[str, 
     Raises:
         JobConflict: an actor of this name is alive.
     """
-    options: dict[str, Any] = {
-        "name": name,
-        "namespace": NAMESPACE,
-        "lifetime": "detached",
-        "max_restarts": max_restarts,
-        # Calls wait while it is started again, instead of failing.
-        "max_task_retries": -1 if max_restarts else 0,
-        "num_cpus": resources.get("cpu", 0),
-        "memory": int(resources.get("memory", 0) * MEGABYTE) or None,
-    }
-    if _fits_the_head(options["num_cpus"], options["memory"] or 0):
-        options["resources"] = {_HEAD: _HEAD_SHARE}
+    needs = dict(resources)
+    memory = needs.get("memory", 0.0) * MEGABYTE
+    heads = [node["Resources"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
+    # The head is often kept free of work, and may never have as much.
+    if any(head.get("CPU", 0) >= needs.get("cpu", 0) and head.get("memory", 0) >= memory for head in heads):
+        needs[_HEAD] = _HEAD_SHARE
     try:
-        return ray.remote(cls).options(**options).remote(*args)
+        return RayClusterApi().start_actor(ActorRequest(name, cls, args, {}, ActorPlacement(needs), max_restarts))
     except ValueError as error:
         raise JobConflict(
             f"'{name}' is already running on this cluster: stop it first or choose another name"
         ) from error
-
-
-def _fits_the_head(cpus: float, memory: int) -> bool:
-    """Return True if the node of Ray's head can ever have this much: it is often kept free of work."""
-    heads = [node["Resources"] for node in ray.nodes() if node["Alive"] and _HEAD in node["Resources"]]
-    return any(head.get("CPU", 0) >= cpus and head.get("memory", 0) >= memory for head in heads)
 
 
 def find(name: str) -> Any:
@@ -177,10 +166,7 @@ def sweep(job: str, run: str | None = None) -> list[str]:
         if handle is not None:
             cluster.kill_actor(handle)
             names.append(name)
-    for row in cluster.list_groups():
-        if row.name.startswith(prefix) and row.state != REMOVED:
-            cluster.remove_group(row.id)
-            names.append(row.name)
+    names += remove_groups(cluster, prefix)
     for name in names:
         with suppress(TimeoutError):
             wait_gone(name, _GONE_S)
@@ -239,39 +225,27 @@ class MemberGone(Exception):
         self.who, self.error = who, error
 
 
-def classify(error: Exception) -> Cause:
-    """The cause of an exception of one of the executor's tasks."""
+def classify(error: Exception, process: Process | None = None) -> Cause:
+    """The cause of an exception of one of the executor's tasks; a dead ``process`` has its last log lines in it."""
     if isinstance(error, MemberGone):
-        return Cause(_death(error.error), error.who, _one_line(error.error), str(error.error))
-    if isinstance(error, PlacementTimeout):
-        return Cause(CauseKind.NO_RESOURCES, "job", str(error))
+        died, kind = error.error, CauseKind.PROCESS_DIED
+        # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
+        if isinstance(died, OutOfMemoryError) or "running low on memory" in str(died):
+            kind = CauseKind.OUT_OF_MEMORY
+        elif isinstance(died, NodeDiedError) or (isinstance(died, ActorDiedError) and "node has died" in str(died)):
+            kind = CauseKind.NODE_LOST
+        tail = ray_worker_log_tail(session_folder(), process.pid) if process is not None else ""
+        detail = [str(died), f"its last log lines:\n{tail}" if tail else ""]
+        return Cause(kind, error.who, _one_line(died), "\n\n".join(filter(None, detail)))
     inner = error.cause if isinstance(error, RayTaskError) else error
     if isinstance(inner, WorkloadStartError):
         return cause_of(inner, inner.who)
     return Cause(CauseKind.INTERNAL, "job", f"{type(inner).__name__}: {inner}".splitlines()[0], str(error))
 
 
-def _death(error: RayError) -> CauseKind:
-    # Ray names the memory monitor in the text of an actor's death; its general advice mentions memory as well.
-    if isinstance(error, OutOfMemoryError) or "running low on memory" in str(error):
-        return CauseKind.OUT_OF_MEMORY
-    if isinstance(error, NodeDiedError) or (isinstance(error, ActorDiedError) and "node has died" in str(error)):
-        return CauseKind.NODE_LOST
-    return CauseKind.PROCESS_DIED
-
-
 def _one_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return lines[0] if lines else type(error).__name__
-
-
-def cause_with_log(error: Exception, process: Process | None) -> Cause:
-    cause = classify(error)
-    if process is None or not isinstance(error, MemberGone):
-        return cause
-    tail = ray_worker_log_tail(session_folder(), process.pid)
-    detail = "\n\n".join(part for part in (cause.detail, f"its last log lines:\n{tail}" if tail else "") if part)
-    return replace(cause, detail=detail)
 
 
 async def answer_of(who: str, ref: Any, timeout_s: float) -> Any:
@@ -306,18 +280,6 @@ class Threads:
         """Wait until all calls have ended."""
         if self._running:
             await asyncio.wait(set(self._running), timeout=timeout_s)
-
-
-class Turnstile:
-    """Lets a few of the coroutines that wait for their turn go on in each turn of the event loop, so that requests are
-    answered in between when thousands are awake."""
-
-    def __init__(self, most: int = 64) -> None:
-        self._places = asyncio.Semaphore(most)
-
-    async def turn(self) -> None:
-        async with self._places:
-            await asyncio.sleep(0)
 
 
 class Detached:

@@ -94,22 +94,10 @@ def abort_groups() -> None:
         distributed.distributed_c10d._abort_process_group()
 
 
-def leave_groups() -> None:
-    """Destroy torch's process groups of this process; peers that wait in one of their collectives then fail."""
-    if (distributed := _torch_groups()) is not None:
-        distributed.destroy_process_group()
-
-
 def locate() -> Process:
     context = ray.get_runtime_context()
     here = Process(context.get_node_id(), os.getpid(), socket.gethostname(), ray.util.get_node_ip_address())
     return replace(here, devices=",".join(_accelerators(context)))
-
-
-def locate_with_port(port: HeldPort, preferred: Sequence[int] = ()) -> Process:
-    """Where this process runs, and a TCP port that ``port`` keeps free for it."""
-    here = locate()
-    return replace(here, port=port.take(preferred, here.address))
 
 
 def send_to(master: Any, lose_peer: Callable[[int], None] = lambda number: None) -> Any:
@@ -147,7 +135,9 @@ class MemberActor:
             HeartbeatSender(self._beat, send_to(master, self.lose_peer), beats).start()
 
     def dlrover_locate(self, preferred_ports: Sequence[int]) -> Process:
-        return locate_with_port(self._port, preferred_ports)
+        """Return where this process runs, and a TCP port that is kept free for it."""
+        here = locate()
+        return replace(here, port=self._port.take(preferred_ports, here.address))
 
     def dlrover_prepare(self, job: JobSpec) -> None:
         """Import the role's workload, so that starting it later is fast. Raises WorkloadStartError."""
@@ -197,7 +187,8 @@ class MemberActor:
         abort_groups()
         if host is not None:
             host.close()
-        leave_groups()
+        if (distributed := _torch_groups()) is not None:
+            distributed.destroy_process_group()  # peers that wait in one of their collectives then fail
         del host
         gc.collect()  # of tensors, which the next workload needs the memory of
 
@@ -224,16 +215,32 @@ class MemberActor:
             self._host.close()
 
     def dlrover_invoke(self, packed: bytes, *values: Any) -> Any:
-        """Run a method for a role group; see :func:`serve`. The :class:`CallHeader` comes in bytes, which Ray sends as
-        they are."""
+        """Run a method for a role group; ``values`` are the positional arguments, then the keyword ones. The
+        :class:`CallHeader` comes in bytes, which Ray sends as they are.
+
+        Raises:
+            InvocationError: see :meth:`~dlrover.python.rl.runtime.member.host.MemberHost.invoke`.
+        """
         header, host = CallHeader.unpack(packed), self._host
         self._refuse_gone(header.incarnation, header.method)
         if host is None or host.workload is None:
             raise CallSkipped("it has not started yet", role=self._role, rank=-1, method=header.method)
+
+        def load_arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:
+            # waits: for another member's call, which has its own time limit
+            decoded = [decode(value, ray.get) for value in values]
+            cut = len(decoded) - len(header.keywords)
+            return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))
+
         try:
-            return serve(host, header, values)
+            result = host.invoke(header, load_arguments)
+        except InvocationError:
+            raise
+        except ray.exceptions.RayTaskError as upstream:
+            raise (upstream.cause if isinstance(upstream.cause, InvocationError) else upstream) from None
         finally:
             self._refuse_gone(header.incarnation, header.method)
+        return (result, row_count(result)) if header.sized else result
 
     def _refuse_gone(self, incarnation: int, method: str) -> None:
         """Raise WorkloadDied for a call to an incarnation that has left its peers, also while the call ran."""
@@ -257,37 +264,12 @@ class MemberActor:
 
 
 def _has_valid_text(error: Exception) -> bool:
-    """Whether Ray can send the error; it ends the process otherwise."""
+    """Return True if Ray can send the error; it ends the process otherwise."""
     try:
         "".join(traceback.format_exception(error)).encode()
     except UnicodeEncodeError:
         return False
     return True
-
-
-def serve(host: MemberHost, header: CallHeader, values: Sequence[Any]) -> Any:
-    """Run a method of what ``host`` holds; ``values`` are the positional arguments, then the keyword ones.
-
-    Raises:
-        InvocationError: see :meth:`~dlrover.python.rl.runtime.member.host.MemberHost.invoke`.
-    """
-
-    def load_arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:
-        decoded = [decode(value, _get) for value in values]
-        cut = len(decoded) - len(header.keywords)
-        return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))
-
-    try:
-        result = host.invoke(header, load_arguments)
-    except InvocationError:
-        raise
-    except ray.exceptions.RayTaskError as upstream:
-        raise (upstream.cause if isinstance(upstream.cause, InvocationError) else upstream) from None
-    return (result, row_count(result)) if header.sized else result
-
-
-def _get(refs: Any) -> Any:
-    return ray.get(refs)  # waits: for another member's call, which has its own time limit
 
 
 def member_class(name: str, methods: Sequence[str]) -> type[MemberActor]:

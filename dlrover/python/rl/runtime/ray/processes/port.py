@@ -6,7 +6,7 @@ import threading
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,7 +23,7 @@ from ray.exceptions import (
 )
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
-from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
 from dlrover.python.rl.runtime.member.arguments import CallHeader, encode
 from dlrover.python.rl.trainer.call_counts import BUCKETS_S, CallCounts
@@ -75,11 +75,19 @@ class RayPort:
         """Call ``handle`` from now on. Running calls of the former member go on."""
         with self._lock:
             self._members[role, rank] = handle, incarnation
-            self._owners[_actor_id(handle)] = (role, rank, incarnation)
+            self._owners[str(handle._actor_id.hex())] = (role, rank, incarnation)
 
     def incarnations(self) -> dict[ProcessId, int]:
         with self._lock:
             return {ProcessId(*member): incarnation for member, (_, incarnation) in self._members.items()}
+
+    def handles(self) -> dict[RLRoleType, list[Any]]:
+        """Role to the handles of its members, in rank order."""
+        handles: dict[RLRoleType, list[Any]] = {}
+        with self._lock:
+            for (role, _), (handle, _) in sorted(self._members.items(), key=lambda item: item[0]):
+                handles.setdefault(RLRoleType(role), []).append(handle)
+        return handles
 
     def put(self, value: Any) -> Ref:
         return Ref(self, ray.put(value))
@@ -136,7 +144,7 @@ class RayPort:
             return _with_cause(failure, error)
         cause = error.cause
         if isinstance(cause, InvocationError):
-            if (_replaces_member(cause) or _breaks_process(cause)) and (cause.role, cause.rank) == (ref.role, ref.rank):
+            if _needs_new_process(cause) and (cause.role, cause.rank) == (ref.role, ref.rank):
                 return _death_of(cause.original or cause, ref, (ref.role, ref.rank, ref.incarnation))
             return _with_cause(cause, cause.original)
         text, trace = f"{type(cause).__name__}: {cause}", str(error)
@@ -144,7 +152,7 @@ class RayPort:
         return _with_cause(failure, cause)
 
     def _comes_back(self, owner: tuple[str, int, int]) -> bool:
-        """Whether a member is alive whose connection broke; calls have ids, so asking it again is safe."""
+        """Return True if a member is alive whose connection broke; calls have ids, so asking it again is safe."""
         role, rank, incarnation = owner
         with self._lock:
             handle, current = self._members[role, rank]
@@ -166,24 +174,21 @@ class RayPort:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether an error of ``ray.get`` says that a process or a result is lost."""
+    """Return True if an error of ``ray.get`` says that a process or a result is lost."""
     lost = RayActorError | NodeDiedError | WorkerCrashedError | ObjectLostError | WorkloadDied
     return any(isinstance(link, lost) for link in _chain(error))
 
 
-def _replaces_member(error: InvocationError) -> bool:
-    """Whether the member's own code has raised an error that asks for another process."""
+def _needs_new_process(error: InvocationError) -> bool:
+    """Return True if the member's process is of no use any more: its code has raised an error that asks for another
+    one, or a device, driver or link has failed under it."""
     original = error.original
+    fault = fault_in(str(error).partition("\n")[0]) if original is None else fault_of(original)
+    if fault in (Fault.DEVICE, Fault.LINK):
+        return True
     if not isinstance(original, DLRoverRLError) or isinstance(original, InvocationError):
         return False
     return original.retryable and original.restarts is Scope.MEMBER
-
-
-def _breaks_process(error: InvocationError) -> bool:
-    """Whether a device, driver or link has failed under the member: its process is of no use any more."""
-    original = error.original
-    fault = fault_in(str(error).partition("\n")[0]) if original is None else fault_of(original)
-    return fault in (Fault.DEVICE, Fault.LINK)
 
 
 def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> WorkloadDied:
@@ -220,30 +225,31 @@ def _summarize(error: BaseException) -> str:
     return lines[-1 if isinstance(error, RayTaskError) else 0] if lines else type(error).__name__
 
 
-def _actor_id(handle: Any) -> str:
-    return str(handle._actor_id.hex())
-
-
 _TASK_BYTES = ray.TaskID.size()
 
 
 def _task_of(ref: Ref) -> bytes:
-    """The same for a call's result and for its row count."""
+    """Equal for a call's result and for its row count."""
     identity: bytes = ref.token.binary()
     return identity[:_TASK_BYTES]
 
 
-class Activity:
-    """Records when the trainer calls its members, and when it waits for them. Thread safe."""
+_MOST_PENDING = 10_000
+
+
+class CallWatch:
+    """Records when the trainer calls its members, when it waits for them, and how long calls take. Thread safe."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s
         self._lock = threading.Lock()
         self._waits = 0
-        self._since_s = self._now_s()
+        self._since_s = now_s()
+        self._pending: dict[bytes, tuple[str, str, float]] = {}
+        self._counts: dict[tuple[str, str], list[float]] = {}
 
     def touch(self) -> None:
-        """Record a call of a member."""
+        """Record that the trainer's own code has called something."""
         with self._lock:
             self._since_s = self._now_s()
 
@@ -264,64 +270,48 @@ class Activity:
         with self._lock:
             return None if self._waits else self._now_s() - self._since_s
 
-
-class WatchedPort(RayPort):
-    """The port below that of durable steps; it records every use in ``activity``."""
-
-    def __init__(self, activity: Activity) -> None:
-        super().__init__({})
-        self.activity = activity
-        self.call_times = CallTimes()
-
-    def submit(self, role: str, rank: int, call: Call) -> Ref:
-        self.activity.touch()
-        ref = _InnerRef(self, *self._send(role, rank, call))
-        self.call_times.begin(_task_of(ref), role, call.method, time.monotonic())
-        return ref
-
-    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        with self.activity.waiting():
-            outcomes = super().wait(refs, timeout_s)
-        now_s = time.monotonic()
-        for ref, outcome in zip(refs, outcomes, strict=True):
-            if not outcome.late:
-                self.call_times.end(_task_of(ref), now_s)
-        return outcomes
-
-
-_MOST_PENDING = 10_000
-
-
-class CallTimes:
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._pending: dict[bytes, tuple[str, str, float]] = {}
-        self._counts: dict[tuple[str, str], list[float]] = {}
-
-    def begin(self, call: bytes, role: str, method: str, now_s: float) -> None:
+    def begin(self, call: bytes, role: str, method: str) -> None:
         with self._lock:
-            if len(self._pending) >= _MOST_PENDING:  # results that nobody waited for
+            self._since_s = self._now_s()
+            if len(self._pending) >= _MOST_PENDING:  # results that were never waited for
                 del self._pending[next(iter(self._pending))]
-            self._pending[call] = role, method, now_s
+            self._pending[call] = role, method, self._since_s
 
-    def end(self, call: bytes, now_s: float) -> None:
-        """Nothing for a call that has ended already."""
+    def end(self, calls: Iterable[bytes]) -> None:
+        """Count calls, except those that have ended already."""
         with self._lock:
-            begun = self._pending.pop(call, None)
-            if begun is None:
-                return
-            role, method, began_s = begun
-            counts = self._counts.setdefault((role, method), [0.0] * (len(BUCKETS_S) + 2))
-            counts[bisect_left(BUCKETS_S, now_s - began_s)] += 1
-            counts[-1] += now_s - began_s
+            now_s = self._now_s()
+            for role, method, began_s in filter(None, (self._pending.pop(call, None) for call in calls)):
+                counts = self._counts.setdefault((role, method), [0.0] * (len(BUCKETS_S) + 2))
+                counts[bisect_left(BUCKETS_S, now_s - began_s)] += 1
+                counts[-1] += now_s - began_s
 
     def pending(self) -> dict[str, int]:
-        """Role to its calls whose results nobody has had yet."""
+        """Role to its calls whose results were not received yet."""
         with self._lock:
             return dict(Counter(role for role, _, _ in self._pending.values()))
 
     def drain(self) -> CallCounts:
-        """What was counted since the last time."""
+        """Return the counts since the last time."""
         with self._lock:
             counts, self._counts = self._counts, {}
         return {key: tuple(values) for key, values in counts.items()}
+
+
+class WatchedPort(RayPort):
+    """The port below that of durable steps; ``watch`` records every use."""
+
+    def __init__(self, watch: CallWatch) -> None:
+        super().__init__({})
+        self.watch = watch
+
+    def submit(self, role: str, rank: int, call: Call) -> Ref:
+        ref = _InnerRef(self, *self._send(role, rank, call))
+        self.watch.begin(_task_of(ref), role, call.method)
+        return ref
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
+        with self.watch.waiting():
+            outcomes = super().wait(refs, timeout_s)
+        self.watch.end(_task_of(ref) for ref, outcome in zip(refs, outcomes, strict=True) if not outcome.late)
+        return outcomes

@@ -26,7 +26,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, Event, Process, make_lost_event
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.member.heartbeat import HeartbeatSettings
-from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ActorRequest, ClusterApi, awaited, kill_process
+from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ActorRequest, RayClusterApi, awaited, kill_process
 from dlrover.python.rl.runtime.ray.processes.actors import Threads, member_env, process_env
 from dlrover.python.rl.runtime.ray.processes.member import member_class
 from dlrover.python.rl.runtime.ray.processes.trainer import TrainerActor
@@ -89,11 +89,10 @@ class ProcessEntry:
 class ProcessTable:
     """The current process of each id of a run. Removing an entry cancels its tasks."""
 
-    def __init__(self, job: JobSpec) -> None:
-        self.job = job
+    def __init__(self) -> None:
         self._entries: dict[ProcessId, ProcessEntry] = {}
         self._slots: dict[tuple[str, int], ProcessEntry] = {}  # who had a slot last
-        self._starting: list[StartingTogether] = []
+        self.starting: list[StartingTogether] = []
 
     def put(self, entry: ProcessEntry) -> None:
         self.pop(entry.process_id)
@@ -111,7 +110,7 @@ class ProcessTable:
 
     def clear(self) -> list[Process]:
         """Remove all entries; returns where the processes run."""
-        self._starting.clear()
+        self.starting.clear()
         entries = list(self._entries.values())
         for entry in entries:
             self.pop(entry.process_id)
@@ -135,53 +134,45 @@ class ProcessTable:
         peers = [peer for peer in self._entries.values() if peer.process_id.pool == pool]
         return Neighbours({peer.process_id.rank: peer.process or Process() for peer in peers})
 
-    def start_together(self, entries: Sequence[ProcessEntry]) -> "StartingTogether":
-        together = StartingTogether(self, entries)
-        self._starting.append(together)
-        return together
-
     async def note_located(self, process_id: ProcessId) -> None:
         """Where it runs is known, of whichever incarnation, or it is no longer wanted."""
-        for together in list(self._starting):
-            if together in self._starting and together.note(process_id):  # another one may open it meanwhile
-                self._starting.remove(together)
+        for together in list(self.starting):
+            together.missing.discard(process_id)
+            if not together.missing and together in self.starting:
+                self.starting.remove(together)
                 await together.open()
 
-    def context(self, entry: ProcessEntry, name: str, restart: RestartInfo, neighbours: "Neighbours") -> MemberContext:
-        role, rank, first = entry.role, entry.process_id.rank, neighbours.first
-        local_rank, local_world_size = neighbours.on_node(rank)
-        return MemberContext(
-            name=name,
-            role=role,
-            rank=rank,
-            world_size=self.job.workloads[role].num,
-            local_rank=local_rank,
-            local_world_size=local_world_size,
-            master_addr=first.address,
-            master_port=first.port,
-            collocation=",".join(self.job.collocation_of(role)),
-            restart=restart,
-        )
 
-
-_PER_TURN = 256  # members that go on in one turn of the event loop: requests are answered in between
+_PER_TURN = 256  # members that continue in one turn of the event loop: requests are answered in between
 
 
 class Neighbours:
-    """Where the members of a role are, by rank."""
+    """The members of a role by rank, and where they run."""
 
     def __init__(self, processes: Mapping[int, Process]) -> None:
-        self.first = processes.get(0, Process())
+        self._first = processes.get(0, Process())
         self._nodes = {rank: process.node for rank, process in processes.items()}
-        self._local: dict[int, int] = {}
+        self._local_ranks: dict[int, int] = {}
         self._sizes: Counter[str] = Counter()
         for rank in sorted(processes):
-            self._local[rank] = self._sizes[self._nodes[rank]]
+            self._local_ranks[rank] = self._sizes[self._nodes[rank]]
             self._sizes[self._nodes[rank]] += 1
 
-    def on_node(self, rank: int) -> tuple[int, int]:
-        """The rank among those on its node, and their number."""
-        return self._local[rank], self._sizes[self._nodes[rank]]
+    def context(self, job: JobSpec, member: ProcessId, name: str, restart: RestartInfo | None = None) -> MemberContext:
+        """The context of a member, the actor ``name``."""
+        role = RLRoleType(member.role)
+        return MemberContext(
+            name=name,
+            role=role,
+            rank=member.rank,
+            world_size=job.workloads[role].num,
+            local_rank=self._local_ranks[member.rank],
+            local_world_size=self._sizes[self._nodes[member.rank]],
+            master_addr=self._first.address,
+            master_port=self._first.port,
+            collocation=",".join(job.collocation_of(role)),
+            restart=restart or RestartInfo(),
+        )
 
 
 class StartingTogether:
@@ -189,10 +180,11 @@ class StartingTogether:
 
     def __init__(self, table: ProcessTable, entries: Sequence[ProcessEntry]) -> None:
         self._table, self._entries = table, entries
-        self._missing = {entry.process_id for entry in entries}
+        self.missing = {entry.process_id for entry in entries}
         self._gates = [asyncio.Event() for _ in range(0, len(entries), _PER_TURN)]
         self._gate_of = {entry.process_id: self._gates[at // _PER_TURN] for at, entry in enumerate(entries)}
         self._neighbours: Neighbours | None = None
+        table.starting.append(self)
 
     async def in_turns(self) -> AsyncIterator[ProcessEntry]:
         """The entries that have not been replaced meanwhile."""
@@ -210,11 +202,6 @@ class StartingTogether:
         if self._neighbours is None:
             self._neighbours = self._table.neighbours(entry.process_id.pool)
         return self._neighbours
-
-    def note(self, process_id: ProcessId) -> bool:
-        """``process_id`` is located. Returns True if it was the last."""
-        self._missing.discard(process_id)
-        return not self._missing
 
     async def open(self) -> None:
         try:
@@ -257,7 +244,7 @@ class ActorPool:
     methods: Mapping[str, tuple[str, ...]]
     master: Any
     beats: HeartbeatSettings
-    cluster: ClusterApi
+    cluster: RayClusterApi
     _threads: Threads = field(default_factory=Threads)
     _made: dict[RLRoleType, tuple[type, Mapping[str, str]]] = field(default_factory=dict)
 
@@ -279,26 +266,22 @@ class ActorPool:
     def list_names(self) -> list[str]:
         return self.cluster.list_actors(f"{self.job.name}/{self.run}/")
 
-    async def start_member(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
-        cls, env = self._class_and_env(entry.role)
-        number = entry.process_id.rank if entry.is_standby else entry.number
-        arguments = (entry.process_id, number, self.master, self.beats)
-        return await self._start(ActorRequest(self.name_of(entry), cls, arguments, env, placement))
-
-    def _class_and_env(self, role: RLRoleType) -> tuple[type, Mapping[str, str]]:
-        """Made once: Ray's head stores each class, and for secrets the whole config is searched."""
-        if role not in self._made:
-            cls = member_class(self.job.workloads[role].class_, self.methods.get(role, ()))
-            self._made[role] = cls, member_env(self.job, role)
-        return self._made[role]
-
-    async def start_trainer(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
-        arguments = (entry.number, self.master, self.beats)
-        env = process_env(self.job)
-        return await self._start(ActorRequest(self.name_of(entry), TrainerActor, arguments, env, placement))
-
-    async def _start(self, request: ActorRequest) -> Any:
-        await self.end_named([request.name])  # a master that died may have started it
+    async def start(self, entry: ProcessEntry, placement: ActorPlacement) -> Any:
+        """Start the actor of ``entry``; returns its handle."""
+        cls: type
+        env: Mapping[str, str]
+        arguments: tuple[Any, ...]
+        if entry.process_id == TRAINER_ID:
+            cls, env, arguments = TrainerActor, process_env(self.job), (entry.number,)
+        else:
+            if entry.role not in self._made:  # once: Ray's head stores each class, and secrets are searched for
+                member = member_class(self.job.workloads[entry.role].class_, self.methods.get(entry.role, ()))
+                self._made[entry.role] = member, member_env(self.job, entry.role)
+            cls, env = self._made[entry.role]
+            arguments = entry.process_id, entry.process_id.rank if entry.is_standby else entry.number
+        name = self.name_of(entry)
+        await self.end_named([name])  # a master that died may have started it
+        request = ActorRequest(name, cls, (*arguments, self.master, self.beats), env, placement)
         return await self._threads.run(self.cluster.start_actor, request)
 
     async def find(self, name: str) -> Any:
@@ -343,7 +326,13 @@ class ActorPool:
             handle = await self.find(name)
             if handle is not None:
                 self.cluster.kill_actor(handle)
-        await self._wait_until_free(names)
+        deadline_s = asyncio.get_running_loop().time() + _GONE_S
+        for name in names:
+            while await self.find(name) is not None:
+                if asyncio.get_running_loop().time() > deadline_s:
+                    _LOG.warning("the actor %s is still there after %g s", name, _GONE_S)
+                    return
+                await asyncio.sleep(_POLL_S)
 
     async def end_once_started(self, name: str) -> None:
         """End an actor that may still be starting and is no longer needed."""
@@ -372,12 +361,3 @@ class ActorPool:
             pass
         except Exception as error:  # noqa: BLE001 -- the user's code: it is ended all the same
             _LOG.warning("%s did not close: %s", name, error)
-
-    async def _wait_until_free(self, names: Sequence[str]) -> None:
-        deadline_s = asyncio.get_running_loop().time() + _GONE_S
-        for name in names:
-            while await self.find(name) is not None:
-                if asyncio.get_running_loop().time() > deadline_s:
-                    _LOG.warning("the actor %s is still there after %g s", name, _GONE_S)
-                    return
-                await asyncio.sleep(_POLL_S)

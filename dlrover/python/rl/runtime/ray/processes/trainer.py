@@ -8,13 +8,13 @@ the request is repeated.
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from dlrover.python.rl.common.errors import JobFailed, MasterLost, WorkloadDied, user_traceback
 from dlrover.python.rl.common.log import configure_logging, get_logger
-from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, RLRoleType
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import StartTrainer
 from dlrover.python.rl.control.events import Cause, Process
@@ -32,7 +32,7 @@ from dlrover.python.rl.runtime.member.loading import (
 )
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
-from dlrover.python.rl.runtime.ray.processes.port import Activity, CallTimes, WatchedPort, is_loss
+from dlrover.python.rl.runtime.ray.processes.port import CallWatch, WatchedPort, is_loss
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
 from dlrover.python.rl.runtime.run.progress import format_step
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
@@ -52,15 +52,6 @@ _REPORT_EVERY = 20  # steps: progress is reported even if nothing was lost, as t
 
 
 @dataclass(frozen=True)
-class MemberHandle:
-    """A member as a starting trainer finds it: incarnation 0 and no handle for one that is being replaced."""
-
-    process_id: ProcessId
-    incarnation: int
-    handle: Any
-
-
-@dataclass(frozen=True)
 class Replaced:
     """The members of a role after a replacement: rank to incarnation and actor name."""
 
@@ -69,13 +60,14 @@ class Replaced:
 
 @dataclass(frozen=True)
 class TrainerStart:
-    """What the trainer's process is given: ``members`` in rank order, ``resources`` of one member of each role,
-    ``full_sizes`` of roles that lack members."""
+    """The arguments of a trainer's process: the incarnation and handle of each of the ``members`` in rank order, 0 and
+    None for one that is being replaced; ``resources`` of one member of each role; ``full_sizes`` of roles that lack
+    members."""
 
     job: JobSpec
     run: str
     command: StartTrainer
-    members: tuple[MemberHandle, ...]
+    members: Mapping[ProcessId, tuple[int, Any]]
     resources: Mapping[str, Mapping[str, float]]
     full_sizes: Mapping[str, int] = field(default_factory=dict)
 
@@ -85,37 +77,32 @@ class RayRecovery:
     a handle are waited for, and each replacement up to ``timeout_s``."""
 
     def __init__(
-        self, master: Any, port: WatchedPort, members: Sequence[MemberHandle], command: StartTrainer, timeout_s: float
+        self,
+        master: Any,
+        port: WatchedPort,
+        members: Mapping[ProcessId, tuple[int, Any]],
+        command: StartTrainer,
+        timeout_s: float,
     ) -> None:
         self.epoch, self.fresh = command.epoch, command.fresh
         self.restart_info = RestartInfo(command.restarts, command.reason)
         self.step = 0
         self._master, self._port, self._timeout_s = master, port, timeout_s
-        self._handles: dict[ProcessId, Any] = {}
         self._lock = threading.RLock()
         self._should_report = True
-        for member in members:
-            if member.handle is not None:
-                self._set_handle(member.process_id, member.handle, member.incarnation)
-        for member in members:
-            if member.handle is None:
-                process_id = member.process_id
-                self.renew(process_id.role, process_id.rank, 0, "it was being replaced when the trainer started")
-
-    def handles(self) -> dict[RLRoleType, list[Any]]:
-        """Role to the handles of its members, in rank order."""
-        with self._lock:
-            handles: dict[RLRoleType, list[Any]] = {}
-            for process_id in sorted(self._handles):
-                handles.setdefault(RLRoleType(process_id.role), []).append(self._handles[process_id])
-            return handles
+        for member, (incarnation, handle) in members.items():
+            if handle is not None:
+                port.replace(member.role, member.rank, handle, incarnation)
+        for member, (_, handle) in members.items():
+            if handle is None:
+                self.renew(member.role, member.rank, 0, "it was being replaced when the trainer started")
 
     def incarnations(self) -> Mapping[ProcessId, int]:
         return self._port.incarnations()
 
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
         process_id = ProcessId(role, rank)
-        with self._port.activity.waiting(), self._lock:
+        with self._port.watch.waiting(), self._lock:
             handles: dict[int, Any] = {}
             dead = incarnation
             while self.incarnations().get(process_id, 0) <= dead:
@@ -150,16 +137,11 @@ class RayRecovery:
         """Call these members from now on; returns the handles of those that are new and alive."""
         handles = {}
         for rank, (incarnation, name) in members.items():
-            process_id = ProcessId(role, rank)
-            handle = find(name) if incarnation != self.incarnations().get(process_id, 0) else None
-            if handle is not None:
-                self._set_handle(process_id, handle, incarnation)
+            is_new = incarnation != self.incarnations().get(ProcessId(role, rank), 0)
+            if is_new and (handle := find(name)) is not None:
+                self._port.replace(role, rank, handle, incarnation)
                 handles[rank] = handle
         return handles
-
-    def _set_handle(self, process_id: ProcessId, handle: Any, incarnation: int) -> None:
-        self._port.replace(process_id.role, process_id.rank, handle, incarnation)
-        self._handles[process_id] = handle
 
     def opened(self) -> None:
         ask(lambda: self._master.opened.remote(self.epoch), _ASK_S)
@@ -182,8 +164,7 @@ class TrainerActor:
         self._start: TrainerStart | None = None
         self._recovery: RayRecovery | None = None
         self._log: LogCopier | None = None
-        self._activity = Activity()
-        self._call_times: CallTimes | None = None
+        self._calls = CallWatch()
         self._outcome: Cause | None = None
         self._running = self._ended = False
         self._notice = DepartureNotice(beats.notice_file)
@@ -206,9 +187,9 @@ class TrainerActor:
     def _beat(self) -> Heartbeat:
         step = self._recovery.step if self._recovery is not None else -1
         if _is_waiting_in_ray(threading.main_thread()):
-            self._activity.touch()
-        own_s = self._activity.own_s() if self._running else None
-        pending = tuple(self._call_times.pending().items()) if self._call_times is not None else ()
+            self._calls.touch()
+        own_s = self._calls.own_s() if self._running else None
+        pending = tuple(self._calls.pending().items())
         method, notice = "" if own_s is None else OWN_CODE, self._notice.read()
         return Heartbeat(TRAINER_ID, self._epoch, method, own_s or 0.0, step, notice, pending=pending)
 
@@ -218,29 +199,25 @@ class TrainerActor:
 
     def run(self) -> Cause | None:
         """Run ``init`` and ``fit``; returns the cause of a failure. A second call returns the same outcome."""
-        if not self._ended:
-            self._activity.touch()
-            self._running = True
-            self._outcome, self._ended, self._running = self._run(), True, False
-            if self._log is not None:
-                self._log.copy()
-        return self._outcome
-
-    def _run(self) -> Cause | None:
-        start = self._start
-        assert start is not None, "start() comes first"
+        if self._ended:
+            return self._outcome
+        assert self._start is not None, "start() comes first"
+        self._calls.touch()
+        self._running = True
         try:
-            link, make = self._bind(start)
+            link, make = self._bind(self._start)
             run_trainer(make, link)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code: whatever it raises travels on
-            return cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
-        return None
+            self._outcome = cause_of(root := _root(error), str(TRAINER_ID), user_traceback(root))
+        self._ended, self._running = True, False
+        if self._log is not None:
+            self._log.copy()
+        return self._outcome
 
     def _bind(self, start: TrainerStart) -> tuple[TrainerLink, Callable[[], BaseTrainer]]:
         """The link of trainers to this process, and their factory."""
         job, master = start.job, self._master
-        port = WatchedPort(self._activity)
-        self._call_times = port.call_times
+        port = WatchedPort(self._calls)
         timeout_s = _RENEWAL_S + job.placement_timeout_s
         self._recovery = recovery = RayRecovery(master, port, start.members, start.command, timeout_s)
         job.job_dir.mkdir(parents=True, exist_ok=True)
@@ -252,16 +229,16 @@ class TrainerActor:
             nonlocal reported
             if self._log is not None:
                 self._log.note(format_step(step))
-            times, before, reported = port.call_times, reported, checkpoints.committed_bytes
+            calls, before, reported = self._calls, reported, checkpoints.committed_bytes
             fresh = reported - before
-            master.report.remote(replace(step, calls=times.drain(), pending=times.pending(), commit_bytes=fresh))
+            master.report.remote(replace(step, calls=calls.drain(), pending=calls.pending(), commit_bytes=fresh))
 
         def announce(activity: str) -> None:
             master.announce.remote(activity)
 
         def make() -> BaseTrainer:
             with starting(str(TRAINER_ID)):
-                trainer: BaseTrainer = self._trainer_class(recovery.handles(), self._classes, job.config)
+                trainer: BaseTrainer = self._trainer_class(port.handles(), self._classes, job.config)
                 return trainer
 
         given = start.resources, recovery, checkpoints, is_loss, announce, files_of(job), results_of(job)
@@ -270,7 +247,7 @@ class TrainerActor:
 
 
 def _is_waiting_in_ray(thread: threading.Thread) -> bool:
-    """Whether a thread is inside ``ray.get`` or ``ray.wait``, which a trainer may call itself."""
+    """Return True if a thread is inside ``ray.get`` or ``ray.wait``, which a trainer may call itself."""
     frame = sys._current_frames().get(thread.ident or 0)
     while frame is not None:
         if frame.f_globals.get("__name__") == _RAY_WORKER and frame.f_code.co_name in ("get", "wait"):
