@@ -410,7 +410,8 @@ def encode_rows(
             continue
         encoded += sequences
         from_row += [index] * len(sequences)
-        cut += bool(sequences) and _token_count(sequences) < _token_count(whole)
+        lengths = [sum(len(item.tokens) for item in items) for items in (sequences, whole)]
+        cut += 0 < lengths[0] < lengths[1]
     raise_errors(sort_by_line(errors))
     if not encoded:
         raise DataError([ConfigError(rows.where, nothing_left())])
@@ -422,10 +423,6 @@ def encode_rows(
         }
     )
     return batch, Counts(len(rows), cut, dropped=len(rows) - len(set(from_row)))
-
-
-def _token_count(items: Sequence[Encoded]) -> int:
-    return sum(len(item.tokens) for item in items)
 
 
 def fit_length(items: Sequence[Encoded], max_length: int | None, over_long: OverLong) -> list[Encoded]:

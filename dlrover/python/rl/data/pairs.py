@@ -12,7 +12,6 @@ from dlrover.python.rl.data.conversation import (
     Counts,
     Encoded,
     OverLong,
-    Render,
     Tokenizer,
     answer_span,
     encode_pieces,
@@ -90,9 +89,17 @@ def encode_pair(
     row = normalize_pair(row)
     if "prompt" in row:
         return [encode_raw(tokenizer, row["prompt"], row[side]) for side in _SIDES]
-    begin = len(_shared(row))
-    render = make_renderer(tokenizer, row, template_kwargs)
-    return [_encode_side(tokenizer, render, row[side], begin) for side in _SIDES]
+    begin, render, encoded = len(_shared(row)), make_renderer(tokenizer, row, template_kwargs), list[Encoded]()
+    for messages in (row[side] for side in _SIDES):
+        turns = [at for at in range(begin, len(messages)) if messages[at]["role"] == "assistant"]
+        spans = [answer_span(render, messages, turn) for turn in turns]
+        text = spans[-1][0]
+        if not all(text.startswith(earlier) for earlier, _ in spans):
+            raise DataError("the chat template changes an answer when the conversation continues: give each pair"
+                            " one answer")  # fmt: skip
+        # In pieces: the text before the answer has the same tokens on both sides, and as in inference.
+        encoded.append(encode_pieces(tokenizer, text[: spans[-1][1][1]], [span for _, span in spans]))
+    return encoded
 
 
 def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,17 +156,6 @@ def _shared(pair: Mapping[str, Any]) -> list[Any]:
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     return list(chosen[:shared])
-
-
-def _encode_side(tokenizer: Tokenizer, render: Render, messages: list[Any], begin: int) -> Encoded:
-    turns = [at for at in range(begin, len(messages)) if messages[at]["role"] == "assistant"]
-    spans = [answer_span(render, messages, turn) for turn in turns]
-    text = spans[-1][0]
-    if not all(text.startswith(earlier) for earlier, _ in spans):
-        raise DataError("the chat template changes an answer when the conversation continues: give each pair"
-                        " one answer")  # fmt: skip
-    # In pieces: the text before the answer has the same tokens on both sides, and as in inference.
-    return encode_pieces(tokenizer, text[: spans[-1][1][1]], [span for _, span in spans])
 
 
 def _faults(row: Mapping[str, Any]) -> list[str]:

@@ -205,20 +205,6 @@ ROW: Mapping[str, ColumnSpec] = {
 the last token of its action, and ``finished`` says that the last action ended without a token limit."""
 
 
-@dataclass(eq=False)
-class TokenSequence(SequenceColumns):
-    """Tokens with the columns of :data:`ROW` and the engine's. ``opening`` is the text at the start, which the policy
-    received; ``text`` all later actions and observations."""
-
-    opening: str = ""
-    text: str = ""
-
-    @property
-    def tokens(self) -> list[int]:
-        tokens: list[int] = self.values["tokens"]
-        return tokens
-
-
 class Trajectory:
     """Builds the sequences of a sample: ``prompt``, then :meth:`act` and :meth:`observe` in turns.
 
@@ -244,7 +230,7 @@ class Trajectory:
         self._specs = {**ROW, **columns}
         self._encode, self._encode_whole = encode, encode_whole or encode
         self._state, self.action, self._ending = state, "", ""
-        self.sequences: list[TokenSequence] = []
+        self.sequences: list[SequenceColumns] = []
         self._begin(state, self._encode_whole(state) if tokens is None else tokens)
 
     @property
@@ -289,9 +275,9 @@ class Trajectory:
         return True
 
     def _begin(self, state: str, tokens: Sequence[int]) -> None:
-        self.sequences.append(TokenSequence(self._specs, opening=state))
+        self.sequences.append(SequenceColumns(self._specs, opening=state))
         self.last.give(len(tokens), tokens=tokens)
 
     @property
-    def last(self) -> TokenSequence:
+    def last(self) -> SequenceColumns:
         return self.sequences[-1]

@@ -176,7 +176,7 @@ def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[Con
     sources = {key: where for key, where in named.items() if where and not is_left_unread(where)}
     errors = list[ConfigError]()
     for key, where in sources.items():
-        errors += name_source(key, where, first_errors(data.reader.validate(where, data.keys)))
+        errors += name_source(key, where, first_errors(data.reader.scan(where, data.keys)[1]))
     holds_out = data.eval is None and (evaluates or data.eval_share is not None)
     if errors or "train" not in sources or not holds_out:
         return errors
