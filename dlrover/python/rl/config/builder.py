@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from dlrover.python.rl.common.by_value import name_for
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.config.layout import job_from_mapping
-from dlrover.python.rl.config.plain import from_plain
+from dlrover.python.rl.config.plain import from_plain, map_values
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 
 B = TypeVar("B", bound="JobBuilder")
@@ -143,17 +143,13 @@ class JobBuilder:
 
     def with_collocation(self: B, *roles: str) -> B:
         """Let these roles share devices."""
-        names = [role.lower() for role in roles]
-        self._groups.append({name: self._members_per_group(name) for name in names})
+        specs = {role.lower(): self._workload.get(role.lower(), {}) for role in roles}
+        self._groups.append({name: int(spec.get("per_node") or spec.get("num", 1)) for name, spec in specs.items()})
         return self
 
     def with_collocation_all(self: B) -> B:
         """Let all roles defined so far share devices."""
         return self.with_collocation(*self._workload)
-
-    def _members_per_group(self, name: str) -> int:
-        spec = self._workload.get(name, {})
-        return int(spec.get("per_node") or spec.get("num", 1))
 
     def _role(self, call: str) -> dict[str, Any]:
         if self._current is None:
@@ -188,22 +184,17 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{(?P<key>[A-Za-z_][\w.]*)\}")
 
 def _within_job(config: DictConfig) -> DictConfig:
     """References to keys of ``config`` name them from the job's root; others are the job's."""
+    content = OmegaConf.to_container(config, resolve=False)
+    plain, absent = from_plain(content), object()  # type: ignore[arg-type]
 
     def rewrite(match: re.Match[str]) -> str:
         is_own = OmegaConf.select(plain, match["key"], default=absent) is not absent
         return f"${{config.{match['key']}}}" if is_own else match[0]
 
-    def walk(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: walk(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [walk(item) for item in value]
-        return _REFERENCE.sub(rewrite, value) if isinstance(value, str) else value
-
-    content = OmegaConf.to_container(config, resolve=False)
-    plain, absent = from_plain(content), object()  # type: ignore[arg-type]
-    made: DictConfig = OmegaConf.create(walk(content))
-    return made
+    rewritten: DictConfig = OmegaConf.create(
+        map_values(content, lambda _, value: _REFERENCE.sub(rewrite, value) if isinstance(value, str) else value)
+    )
+    return rewritten
 
 
 def _with_names(values: Mapping[str, Any], inputs: Path | None) -> dict[str, Any]:

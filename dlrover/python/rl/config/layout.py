@@ -35,6 +35,7 @@ from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_
 from dlrover.python.rl.config.plain import (
     escape_references,
     from_plain,
+    map_values,
     reference_error,
     to_plain,
     validate_resolvers,
@@ -128,8 +129,12 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
     errors += _validate_times(layout) if layout is not None else []
     places = [error.where for error in unnamed]
     errors = doubled + unnamed + [error for error in errors if not lies_in(error.where, places)]
-    errors = [_in_file_terms(error, has_roles) for error in errors]
-    places = [error.where for error in unresolved]
+    section = "roles" if has_roles else "workload"
+    in_file_terms = [
+        ConfigError(re.sub(r"^workload\b", section, _CLASS_FIELD.sub("class", where)), _CLASS_FIELD.sub("class", what))
+        for where, what in ((error.where, error.what) for error in errors)
+    ]
+    errors, places = in_file_terms, [error.where for error in unresolved]
     errors = unresolved + [error for error in errors if not lies_in(error.where, places)]
     config = data.get("config")
     if scripts:
@@ -205,11 +210,6 @@ def _rename(mapping: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(resource, dict) and "mem" in resource:
         renamed["resource"] = {"memory" if key == "mem" else key: value for key, value in resource.items()}
     return renamed
-
-
-def _in_file_terms(error: ConfigError, has_roles: bool) -> ConfigError:
-    where, what = (re.sub(r"\bclass_(?!\w)", "class", text) for text in (error.where, error.what))
-    return ConfigError(re.sub(r"^workload\b", "roles", where) if has_roles else where, what)
 
 
 def _validate_roles(values: Any) -> list[ConfigError]:
@@ -290,7 +290,7 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
     ``hide_secrets`` is for a file that others may read.
     """
     job = seal(job)[0] if hide_secrets else job
-    trainer = {_file_key(name): value for name, value in vars(job.trainer).items()}
+    trainer = {name.rstrip("_"): value for name, value in vars(job.trainer).items()}
     trainer["torch_master_port"] = list(job.trainer.torch_master_port)
     layout = {
         "name": job.name,
@@ -298,14 +298,14 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
         "trainer": trainer,
         "workload": {
             role.lower(): {
-                _file_key(name): dict(value) if isinstance(value, Mapping) else value
+                name.rstrip("_"): dict(value) if isinstance(value, Mapping) else value
                 for name, value in vars(spec).items()
             }
-            | {"env": _env_to_file(spec.env)}
+            | {"env": map_values(spec.env, lambda _, value: escape_references(value))}
             for role, spec in job.workloads.items()
         },
         "workload_group": [{role.lower(): count for role, count in group.items()} for group in job.groups],
-        "env": _env_to_file(job.env),
+        "env": map_values(job.env, lambda _, value: escape_references(value)),
         "restart": {**vars(job.restart), "workload_max_restart": dict(job.restart.workload_max_restart)},
         "checkpoint": dict(vars(job.checkpoint)),
         "liveness": dict(vars(job.liveness)),
@@ -323,9 +323,5 @@ def digest(job: JobSpec) -> str:
     return hashlib.sha256(job_to_yaml(replace(job, job_dir=RUNS)).encode()).hexdigest()[:16]
 
 
-def _file_key(name: str) -> str:
-    return "class" if name == "class_" else name
-
-
-def _env_to_file(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: escape_references(value) for name, value in env.items()}
+_CLASS_FIELD = re.compile(r"\bclass_(?!\w)")
+"""The field of ``class``, which no field can be called."""

@@ -84,7 +84,10 @@ def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any],
     if "recipe" not in filled:
         return filled, []
     name, errors = filled.pop("recipe"), list[ConfigError]()
-    recipe = _find_recipe(name)
+    recipe = RECIPES.get(name) if isinstance(name, str) else None
+    if isinstance(name, str) and ":" in name.strip(":"):  # a user's trainer may have all roles
+        own = Recipe(name, ("actor",), ("rollout", "reward", "reference", "critic", "teacher"))
+        recipe = next((recipe for recipe in RECIPES.values() if recipe.trainer == name), own)
     if recipe is None:
         names = f"{', '.join(RECIPES)}, or module:Class of your trainer"
         is_close = isinstance(name, str) and nearest(name, RECIPES)
@@ -104,14 +107,6 @@ def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any],
         if isinstance(trainer, Mapping):
             _free_devices(filled)
     return filled, errors
-
-
-def _find_recipe(name: Any) -> Recipe | None:
-    """Return one of the table, or one of a user's trainer, which may have all roles of the table; None: unknown."""
-    if not isinstance(name, str) or ":" not in name.strip(":"):
-        return RECIPES.get(name) if isinstance(name, str) else None
-    own = Recipe(name, ("actor",), ("rollout", "reward", "reference", "critic", "teacher"))
-    return next((recipe for recipe in RECIPES.values() if recipe.trainer == name), own)
 
 
 def _with_classes(
@@ -180,7 +175,10 @@ def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     errors = [error for role, spec in given.items() for error in _validate(role, spec)]
     if errors:
         raise InvalidJob(errors)
-    roles = {role: {**_ROLE, **_without(spec, _PROGRAMS)} for role, spec in given.items()}
+    roles = {
+        role: {**_ROLE, **{key: value for key, value in spec.items() if key not in _PROGRAMS}}
+        for role, spec in given.items()
+    }
     trainer: Any = {} if values.get("trainer") is None else values["trainer"]
     if isinstance(trainer, Mapping) and len(given) == len(workload) and trainer.keys().isdisjoint(_TRAINER):
         trainer = {**trainer, **_TRAINER}
@@ -193,7 +191,9 @@ def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
         "workload": {**workload, **roles},
         "restart": {**restart, "workload_max_restart": limits},
     }
-    scripts = {str(role).lower(): {key: spec[key] for key in _given(spec)} for role, spec in given.items()}
+    scripts = {
+        str(role).lower(): {key: spec[key] for key in _PROGRAMS if spec.get(key)} for role, spec in given.items()
+    }
     return {**values, **changed}, scripts
 
 
@@ -202,13 +202,9 @@ def runs_scripts_only(values: Mapping[str, Any]) -> bool:
     return isinstance(trainer, Mapping) and trainer.get("module") == _MODULE
 
 
-def _given(spec: Mapping[str, Any]) -> list[str]:
-    return [key for key in _PROGRAMS if spec.get(key)]
-
-
 def _validate(role: Any, spec: Mapping[str, Any]) -> list[ConfigError]:
-    where, programs = f"workload.{role}", _given(spec)
-    classes = [key for key in ("module", "class") if spec.get(key)]
+    where, programs = f"workload.{role}", [key for key in _PROGRAMS if spec.get(key)]
+    classes = [key for key in _CLASSES if spec.get(key)]
     if classes and programs:
         return [ConfigError(where, f"has {programs[0]} and {classes[0]}: a role is a program or a class")]
     if len(programs) == 2:
@@ -222,7 +218,3 @@ def _validate(role: Any, spec: Mapping[str, Any]) -> list[ConfigError]:
         return []
     kinds = "text or a list of texts" if programs[0] == "command" else "text, module:function"
     return [ConfigError(f"{where}.{programs[0]}", f"must be {kinds}, got {program!r}")]
-
-
-def _without(spec: Mapping[str, Any], keys: tuple[str, ...]) -> dict[str, Any]:
-    return {key: value for key, value in spec.items() if key not in keys}

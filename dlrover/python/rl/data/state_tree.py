@@ -122,8 +122,9 @@ class _Dumper:
     def _pairs(self, value: dict[Any, Any], at: _At, depth: int) -> list[Any]:
         pairs = []
         for key, item in value.items():
-            what = f"the key {key!r} cannot be saved; use str, int, bool, None and tuples of these"
-            name = self.node(key, at, depth) if _is_key(key, depth) else self._refuse(at, what)
+            if not _is_key(key, depth):
+                self._refuse(at, f"the key {key!r} cannot be saved; use str, int, bool, None and tuples of these")
+            name = self.node(key, at, depth) if _is_key(key, depth) else None
             pairs.append([name, self.node(item, (at, key), depth)])
         return pairs
 
