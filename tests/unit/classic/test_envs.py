@@ -135,5 +135,5 @@ def test_rows_of_another_kind_are_named(tmp_path):
         CapyBaraSFTDataset(path=written(tmp_path / "b.jsonl", [{"text": "?"}]))
     with pytest.raises(DataError, match="no such file"):
         AIME2025(path=tmp_path / "c.jsonl")
-    with pytest.raises(ValueError, match="num_samples: input should be greater than 0, got 0"):
+    with pytest.raises(ValueError, match="num_samples must be above 0, not 0"):
         AIME2025(path=tmp_path / "a.jsonl", num_samples=0)

@@ -254,13 +254,9 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     except asyncio.CancelledError:
         with lock:  # later its number may be that of another thread
             if not has_returned:
-                thread.name = _ABANDONED
-                _interrupt(thread)
+                thread.name, number = _ABANDONED, ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
         raise
-
-
-def _interrupt(thread: threading.Thread) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
 def count_abandoned() -> int:

@@ -115,11 +115,18 @@ class ToolEnvironment:
 
     async def _response(self, call: str) -> str:
         """Return the result of a call, or the error."""
-        function = self._bound(call)
-        if isinstance(function, str):
-            return f"error: {function}"
+        parsed, fault = parse_call(call), ""
+        name, arguments = ("", {}) if isinstance(parsed, str) else (parsed["name"], parsed["arguments"])
+        if isinstance(parsed, str):
+            fault = parsed
+        elif name not in self._tools:
+            fault = f"there is no tool '{name[:100]}'{hint(name[:100], self._tools)}"
+        elif what := find_argument_fault(self._tools[name], arguments):
+            fault = f"'{name}' does not take these arguments: {what}"
+        if fault:
+            return f"error: {fault}"
         try:
-            result = await call_async(function)
+            result = await call_async(partial(self._tools[name], **arguments))
             shown = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except EnvironmentFailed:
             raise
@@ -128,18 +135,6 @@ class ToolEnvironment:
         if len(shown) <= self._longest_result:
             return shown
         return f"{shown[: self._longest_result]}\n(cut: {self._longest_result} of {len(shown)} characters)"
-
-    def _bound(self, text: str) -> Callable[[], Any] | str:
-        """The tool with the arguments of a call; or why the call cannot be made."""
-        call = parse_call(text)
-        if isinstance(call, str):
-            return call
-        name, arguments = call["name"], call["arguments"]
-        if name not in self._tools:
-            return f"there is no tool '{name[:100]}'{hint(name[:100], self._tools)}"
-        if fault := find_argument_fault(self._tools[name], arguments):
-            return f"'{name}' does not take these arguments: {fault}"
-        return partial(self._tools[name], **arguments)
 
 
 def describe_tool(name: str, function: Callable[..., Any]) -> dict[str, Any]:

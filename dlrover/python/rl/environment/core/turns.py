@@ -105,7 +105,12 @@ class Guard:
             result = validate_step(
                 await self._in_time("step", answer), episode.extra_info, self._rules.missing_state == "error"
             )
-            next_state = _continue(state, made, result.next_state)
+            next_state = result.next_state
+            if isinstance(next_state, list) and isinstance(state, list) and isinstance(made, dict):
+                next_state = [*state, made, *next_state]
+            elif next_state is not None and not (isinstance(next_state, str) and isinstance(state, str)):
+                kinds = ("messages", "text") if isinstance(state, list) else ("text", "messages")
+                raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
         except EnvironmentFailed as error:
             if self._rules.failure_reward is None:
                 self.fail(episode, error)
@@ -179,16 +184,6 @@ class Guard:
         self._abandoned.discard(task)
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.debug("an abandoned call raised: %s", error)
-
-
-def _continue(state: State, action: str | Message, answer: State | None) -> State | None:
-    """The state after the policy's ``action`` and what ``step`` returned."""
-    if answer is None or (isinstance(answer, str) and isinstance(state, str)):
-        return answer
-    if isinstance(answer, list) and isinstance(state, list) and isinstance(action, dict):
-        return [*state, action, *answer]
-    kinds = ("messages", "text") if isinstance(state, list) else ("text", "messages")
-    raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
 
 
 Encode: TypeAlias = Callable[[str], list[int]]
