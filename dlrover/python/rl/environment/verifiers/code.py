@@ -219,7 +219,12 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     if hidden is not None:
         return float(passes_tests(program, hidden, limits))
     deadline_s = time.monotonic() + limits.timeout_s
-    return float(all(_prints(program, case, limits, deadline_s) for case in tests))
+    for case in tests:
+        remaining = replace(limits, timeout_s=max(deadline_s - time.monotonic(), 0.0))
+        ran = run_python(program, case["input"], remaining)
+        if not ran.succeeded or _lines(ran.stdout) != _lines(case["output"]):
+            return 0.0
+    return 1.0
 
 
 def _unify_tests(tests: Any) -> Any:
@@ -233,12 +238,6 @@ def _unify_tests(tests: Any) -> Any:
 def _is_case(case: Any) -> bool:
     is_text = isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("input", "output"))
     return is_text and case.get("testtype", "stdin") == "stdin"
-
-
-def _prints(program: str, case: dict[str, str], limits: ProgramLimits, deadline_s: float) -> bool:
-    remaining_s = max(deadline_s - time.monotonic(), 0.0)
-    ran = run_python(program, case["input"], replace(limits, timeout_s=remaining_s))
-    return ran.succeeded and _lines(ran.stdout) == _lines(case["output"])
 
 
 def _lines(text: str) -> list[str]:
