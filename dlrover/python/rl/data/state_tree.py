@@ -11,7 +11,7 @@ import math
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
@@ -72,7 +72,7 @@ def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
     """Rebuild a tree; arrays and tensors are views of writable buffers and copies of others. DataError: the skeleton is
     invalid or does not fit the buffers."""
     try:
-        return _Loader(buffers).value(json.loads(skeleton.decode("utf-8", "surrogatepass")))
+        return _value(json.loads(skeleton.decode("utf-8", "surrogatepass")), buffers)
     except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
         raise DataError(f"not a saved state: {error}") from error
 
@@ -192,44 +192,47 @@ def _array_bytes(array: npt.NDArray[Any]) -> memoryview:
     return flat.view(np.uint8).data
 
 
-class _Loader:
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = buffers
-        self._by_tag: dict[str, Callable[[Any], Any]] = {
-            "dict": lambda pairs: {self.value(key): self.value(item) for key, item in pairs},
-            "odict": lambda pairs: OrderedDict((self.value(key), self.value(item)) for key, item in pairs),
-            "tuple": lambda items: tuple(self.value(item) for item in items),
-            "int": lambda digits: int(digits, 16),
-            "float": lambda digits: struct.unpack("<d", bytes.fromhex(digits))[0],
-            "bytes": lambda index: bytes(self._buffers[index]),
-            "np.bytes": lambda index: np.bytes_(self._buffers[index]),
-            "np.str": np.str_,
-            "array": lambda content: self._array(*content),
-            "scalar": lambda content: self._array(content[0], (), content[1])[()],
-            "tensor": lambda content: self._tensor(*content),
-        }
+def _value(node: Any, buffers: Sequence[memoryview]) -> Any:
+    if isinstance(node, list):
+        return [_value(item, buffers) for item in node]
+    if isinstance(node, dict):
+        ((tag, content),) = node.items()
+        return _READERS[tag](content, buffers)
+    return node
 
-    def value(self, node: Any) -> Any:
-        if isinstance(node, list):
-            return [self.value(item) for item in node]
-        if isinstance(node, dict):
-            ((tag, content),) = node.items()
-            return self._by_tag[tag](content)
-        return node
 
-    def _array(self, name: str, shape: Sequence[int], index: int) -> npt.NDArray[Any]:
-        dtype, content = np.dtype(name), self._buffers[index]
-        if len(content) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{len(content)} bytes for an array {list(shape)} of {dtype}")
-        array: npt.NDArray[Any] = np.ndarray(tuple(shape), dtype, buffer=content if len(content) else None)
-        return array.copy() if content.readonly else array
+def _array(content: Sequence[Any], buffers: Sequence[memoryview]) -> npt.NDArray[Any]:
+    name, shape, index = content
+    dtype, buffer = np.dtype(name), buffers[index]
+    if len(buffer) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(buffer)} bytes for an array {list(shape)} of {dtype}")
+    array: npt.NDArray[Any] = np.ndarray(tuple(shape), dtype, buffer=buffer if len(buffer) else None)
+    return array.copy() if buffer.readonly else array
 
-    def _tensor(self, name: str, shape: Sequence[int], index: int) -> Any:
-        import torch
 
-        dtype, content = getattr(torch, name), self._buffers[index]
-        if len(content) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{len(content)} bytes for a tensor {shape} of {dtype}")
-        writable = bytearray(content) if content.readonly else content
-        flat = torch.frombuffer(writable, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
-        return flat.view(dtype).reshape(shape)
+def _tensor(content: Sequence[Any], buffers: Sequence[memoryview]) -> Any:
+    import torch
+
+    name, shape, index = content
+    dtype, buffer = getattr(torch, name), buffers[index]
+    if len(buffer) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(buffer)} bytes for a tensor {shape} of {dtype}")
+    writable = bytearray(buffer) if buffer.readonly else buffer
+    flat = torch.frombuffer(writable, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape)
+
+
+_READERS: Mapping[str, Callable[[Any, Sequence[memoryview]], Any]] = {
+    "dict": lambda pairs, buffers: {_value(key, buffers): _value(item, buffers) for key, item in pairs},
+    "odict": lambda pairs, buffers: OrderedDict((_value(key, buffers), _value(item, buffers)) for key, item in pairs),
+    "tuple": lambda items, buffers: tuple(_value(item, buffers) for item in items),
+    "int": lambda digits, _: int(digits, 16),
+    "float": lambda digits, _: struct.unpack("<d", bytes.fromhex(digits))[0],
+    "bytes": lambda index, buffers: bytes(buffers[index]),
+    "np.bytes": lambda index, buffers: np.bytes_(buffers[index]),
+    "np.str": lambda text, _: np.str_(text),
+    "array": _array,
+    "scalar": lambda content, buffers: _array([content[0], (), content[1]], buffers)[()],
+    "tensor": _tensor,
+}
+"""How the content of a node is read, by its tag."""

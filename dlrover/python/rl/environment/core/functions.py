@@ -8,6 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -224,13 +225,9 @@ async def call_async(function: Callable[..., Any], *arguments: Any) -> Any:
 async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run in a daemon thread: an abandoned call blocks neither other calls nor the end of the process. It is
     interrupted by SystemExit at its next line of Python, so that it stops computing."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    outcome: Future[Any] = Future()
+    outcome.set_running_or_notify_cancel()  # A cancelled call cannot take it back, and is interrupted.
     lock, has_returned = threading.Lock(), False
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(value)
 
     def run() -> None:
         nonlocal has_returned
@@ -244,10 +241,10 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
         with lock:
             has_returned = True
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, error)
+        outcome.set_exception(error) if error is not None else outcome.set_result(value)
 
     thread = threading.Thread(target=run, name="environment", daemon=True)
+    future = asyncio.wrap_future(outcome)
     thread.start()
     try:
         return await future  # waits: for the user's function, until the guard's deadline

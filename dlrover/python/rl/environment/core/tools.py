@@ -107,12 +107,6 @@ class ToolEnvironment:
             message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         return StepResult(messages, 0.0, 0.0, False, extra_info)
 
-    async def close(self, extra_info: dict[str, Any]) -> None:
-        """An episode holds nothing."""
-
-    async def shutdown(self) -> None:
-        """Nothing is held."""
-
     async def _response(self, call: str) -> str:
         """Return the result of a call, or the error."""
         parsed, fault = parse_call(call), ""
@@ -144,18 +138,17 @@ def describe_tool(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     except (TypeError, ValueError):  # Some C functions have no signature.
         signature = inspect.Signature()
     parameters = [item for item in signature.parameters.values() if item.kind not in (_VAR_ARGS, _VAR_KWARGS)]
+    properties: dict[str, Any] = {}
+    for item in parameters:
+        kind = _TYPES.get(get_origin(item.annotation) or item.annotation) or _NAMED_TYPES.get(item.annotation)
+        properties[item.name] = {"type": kind} if kind else {}
     described: dict[str, Any] = {
         "name": name,
         "description": inspect.getdoc(function) or "",
         "parameters": {
             "type": "object",
-            "properties": {item.name: _describe_type(item.annotation) for item in parameters},
+            "properties": properties,
             "required": [item.name for item in parameters if item.default is inspect.Parameter.empty],
         },
     }
     return {"type": "function", "function": described}
-
-
-def _describe_type(annotation: Any) -> dict[str, str]:
-    kind = _TYPES.get(get_origin(annotation) or annotation) or _NAMED_TYPES.get(annotation)
-    return {"type": kind} if kind else {}

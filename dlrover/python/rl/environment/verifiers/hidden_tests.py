@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, takewhile
-from typing import Any, TypeGuard
+from typing import Any
 
 from dlrover.python.rl.environment.verifiers.code_tests import PROGRAM_MODULES, Approximate
 
@@ -76,7 +76,11 @@ def hide_expected(tests: str, entry_point: str = "") -> HiddenTests:
         tree = ast.parse(tests)
     except SyntaxError as error:
         raise ValueError(f"the tests are not Python: line {error.lineno}: {error.msg}") from error
-    tree.body = [part for item in tree.body for part in (item.body if _is_main_guard(item) else [item])]
+    body, main = list[ast.stmt](), {"__name__", "'__main__'"}
+    for item in tree.body:
+        is_guard = isinstance(item, ast.If) and set(ast.unparse(item.test).split(" == ")) == main
+        body += item.body if isinstance(item, ast.If) and is_guard else [item]
+    tree.body = body
     _refuse_unsupported(tree)
     (calls, methods), modules = _collect(tree, entry_point), tuple(dict.fromkeys(_imported(tree)))
     rewriter = _Rewriter(tree)
@@ -89,10 +93,6 @@ def hide_expected(tests: str, entry_point: str = "") -> HiddenTests:
 
 
 # -- what runs ---------------------------------------------------------------------------------------------------------
-
-
-def _is_main_guard(item: ast.stmt) -> TypeGuard[ast.If]:
-    return isinstance(item, ast.If) and set(ast.unparse(item.test).split(" == ")) == {"__name__", "'__main__'"}
 
 
 def _refuse_unsupported(tree: ast.Module) -> None:
