@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 from dlrover.python.rl.common.by_value import readable_name
@@ -55,7 +56,7 @@ class RewardServer:
             channel.send(number, reply)
 
 
-class DeadlineVerifier:
+class DeadlineVerifier(AbstractContextManager["DeadlineVerifier"]):
     """Calls a reward function in a child process, for at most ``timeout_s`` a sample.
 
     Calls from several threads run one by one; each deadline starts with its call. In a coroutine use
@@ -127,9 +128,6 @@ class DeadlineVerifier:
         with self._lock:
             self._closed = True
             self._child.end()
-
-    def __enter__(self) -> "DeadlineVerifier":
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
