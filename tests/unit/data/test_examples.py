@@ -151,16 +151,3 @@ def test_questions_are_told_apart_by_what_comes_before_the_first_answer():
     rows = collect_sft([{"messages": ANSWERED}, {"messages": [*USER, {"role": "assistant", "content": "5"}]}])
     assert sft_prompt(rows[0]) == sft_prompt(rows[1]) == USER
     assert sft_prompt({"prompt": "A", "response": "B"}) == "A"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ({"over_long": "crop"}, "unknown over_long 'crop'"),
-        ({"assistant": "lst"}, "unknown assistant mode 'lst'; did you mean 'last'"),
-        ({"max_length": 0}, "at least 1, not 0"),
-    ],
-)
-def test_wrong_options_are_refused(arguments, what):
-    with pytest.raises(ValueError, match=what):
-        Encoding(**arguments)

@@ -11,7 +11,6 @@ from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.conversation import Counts, encode_prompt
 from dlrover.python.rl.data.pairs import (
     PAIR_ROWS,
-    PairEncoding,
     encode_pairs,
     normalize_pair,
     pair_prompt,
@@ -30,7 +29,7 @@ WHOLE = {"chosen": [*ASK, answer("yes")], "rejected": [*ASK, answer("no")]}
 
 
 def encoded(tokenizer, *rows, **options):
-    return encode_pairs(SourceRows("pairs", list(enumerate(rows, start=1))), tokenizer, PairEncoding(**options))
+    return encode_pairs(SourceRows("pairs", list(enumerate(rows, start=1))), tokenizer, **options)
 
 
 def shown(tokenizer, batch):

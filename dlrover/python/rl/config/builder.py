@@ -22,34 +22,28 @@ class JobBuilder:
     and ``hang_after`` apply to it. Nothing is checked before :meth:`spec`."""
 
     def __init__(self) -> None:
-        self._trainer: dict[str, Any] = {}
-        self._workload: dict[str, dict[str, Any]] = {}
-        self._groups: list[dict[str, int]] = []
-        self._env: dict[str, str] = {}
+        sections = ("trainer", "workload", "env", "restart", "checkpoint", "liveness")
+        self._job: dict[str, Any] = {**{name: {} for name in sections}, "workload_group": []}
         self._config: Any = {}
-        self._files: dict[str, Any] = {}
-        self._restart: dict[str, Any] = {}
-        self._checkpoint: dict[str, Any] = {}
-        self._liveness: dict[str, Any] = {}
         self._current: dict[str, Any] | None = None
 
     def node_num(self: B, num: int = 1) -> B:
-        self._trainer["node_number"] = num
+        self._job["trainer"]["node_number"] = num
         return self
 
     def device_per_node(self: B, num: int = 8) -> B:
-        self._trainer["device_per_node"] = num
+        self._job["trainer"]["device_per_node"] = num
         return self
 
     def device_type(self: B, device_type: str = "GPU") -> B:
         """``"CPU"`` or ``"GPU"``."""
-        self._trainer["device_type"] = device_type
+        self._job["trainer"]["device_type"] = device_type
         return self
 
     def job_dir(self: B, folder: str | Path, overwrite: bool = False) -> B:
         """The output folder of the job; ``overwrite`` replaces the results of an earlier run there. By default each run
         gets a folder of its own in ``runs/<name>``."""
-        self._files = {"job_dir": str(folder), "overwrite": overwrite}
+        self._job |= {"job_dir": str(folder), "overwrite": overwrite}
         return self
 
     def config(self: B, config: Mapping[str, Any] | DictConfig) -> B:
@@ -58,38 +52,38 @@ class JobBuilder:
 
     def global_env(self: B, env: Mapping[str, str]) -> B:
         """Environment of every process of the job; cumulative."""
-        self._env.update(env)
+        self._job["env"].update(env)
         return self
 
     def restart_limits(self: B, **limits: Any) -> B:
         """Fields of :class:`~dlrover.python.rl.config.spec.RestartSpec`."""
-        self._restart.update(limits)
+        self._job["restart"].update(limits)
         return self
 
     def checkpoint(self: B, **settings: Any) -> B:
         """Fields of :class:`~dlrover.python.rl.config.spec.CheckpointSpec`: ``every=10, keep=2, resume="latest",
         commit_to="job_dir"``."""
-        self._checkpoint.update(settings)
+        self._job["checkpoint"].update(settings)
         return self
 
     def liveness(self: B, **settings: Any) -> B:
         """Fields of :class:`~dlrover.python.rl.config.spec.LivenessSpec`: ``beat_s=0.5, lease_s=60``."""
-        self._liveness.update(settings)
+        self._job["liveness"].update(settings)
         return self
 
     def trainer_hang_after(self: B, seconds: float) -> B:
         """Seconds without progress of its own code before the trainer is killed and recovered."""
-        self._trainer["hang_after_s"] = seconds
+        self._job["trainer"]["hang_after_s"] = seconds
         return self
 
     def trainer(self: B, module_name: str | type, class_name: str = "") -> B:
         """Of a module, or a class, which may be one of the main script."""
-        self._trainer.update({"module": module_name, "class": class_name})
+        self._job["trainer"].update({"module": module_name, "class": class_name})
         return self
 
     def role(self: B, name: str, module_name: str | type, class_name: str = "") -> B:
         """Describe a role of any name, by its class as in :meth:`trainer`, and make it current."""
-        self._current = self._workload.setdefault(name.lower(), {})
+        self._current = self._job["workload"].setdefault(name.lower(), {})
         self._current.update({"module": module_name, "class": class_name})
         return self
 
@@ -143,13 +137,15 @@ class JobBuilder:
 
     def with_collocation(self: B, *roles: str) -> B:
         """Let these roles share devices."""
-        specs = {role.lower(): self._workload.get(role.lower(), {}) for role in roles}
-        self._groups.append({name: int(spec.get("per_node") or spec.get("num", 1)) for name, spec in specs.items()})
+        specs = {role.lower(): self._job["workload"].get(role.lower(), {}) for role in roles}
+        self._job["workload_group"].append(
+            {name: int(spec.get("per_node") or spec.get("num", 1)) for name, spec in specs.items()}
+        )
         return self
 
     def with_collocation_all(self: B) -> B:
         """Let all roles defined so far share devices."""
-        return self.with_collocation(*self._workload)
+        return self.with_collocation(*self._job["workload"])
 
     def _role(self, call: str) -> dict[str, Any]:
         if self._current is None:
@@ -162,15 +158,10 @@ class JobBuilder:
         inputs = None if in_process else RUNS / name / "inputs"
         data = OmegaConf.create(
             {
+                **self._job,
                 "name": name,
-                **self._files,
-                "trainer": _with_names(self._trainer, inputs),
-                "workload": {role: _with_names(values, inputs) for role, values in self._workload.items()},
-                "workload_group": self._groups,
-                "env": self._env,
-                "restart": self._restart,
-                "checkpoint": self._checkpoint,
-                "liveness": self._liveness,
+                "trainer": _with_names(self._job["trainer"], inputs),
+                "workload": {role: _with_names(values, inputs) for role, values in self._job["workload"].items()},
             }
         )
         data["config"] = (

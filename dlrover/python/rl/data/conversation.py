@@ -8,7 +8,7 @@ from functools import partial
 from itertools import takewhile
 from os.path import commonprefix
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -334,14 +334,6 @@ class Encoding:
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, where a row has no others."""
-
-    def __post_init__(self) -> None:
-        if self.over_long not in get_args(OverLong):
-            raise ValueError(f"unknown over_long '{self.over_long}'{hint(self.over_long, get_args(OverLong))}")
-        if self.assistant not in get_args(Turns):
-            raise ValueError(f"unknown assistant mode '{self.assistant}'{hint(self.assistant, get_args(Turns))}")
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"max_length must be at least 1, not {self.max_length}")
 
 
 @dataclass(frozen=True)
