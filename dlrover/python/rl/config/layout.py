@@ -353,26 +353,25 @@ def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[
     groups = [{str(role).upper(): count for role, count in group.items()} for group in layout.workload_group]
     return JobSpec(
         name=layout.name or default_name,
-        trainer=layout.trainer,
         workloads=workloads,
         groups=tuple(
             {RLRoleType(role): count for role, count in group.items()}
             for group in groups
             if all(role in workloads and workloads[RLRoleType(role)].num % count == 0 for role, count in group.items())
         ),
-        env=layout.env,
         config=config if config is not None else OmegaConf.create({}),
         job_dir=Path(layout.job_dir).absolute() if layout.job_dir and not is_url(layout.job_dir) else RUNS,
         archive=layout.job_dir.rstrip("/") if is_url(layout.job_dir) else "",
-        overwrite=layout.overwrite,
         search_path=search_path,
-        restart=layout.restart,
-        checkpoint=layout.checkpoint,
-        liveness=layout.liveness,
-        master=layout.master,
-        placement_timeout_s=layout.placement_timeout_s,
-        scheduling_strategy=layout.scheduling_strategy,
+        **{name: getattr(layout, name) for name in _SAME},
     )
+
+
+_SAME = (
+    *("trainer", "env", "overwrite", "restart", "checkpoint", "liveness", "master"),
+    *("placement_timeout_s", "scheduling_strategy"),
+)
+"""Fields that a job and its file have alike."""
 
 
 def _layout_values(data: DictConfig) -> tuple[dict[str, Any], list[ConfigError]]:
@@ -509,9 +508,7 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
         "workload_group": [{role.lower(): count for role, count in group.items()} for group in job.groups],
         "env": map_values(job.env, lambda _, value: escape_references(value)),
         "restart": {**vars(job.restart), "workload_max_restart": dict(job.restart.workload_max_restart)},
-        "checkpoint": dict(vars(job.checkpoint)),
-        "liveness": dict(vars(job.liveness)),
-        "master": dict(vars(job.master)),
+        **{name: {**vars(getattr(job, name))} for name in ("checkpoint", "liveness", "master")},
         "placement_timeout_s": job.placement_timeout_s,
         "scheduling_strategy": job.scheduling_strategy,
     }

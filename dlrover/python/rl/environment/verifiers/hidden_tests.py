@@ -285,7 +285,8 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_Try(self, node: ast.Try) -> ast.stmt:
-        is_expected = any(_fails(block[-1]) for block in (node.body, node.orelse) if block)
+        blocks = [block for block in (node.body, node.orelse) if block]
+        is_expected = any(isinstance(block[-1], ast.Raise) or _reports_failure(block) for block in blocks)
         is_failure = bool(node.handlers) and all(_reports_failure(handler.body) for handler in node.handlers)
         self.generic_visit(node)
         if is_failure and not is_expected:
@@ -346,15 +347,12 @@ def _call(function: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(function, ast.Load()), list(arguments), [])
 
 
-def _fails(statement: ast.stmt) -> bool:
-    """Return True for a statement that fails always."""
-    if isinstance(statement, ast.Assert):
-        return not _holds(statement.test, ast.Name) and ast.unparse(statement.test) != "True"
-    return isinstance(statement, ast.Raise) or ast.unparse(statement).startswith(("self.fail(", "pytest.fail("))
-
-
 def _reports_failure(block: list[ast.stmt]) -> bool:
-    return ast.unparse(block[-1]).startswith(("raise AssertionError", "self.fail(", "pytest.fail(", "assert False"))
+    """Return True for statements of which the last one fails always, by an assertion."""
+    last = block[-1]
+    if isinstance(last, ast.Assert):
+        return not _holds(last.test, ast.Name) and ast.unparse(last.test) != "True"
+    return ast.unparse(last).startswith(("raise AssertionError", "self.fail(", "pytest.fail("))
 
 
 def _comparison(test: ast.expr) -> tuple[ast.expr | None, Any]:
