@@ -77,7 +77,7 @@ class JobBuilder:
         return self
 
     def trainer(self: B, module_name: str | type, class_name: str = "") -> B:
-        """Of a module, or a class, which may be one of the main script."""
+        """Name the trainer by module and class, or give the class, which may be one of the main script."""
         self._job["trainer"].update({"module": module_name, "class": class_name})
         return self
 
@@ -117,7 +117,7 @@ class JobBuilder:
         return self
 
     def resource(self: B, **amounts: float) -> B:
-        """What one member of the current role needs: ``cpu=2, gpu=0.5, memory=4096`` (MB)."""
+        """Resources of one member of the current role: ``cpu=2, gpu=0.5, memory=4096`` (MB)."""
         self._role("resource").setdefault("resource", {}).update(amounts)
         return self
 

@@ -209,30 +209,31 @@ def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     """The values of a layout with classes and limits for such roles, and their programs. Raises InvalidJob."""
     workload: Any = values.get("workload")
     specs = workload.items() if isinstance(workload, Mapping) else ()
-    given = {role: spec for role, spec in specs if isinstance(spec, Mapping) and not spec.keys().isdisjoint(_PROGRAMS)}
-    if not given:
+    mappings = {role: spec for role, spec in specs if isinstance(spec, Mapping)}
+    programs = {role: spec for role, spec in mappings.items() if not spec.keys().isdisjoint(_PROGRAMS)}
+    if not programs:
         return dict(values), {}
-    errors = [error for role, spec in given.items() for error in _validate(role, spec)]
+    errors = [error for role, spec in programs.items() for error in _validate(role, spec)]
     if errors:
         raise InvalidJob(errors)
     roles = {
         role: {**_ROLE, **{key: value for key, value in spec.items() if key not in _PROGRAMS}}
-        for role, spec in given.items()
+        for role, spec in programs.items()
     }
     trainer: Any = {} if values.get("trainer") is None else values["trainer"]
-    if isinstance(trainer, Mapping) and len(given) == len(workload) and trainer.keys().isdisjoint(_TRAINER):
+    if isinstance(trainer, Mapping) and len(programs) == len(workload) and trainer.keys().isdisjoint(_TRAINER):
         trainer = {**trainer, **_TRAINER}
     restart: dict[str, Any] = dict(values.get("restart") or {})
     limits: dict[str, Any] = dict(restart.get("workload_max_restart") or {})
     limited = {str(role).upper() for role in limits}
-    limits |= {role: _MAX_RESTART for role in given if str(role).upper() not in limited}
+    limits |= {role: _MAX_RESTART for role in programs if str(role).upper() not in limited}
     changed = {
         "trainer": trainer,
         "workload": {**workload, **roles},
         "restart": {**restart, "workload_max_restart": limits},
     }
     scripts = {
-        str(role).lower(): {key: spec[key] for key in _PROGRAMS if spec.get(key)} for role, spec in given.items()
+        str(role).lower(): {key: spec[key] for key in _PROGRAMS if spec.get(key)} for role, spec in programs.items()
     }
     return {**values, **changed}, scripts
 
@@ -333,8 +334,8 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
     errors = doubled + unnamed + [error for error in errors if not lies_in(error.where, places)]
     section = "roles" if has_roles else "workload"
     in_file_terms = [
-        ConfigError(re.sub(r"^workload\b", section, _CLASS_FIELD.sub("class", where)), _CLASS_FIELD.sub("class", what))
-        for where, what in ((error.where, error.what) for error in errors)
+        ConfigError(re.sub(r"^workload\b", section, _CLASS_FIELD.sub("class", where)), _CLASS_FIELD.sub("class", text))
+        for where, text in ((error.where, error.what) for error in errors)
     ]
     errors, places = in_file_terms, [error.where for error in unresolved]
     errors = unresolved + [error for error in errors if not lies_in(error.where, places)]
@@ -518,7 +519,7 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
 
 
 def digest(job: JobSpec) -> str:
-    """The same for jobs with the same description, wherever they write to."""
+    """A text that is equal for jobs with equal descriptions, wherever they write to."""
     return hashlib.sha256(job_to_yaml(replace(job, job_dir=RUNS)).encode()).hexdigest()[:16]
 
 

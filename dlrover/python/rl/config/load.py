@@ -89,22 +89,23 @@ def load_job_with(path: str | Path, values: Mapping[str, Any], search_path: tupl
     data, errors = _read(_text(Path(path)), str(path))
     if errors:
         raise InvalidJob(errors)
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in values.items():
         *parents, last = _path(data, key).split(".")
-        section = given
+        section = settings
         for parent in parents:
             section = section.setdefault(parent, {})
         if isinstance(value, Mapping):
             section.setdefault(last, {}).update(value)
         else:
             section[last] = value
-    return job_from_mapping(DictConfig(OmegaConf.merge(data, from_plain(given))), name_of_file(Path(path)), search_path)
+    merged = DictConfig(OmegaConf.merge(data, from_plain(settings)))
+    return job_from_mapping(merged, name_of_file(Path(path)), search_path)
 
 
 def search_folders(*more: Path) -> tuple[str, ...]:
-    """Where a job's classes may be: the working directory, ``more``, and what ``PYTHONPATH`` names here, since the
-    processes of a running cluster do not inherit it."""
+    """List the folders that a job's classes may be in: the working directory, ``more``, and the entries of
+    ``PYTHONPATH`` here, since the processes of a running cluster do not inherit it."""
     inherited = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return tuple(dict.fromkeys([str(Path.cwd()), *map(str, more), *inherited]))
 
@@ -173,8 +174,8 @@ def _find_malformed(hidden: Any) -> list[ConfigError]:
         try:
             OmegaConf.create([text.replace(_HIDDEN_REFERENCE, "${")])
         except GrammarParseError:
-            what = "has a malformed reference: it is written ${key}, and \\${ is the text itself"
-            errors.append(ConfigError(where, what))
+            fault = "has a malformed reference: it is written ${key}, and \\${ is the text itself"
+            errors.append(ConfigError(where, fault))
     return errors
 
 
@@ -205,8 +206,8 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError
                 # Not resolved here: a value may refer to other keys of the file.
                 data.merge_with_dotlist([f"{_count_members(data, path, value)}={value}"])
         except (OmegaConfBaseException, YAMLError) as failure:
-            what = "is not valid YAML" if is_secret_at(path, value) else str(failure).splitlines()[0]
-            error = ConfigError(key, what)
+            fault = "is not valid YAML" if is_secret_at(path, value) else str(failure).splitlines()[0]
+            error = ConfigError(key, fault)
         except (TypeError, ValueError):
             error = ConfigError(key, "leads into a list by a name")
         if error is not None:
@@ -250,22 +251,22 @@ def _may_add(data: DictConfig, path: str, key: str) -> bool:
 
 def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
     """The error of an override whose role or user key is not in the file; the layout checks its own keys."""
-    first, *rest = path.split(".")
+    first, *parts = path.split(".")
     if first in ROLES and "recipe" in data and isinstance(data.get(first), DictConfig | None):
         return None  # it has the roles
     if first in ROLES:
-        rest = rest[:1]
+        parts = parts[:1]
     elif first != "config":
         return None
     node: Any = data.get(first)
-    for part in rest:
+    for part in parts:
         if isinstance(node, ListConfig) and part.isdecimal() and int(part) < len(node):
             node = node[int(part)]
         elif isinstance(node, DictConfig) and part in node:
             node = node.get(part)
         else:
             names = [str(name) for name in node] if isinstance(node, DictConfig) else []
-            own = JOB_KEYS if node is data.get("config") and part == rest[0] else ()
+            own = JOB_KEYS if node is data.get("config") and part == parts[0] else ()
             if nearest(part, names) is None and (close := get_close_matches(part, own, 1, _ALMOST)):
                 meant = key.replace(part, close[0], 1)
                 return ConfigError(key, f"unknown key '{part}'; did you mean '{meant}'?")
@@ -277,13 +278,13 @@ class OverridesCommand(click.Command):
     """A command with ``key=value`` arguments: an option that it does not have is answered with the argument."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = list(args)
+        typed = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            name, pairs = error.option_name, [*given, ""]
+            name, pairs = error.option_name, [*typed, ""]
             if not name.startswith("--"):  # of ``-steps=5`` click takes ``-s`` for it
-                name = next((arg.partition("=")[0] for arg in given if arg.startswith(name)), name)
+                name = next((arg.partition("=")[0] for arg in typed if arg.startswith(name)), name)
             options = [*(option for item in self.params for option in item.opts), "help"]
             close = nearest(name.lstrip("-"), [option.lstrip("-") for option in options])
             values = [
@@ -293,6 +294,6 @@ class OverridesCommand(click.Command):
             ]
             value = next((value for value in values if value and not value.startswith("-")), "...")
             key = name.lstrip("-").replace("-", "_")
-            known = f", or did you mean --{close}?" if close else ""
-            message = f"no option {name}: settings are written key=value, {key}={value}{known}"
+            advice = f", or did you mean --{close}?" if close else ""
+            message = f"no option {name}: settings are written key=value, {key}={value}{advice}"
             raise click.UsageError(message, ctx) from None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the text of a job file to plain values and back: its limits, OmegaConf's containers, and what cannot be read."""
+"""Turns the text of a job file into plain values and back: its limits, OmegaConf's containers, unreadable values."""
 
 import os
 import re
@@ -56,12 +56,12 @@ def _salvage(value: Any, errors: list[ConfigError]) -> Any:
 def reference_error(container: Any, error: OmegaConfBaseException) -> ConfigError:
     """The error of a value in ``container``. To a reference to a missing key it adds the key of the whole file that is
     most likely meant: one that ends in its name, a similar one, or one whose last part is similar."""
-    where, what = str(getattr(error, "full_key", "") or "config"), str(error).splitlines()[0]
-    missing = _NOT_FOUND.search(what)
+    where, fault = str(getattr(error, "full_key", "") or "config"), str(error).splitlines()[0]
+    missing = _NOT_FOUND.search(fault)
     if missing is None:
-        return ConfigError(where, what)
+        return ConfigError(where, fault)
     if missing[1] in os.environ:
-        return ConfigError(where, f"{what}: an environment variable is written ${{oc.env:{missing[1]}}}")
+        return ConfigError(where, f"{fault}: an environment variable is written ${{oc.env:{missing[1]}}}")
     root, name = OmegaConf.to_container(container._get_root(), resolve=False), missing[1].lstrip(".")
     keys = [key for key in _keys(root, "") if key != where]
     by_depth = sorted(keys, key=lambda key: -key.count("."))
@@ -69,7 +69,7 @@ def reference_error(container: Any, error: OmegaConfBaseException) -> ConfigErro
     ending = [key for key in by_depth if key.endswith(f".{name}")]
     end = nearest(name.rpartition(".")[2], by_end)
     near = ending[-1] if ending else nearest_path(name, keys) or (by_end[end] if end else None)
-    return ConfigError(where, f"{what}; did you mean '${{{near}}}'?" if near else what)
+    return ConfigError(where, f"{fault}; did you mean '${{{near}}}'?" if near else fault)
 
 
 def _keys(values: Any, prefix: str) -> Iterator[str]:
@@ -162,8 +162,8 @@ def validate_resolvers(values: Any) -> list[ConfigError]:
     for where, text in list_texts(values):
         if match := _RESOLVER.search(text):
             name = f"the resolver {match[1]!r}" if match[1] else "a resolver"
-            what = f"calls {name}, which may read the environment: {ALLOW_RESOLVERS}=1 allows it"
-            errors.append(ConfigError(where, what))
+            fault = f"calls {name}, which may read the environment: {ALLOW_RESOLVERS}=1 allows it"
+            errors.append(ConfigError(where, fault))
     return errors
 
 

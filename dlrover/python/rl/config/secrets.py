@@ -112,15 +112,15 @@ def hide_in_arguments(arguments: Sequence[str]) -> list[str]:
 
 def seal(job: JobSpec) -> tuple[JobSpec, Secrets]:
     """The job with a placeholder that begins with ``HIDDEN`` in the place of each secret, and the secrets."""
-    found: dict[str, str] = {}
+    secrets: dict[str, str] = {}
 
     def hide(where: str, value: Any) -> str:
         if _is_hidden(where, value):
             return str(value)
-        found[where] = _as_text(value)
+        secrets[where] = _as_text(value)
         return _PLACEHOLDERS[type(value)]
 
-    return _mapped(job, hide, is_secret_at), found
+    return _mapped(job, hide, is_secret_at), secrets
 
 
 def unseal(job: JobSpec, secrets: Secrets) -> JobSpec:
@@ -139,7 +139,7 @@ def unseal(job: JobSpec, secrets: Secrets) -> JobSpec:
 
 
 def hidden_in(job: JobSpec) -> list[str]:
-    """Where ``job`` lacks secrets."""
+    """List the places where ``job`` lacks secrets."""
     places: dict[str, Any] = {}
     _mapped(job, places.setdefault, _is_hidden)
     return list(places)
@@ -183,15 +183,15 @@ def _mapped_config(config: Any, change: _Change, is_wanted: _Test) -> Any:
     if not isinstance(config, DictConfig | ListConfig):
         return config
     root = config._get_root()
-    found = []
+    changes = []
     for where, path, value in _scalars(root, "config" if root is config else ""):
         is_kept = where.startswith("config.") or ".env." in f".{where}"
         if is_kept and is_wanted(where, value):
-            found.append((path, change(where, value)))
-    if not found:
+            changes.append((path, change(where, value)))
+    if not changes:
         return config
     changed = copy.deepcopy(root)
-    for (*folders, last), value in found:
+    for (*folders, last), value in changes:
         node: Any = changed
         for key in folders:
             node = node[key]

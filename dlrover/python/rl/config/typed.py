@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: reading, and the hints for what cannot be read, which need the same walk
-"""From plain mappings to frozen dataclasses, with defaults filled in and all errors reported at once.
+"""Reads plain mappings as frozen dataclasses, with defaults filled in and all errors reported at once.
 
 The reader walks through dataclasses, mappings and lists, and hands every other value to pydantic alone: a wrong part is
 left out and has its error, and its neighbours are read like any other. Booleans, numbers and texts are kept apart:
@@ -147,11 +147,11 @@ class _Reader:
 
     def _read_leaf(self, annotation: Any, kind: type[Any] | None, value: Any, path: tuple[Any, ...]) -> Any:
         """Return a value by pydantic; ``kind`` is a dataclass that the annotation has too, and the value is none."""
-        others = [branch for branch in _branches(annotation) if not _is_dataclass(branch)]
+        plain_kinds = [branch for branch in _branches(annotation) if not _is_dataclass(branch)]
         items: list[tuple[tuple[Any, ...], Any]] = []
         try:
-            if kind is None or others:
-                leaf = annotation if kind is None else Union[tuple(others)]  # noqa: UP007 -- made of a list
+            if kind is None or plain_kinds:
+                leaf = annotation if kind is None else Union[tuple(plain_kinds)]  # noqa: UP007 -- made of a list
                 return _validator(leaf).validate_python(value)
         except ValidationError as error:
             items = [(_place(item["loc"], value), item) for item in error.errors()]
@@ -233,8 +233,8 @@ class _Reader:
             return
         for below in _leaves(value):
             near = nearest_path(".".join([key, *below]), foreign)
-            what = f"unknown key{f'; did you mean {near!r}?' if near else ', and no other name of one'}"
-            self.errors.append(answer(self._schema, ConfigError(self._place_of([*path, *below]), what)))
+            fault = f"unknown key{f'; did you mean {near!r}?' if near else ', and no other name of one'}"
+            self.errors.append(answer(self._schema, ConfigError(self._place_of([*path, *below]), fault)))
 
     def _hint_of(self, names: Sequence[str], path: Sequence[str]) -> str:
         """The nearest key beside an unknown one, or that of its name, or almost so, in another place, as jobs write
@@ -385,19 +385,19 @@ def _pick(values: Any, path: Sequence[str]) -> Any:
 
 def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     """A copy without a key, and without mappings that become empty."""
-    first, *rest = path
-    inner = _without(values[first], rest) if rest else {}
+    first, *below = path
+    inner = _without(values[first], below) if below else {}
     rest_of_values = {key: value for key, value in values.items() if key != first}
     return {**rest_of_values, first: inner} if inner else rest_of_values
 
 
 def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """A copy with a key; unchanged where something else than a mapping is in its way, which is an error itself."""
-    first, *rest = path
+    first, *below = path
     inner = values.get(first)
-    if rest and not isinstance(inner, Mapping | None):
+    if below and not isinstance(inner, Mapping | None):
         return dict(values)
-    return {**values, first: _with(inner or {}, rest, value) if rest else value}
+    return {**values, first: _with(inner or {}, below, value) if below else value}
 
 
 _VALUES = ("default", "expected", "metadata", "serialization")

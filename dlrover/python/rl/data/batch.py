@@ -63,7 +63,7 @@ class Ragged:
         return Ragged(np.concatenate([self.values[:0], *rows]), offsets)
 
     def like(self, values: Array) -> "Ragged":
-        """The same row lengths over other ``values`` ``[total, ...]``."""
+        """Keep the row lengths, over other ``values`` ``[total, ...]``."""
         if len(values) != len(self.values):
             raise DataError(f"{len(values)} values for rows that hold {len(self.values)}")
         return Ragged(values, self.offsets)

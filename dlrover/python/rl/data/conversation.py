@@ -357,7 +357,7 @@ def collect_sft(samples: Sequence[Any], name: str = "samples") -> SourceRows:
 
 
 def sft_prompt(row: Mapping[str, Any]) -> Any:
-    """What identifies copies: the raw prompt, or the messages before the first answer; of a text without, all of it."""
+    """Return what copies share: a raw prompt, or the messages before the first answer; of a text without, all of it."""
     return messages_before_answer(row["messages"]) if "messages" in row else row["prompt"] or row["response"]
 
 

@@ -206,8 +206,8 @@ def describe_columns(row: Mapping[str, Any], *absent: str) -> str:
     names = {key: next((name for name in _OTHER_NAMES.get(key, ()) if name in row), None) for key in absent}
     settings = " ".join(f"data.keys.{key}={name}" for key, name in names.items() if name)
     advice = f": write {settings}" if settings else ""
-    judged = row.get("reward_model")
-    if "answer" in absent and isinstance(judged, Mapping) and "ground_truth" in judged:
+    reward = row.get("reward_model")
+    if "answer" in absent and isinstance(reward, Mapping) and "ground_truth" in reward:
         advice += "; copy verl's reward_model.ground_truth to a column 'answer'"
     if row.get("input") and names.get("prompt") == "instruction":
         advice += ", and join 'input' to 'instruction' in the file: a prompt is one column"
@@ -250,8 +250,8 @@ def describe_unreadable(path: Path, error: OSError) -> str:
 def surrogate_faults(name: str, value: Any) -> list[str]:
     """A fault for each text in ``value``, plain data, with a lone surrogate; characters are counted from 1."""
     where = f"'{name}' has" if isinstance(value, str) else f"a text in '{name}' has"
-    found = (_LONE.search(text) for text in _texts(value))
-    return [f"{where} a lone surrogate at character {match.start() + 1}" for match in found if match]
+    matches = (_LONE.search(text) for text in _texts(value))
+    return [f"{where} a lone surrogate at character {match.start() + 1}" for match in matches if match]
 
 
 def replace_surrogates(value: Any) -> Any:

@@ -125,7 +125,7 @@ def _faults(raw: Mapping[str, Any]) -> list[str]:
 
 
 def _is_answer(value: Any) -> bool:
-    """Whether a value is text or a number, which a reward function is given as text."""
+    """Return True for text or a number, which a reward function is given as text."""
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 

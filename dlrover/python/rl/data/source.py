@@ -202,7 +202,7 @@ class _Address:
 
     @classmethod
     def parse(cls, where: str) -> "_Address":
-        """Of a file or folder of this whole name no split is read."""
+        """Read no split where a file or folder has this whole name."""
         if Path(where).expanduser().exists():
             return cls(where)
         before, at, place = where.partition("@")
@@ -340,16 +340,16 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     read = readers.get(path.suffix.lower())
     if read is not None:
         if address.split != DEFAULT_SPLIT:
-            what = f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'"
-            return [], [ConfigError(address.place, what)], True
+            fault = f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'"
+            return [], [ConfigError(address.place, fault)], True
         rows, errors = read(path)
         return rows, errors, path.suffix.lower() not in (".json", ".jsonl")
     if path.is_file():
         kinds = ", ".join(_FILES)
         return [], [ConfigError(address.place, f"a file of kind '{path.suffix}' cannot be read; known: {kinds}")], True
     if is_path(address.place, "dataset"):
-        what = describe_unreadable(path, FileNotFoundError())
-        return [], [ConfigError(address.place, what + how_to_cache(address.place, "dataset"))], True
+        fault = describe_unreadable(path, FileNotFoundError())
+        return [], [ConfigError(address.place, fault + how_to_cache(address.place, "dataset"))], True
     return *_load(address, address.place), True
 
 
@@ -376,8 +376,8 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
         if not isinstance(splits, datasets.DatasetDict):
             splits = {DEFAULT_SPLIT: splits}
         if address.split not in splits:
-            what = f"has no split '{address.split}'{hint(address.split, list(splits))}"
-            return [], [ConfigError(address.place, what)]
+            message = f"has no split '{address.split}'{hint(address.split, list(splits))}"
+            return [], [ConfigError(address.place, message)]
         return list(enumerate(splits[address.split], start=1)), []
     except Exception as error:  # noqa: BLE001 - file systems, the hub and parsers raise any error
         cause = f": {error.__cause__}" if error.__cause__ is not None else ""

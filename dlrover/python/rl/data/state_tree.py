@@ -160,9 +160,9 @@ class _Dumper:
         self.buffers.append(content)
         return len(self.buffers) - 1
 
-    def _refuse(self, at: _At, what: str) -> None:
+    def _refuse(self, at: _At, fault: str) -> None:
         if len(self.errors) < _MAX_ERRORS:
-            self.errors.append(ConfigError(_place(at), what))
+            self.errors.append(ConfigError(_place(at), fault))
 
 
 def _host_bytes(flat: Any) -> memoryview:

@@ -238,8 +238,8 @@ class PolicyGradient:
         if self.correction == "mask":
             low, high = correction_bounds(self.correction_low, self.correction_high)
             if low >= high:
-                what = f"correction_low {low} is not below correction_high {high}: every weight would become 0"
-                raise ValueError(what)
+                message = f"correction_low {low} is not below correction_high {high}: every weight would become 0"
+                raise ValueError(message)
             if not low <= 1 <= high:
                 bounds = f"correction_low {low} and correction_high {high}"
                 raise ValueError(f"equal policies have weight 1, which {bounds} mask")

@@ -17,7 +17,7 @@ MAX_STATE_LENGTH = 4_000_000
 
 @dataclass(frozen=True)
 class StepRules:
-    """How the answers of an environment are read."""
+    """Rules by which the answers of an environment are read."""
 
     missing_state: Literal["error", "done"] = "error"
     """What a step without the key ``next_state`` is that is not done."""
@@ -46,7 +46,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EnvironmentTraits:
-    """What an environment declares, by attributes of these names."""
+    """Traits that an environment declares by attributes of these names."""
 
     episodes: int | None = None
     """The number that it serves at a time; None: any number."""

@@ -96,8 +96,8 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
         try:
             target = target(**dict(options or {}))
         except Exception as error:
-            what = f"could not be made: {type(error).__name__}: {error}"
-            raise EnvironmentFailed(f"{readable_name(where)} {what}", user_traceback(error)) from error
+            fault = f"could not be made: {type(error).__name__}: {error}"
+            raise EnvironmentFailed(f"{readable_name(where)} {fault}", user_traceback(error)) from error
     return UserEnvironment(target, readable_name(where))
 
 

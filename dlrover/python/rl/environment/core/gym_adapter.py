@@ -145,8 +145,8 @@ def gymnasium(name: str, size: int = 16, make: dict[str, Any] | None = None, **w
         space = first.action_space
         first.close()
         if not isinstance(space, library.spaces.Text | library.spaces.Discrete):
-            what = f"the actions of {name} are of {type(space).__name__}"
-            raise ValueError(f"{what}: give act, which makes one of a text")
+            message = f"the actions of {name} are of {type(space).__name__}"
+            raise ValueError(f"{message}: give act, which makes one of a text")
         is_text = isinstance(space, library.spaces.Text)
         words["act"] = str if is_text else partial(_read_choice, int(space.start), int(space.n))
     return GymEnvironment(lambda: library.make(name, **(make or {})), size, **words)

@@ -61,7 +61,7 @@ class Completed(NamedTuple):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """By the names by which functions ask for them; a column of the row does not take the place of the sample's."""
+        """Columns by the names that functions ask for; a column of the row does not take the place of the sample's."""
         return {**self.extra_info, **{name: getattr(self, name) for name in _OWN}}
 
 
@@ -91,17 +91,17 @@ class RewardFunction:
     def check(self, name: str) -> None:
         """Raise VerifierError if the function takes no completion."""
         if self.form == "named" and not self._parameters:
-            what = f"takes no completion: it is called as ({', '.join(Completed._fields[:3])})"
-            raise VerifierError(f"'{readable_name(name)}' {what}")
+            message = f"takes no completion: it is called as ({', '.join(Completed._fields[:3])})"
+            raise VerifierError(f"'{readable_name(name)}' {message}")
 
     def find_missing(self, columns: Collection[str]) -> str:
         """A column that it asks for and that no row has, with the nearest one; ``columns`` are those of all rows."""
         if self.form == "sample":  # columns are given where it names some
             return ""
-        known = {*self._by_name(Completed("", extra_info=dict.fromkeys(columns)))}
+        names = {*self._by_name(Completed("", extra_info=dict.fromkeys(columns)))}
         if self.form == "batch":
-            known = known - {"prompt"} | {"prompts", _BATCH}
-        return self._find_absent(known)
+            names = names - {"prompt"} | {"prompts", _BATCH}
+        return self._find_absent(names)
 
     def find_empty(self, sample: Completed) -> list[str]:
         """The columns that the function declares to need, and that a row has no value in."""
@@ -217,7 +217,7 @@ class WeightedRewards:
         return self._sum(values, len(samples))
 
     async def score(self, sample: Completed) -> Reward:
-        """The same in a running loop: sync functions run in threads."""
+        """Score a sample in a running loop: sync functions run in threads."""
         names, functions = list(self._functions), self._functions.values()
         started = (run_in_thread(self._start, function, [sample]) for function in functions)
         values = dict(zip(names, await asyncio.gather(*started), strict=True))
@@ -255,8 +255,8 @@ async def _settle(values: Mapping[str, Any]) -> dict[str, Any]:
 def _read_rewards(label: str, is_batch: bool, returned: Any, count: int) -> list[float]:
     values = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        what = f"not a list of {count}: a function with a parameter 'completions' must return a number for each"
-        raise VerifierError(f"returned {cut_middle(repr(returned), 60)}, {what}{label}")
+        message = f"not a list of {count}: a function with a parameter 'completions' must return a number for each"
+        raise VerifierError(f"returned {cut_middle(repr(returned), 60)}, {message}{label}")
     values = list(values)
     if len(values) != count:
         raise VerifierError(f"returned {len(values)} rewards for {count} completions{label}")

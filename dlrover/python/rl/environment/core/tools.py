@@ -89,15 +89,15 @@ class ToolEnvironment:
         requested = [] if isinstance(action, str) else action.get("tool_calls", [])
         # The content of a message has calls where one is malformed, and then all of them.
         calls = calls if len(calls) > len(requested) else [json.dumps(call["function"]) for call in requested]
-        made = int(extra_info.get(_CALLS_MADE, 0))
-        if not calls or made >= self._max_calls:
+        count = int(extra_info.get(_CALLS_MADE, 0))
+        if not calls or count >= self._max_calls:
             answer = None if extra_info.get("answer") is None else str(extra_info["answer"])
             prefix = think_prefix if self._ignores_thoughts else None
             reward = await self._judge.score(Completed(text, answer, extra_info, think_prefix=prefix))
             return StepResult(None, reward.total, reward.total, True, extra_info)
-        responses = [await self._response(call) for call in calls[: self._max_calls - made]]
+        responses = [await self._response(call) for call in calls[: self._max_calls - count]]
         responses += ["error: no call is left: answer now"] * (len(calls) - len(responses))
-        extra_info = {**extra_info, _CALLS_MADE: min(made + len(calls), self._max_calls)}
+        extra_info = {**extra_info, _CALLS_MADE: min(count + len(calls), self._max_calls)}
         if isinstance(state, str):
             shown = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
             return StepResult(f"{state}{text}{self._turn.replace('{responses}', shown)}", 0.0, 0.0, False, extra_info)
@@ -115,8 +115,8 @@ class ToolEnvironment:
             fault = parsed
         elif name not in self._tools:
             fault = f"there is no tool '{name[:100]}'{hint(name[:100], self._tools)}"
-        elif what := find_argument_fault(self._tools[name], arguments):
-            fault = f"'{name}' does not take these arguments: {what}"
+        elif mismatch := find_argument_fault(self._tools[name], arguments):
+            fault = f"'{name}' does not take these arguments: {mismatch}"
         if fault:
             return f"error: {fault}"
         try:

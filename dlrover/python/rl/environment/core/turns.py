@@ -98,16 +98,16 @@ class Guard:
         if state is None or not episode.open:
             raise ValueError("the episode is over")
         try:
-            made: str | Message = action
+            sent: str | Message = action
             if isinstance(state, list):
-                made = make_assistant_message(action, episode.turns)
-            answer = self._environment.step(copy.deepcopy(state), copy.deepcopy(made), episode.extra_info)
+                sent = make_assistant_message(action, episode.turns)
+            answer = self._environment.step(copy.deepcopy(state), copy.deepcopy(sent), episode.extra_info)
             result = validate_step(
                 await self._in_time("step", answer), episode.extra_info, self._rules.missing_state == "error"
             )
             next_state = result.next_state
-            if isinstance(next_state, list) and isinstance(state, list) and isinstance(made, dict):
-                next_state = [*state, made, *next_state]
+            if isinstance(next_state, list) and isinstance(state, list) and isinstance(sent, dict):
+                next_state = [*state, sent, *next_state]
             elif next_state is not None and not (isinstance(next_state, str) and isinstance(state, str)):
                 kinds = ("messages", "text") if isinstance(state, list) else ("text", "messages")
                 raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
@@ -256,14 +256,14 @@ class Trajectory:
         """Add the next state; return False, without a change, if ``fits`` refuses the tokens to continue from."""
         context = self._state + self.action
         continues = state.startswith(context)
-        rest = state[len(context) :]
-        new = rest.removeprefix(self._ending)
+        added = state[len(context) :]
+        new = added.removeprefix(self._ending)
         tokens = (self._encode(new) if new else []) if continues else self._encode_whole(state)
         if fits is not None and not fits([*self.context, *tokens] if continues else tokens):
             return False
         if continues:
             self.last.give(len(tokens), tokens=tokens)
-            self.last.text += rest
+            self.last.text += added
         else:
             self._begin(state, tokens)
         self._state, self.action, self._ending = state, "", ""

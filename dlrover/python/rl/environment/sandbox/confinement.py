@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program that a model wrote may do, at two levels.
+"""Confines a program that a model wrote, at two levels.
 
 ``bubblewrap``, where it is installed and works: the program sees the interpreter, its own folder and nothing else of
 the disk, no network, and no process but its own. ``limits`` otherwise: it runs as this user and can read the user's
@@ -151,8 +151,8 @@ def become_confined(
         resource.RLIMIT_NOFILE: limits.open_files,
     }
     if level is not Confinement.BUBBLEWRAP:
-        others = 0 if _leave_namespaces() else _processes_of_this_user()
-        by_kind = {resource.RLIMIT_NPROC: limits.processes + others, **by_kind}
+        elsewhere = 0 if _leave_namespaces() else _processes_of_this_user()
+        by_kind = {resource.RLIMIT_NPROC: limits.processes + elsewhere, **by_kind}
         os.chdir(folder)
     for kind, limit in by_kind.items():
         _, most = resource.getrlimit(kind)
@@ -213,8 +213,8 @@ def remove_tree(folder: Path) -> None:
     while waiting:
         current = waiting.pop()
         with os.scandir(current) as entries:
-            found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        for path, is_folder in found:
+            listed = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for path, is_folder in listed:
             if is_folder:
                 os.chmod(path, 0o700)  # else it cannot be moved
                 count += 1

@@ -152,8 +152,8 @@ class DeadlineVerifier(AbstractContextManager["DeadlineVerifier"]):
             self._child.end()
             self._child = self._start()
             if isinstance(error, TimeoutError):
-                what = f"{failure} within {timeout_s:g} s; its process was killed"
-                raise VerifierTimeout(f"{self._name} {what}") from None
+                message = f"{failure} within {timeout_s:g} s; its process was killed"
+                raise VerifierTimeout(f"{self._name} {message}") from None
             if isinstance(error, ChildEnded):
                 raise VerifierCrashed(f"the process of {self._name} ended: {error}") from None
             raise

@@ -157,14 +157,14 @@ def _compare_values(connection: socket.socket, tests: HiddenTests, deadline_s: f
 
 def _read_lines(connection: socket.socket, deadline_s: float, most: int) -> Iterator[str]:
     """Lines that a program says, until it says nothing more or ``most`` bytes."""
-    rest = b""
+    partial = b""
     while most > 0:
         connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
         part = connection.recv(1 << 16)  # waits: at most the timeout set above
         if not part:
             return
         most -= len(part)
-        *lines, rest = (rest + part).split(b"\n")
+        *lines, partial = (partial + part).split(b"\n")
         yield from (line.decode("utf-8", "replace") for line in lines)
 
 
