@@ -349,7 +349,7 @@ GUARDS = {
     a_nested_file_is_refused: (plain, "MAX_DEPTH", 1000),
     aliases_do_not_multiply: (plain, "MAX_ALIASES", 1000),
     a_resolver_does_not_read_the_environment: (layout, "validate_resolvers", lambda values: []),
-    a_secret_is_not_in_the_file_of_a_run: (secrets, "is_secret_key", lambda name, value: False),
+    a_secret_is_not_in_the_file_of_a_run: (secrets, "is_secret_at", lambda where, value: False),
     a_secret_of_a_wrong_type_is_not_shown: (typed, "without_secrets", lambda values, where: values),
     an_override_without_an_equals_sign_does_not_show_its_secret: (load, "is_secret_at", lambda where, value: False),
     a_secret_is_not_stored_by_the_service: (submissions, "seal", lambda job: (job, {})),

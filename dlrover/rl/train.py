@@ -27,7 +27,7 @@ from dlrover.python.rl.config.load import load_job_with, search_folders
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.data.jsonl import drop_nulls_of_calls
-from dlrover.python.rl.data.tables import as_plain
+from dlrover.python.rl.data.source import as_plain
 from dlrover.python.rl.master.client.run import check_described, raise_if_failed, run_on_ray
 from dlrover.python.rl.master.process.status import INTERRUPTED
 from dlrover.python.rl.recipe import launch as launcher

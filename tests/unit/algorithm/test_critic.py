@@ -50,7 +50,7 @@ def test_values_fit_a_constant_return(clip):
 
 
 def test_a_clip_has_to_be_positive():
-    with pytest.raises(ValueError, match="clip must be above 0.0"):
+    with pytest.raises(ValueError, match="clip: input should be greater than 0"):
         ValueLoss(0.0)
 
 

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """DAPO by hand: over-long shaping, dynamic sampling, clip-higher, token mean."""
 
-import numpy as np
 import pytest
 import torch
 from ragged_updates import rows_of, run
 
-from dlrover.python.rl.algorithm.dapo import DAPO, overlong_shape
+from dlrover.python.rl.algorithm.dapo import DAPO
+from dlrover.python.rl.algorithm.losses.columns import SampleView
 
 NAN = float("nan")
 
 
 def test_over_long_answers_lose_linearly_within_the_buffer():
-    lengths = np.array([1, 6, 7, 8, 10, 12])
-    assert overlong_shape(lengths, max_tokens=10, buffer=4).tolist() == [0, 0, -0.25, -0.5, -1, -1]
+    rows = rows_of([1] * 6, [0] * 6, [1, 6, 7, 8, 10, 12])
+    rewards = DAPO(max_tokens=10, overlong_buffer=4).rewards(SampleView.of(rows))
+    assert rewards.tolist() == [0, 0, -0.25, -0.5, -1, -1]
 
 
 def test_shaping_is_part_of_the_reward_that_is_compared():

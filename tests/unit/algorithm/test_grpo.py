@@ -101,11 +101,11 @@ def test_a_penalty_needs_the_reference():
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"clip_low": -0.1}, "clip_low must be at least 0.0, not -0.1"),
-        ({"clip_low": 1.0}, "clip_low must be below 1.0"),
-        ({"kl_coef": float("nan")}, "kl_coef must be at least 0.0, not nan"),
+        ({"clip_low": -0.1}, "clip_low: input should be greater than or equal to 0, got -0.1"),
+        ({"clip_low": 1.0}, "clip_low: input should be less than 1"),
+        ({"kl_coef": float("nan")}, "kl_coef: input should be greater than or equal to 0, got nan"),
         ({"kl_estimator": "k1"}, "k1 cannot be a loss"),
-        ({"averaging": "constant"}, "averaging must be one of 'token', 'sequence', not 'constant'"),
+        ({"averaging": "constant"}, "averaging: input should be 'token' or 'sequence', got 'constant'"),
     ],
 )
 def test_wrong_options_are_refused(options, what):

@@ -4,7 +4,7 @@
 import pytest
 import torch
 
-from dlrover.python.rl.algorithm.losses.policy_gradient import kl_estimate, kl_penalty
+from dlrover.python.rl.algorithm.losses.policy_gradient import check_penalty, kl_estimate
 from dlrover.python.rl.algorithm.registry import make_algorithm
 
 KINDS = ("k1", "k2", "k3")
@@ -66,9 +66,9 @@ def test_equal_policies_give_zero(kind):
 def test_k1_is_no_loss_and_unknown_kinds_are_refused():
     logprobs = torch.tensor([-1.0])
     with pytest.raises(ValueError, match="k1 cannot be a loss: .* expectation under pi is zero"):
-        kl_penalty(logprobs, logprobs, "k1")
+        check_penalty("k1")
     with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
-        kl_penalty(logprobs, logprobs, "k4")
+        check_penalty("k4")
     with pytest.raises(ValueError, match="unknown KL estimator 'kl'"):
         kl_estimate(logprobs, logprobs, "kl")
 
@@ -90,7 +90,7 @@ SURE_OF_OTHERS = [
 @pytest.mark.parametrize(("policy", "value", "slope", "unbounded"), SURE_OF_OTHERS)
 def test_k3_of_an_unlikely_token_is_bounded(policy, value, slope, unbounded):
     logprobs, reference = torch.tensor([policy], requires_grad=True), torch.tensor([-1.0])
-    penalty = kl_penalty(logprobs, reference, "k3")
+    penalty = kl_estimate(logprobs, reference, "k3")
     penalty.sum().backward()
     assert penalty.item() == pytest.approx(value, rel=1e-5)
     assert logprobs.grad.item() == pytest.approx(slope, rel=1e-5)

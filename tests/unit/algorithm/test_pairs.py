@@ -9,7 +9,7 @@ import torch
 from updates import logprobs_for, outcome
 
 from dlrover.python.rl.algorithm.dpo import DPO
-from dlrover.python.rl.algorithm.losses.preference import add_pair_columns
+from dlrover.python.rl.algorithm.losses.columns import add_pair_columns
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Batch, Ragged
@@ -180,9 +180,9 @@ def test_a_pair_that_was_divided_is_refused():
 
 
 def test_wrong_options_are_refused():
-    with pytest.raises(ValueError, match="beta must be above 0.0"):
+    with pytest.raises(ValueError, match="beta: input should be greater than 0"):
         DPO(beta=0)
-    with pytest.raises(ValueError, match="label_smoothing must be below 0.5"):
+    with pytest.raises(ValueError, match="label_smoothing: input should be less than 0.5"):
         DPO(label_smoothing=0.5)
     with pytest.raises(ValueError, match="label_smoothing goes with kind 'sigmoid'"):
         DPO(kind="ipo", label_smoothing=0.1)

@@ -162,7 +162,7 @@ def test_without_vllm_the_extra_is_named(model, tmp_path):
 @pytest.mark.parametrize("name", ["max_new_tokens", "batch_size", "num_batches", "sampling_temperature"])
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_count_that_is_not_positive_names_its_argument(name, value):
-    with pytest.raises(ValueError, match=f"^{name} must be above 0(.0)?, not {value}"):
+    with pytest.raises(ValueError, match=f"^{name}: input should be greater than 0, got {value}"):
         Evaluator("model", MathDataset(1), **{name: value})
 
 
@@ -170,7 +170,7 @@ def test_a_count_that_is_not_positive_names_its_argument(name, value):
 def test_unknown_arguments_and_values_give_the_nearest():
     with pytest.raises(TypeError, match="Evaluator has no argument 'batchsize'; did you mean 'batch_size'"):
         Evaluator("model", MathDataset(1), batchsize=2)
-    with pytest.raises(ValueError, match="engine must be one of 'hf', 'vllm', not 'sglang'"):
+    with pytest.raises(ValueError, match="engine: input should be 'hf' or 'vllm', got 'sglang'"):
         Evaluator("model", MathDataset(1), engine="sglang")
     with pytest.raises(ValueError, match="generation_args has no 'topk'; did you mean 'top_k'"):
         Evaluator("model", MathDataset(1), generation_args={"topk": 3})

@@ -292,7 +292,7 @@ OF_GRPO = ("ppo_steps", "clip_eps", "max_log_chars", "sampling_temperature")
 )
 @pytest.mark.parametrize("value", [0, -1])
 def test_a_count_that_is_not_positive_names_its_argument(kind, name, value):
-    with pytest.raises(ValueError, match=rf"^{name} must be above 0(\.0)?, not {value}"):
+    with pytest.raises(ValueError, match=rf"^{name}: input should be greater than 0, got {value}"):
         kind("model", asked("Ada"), **{name: value})
 
 
@@ -302,12 +302,12 @@ def test_a_count_that_is_not_positive_names_its_argument(kind, name, value):
     [
         (SFTTrainer, {"num_step": 2}, TypeError, "SFTTrainer has no argument 'num_step'; did you mean 'num_steps'"),
         (GRPOTrainer, {"reward_funcs": len}, TypeError, "has no reward_funcs: call dlrover.rl.train_grpo, train_sft"),
-        (GRPOTrainer, {"group_size": 1}, ValueError, "group_size must be at least 2, not 1"),
+        (GRPOTrainer, {"group_size": 1}, ValueError, "group_size: input should be greater than or equal to 2, got 1"),
         (GRPOTrainer, {"do_sample": False}, ValueError, "do_sample=False draws the same completion"),
-        (SFTTrainer, {"assistant_loss_mode": "first"}, ValueError, "must be one of 'all', 'last', not 'first'"),
+        (SFTTrainer, {"assistant_loss_mode": "first"}, ValueError, "input should be 'all' or 'last', got 'first'"),
         (SFTTrainer, {"eval_steps": 2}, ValueError, "eval_steps needs an eval_dataset"),
         (SFTTrainer, {"eval_sample_completions": True}, ValueError, "eval_sample_completions needs an eval_dataset"),
-        (SFTTrainer, {"seed": -1}, ValueError, "seed must be at least 0, not -1"),
+        (SFTTrainer, {"seed": -1}, ValueError, "seed: input should be greater than or equal to 0, got -1"),
         (SFTTrainer, {"optimizer": torch.optim.Adagrad}, ValueError, "optimizer Adagrad is not known"),
         (SFTTrainer, {"optimizer_args": {"lr": 0}}, ValueError, "optimizer_args.lr"),
         (SFTTrainer, {"optimizer_args": {"lrr": 1}}, ValueError, "AdamW has no 'lrr'; did you mean 'lr'"),

@@ -14,7 +14,7 @@ from dlrover.python.rl.common import redaction
 from dlrover.python.rl.common.redaction import HIDDEN, hide_values, redacted, redacted_bytes
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job, load_job_text
-from dlrover.python.rl.config.secrets import hidden_in, is_secret_key, seal, unseal, variables_of, without_secrets
+from dlrover.python.rl.config.secrets import hidden_in, is_secret_at, seal, unseal, variables_of, without_secrets
 from dlrover.python.rl.control.events import Cause, CauseKind
 
 ROOT = Path(__file__).parents[3]
@@ -102,12 +102,12 @@ EVERYDAY_NAMES = [
 
 @pytest.mark.parametrize("name", SECRET_NAMES)
 def test_keys_that_are_secrets(name):
-    assert is_secret_key(name, "x")
+    assert is_secret_at(f"config.{name}", "x")
 
 
 @pytest.mark.parametrize("name", EVERYDAY_NAMES)
 def test_everyday_keys_are_none(name):
-    assert not is_secret_key(name, "x")
+    assert not is_secret_at(f"config.{name}", "x")
 
 
 def fields_of(package):
@@ -127,7 +127,7 @@ def test_no_setting_of_the_library_is_a_secret():
     packages = ("algorithm", "classic", "config", "data", "engine", "environment", "recipe", "script")
     fields = [field for package in packages for field in fields_of(package)]
     assert {("JobLayout", "env"), ("RolloutConfig", "max_new_tokens"), ("LogConfig", "trackers")} < {*fields}
-    assert [(owner, name) for owner, name in fields if is_secret_key(name, 1)] == []
+    assert [(owner, name) for owner, name in fields if is_secret_at(f"config.{name}", 1)] == []
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "examples").rglob("*.y*ml")), ids=lambda file: file.parent.name)
@@ -148,7 +148,7 @@ def test_no_setting_of_an_example_is_a_secret(file):
     ],
 )
 def test_values_that_are_secrets_under_any_name(value):
-    assert is_secret_key("place", value)
+    assert is_secret_at("config.place", value)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +165,7 @@ def test_values_that_are_secrets_under_any_name(value):
     ],
 )
 def test_everyday_values_are_none(value):
-    assert not is_secret_key("place", value)
+    assert not is_secret_at("config.place", value)
 
 
 TYPED = """

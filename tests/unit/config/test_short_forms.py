@@ -7,9 +7,8 @@ import pytest
 from omegaconf import OmegaConf
 
 from dlrover.python.rl.common.errors import InvalidJob
-from dlrover.python.rl.config.layout import job_from_mapping, job_to_yaml
+from dlrover.python.rl.config.layout import RECIPES, job_from_mapping, job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.config.short_forms import RECIPES
 from dlrover.python.rl.recipe import workloads
 from dlrover.python.rl.runtime.member.loading import load_class
 

@@ -6,7 +6,7 @@ import torch
 
 from dlrover.python.rl.data import device_bytes
 from dlrover.python.rl.data.device_bytes import DeviceBytes
-from dlrover.python.rl.data.state_tree import DumpedState, dump
+from dlrover.python.rl.data.state_tree import StateTree, dump
 from dlrover.python.rl.runtime.checkpoint.storage import state_file
 from dlrover.python.rl.runtime.checkpoint.storage.state_file import read_state, write_state
 
@@ -40,7 +40,7 @@ def test_a_state_file_of_them_is_the_same(tmp_path):
     pieces = [
         DeviceBytes(torch.frombuffer(buffer, dtype=torch.uint8)) if len(buffer) > 9 else buffer for buffer in buffers
     ]
-    found = write_state(tmp_path / "pieces", {"role": "ACTOR"}, DumpedState(skeleton, pieces), durable=False)
+    found = write_state(tmp_path / "pieces", {"role": "ACTOR"}, StateTree(skeleton, pieces), durable=False)
     assert (found.nbytes, found.checksum) == (whole.nbytes, whole.checksum)
     read = read_state(tmp_path / "pieces", found)
     assert all(torch.equal(read[name], state[name]) for name in ("a", "b", "none")) and read["c"] == b"xyz"
@@ -55,11 +55,11 @@ def test_a_write_that_fails_leaves_the_buffers_to_others(monkeypatch, tmp_path):
     flat = torch.frombuffer(buffers[0], dtype=torch.uint8)
     monkeypatch.setattr(state_file, "_layout", lambda header, skeleton, buffers: (buffers, 2800))
     with pytest.raises(OSError, match="no such luck") as caught:
-        write_state(tmp_path / "x", {}, DumpedState(skeleton, [DeviceBytes(flat)]), durable=False)
+        write_state(tmp_path / "x", {}, StateTree(skeleton, [DeviceBytes(flat)]), durable=False)
     assert caught.tb is not None, "what was under way is still referred to"
     assert not device_bytes._one_reader.locked()
 
 
 def test_only_what_is_on_a_device_comes_in_pieces(monkeypatch, tmp_path):
     monkeypatch.setattr(state_file, "dump_in_place", lambda tree: pytest.fail("it is dumped"))
-    write_state(tmp_path / "x", {}, DumpedState(*dump([torch.ones(3)])), durable=False)
+    write_state(tmp_path / "x", {}, StateTree(*dump([torch.ones(3)])), durable=False)

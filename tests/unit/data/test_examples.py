@@ -65,7 +65,7 @@ def test_trls_rows_are_examples(row, read):
 )
 def test_half_a_character_is_named_with_its_row(row, what, tmp_path):
     path = write(tmp_path / "sft.jsonl", [{"prompt": "A", "response": "B"}, row])
-    assert [str(error) for error in SFT_ROWS.validate(path)] == [f"{path}:2: {what}"]
+    assert [str(error) for error in SFT_ROWS.scan(path)[1]] == [f"{path}:2: {what}"]
 
 
 def test_texts_without_prompts_are_different_examples(tokenizer):
@@ -105,7 +105,7 @@ def test_all_bad_rows_of_a_file_are_reported_together(tmp_path):
     with pytest.raises(DataError) as caught:
         SFT_ROWS.read(path)
     assert [problem.where for problem in caught.value.errors] == [f"{path}:{line}" for line in (1, 3, 4)]
-    assert SFT_ROWS.validate(path) == list(caught.value.errors)
+    assert SFT_ROWS.scan(path)[1] == list(caught.value.errors)
 
 
 @pytest.mark.feature(77)
@@ -151,16 +151,3 @@ def test_questions_are_told_apart_by_what_comes_before_the_first_answer():
     rows = collect_sft([{"messages": ANSWERED}, {"messages": [*USER, {"role": "assistant", "content": "5"}]}])
     assert sft_prompt(rows[0]) == sft_prompt(rows[1]) == USER
     assert sft_prompt({"prompt": "A", "response": "B"}) == "A"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "what"),
-    [
-        ({"over_long": "crop"}, "unknown over_long 'crop'"),
-        ({"assistant": "lst"}, "unknown assistant mode 'lst'; did you mean 'last'"),
-        ({"max_length": 0}, "at least 1, not 0"),
-    ],
-)
-def test_wrong_options_are_refused(arguments, what):
-    with pytest.raises(ValueError, match=what):
-        Encoding(**arguments)

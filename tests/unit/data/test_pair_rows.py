@@ -11,7 +11,6 @@ from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.conversation import Counts, encode_prompt
 from dlrover.python.rl.data.pairs import (
     PAIR_ROWS,
-    PairEncoding,
     encode_pairs,
     normalize_pair,
     pair_prompt,
@@ -30,7 +29,7 @@ WHOLE = {"chosen": [*ASK, answer("yes")], "rejected": [*ASK, answer("no")]}
 
 
 def encoded(tokenizer, *rows, **options):
-    return encode_pairs(SourceRows("pairs", list(enumerate(rows, start=1))), tokenizer, PairEncoding(**options))
+    return encode_pairs(SourceRows("pairs", list(enumerate(rows, start=1))), tokenizer, **options)
 
 
 def shown(tokenizer, batch):
@@ -167,10 +166,10 @@ def test_a_source_of_equal_pairs_alone_is_refused_when_it_is_read(tmp_path):
     equal, pair = ({"prompt": "A", "chosen": "B", "rejected": side} for side in "BC")
     source = tmp_path / "pairs.jsonl"
     source.write_text(f"{json.dumps(equal)}\n" * 2)
-    (fault,) = PAIR_ROWS.validate(source)
+    (fault,) = PAIR_ROWS.scan(source)[1]
     assert (fault.where, fault.what[:39]) == (str(source), "in every row 'chosen' equals 'rejected'")
     source.write_text(f"{json.dumps(equal)}\n{json.dumps(pair)}\n")
-    assert PAIR_ROWS.validate(source) == []
+    assert PAIR_ROWS.scan(source)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -210,7 +209,7 @@ def test_a_source_of_equal_pairs_alone_is_refused_when_it_is_read(tmp_path):
 )
 def test_rows_that_are_no_pairs(tmp_path, row, what):
     (tmp_path / "p.jsonl").write_text(json.dumps(row))
-    problem, *_ = PAIR_ROWS.validate(tmp_path / "p.jsonl")
+    problem, *_ = PAIR_ROWS.scan(tmp_path / "p.jsonl")[1]
     assert problem.where == f"{tmp_path}/p.jsonl:1"
     assert what in problem.what
     with pytest.raises(DataError):

@@ -33,7 +33,7 @@ def test_rows_of_both_kinds(tmp_path):
         PromptRow("x", "0.5", {"answer": 0.5}),
         PromptRow("y", None, {}),
     ]
-    assert PROMPT_ROWS.validate(path) == []
+    assert PROMPT_ROWS.scan(path)[1] == []
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_rows_of_both_kinds(tmp_path):
 )
 def test_what_can_be_wrong_with_a_row(tmp_path, row, what):
     path = write(tmp_path / "p.jsonl", [{"prompt": "fine"}, row])
-    (problem,) = PROMPT_ROWS.validate(path)
+    (problem,) = PROMPT_ROWS.scan(path)[1]
     assert (problem.where, problem.what) == (f"{path}:2", what)
 
 
@@ -105,14 +105,14 @@ def test_all_bad_rows_are_reported_together_in_order(tmp_path):
     with pytest.raises(DataError) as caught:
         load_prompts(path)
     assert [problem.where for problem in caught.value.errors] == [f"{path}:{line}" for line in (1, 2, 4)]
-    assert PROMPT_ROWS.validate(path) == list(caught.value.errors)
+    assert PROMPT_ROWS.scan(path)[1] == list(caught.value.errors)
 
 
 def test_a_file_without_rows_is_refused(tmp_path):
     (tmp_path / "p.jsonl").write_text("\n")
     with pytest.raises(DataError, match="holds no rows"):
         load_prompts(tmp_path / "p.jsonl")
-    assert "no such file" in PROMPT_ROWS.validate(tmp_path / "q.jsonl")[0].what
+    assert "no such file" in PROMPT_ROWS.scan(tmp_path / "q.jsonl")[1][0].what
 
 
 @pytest.mark.feature(75)

@@ -14,9 +14,8 @@ from dlrover.python.rl.common.hub import Lookup, looking_up
 from dlrover.python.rl.data.conversation import SFT_ROWS, encode_sft
 from dlrover.python.rl.data.pairs import PAIR_ROWS, encode_pairs
 from dlrover.python.rl.data.prompts import PROMPT_ROWS, PromptRow, load_prompts
-from dlrover.python.rl.data.source import is_left_unread, scan_rows
+from dlrover.python.rl.data.source import as_plain, is_left_unread, scan_rows
 from dlrover.python.rl.data.state_tree import dump, load
-from dlrover.python.rl.data.tables import as_plain
 
 SAY = [{"role": "user", "content": 'Q, "1"\n'}, {"role": "assistant", "content": "A1"}]
 SFT = [
@@ -356,7 +355,7 @@ def test_every_cell_of_a_table_becomes_plain():
 )
 def test_two_keys_with_a_meaning_cannot_be_one_column(tmp_path, reader, row, keys, what):
     (tmp_path / "rows.jsonl").write_text(json.dumps(row))
-    assert f"rows.jsonl: data.keys: {what}" in [str(error) for error in reader.validate("rows.jsonl", keys)]
+    assert f"rows.jsonl: data.keys: {what}" in [str(error) for error in reader.scan("rows.jsonl", keys)[1]]
 
 
 def test_a_column_may_have_a_second_key_for_a_reward_function(tmp_path):

@@ -97,7 +97,7 @@ def test_prompts_keep_the_arguments_of_their_rows(tmp_path, kind):
     assert [row.extra_info["source"] for row in loaded] == ["web", "web"]
     (text,) = load_prompts(write(tmp_path, "jsonl", [{"prompt": "Q", "tools": "hammer"}]))
     assert (text.extra_info, arguments_of_template(text.extra_info)) == ({"tools": "hammer"}, {})
-    (error,) = PROMPT_ROWS.validate(write(tmp_path, "jsonl", [{"messages": [ASK], "tools": "hammer"}]))
+    (error,) = PROMPT_ROWS.scan(write(tmp_path, "jsonl", [{"messages": [ASK], "tools": "hammer"}]))[1]
     assert "'tools' must be a list of" in error.what
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from dlrover.python.rl.environment.sandbox.child_process import CallRequest, ChildEnded, ChildProcess
+from dlrover.python.rl.environment.sandbox.child_process import ChildEnded, ChildProcess, pack_call
 
 
 class Owner:
@@ -71,7 +71,7 @@ def test_request_that_a_child_takes_slowly_does_not_hold_up_its_caller():
     try:
         began_s = time.monotonic()
         with pytest.raises(TimeoutError):
-            child.submit(CallRequest("call", bytes(8_000_000))).result(timeout=0.5)
+            child.submit("call", bytes(8_000_000)).result(timeout=0.5)
         assert time.monotonic() - began_s < 5.0
     finally:
         child.end()
@@ -82,7 +82,7 @@ def test_request_to_a_child_that_has_ended_fails_with_the_reason():
     child.end("it was late")
     assert child._connection.fileno() == -1
     with pytest.raises(ChildEnded, match="it was late"):
-        child.submit(CallRequest("call", b"too late")).result(timeout=1.0)
+        child.submit("call", b"too late").result(timeout=1.0)
 
 
 def test_child_that_cannot_be_loaded_says_why():
@@ -109,7 +109,7 @@ def test_child_that_closes_its_connection_is_reported_and_killed():
     child, _ = start(Disconnected)
     try:
         with pytest.raises(ChildEnded, match="it closed its connection"):
-            child.submit(CallRequest.of("any")).result(timeout=10.0)
+            child.submit(*pack_call("any")).result(timeout=10.0)
         assert child._process.wait(5.0)
     finally:
         child.end()

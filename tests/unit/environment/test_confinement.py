@@ -129,7 +129,7 @@ def test_level_is_named_where_programs_run_only(capfd, monkeypatch, function, is
     with closing(DeadlineVerifier(function, timeout_s=20.0)) as verifier:
         assert confinement.sandbox_level() != "bubblewrap"
         for _ in range(2):
-            verifier.score("```python\nx = 1\n```", "1", {"tests": "assert x == 1"})
+            verifier("```python\nx = 1\n```", "1", {"tests": "assert x == 1"})
     message = "programs that a model wrote are confined by limits (bubblewrap is not installed)"
     assert capfd.readouterr().err.count(message) == is_named
 

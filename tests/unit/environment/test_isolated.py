@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
-from dlrover.python.rl.environment.core.functions import UserEnvironment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import EnvironmentServer, IsolatedEnvironment
 
@@ -279,13 +278,16 @@ def test_world_whose_answer_was_on_its_way_is_given_back_too(tmp_path):
     run(abandoned())
 
 
-def test_a_call_that_is_cancelled_while_it_runs_is_answered():
-    begun, answered, answers = threading.Event(), threading.Event(), {}
+class StuckWorld:
+    begun = threading.Event()
 
-    class World:
-        async def step(self, state, action, extra_info):
-            begun.set()
-            await asyncio.Event().wait()
+    async def step(self, state, action, extra_info):
+        self.begun.set()
+        await asyncio.Event().wait()
+
+
+def test_a_call_that_is_cancelled_while_it_runs_is_answered():
+    begun, answered, answers = StuckWorld.begun, threading.Event(), {}
 
     class Requests:
         """A connection to a parent, which waits for the last request to take effect before it sends the next."""
@@ -302,5 +304,5 @@ def test_a_call_that_is_cancelled_while_it_runs_is_answered():
             if number == "1":
                 answered.set()
 
-    EnvironmentServer(UserEnvironment(World(), "a world")).serve(Requests())
+    EnvironmentServer(f"{__name__}:StuckWorld", {}).serve(Requests())
     assert answers["1"] == {"error": "it was cancelled", "traceback": ""}

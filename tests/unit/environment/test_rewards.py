@@ -271,9 +271,9 @@ def test_every_function_needs_a_finite_weight(weights):
 def test_they_run_in_a_verifiers_process_by_name():
     weights = {"verifiers:length": 0.25, "verifiers:awaited": 2.0}
     with DeadlineVerifier(weights, timeout_s=20) as verifier:
-        assert verifier.score("four", None, {"bonus": 4}) == Reward(
-            0.25 * 8 + 2.0 * 5, {"verifiers:length": 8.0, "verifiers:awaited": 5.0}
-        )
+        assert verifier.score_all([Completed("four", None, {"bonus": 4})]) == [
+            Reward(0.25 * 8 + 2.0 * 5, {"verifiers:length": 8.0, "verifiers:awaited": 5.0})
+        ]
         assert verifier("four", None) == 1.0 + 10.0
     with pytest.raises(VerifierError, match="verifiers:length \\+ verifiers:lenth could not be loaded"):
         DeadlineVerifier({verifiers.length: 1.0, "verifiers:lenth": 1.0}, timeout_s=20)

@@ -7,9 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
-from dlrover.python.rl.data.batch import GENERATED, ColumnSpec
+from dlrover.python.rl.data.batch import GENERATED, ColumnSpec, SequenceColumns
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
-from dlrover.python.rl.environment.core.turns import TokenSequence, Trajectory
+from dlrover.python.rl.environment.core.turns import Trajectory
 
 
 def encode(text):
@@ -87,12 +87,12 @@ def test_engine_columns_over_turns_are_filled_as_declared():
     for margin, more in ((0.5, {"passes": 3}), (0.25, {})):
         trajectory.act("b", [900], {**wrote([900])[1], "experts": np.full((1, 2, 1), 4), "margin": [margin], **more})
         trajectory.observe("ab c" if margin == 0.5 else "other")
-    stacked = TokenSequence.stack(trajectory.sequences, columns)
+    stacked = SequenceColumns.stack(trajectory.sequences, columns)
     assert [row.tolist() for row in stacked["margin"]] == [[9, 0.5, 9, 9, 0.25], [9] * 5]
     assert [row[:, 0, 0].tolist() for row in stacked["experts"]] == [[-1, 4, -1, -1, 4], [-1] * 5]
     assert (stacked["experts"].values.shape, stacked["experts"].values.dtype) == ((10, 2, 1), "int16")
     assert stacked["passes"].tolist() == [3, -7]
-    assert TokenSequence.stack([], columns)["experts"].values.shape == (0, 2, 1)
+    assert SequenceColumns.stack([], columns)["experts"].values.shape == (0, 2, 1)
 
 
 @given(st.lists(st.tuples(st.text("ab", min_size=1, max_size=4), st.text("cd", max_size=4), st.booleans()), max_size=6))

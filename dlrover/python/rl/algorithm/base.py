@@ -17,11 +17,12 @@ class Algorithm(Protocol):
     """
 
     @property
-    def needs(self) -> Needs: ...
+    def needs(self) -> Needs:
+        return Needs()
 
     def check_group_size(self, samples_per_prompt: int) -> None:
         """Raise ValueError if the algorithm cannot learn from this many samples of a prompt."""
-        ...
+        return
 
     def annotate(self, rows: Batch) -> Batch:
         """Add the columns of the loss: ``weight`` (float32 ``[rows]``, of each action token of the row), and others.

@@ -5,12 +5,10 @@ from dataclasses import dataclass
 from typing import Annotated
 
 import numpy as np
-import numpy.typing as npt
 from annotated_types import Ge, Gt
 
 from dlrover.python.rl.algorithm.losses.columns import Floats, SampleView
-from dlrover.python.rl.algorithm.losses.fields import changed_fields
-from dlrover.python.rl.algorithm.losses.policy_gradient import GroupRelative
+from dlrover.python.rl.algorithm.losses.policy_gradient import GroupRelative, changed_fields
 
 
 @dataclass(frozen=True)
@@ -45,13 +43,9 @@ class DAPO(GroupRelative):
         )
 
     def rewards(self, samples: SampleView) -> Floats:
+        """Eq. 13: the penalty is 0 up to ``max_tokens - overlong_buffer`` tokens, and whole from ``max_tokens`` on."""
         reward = super().rewards(samples)
-        if self.max_tokens is not None and self.overlong_buffer is not None:
-            shape = overlong_shape(samples.action_tokens, self.max_tokens, self.overlong_buffer)
-            return reward + (self.overlong_penalty or 1.0) * shape
-        return reward
-
-
-def overlong_shape(lengths: npt.NDArray[np.int64], max_tokens: int, buffer: int) -> Floats:
-    """Eq. 13: 0 up to ``max_tokens - buffer`` tokens, falling to -1 at ``max_tokens``, -1 beyond: ``[samples]``."""
-    return -np.clip((lengths - (max_tokens - buffer)) / buffer, 0.0, 1.0)
+        if self.max_tokens is None or self.overlong_buffer is None:
+            return reward
+        excess = samples.action_tokens - (self.max_tokens - self.overlong_buffer)
+        return reward - (self.overlong_penalty or 1.0) * np.clip(excess / self.overlong_buffer, 0.0, 1.0)

@@ -19,18 +19,18 @@ from typing import ClassVar, Literal
 
 import torch
 
+from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.losses.columns import (
     Metrics,
     Needs,
     TokenColumns,
+    add_token_weights,
     column,
-    find_masked,
-    token_weights,
     weighted_sum,
 )
-from dlrover.python.rl.algorithm.losses.fields import check_fields
 from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
 from dlrover.python.rl.common.errors import DataError
+from dlrover.python.rl.config.typed import check_fields
 from dlrover.python.rl.data.batch import Batch
 
 
@@ -69,8 +69,7 @@ class Distillation(PolicyGradient):
         return Needs(needs.annotate, needs.loss | {"teacher_logprobs"})
 
     def annotate(self, rows: Batch) -> Batch:
-        action_tokens = rows.dense("action_tokens")
-        return rows.with_columns(weight=token_weights(action_tokens, ~find_masked(rows), self.averaging))
+        return add_token_weights(rows, self.averaging)
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """Adds ``reverse_kl``, the mean of k1 of KL(student || teacher)."""
@@ -87,7 +86,7 @@ MIN_TAIL = 1e-6
 
 
 @dataclass(frozen=True)
-class VocabularyDistillation:
+class VocabularyDistillation(Algorithm):
     """The mean over tokens of ``KL(student || teacher)``, states held fixed; rewards and ``logprobs`` are ignored."""
 
     averaging: Literal["token", "sequence"] = "token"
@@ -101,11 +100,8 @@ class VocabularyDistillation:
         """Both ``[seq, k]``; with m teachers ``[seq, m * k]``, and ``teacher_weights`` (dense ``[rows, m]``)."""
         return Needs(loss=frozenset({"candidates", "teacher_logprobs", "candidate_logprobs"}))
 
-    def check_group_size(self, samples_per_prompt: int) -> None: ...
-
     def annotate(self, rows: Batch) -> Batch:
-        action_tokens = rows.dense("action_tokens")
-        return rows.with_columns(weight=token_weights(action_tokens, ~find_masked(rows), self.averaging))
+        return add_token_weights(rows, self.averaging)
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         student, teacher = column(columns, "candidate_logprobs"), column(columns, "teacher_logprobs")

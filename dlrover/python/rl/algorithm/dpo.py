@@ -8,14 +8,21 @@ import torch
 from annotated_types import Ge, Gt, Lt
 from torch.nn import functional
 
-from dlrover.python.rl.algorithm.losses.columns import Metrics, Needs, TokenColumns, column
-from dlrover.python.rl.algorithm.losses.fields import check_fields
-from dlrover.python.rl.algorithm.losses.preference import Margins, add_pair_columns
+from dlrover.python.rl.algorithm.base import Algorithm
+from dlrover.python.rl.algorithm.losses.columns import (
+    Metrics,
+    Needs,
+    TokenColumns,
+    add_pair_columns,
+    column,
+    pair_margins,
+)
+from dlrover.python.rl.config.typed import check_fields
 from dlrover.python.rl.data.batch import Batch
 
 
 @dataclass(frozen=True)
-class DPO:
+class DPO(Algorithm):
     """The mean over pairs of a loss of h, the policy's margin over the reference's for the chosen sequence:
 
     * ``sigmoid``: ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, e is ``label_smoothing``: DPO at e = 0,
@@ -44,18 +51,15 @@ class DPO:
     def needs(self) -> Needs:
         return Needs(loss=frozenset({"ref_logprobs"}))
 
-    def check_group_size(self, samples_per_prompt: int) -> None: ...
-
     def annotate(self, rows: Batch) -> Batch:
         return add_pair_columns(rows, self.token_means)
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """``chosen``, ``rejected`` and ``margin`` are mean rewards ``beta (log pi - log ref)``."""
-        pairs = Margins.of(logprobs - column(columns, "ref_logprobs"), columns)
-        return (pairs.weight * self._pair_losses(pairs.margin)).sum(), pairs.metrics(self.beta)
-
-    def _pair_losses(self, margin: torch.Tensor) -> torch.Tensor:
+        margin, weight, metrics = pair_margins(logprobs - column(columns, "ref_logprobs"), columns, self.beta)
         if self.kind == "ipo":
-            return (margin - 1 / (2 * self.beta)).square()
-        straight, swapped = functional.logsigmoid(self.beta * margin), functional.logsigmoid(-self.beta * margin)
-        return -(1 - self.label_smoothing) * straight - self.label_smoothing * swapped
+            losses = (margin - 1 / (2 * self.beta)).square()
+        else:
+            straight, swapped = functional.logsigmoid(self.beta * margin), functional.logsigmoid(-self.beta * margin)
+            losses = -(1 - self.label_smoothing) * straight - self.label_smoothing * swapped
+        return (weight * losses).sum(), metrics

@@ -49,11 +49,10 @@ class PPO(PolicyGradient):
     def annotate(self, rows: Batch) -> Batch:
         """Add ``weight``, and ragged ``[rows, seq]`` ``advantage`` and ``returns`` (for the critic's loss)."""
         samples = SampleView.of(rows)
-        tokens = samples.tokens
-        rewards, values = self.token_rewards(samples), tokens.of_column("values")
-        advantage, returns = gae(rewards, values, tokens.lengths, self.gamma, self.lam)
+        rewards, values = self.token_rewards(samples), samples.of_tokens("values")
+        advantage, returns = gae(rewards, values, samples.lengths, self.gamma, self.lam)
         if self.whiten:
             advantage = whiten(advantage)
         return rows.with_columns(
-            advantage=tokens.ragged(advantage), returns=tokens.ragged(returns), weight=self.weights(samples)
+            advantage=samples.ragged(advantage), returns=samples.ragged(returns), weight=self.weights(samples)
         )

@@ -50,7 +50,7 @@ _METHODS = ("needs", "check_group_size", "annotate", "loss")
 
 
 def option_names(name: str) -> frozenset[str]:
-    """Of an algorithm; empty if there is none of this name."""
+    """List the options of an algorithm; empty if there is none of this name."""
     try:
         schema = ALGORITHMS.load(name)
     except ClassNotFound:
@@ -59,7 +59,7 @@ def option_names(name: str) -> frozenset[str]:
 
 
 def always_recomputes(name: str) -> bool:
-    """Whether an algorithm needs the train engine's log-probs from before the update, whatever its options are."""
+    """Return True if an algorithm with any options needs the train engine's log-probs from before the update."""
     try:
         return "rollout_logprobs" in make_algorithm(name).needs.loss
     except InvalidJob:  # it has required options
@@ -90,8 +90,8 @@ def complete_options(options: Mapping[str, Any]) -> dict[str, Any]:
     except InvalidJob:
         return dict(options)
     values = asdict(cast(Any, algorithm))
-    given = [field.name for field in fields(cast(Any, algorithm)) if field.init]
-    return {"name": options["name"], **{name: values[name] for name in given if _is_plain(values[name])}, **options}
+    names = [field.name for field in fields(cast(Any, algorithm)) if field.init]
+    return {"name": options["name"], **{name: values[name] for name in names if _is_plain(values[name])}, **options}
 
 
 def _is_plain(value: Any) -> bool:

@@ -30,8 +30,7 @@ class ReinforcePlusPlus(PolicyGradient):
     """The term that holds the KL penalty."""
 
     def advantages(self, samples: SampleView) -> Column:
-        tokens = samples.tokens
-        return tokens.ragged(whiten(rewards_to_go(self.token_rewards(samples), tokens.lengths, self.gamma)))
+        return samples.ragged(whiten(rewards_to_go(self.token_rewards(samples), samples.lengths, self.gamma)))
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from annotated_types import Ge, Gt
 from rich.console import Console
 from rich.progress import track
 
-from dlrover.python.rl.algorithm.losses.fields import check_fields
 from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples
 from dlrover.python.rl.classic.rewards import reward_function, write_samples
 from dlrover.python.rl.common.disk_space import replace
 from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.config.typed import check_fields
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import encode_prompt
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams

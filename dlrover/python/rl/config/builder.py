@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 from dlrover.python.rl.common.by_value import name_for
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.config.layout import job_from_mapping
-from dlrover.python.rl.config.plain import from_plain
+from dlrover.python.rl.config.plain import from_plain, map_values
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 
 B = TypeVar("B", bound="JobBuilder")
@@ -22,34 +22,28 @@ class JobBuilder:
     and ``hang_after`` apply to it. Nothing is checked before :meth:`spec`."""
 
     def __init__(self) -> None:
-        self._trainer: dict[str, Any] = {}
-        self._workload: dict[str, dict[str, Any]] = {}
-        self._groups: list[dict[str, int]] = []
-        self._env: dict[str, str] = {}
+        sections = ("trainer", "workload", "env", "restart", "checkpoint", "liveness")
+        self._job: dict[str, Any] = {**{name: {} for name in sections}, "workload_group": []}
         self._config: Any = {}
-        self._files: dict[str, Any] = {}
-        self._restart: dict[str, Any] = {}
-        self._checkpoint: dict[str, Any] = {}
-        self._liveness: dict[str, Any] = {}
         self._current: dict[str, Any] | None = None
 
     def node_num(self: B, num: int = 1) -> B:
-        self._trainer["node_number"] = num
+        self._job["trainer"]["node_number"] = num
         return self
 
     def device_per_node(self: B, num: int = 8) -> B:
-        self._trainer["device_per_node"] = num
+        self._job["trainer"]["device_per_node"] = num
         return self
 
     def device_type(self: B, device_type: str = "GPU") -> B:
         """``"CPU"`` or ``"GPU"``."""
-        self._trainer["device_type"] = device_type
+        self._job["trainer"]["device_type"] = device_type
         return self
 
     def job_dir(self: B, folder: str | Path, overwrite: bool = False) -> B:
         """The output folder of the job; ``overwrite`` replaces the results of an earlier run there. By default each run
         gets a folder of its own in ``runs/<name>``."""
-        self._files = {"job_dir": str(folder), "overwrite": overwrite}
+        self._job |= {"job_dir": str(folder), "overwrite": overwrite}
         return self
 
     def config(self: B, config: Mapping[str, Any] | DictConfig) -> B:
@@ -58,38 +52,38 @@ class JobBuilder:
 
     def global_env(self: B, env: Mapping[str, str]) -> B:
         """Environment of every process of the job; cumulative."""
-        self._env.update(env)
+        self._job["env"].update(env)
         return self
 
     def restart_limits(self: B, **limits: Any) -> B:
         """Fields of :class:`~dlrover.python.rl.config.spec.RestartSpec`."""
-        self._restart.update(limits)
+        self._job["restart"].update(limits)
         return self
 
     def checkpoint(self: B, **settings: Any) -> B:
         """Fields of :class:`~dlrover.python.rl.config.spec.CheckpointSpec`: ``every=10, keep=2, resume="latest",
         commit_to="job_dir"``."""
-        self._checkpoint.update(settings)
+        self._job["checkpoint"].update(settings)
         return self
 
     def liveness(self: B, **settings: Any) -> B:
         """Fields of :class:`~dlrover.python.rl.config.spec.LivenessSpec`: ``beat_s=0.5, lease_s=60``."""
-        self._liveness.update(settings)
+        self._job["liveness"].update(settings)
         return self
 
     def trainer_hang_after(self: B, seconds: float) -> B:
         """Seconds without progress of its own code before the trainer is killed and recovered."""
-        self._trainer["hang_after_s"] = seconds
+        self._job["trainer"]["hang_after_s"] = seconds
         return self
 
     def trainer(self: B, module_name: str | type, class_name: str = "") -> B:
-        """Of a module, or a class, which may be one of the main script."""
-        self._trainer.update({"module": module_name, "class": class_name})
+        """Name the trainer by module and class, or give the class, which may be one of the main script."""
+        self._job["trainer"].update({"module": module_name, "class": class_name})
         return self
 
     def role(self: B, name: str, module_name: str | type, class_name: str = "") -> B:
         """Describe a role of any name, by its class as in :meth:`trainer`, and make it current."""
-        self._current = self._workload.setdefault(name.lower(), {})
+        self._current = self._job["workload"].setdefault(name.lower(), {})
         self._current.update({"module": module_name, "class": class_name})
         return self
 
@@ -123,7 +117,7 @@ class JobBuilder:
         return self
 
     def resource(self: B, **amounts: float) -> B:
-        """What one member of the current role needs: ``cpu=2, gpu=0.5, memory=4096`` (MB)."""
+        """Resources of one member of the current role: ``cpu=2, gpu=0.5, memory=4096`` (MB)."""
         self._role("resource").setdefault("resource", {}).update(amounts)
         return self
 
@@ -143,17 +137,15 @@ class JobBuilder:
 
     def with_collocation(self: B, *roles: str) -> B:
         """Let these roles share devices."""
-        names = [role.lower() for role in roles]
-        self._groups.append({name: self._members_per_group(name) for name in names})
+        specs = {role.lower(): self._job["workload"].get(role.lower(), {}) for role in roles}
+        self._job["workload_group"].append(
+            {name: int(spec.get("per_node") or spec.get("num", 1)) for name, spec in specs.items()}
+        )
         return self
 
     def with_collocation_all(self: B) -> B:
         """Let all roles defined so far share devices."""
-        return self.with_collocation(*self._workload)
-
-    def _members_per_group(self, name: str) -> int:
-        spec = self._workload.get(name, {})
-        return int(spec.get("per_node") or spec.get("num", 1))
+        return self.with_collocation(*self._job["workload"])
 
     def _role(self, call: str) -> dict[str, Any]:
         if self._current is None:
@@ -166,15 +158,10 @@ class JobBuilder:
         inputs = None if in_process else RUNS / name / "inputs"
         data = OmegaConf.create(
             {
+                **self._job,
                 "name": name,
-                **self._files,
-                "trainer": _with_names(self._trainer, inputs),
-                "workload": {role: _with_names(values, inputs) for role, values in self._workload.items()},
-                "workload_group": self._groups,
-                "env": self._env,
-                "restart": self._restart,
-                "checkpoint": self._checkpoint,
-                "liveness": self._liveness,
+                "trainer": _with_names(self._job["trainer"], inputs),
+                "workload": {role: _with_names(values, inputs) for role, values in self._job["workload"].items()},
             }
         )
         data["config"] = (
@@ -188,22 +175,17 @@ _REFERENCE = re.compile(r"(?<!\\)\$\{(?P<key>[A-Za-z_][\w.]*)\}")
 
 def _within_job(config: DictConfig) -> DictConfig:
     """References to keys of ``config`` name them from the job's root; others are the job's."""
+    content = OmegaConf.to_container(config, resolve=False)
+    plain, absent = from_plain(content), object()  # type: ignore[arg-type]
 
     def rewrite(match: re.Match[str]) -> str:
         is_own = OmegaConf.select(plain, match["key"], default=absent) is not absent
         return f"${{config.{match['key']}}}" if is_own else match[0]
 
-    def walk(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {key: walk(item) for key, item in value.items()}
-        if isinstance(value, list):
-            return [walk(item) for item in value]
-        return _REFERENCE.sub(rewrite, value) if isinstance(value, str) else value
-
-    content = OmegaConf.to_container(config, resolve=False)
-    plain, absent = from_plain(content), object()  # type: ignore[arg-type]
-    made: DictConfig = OmegaConf.create(walk(content))
-    return made
+    rewritten: DictConfig = OmegaConf.create(
+        map_values(content, lambda _, value: _REFERENCE.sub(rewrite, value) if isinstance(value, str) else value)
+    )
+    return rewritten
 
 
 def _with_names(values: Mapping[str, Any], inputs: Path | None) -> dict[str, Any]:

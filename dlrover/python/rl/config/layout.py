@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The layout of a job file: DLRover's ``rl_config``.
+# Over 400 lines: the layout and its short forms, which fill it in before it is read
+"""The layout of a job file: DLRover's ``rl_config``, and its short forms.
 
 ::
 
     name: my-job                       # default: the file's name
     job_dir: out                       # default: each run gets a folder in runs/<name>; or a URL: s3://bucket/run
     overwrite: false                   # true replaces the results in job_dir
-    recipe: grpo                       # in place of classes, see short_forms
+    recipe: grpo                       # in place of classes; or module:Class of your own trainer
     trainer: {module, class, node_number, device_type, device_per_node}
-    workload:                          # or roles
+    workload:                          # or roles, of which config.scripts gets the programs
       actor: {module, class, num, resource: {cpu, gpu, memory}, env}
       reward: 2                        # a number of members
-      train: {command, num}          # or function; such jobs need no class and no actor
+      train: {command, num}            # or function; such jobs need no class and no actor
     workload_group: [{actor: 1, reference: 1}]
     env: {KEY: value}
     config: {...}                      # the user's own
@@ -35,13 +36,13 @@ from dlrover.python.rl.common.names import RLRoleType, check_job_name, hint, is_
 from dlrover.python.rl.config.plain import (
     escape_references,
     from_plain,
+    map_values,
     reference_error,
     to_plain,
     validate_resolvers,
     without,
 )
 from dlrover.python.rl.config.secrets import seal
-from dlrover.python.rl.config.short_forms import runs_scripts_only, with_recipe, with_scripts
 from dlrover.python.rl.config.spec import (
     RUNS,
     CheckpointSpec,
@@ -56,6 +57,209 @@ from dlrover.python.rl.config.spec import (
     WorkloadSpec,
 )
 from dlrover.python.rl.config.typed import lies_in, salvage
+
+ROLES = ("workload", "roles")
+"""The names of the section with the roles."""
+
+_PACKAGE = "dlrover.python.rl.recipe"
+_WORKLOADS = f"{_PACKAGE}.workloads"
+_CLASSES = ("module", "class")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A trainer, and the roles that its jobs have."""
+
+    trainer: str
+    """``module:Class``; names only, since describing a job imports no recipe."""
+
+    needs: tuple[str, ...] = ("actor",)
+    """Roles that have one member in a job whose file leaves them out."""
+
+    options: tuple[str, ...] = ()
+    """Further roles."""
+
+    actor: str = "ActorWorkload"
+    """Class of the actor; other classes are named after their roles."""
+
+    def workload(self, role: str, config: Any) -> str:
+        """The class of a role, which depends on some settings; empty for a role that the recipe does not have."""
+        if role in _teachers(config):
+            return "ShardedTeacherWorkload" if _setting(config, "engine.shard_frozen") else "TeacherWorkload"
+        if role not in (*self.needs, *self.options):
+            return ""
+        if role == "reward" and _setting(config, "reward.model"):
+            return "ModelRewardWorkload"
+        if role == "reference" and _setting(config, "engine.shard_frozen"):
+            return "ShardedReferenceWorkload"
+        return self.actor if role == "actor" else f"{role.capitalize()}Workload"
+
+    def needed(self, config: Any) -> list[str]:
+        """The roles of ``needs``, and the teachers; an environment scores samples without a reward."""
+        unused = {"reward"} if _setting(config, "rollout.env_path") else set()
+        return [role for role in (*self.needs, *_teachers(config)) if role not in unused]
+
+
+_SAMPLING = ("actor", "rollout", "reward")
+
+RECIPES: Mapping[str, Recipe] = {
+    "sft": Recipe(f"{_PACKAGE}.sft:SFTTrainer"),
+    "rm": Recipe(f"{_PACKAGE}.rm:RMTrainer", actor="ScorerWorkload"),
+    "dpo": Recipe(f"{_PACKAGE}.dpo:DPOTrainer", ("actor", "reference")),
+    "grpo": Recipe(f"{_PACKAGE}.grpo:GRPOTrainer", _SAMPLING, ("reference",)),
+    "ppo": Recipe(f"{_PACKAGE}.ppo:PPOTrainer", (*_SAMPLING, "critic"), ("reference",)),
+    "distill": Recipe(f"{_PACKAGE}.distill:DistillationTrainer", _SAMPLING, ("reference", "teacher")),
+}
+"""The recipes by name."""
+
+
+def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any], list[ConfigError]]:
+    """The values of a layout with numbers of members as mappings, and the classes and missing roles of ``recipe``.
+    Whatever cannot be filled in has an empty name beside its error."""
+    filled = dict(values)
+    if isinstance(roles := values.get("workload"), Mapping):
+        filled["workload"] = {
+            role: {"num": spec} if isinstance(spec, int | float) else spec for role, spec in roles.items()
+        }
+    if "recipe" not in filled:
+        return filled, []
+    name, errors = filled.pop("recipe"), list[ConfigError]()
+    recipe = RECIPES.get(name) if isinstance(name, str) else None
+    if isinstance(name, str) and ":" in name.strip(":"):  # a user's trainer may have all roles
+        own = Recipe(name, ("actor",), ("rollout", "reward", "reference", "critic", "teacher"))
+        recipe = next((recipe for recipe in RECIPES.values() if recipe.trainer == name), own)
+    if recipe is None:
+        names = f"{', '.join(RECIPES)}, or module:Class of your trainer"
+        is_close = isinstance(name, str) and nearest(name, RECIPES)
+        message = f"unknown recipe '{name}'{hint(name, RECIPES)}" if is_close else f"has to be {names}, got {name!r}"
+        errors.append(ConfigError("recipe", message))
+    trainer = {} if filled.get("trainer") is None else filled["trainer"]
+    if isinstance(trainer, Mapping):
+        errors += [
+            ConfigError(f"trainer.{key}", "recipe names the trainer: leave one of them out")
+            for key in _CLASSES
+            if key in trainer
+        ]
+        classes = recipe.trainer.split(":", 1) if recipe is not None else ("", "")
+        filled["trainer"] = {**dict(zip(_CLASSES, classes, strict=True)), **trainer}
+    if isinstance(roles := filled.get("workload", {}), Mapping):
+        filled["workload"] = _with_classes(roles, recipe, config, errors)
+        if isinstance(trainer, Mapping):
+            _free_devices(filled)
+    return filled, errors
+
+
+def _with_classes(
+    roles: Mapping[Any, Any], recipe: Recipe | None, config: Any, errors: list[ConfigError]
+) -> dict[str, Any]:
+    """``roles`` with the classes of a recipe, which are empty for an unknown one, and the needed roles; adds errors."""
+    lower = {str(role).lower() for role in roles}
+    needed = recipe.needed(config) if recipe is not None else ["actor"]
+    filled: dict[str, Any] = {**roles, **{role: {} for role in needed if role not in lower}}
+    for role, spec in filled.items():
+        spec = {} if spec is None else spec
+        if not isinstance(spec, Mapping) or not spec.keys().isdisjoint((*_PROGRAMS, "module")):
+            continue
+        class_name = spec.get("class") or (recipe.workload(str(role).lower(), config) if recipe is not None else "")
+        if recipe is not None and not class_name:
+            names = (*recipe.needs, *recipe.options)
+            end = hint(str(role), names)
+            own = "" if "did you mean" in end else "; a role of your own needs module and class"
+            errors.append(ConfigError(f"workload.{role}", f"the recipe has no role '{role}'{end}{own}"))
+        filled[role] = {"module": _WORKLOADS if class_name else "", "class": class_name, **spec}
+    return filled
+
+
+def _free_devices(values: Mapping[str, Any]) -> None:
+    """Give rewards that are functions no GPU, unless they share one or the file says otherwise."""
+    groups = values.get("workload_group")
+    mappings = [group for group in groups if isinstance(group, Mapping)] if isinstance(groups, list) else []
+    grouped = {str(role).lower() for group in mappings for role in group}
+    if values["trainer"].get("device_type", "GPU") != "GPU":
+        return
+    for role, spec in values["workload"].items():
+        is_function = isinstance(spec, dict) and [spec.get(key) for key in _CLASSES] == [_WORKLOADS, "RewardWorkload"]
+        if is_function and str(role).lower() not in grouped and isinstance(spec.get("resource"), Mapping | None):
+            spec["resource"] = {"gpu": 0, **(spec.get("resource") or {})}
+
+
+def _setting(config: Any, key: str) -> Any:
+    """A value of the user's ``config``; None if there is none, or it cannot be read, which is reported elsewhere."""
+    try:
+        return None if config is None else OmegaConf.select(config, key, throw_on_resolution_failure=False)
+    except OmegaConfBaseException:
+        return None
+
+
+def _teachers(config: Any) -> list[str]:
+    teachers = _setting(config, "teachers")
+    return [str(name).lower() for name in teachers] if isinstance(teachers, Mapping | DictConfig) else []
+
+
+# -- roles that are programs -------------------------------------------------------------------------------------------
+
+_PROGRAMS = ("command", "function")
+_MODULE = f"{_PACKAGE}.scripts"
+_ROLE = {"module": _MODULE, "class": "Script", "hang_after_s": 3600}
+_TRAINER = {"module": _MODULE, "class": "ScriptTrainer"}
+_MAX_RESTART = 3
+
+
+def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a layout with classes and limits for such roles, and their programs. Raises InvalidJob."""
+    workload: Any = values.get("workload")
+    specs = workload.items() if isinstance(workload, Mapping) else ()
+    mappings = {role: spec for role, spec in specs if isinstance(spec, Mapping)}
+    programs = {role: spec for role, spec in mappings.items() if not spec.keys().isdisjoint(_PROGRAMS)}
+    if not programs:
+        return dict(values), {}
+    errors = [error for role, spec in programs.items() for error in _validate(role, spec)]
+    if errors:
+        raise InvalidJob(errors)
+    roles = {
+        role: {**_ROLE, **{key: value for key, value in spec.items() if key not in _PROGRAMS}}
+        for role, spec in programs.items()
+    }
+    trainer: Any = {} if values.get("trainer") is None else values["trainer"]
+    if isinstance(trainer, Mapping) and len(programs) == len(workload) and trainer.keys().isdisjoint(_TRAINER):
+        trainer = {**trainer, **_TRAINER}
+    restart: dict[str, Any] = dict(values.get("restart") or {})
+    limits: dict[str, Any] = dict(restart.get("workload_max_restart") or {})
+    limited = {str(role).upper() for role in limits}
+    limits |= {role: _MAX_RESTART for role in programs if str(role).upper() not in limited}
+    changed = {
+        "trainer": trainer,
+        "workload": {**workload, **roles},
+        "restart": {**restart, "workload_max_restart": limits},
+    }
+    scripts = {
+        str(role).lower(): {key: spec[key] for key in _PROGRAMS if spec.get(key)} for role, spec in programs.items()
+    }
+    return {**values, **changed}, scripts
+
+
+def runs_scripts_only(values: Mapping[str, Any]) -> bool:
+    trainer = values.get("trainer")
+    return isinstance(trainer, Mapping) and trainer.get("module") == _MODULE
+
+
+def _validate(role: Any, spec: Mapping[str, Any]) -> list[ConfigError]:
+    where, programs = f"workload.{role}", [key for key in _PROGRAMS if spec.get(key)]
+    classes = [key for key in _CLASSES if spec.get(key)]
+    if classes and programs:
+        return [ConfigError(where, f"has {programs[0]} and {classes[0]}: a role is a program or a class")]
+    if len(programs) == 2:
+        return [ConfigError(where, "has command and function: a role runs one program")]
+    if not programs:
+        return [ConfigError(where, "its command is empty")]
+    program = spec[programs[0]]
+    if isinstance(program, str) or (
+        programs[0] == "command" and isinstance(program, list) and all(isinstance(part, str) for part in program)
+    ):
+        return []
+    kinds = "text or a list of texts" if programs[0] == "command" else "text, module:function"
+    return [ConfigError(f"{where}.{programs[0]}", f"must be {kinds}, got {program!r}")]
+
 
 _ELSEWHERE: Mapping[str, str] = {
     "trainer.n_epochs": "epochs, or steps for recipes that learn from samples",
@@ -128,8 +332,12 @@ def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str
     errors += _validate_times(layout) if layout is not None else []
     places = [error.where for error in unnamed]
     errors = doubled + unnamed + [error for error in errors if not lies_in(error.where, places)]
-    errors = [_in_file_terms(error, has_roles) for error in errors]
-    places = [error.where for error in unresolved]
+    section = "roles" if has_roles else "workload"
+    in_file_terms = [
+        ConfigError(re.sub(r"^workload\b", section, _CLASS_FIELD.sub("class", where)), _CLASS_FIELD.sub("class", text))
+        for where, text in ((error.where, error.what) for error in errors)
+    ]
+    errors, places = in_file_terms, [error.where for error in unresolved]
     errors = unresolved + [error for error in errors if not lies_in(error.where, places)]
     config = data.get("config")
     if scripts:
@@ -146,26 +354,25 @@ def _spec(layout: JobLayout, config: Any, default_name: str, search_path: tuple[
     groups = [{str(role).upper(): count for role, count in group.items()} for group in layout.workload_group]
     return JobSpec(
         name=layout.name or default_name,
-        trainer=layout.trainer,
         workloads=workloads,
         groups=tuple(
             {RLRoleType(role): count for role, count in group.items()}
             for group in groups
             if all(role in workloads and workloads[RLRoleType(role)].num % count == 0 for role, count in group.items())
         ),
-        env=layout.env,
         config=config if config is not None else OmegaConf.create({}),
         job_dir=Path(layout.job_dir).absolute() if layout.job_dir and not is_url(layout.job_dir) else RUNS,
         archive=layout.job_dir.rstrip("/") if is_url(layout.job_dir) else "",
-        overwrite=layout.overwrite,
         search_path=search_path,
-        restart=layout.restart,
-        checkpoint=layout.checkpoint,
-        liveness=layout.liveness,
-        master=layout.master,
-        placement_timeout_s=layout.placement_timeout_s,
-        scheduling_strategy=layout.scheduling_strategy,
+        **{name: getattr(layout, name) for name in _SAME},
     )
+
+
+_SAME = (
+    *("trainer", "env", "overwrite", "restart", "checkpoint", "liveness", "master"),
+    *("placement_timeout_s", "scheduling_strategy"),
+)
+"""Fields that a job and its file have alike."""
 
 
 def _layout_values(data: DictConfig) -> tuple[dict[str, Any], list[ConfigError]]:
@@ -205,11 +412,6 @@ def _rename(mapping: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(resource, dict) and "mem" in resource:
         renamed["resource"] = {"memory" if key == "mem" else key: value for key, value in resource.items()}
     return renamed
-
-
-def _in_file_terms(error: ConfigError, has_roles: bool) -> ConfigError:
-    where, what = (re.sub(r"\bclass_(?!\w)", "class", text) for text in (error.where, error.what))
-    return ConfigError(re.sub(r"^workload\b", "roles", where) if has_roles else where, what)
 
 
 def _validate_roles(values: Any) -> list[ConfigError]:
@@ -290,7 +492,7 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
     ``hide_secrets`` is for a file that others may read.
     """
     job = seal(job)[0] if hide_secrets else job
-    trainer = {_file_key(name): value for name, value in vars(job.trainer).items()}
+    trainer = {name.rstrip("_"): value for name, value in vars(job.trainer).items()}
     trainer["torch_master_port"] = list(job.trainer.torch_master_port)
     layout = {
         "name": job.name,
@@ -298,18 +500,16 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
         "trainer": trainer,
         "workload": {
             role.lower(): {
-                _file_key(name): dict(value) if isinstance(value, Mapping) else value
+                name.rstrip("_"): dict(value) if isinstance(value, Mapping) else value
                 for name, value in vars(spec).items()
             }
-            | {"env": _env_to_file(spec.env)}
+            | {"env": map_values(spec.env, lambda _, value: escape_references(value))}
             for role, spec in job.workloads.items()
         },
         "workload_group": [{role.lower(): count for role, count in group.items()} for group in job.groups],
-        "env": _env_to_file(job.env),
+        "env": map_values(job.env, lambda _, value: escape_references(value)),
         "restart": {**vars(job.restart), "workload_max_restart": dict(job.restart.workload_max_restart)},
-        "checkpoint": dict(vars(job.checkpoint)),
-        "liveness": dict(vars(job.liveness)),
-        "master": dict(vars(job.master)),
+        **{name: {**vars(getattr(job, name))} for name in ("checkpoint", "liveness", "master")},
         "placement_timeout_s": job.placement_timeout_s,
         "scheduling_strategy": job.scheduling_strategy,
     }
@@ -319,13 +519,9 @@ def job_to_yaml(job: JobSpec, *, hide_secrets: bool = False) -> str:
 
 
 def digest(job: JobSpec) -> str:
-    """The same for jobs with the same description, wherever they write to."""
+    """A text that is equal for jobs with equal descriptions, wherever they write to."""
     return hashlib.sha256(job_to_yaml(replace(job, job_dir=RUNS)).encode()).hexdigest()[:16]
 
 
-def _file_key(name: str) -> str:
-    return "class" if name == "class_" else name
-
-
-def _env_to_file(env: Mapping[str, str]) -> dict[str, str]:
-    return {name: escape_references(value) for name, value in env.items()}
+_CLASS_FIELD = re.compile(r"\bclass_(?!\w)")
+"""The field of ``class``, which no field can be called."""

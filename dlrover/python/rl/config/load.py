@@ -17,10 +17,9 @@ from yaml import YAMLError
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.common.redaction import HIDDEN
-from dlrover.python.rl.config.layout import JOB_KEYS, job_from_mapping
+from dlrover.python.rl.config.layout import JOB_KEYS, ROLES, job_from_mapping
 from dlrover.python.rl.config.plain import check_text, from_plain, list_texts, without
 from dlrover.python.rl.config.secrets import is_secret_at
-from dlrover.python.rl.config.short_forms import ROLES
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import lies_in
 
@@ -90,22 +89,23 @@ def load_job_with(path: str | Path, values: Mapping[str, Any], search_path: tupl
     data, errors = _read(_text(Path(path)), str(path))
     if errors:
         raise InvalidJob(errors)
-    given: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     for key, value in values.items():
         *parents, last = _path(data, key).split(".")
-        section = given
+        section = settings
         for parent in parents:
             section = section.setdefault(parent, {})
         if isinstance(value, Mapping):
             section.setdefault(last, {}).update(value)
         else:
             section[last] = value
-    return job_from_mapping(DictConfig(OmegaConf.merge(data, from_plain(given))), name_of_file(Path(path)), search_path)
+    merged = DictConfig(OmegaConf.merge(data, from_plain(settings)))
+    return job_from_mapping(merged, name_of_file(Path(path)), search_path)
 
 
 def search_folders(*more: Path) -> tuple[str, ...]:
-    """Where a job's classes may be: the working directory, ``more``, and what ``PYTHONPATH`` names here, since the
-    processes of a running cluster do not inherit it."""
+    """List the folders that a job's classes may be in: the working directory, ``more``, and the entries of
+    ``PYTHONPATH`` here, since the processes of a running cluster do not inherit it."""
     inherited = [str(Path(entry).absolute()) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
     return tuple(dict.fromkeys([str(Path.cwd()), *map(str, more), *inherited]))
 
@@ -132,15 +132,22 @@ def _read(text: str, where: str) -> _Read:
         try:
             data = OmegaConf.create(text)
         except GrammarParseError:
-            data, errors = _read_around_malformed(text)
+            # References that OmegaConf cannot parse: they are read as text, and left out.
+            hidden = OmegaConf.to_container(OmegaConf.create(text.replace("${", _HIDDEN_REFERENCE)))
+            errors = _find_malformed(hidden)
+            readable = OmegaConf.create(without({error.where for error in errors}, hidden))
+            data = OmegaConf.create(OmegaConf.to_yaml(readable).replace(_HIDDEN_REFERENCE, "${"))
     except AssertionError:
         pass  # OmegaConf raises it for a lone number
     except (YAMLError, OmegaConfBaseException, RecursionError) as error:
         raise InvalidJob([_yaml_error(text, where, error)]) from error
     if not isinstance(data, DictConfig):
         raise InvalidJob([ConfigError(where, "a job file is a mapping at its top level")])
-    if what := _find_config_fault(data):
-        errors.append(ConfigError("config", what))
+    is_reference = OmegaConf.is_interpolation(data, "config")
+    config = None if is_reference else data.get("config")
+    if is_reference or not isinstance(config, DictConfig | None):
+        kind = "a reference" if is_reference else "a list" if isinstance(config, ListConfig) else "a single value"
+        errors.append(ConfigError("config", f"must be a mapping of your settings, not {kind}"))
         data["config"] = None
     return data, errors
 
@@ -160,40 +167,16 @@ def _yaml_error(text: str, where: str, error: Exception) -> ConfigError:
     return ConfigError(f"{where}:{mark.line + 1}", f"not valid YAML: {fault}")
 
 
-def _find_config_fault(data: DictConfig) -> str:
-    if OmegaConf.is_interpolation(data, "config"):
-        return "is a mapping of your settings, not a reference"
-    config = data.get("config")
-    if config is None or isinstance(config, DictConfig):
-        return ""
-    return f"must be a mapping of your settings, not {'a list' if isinstance(config, ListConfig) else 'a single value'}"
-
-
-def _read_around_malformed(text: str) -> _Read:
-    """A file whose references OmegaConf cannot parse."""
-    hidden = OmegaConf.to_container(OmegaConf.create(text.replace("${", _HIDDEN_REFERENCE)))
-    errors = [
-        ConfigError(where, "has a malformed reference: it is written ${key}, and \\${ is the text itself")
-        for where, value in list_texts(hidden)
-        if _HIDDEN_REFERENCE in value and _is_malformed(value.replace(_HIDDEN_REFERENCE, "${"))
-    ]
-    return OmegaConf.create(_shown(without({error.where for error in errors}, hidden))), errors
-
-
-def _is_malformed(text: str) -> bool:
-    try:
-        OmegaConf.create([text])
-    except GrammarParseError:
-        return True
-    return False
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {_shown(key): _shown(part) for key, part in value.items()}
-    if isinstance(value, list):
-        return [_shown(part) for part in value]
-    return value.replace(_HIDDEN_REFERENCE, "${") if isinstance(value, str) else value
+def _find_malformed(hidden: Any) -> list[ConfigError]:
+    """Report each text with a reference that OmegaConf cannot parse."""
+    errors = []
+    for where, text in list_texts(hidden):
+        try:
+            OmegaConf.create([text.replace(_HIDDEN_REFERENCE, "${")])
+        except GrammarParseError:
+            fault = "has a malformed reference: it is written ${key}, and \\${ is the text itself"
+            errors.append(ConfigError(where, fault))
+    return errors
 
 
 def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError], list[ConfigError]]:
@@ -206,23 +189,25 @@ def _apply(data: DictConfig, overrides: Sequence[str]) -> tuple[list[ConfigError
     for override in overrides:
         key, equals, value = override.partition("=")
         adding, key = key.startswith("+"), key.removeprefix("+").strip()
-        path, lacking = _path(data, key), _secret_without_value(data, override)
+        path, (first, sign) = _path(data, key), _KEY.findall(override)[0]
+        is_secret = not sign and is_secret_at(_path(data, first.lstrip("+-")), override)
+        lacking = first if is_secret else ""  # a secret key whose value may be the next word
         if not equals or not key or lacking:
             shown = lacking or (override if may_show else HIDDEN)
             errors.append(ConfigError(shown, "an override is written key=value"))
-            may_show = may_show and not lacking  # the next word may be its value
+            may_show = may_show and not lacking
             continue
         try:
             error = None if adding else _find_missing(data, path, key)
-            if error is not None and _is_addable(data, path) and not _is_near_layout(data, key):
+            if error is not None and _may_add(data, path, key):
                 unlisted.append(error)
                 error = None
             if error is None:
                 # Not resolved here: a value may refer to other keys of the file.
                 data.merge_with_dotlist([f"{_count_members(data, path, value)}={value}"])
         except (OmegaConfBaseException, YAMLError) as failure:
-            what = "is not valid YAML" if is_secret_at(path, value) else str(failure).splitlines()[0]
-            error = ConfigError(key, what)
+            fault = "is not valid YAML" if is_secret_at(path, value) else str(failure).splitlines()[0]
+            error = ConfigError(key, fault)
         except (TypeError, ValueError):
             error = ConfigError(key, "leads into a list by a name")
         if error is not None:
@@ -250,68 +235,56 @@ def _count_members(data: DictConfig, path: str, value: str) -> str:
     return f"{path}.num" if isinstance(spec, DictConfig) and not below and value.strip().isdecimal() else path
 
 
-def _secret_without_value(data: DictConfig, override: str) -> str:
-    """The secret key at the beginning of an override, if no ``=`` follows it; else empty."""
-    key, equals = _KEY.findall(override)[0]
-    return key if not equals and is_secret_at(_path(data, key.lstrip("+-")), override) else ""
-
-
-def _is_addable(data: DictConfig, path: str) -> bool:
-    """Whether a key that is not there is one of ``config``, and nothing but mappings is in its way."""
-    first, *parts = path.split(".")
-    node: Any = data.get(first)
+def _may_add(data: DictConfig, path: str, key: str) -> bool:
+    """Return True for a missing key of ``config`` with nothing but mappings in its way, unless the layout almost has
+    it."""
+    section, *parts = path.split(".")
+    node: Any = data.get(section)
     for part in parts:
         if node is not None and (not isinstance(node, DictConfig) or not part):
             return False
         node = node.get(part) if node is not None else None
-    return first == "config"
-
-
-def _is_near_layout(data: DictConfig, key: str) -> bool:
-    """Whether a key is none of ``config``, but almost one of the layout."""
     first = key.split(".")[0]
-    if first in JOB_KEYS or first in data["config"]:
-        return False
-    return bool(get_close_matches(first, JOB_KEYS, 1, _ALMOST))
+    is_known = first in JOB_KEYS or first in data["config"]
+    return section == "config" and (is_known or not get_close_matches(first, JOB_KEYS, 1, _ALMOST))
 
 
 def _find_missing(data: DictConfig, path: str, key: str) -> ConfigError | None:
     """The error of an override whose role or user key is not in the file; the layout checks its own keys."""
-    first, *rest = path.split(".")
+    first, *parts = path.split(".")
     if first in ROLES and "recipe" in data and isinstance(data.get(first), DictConfig | None):
         return None  # it has the roles
     if first in ROLES:
-        rest = rest[:1]
+        parts = parts[:1]
     elif first != "config":
         return None
     node: Any = data.get(first)
-    for part in rest:
+    for part in parts:
         if isinstance(node, ListConfig) and part.isdecimal() and int(part) < len(node):
             node = node[int(part)]
         elif isinstance(node, DictConfig) and part in node:
             node = node.get(part)
         else:
-            own = JOB_KEYS if node is data.get("config") and part == rest[0] else ()
-            return _unknown_key(node, part, key, own)
+            names = [str(name) for name in node] if isinstance(node, DictConfig) else []
+            own = JOB_KEYS if node is data.get("config") and part == parts[0] else ()
+            if nearest(part, names) is None and (close := get_close_matches(part, own, 1, _ALMOST)):
+                meant = key.replace(part, close[0], 1)
+                return ConfigError(key, f"unknown key '{part}'; did you mean '{meant}'?")
+            return ConfigError(key, f"unknown key '{part}'{hint(part, names)} (write +{key}=... to add it)")
     return None
-
-
-def _unknown_key(node: Any, part: str, key: str, own: Sequence[str]) -> ConfigError:
-    names = [str(name) for name in node] if isinstance(node, DictConfig) else []
-    if nearest(part, names) is None and (close := get_close_matches(part, own, 1, _ALMOST)):
-        return ConfigError(key, f"unknown key '{part}'; did you mean '{key.replace(part, close[0], 1)}'?")
-    return ConfigError(key, f"unknown key '{part}'{hint(part, names)} (write +{key}=... to add it)")
 
 
 class OverridesCommand(click.Command):
     """A command with ``key=value`` arguments: an option that it does not have is answered with the argument."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        given = list(args)
+        typed = list(args)
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
-            name, pairs = _written(error.option_name, given), [*given, ""]
+            name, pairs = error.option_name, [*typed, ""]
+            if not name.startswith("--"):  # of ``-steps=5`` click takes ``-s`` for it
+                name = next((arg.partition("=")[0] for arg in typed if arg.startswith(name)), name)
             options = [*(option for item in self.params for option in item.opts), "help"]
             close = nearest(name.lstrip("-"), [option.lstrip("-") for option in options])
             values = [
@@ -321,13 +294,6 @@ class OverridesCommand(click.Command):
             ]
             value = next((value for value in values if value and not value.startswith("-")), "...")
             key = name.lstrip("-").replace("-", "_")
-            known = f", or did you mean --{close}?" if close else ""
-            message = f"no option {name}: settings are written key=value, {key}={value}{known}"
+            advice = f", or did you mean --{close}?" if close else ""
+            message = f"no option {name}: settings are written key=value, {key}={value}{advice}"
             raise click.UsageError(message, ctx) from None
-
-
-def _written(option: str, args: list[str]) -> str:
-    """The option as it was typed: of ``-steps=5`` click takes ``-s`` for it."""
-    if option.startswith("--"):
-        return option
-    return next((arg.partition("=")[0] for arg in args if arg.startswith(option)), option)

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From the text of a job file to plain values and back: its limits, OmegaConf's containers, and what cannot be read."""
+"""Turns the text of a job file into plain values and back: its limits, OmegaConf's containers, unreadable values."""
 
 import os
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import yaml
@@ -32,52 +32,44 @@ def to_plain(value: Any, where: str | None = None) -> Any:
         errors = errors or [reference_error(value, error)]
         if where is not None:
             own = value._get_full_key(None)
-            errors = [ConfigError(_moved(fault.where, own, where), fault.what) for fault in errors]
+            inner = [fault.where.removeprefix(own).removeprefix(".") for fault in errors]
+            places = [".".join(filter(None, [where, place])) for place in inner]
+            errors = [ConfigError(place, fault.what) for place, fault in zip(places, errors, strict=True)]
         raise InvalidJob(errors, salvaged) from error
-
-
-def _moved(place: str, own: str, where: str) -> str:
-    """``place``, which begins with ``own``, as one below ``where``."""
-    inner = place.removeprefix(own).removeprefix(".")
-    return ".".join(filter(None, [where, inner]))
 
 
 def _salvage(value: Any, errors: list[ConfigError]) -> Any:
     """The plain values of a container without those that cannot be read, which are added to ``errors``."""
-    if isinstance(value, DictConfig) and not value._is_none():
-        return {key: part for key in value for part in _read(value, key, errors)}
-    if isinstance(value, ListConfig) and not value._is_none():
-        return [part for number in range(len(value)) for part in _read(value, number, errors)]
-    return None if isinstance(value, DictConfig | ListConfig) else value
-
-
-def _read(container: Any, key: Any, errors: list[ConfigError]) -> Iterator[Any]:
-    try:
-        yield _salvage(container[key], errors)
-    except OmegaConfBaseException as error:
-        errors.append(reference_error(container, error))
+    if not isinstance(value, DictConfig | ListConfig):
+        return value
+    if value._is_none():
+        return None
+    parts: dict[Any, Any] = {}
+    for key in list(value) if isinstance(value, DictConfig) else range(len(value)):
+        try:
+            parts[key] = _salvage(value[key], errors)
+        except OmegaConfBaseException as error:
+            errors.append(reference_error(value, error))
+    return parts if isinstance(value, DictConfig) else [*parts.values()]
 
 
 def reference_error(container: Any, error: OmegaConfBaseException) -> ConfigError:
-    """The error of a value in ``container``; of a reference to a key that is not there, with the nearest one."""
-    where, what = str(getattr(error, "full_key", "") or "config"), str(error).splitlines()[0]
-    missing = _NOT_FOUND.search(what)
-    near = _nearest_key(missing[1], container._get_root(), where) if missing is not None else None
-    if missing is not None and missing[1] in os.environ:
-        return ConfigError(where, f"{what}: an environment variable is written ${{oc.env:{missing[1]}}}")
-    return ConfigError(where, f"{what}; did you mean '${{{near}}}'?" if near else what)
-
-
-def _nearest_key(name: str, root: Any, where: str) -> str | None:
-    """The key of the whole file that a reference most likely means, but its own: one that ends in its name, a similar
-    one, or one whose last part is similar."""
-    keys = [key for key in _keys(OmegaConf.to_container(root, resolve=False), "") if key != where]
-    name = name.lstrip(".")
+    """The error of a value in ``container``. To a reference to a missing key it adds the key of the whole file that is
+    most likely meant: one that ends in its name, a similar one, or one whose last part is similar."""
+    where, fault = str(getattr(error, "full_key", "") or "config"), str(error).splitlines()[0]
+    missing = _NOT_FOUND.search(fault)
+    if missing is None:
+        return ConfigError(where, fault)
+    if missing[1] in os.environ:
+        return ConfigError(where, f"{fault}: an environment variable is written ${{oc.env:{missing[1]}}}")
+    root, name = OmegaConf.to_container(container._get_root(), resolve=False), missing[1].lstrip(".")
+    keys = [key for key in _keys(root, "") if key != where]
     by_depth = sorted(keys, key=lambda key: -key.count("."))
     by_end = {key.rpartition(".")[2]: key for key in by_depth}  # of several the one that is least deep
     ending = [key for key in by_depth if key.endswith(f".{name}")]
     end = nearest(name.rpartition(".")[2], by_end)
-    return ending[-1] if ending else nearest_path(name, keys) or (by_end[end] if end else None)
+    near = ending[-1] if ending else nearest_path(name, keys) or (by_end[end] if end else None)
+    return ConfigError(where, f"{fault}; did you mean '${{{near}}}'?" if near else fault)
 
 
 def _keys(values: Any, prefix: str) -> Iterator[str]:
@@ -88,16 +80,18 @@ def _keys(values: Any, prefix: str) -> Iterator[str]:
 
 def from_plain(values: Mapping[str, Any]) -> DictConfig:
     """The inverse of :func:`to_plain`: text is literal, whatever it looks like."""
-    config: DictConfig = OmegaConf.create(_escape(values))
+    escaped = map_values(values, lambda _, value: escape_references(value) if isinstance(value, str) else value)
+    config: DictConfig = OmegaConf.create(escaped)
     return config
 
 
-def _escape(value: Any) -> Any:
+def map_values(value: Any, change: Callable[[str, Any], Any], where: str = "") -> Any:
+    """A copy of plain values, each of which is changed by ``change(place, value)``."""
     if isinstance(value, Mapping):
-        return {key: _escape(item) for key, item in value.items()}
+        return {key: map_values(part, change, f"{where}.{key}" if where else str(key)) for key, part in value.items()}
     if isinstance(value, list | tuple):
-        return [_escape(item) for item in value]
-    return escape_references(value) if isinstance(value, str) else value
+        return [map_values(part, change, f"{where}.{number}") for number, part in enumerate(value)]
+    return change(where, value)
 
 
 def escape_references(text: str) -> str:
@@ -127,10 +121,10 @@ def check_text(text: str, where: str) -> None:
     except UnicodeEncodeError as error:
         raise InvalidJob([ConfigError(where, f"character {error.start} is no Unicode text")]) from error
     if size > MAX_BYTES:
-        raise _refusal(where, f"has {size} bytes, a job file has at most {MAX_BYTES}")
+        raise InvalidJob([ConfigError(where, f"has {size} bytes, a job file has at most {MAX_BYTES}")])
     try:
         for line, fault in _faults(text):
-            raise _refusal(f"{where}:{line}", fault)
+            raise InvalidJob([ConfigError(f"{where}:{line}", fault)])
     except (yaml.YAMLError, RecursionError):
         return
 
@@ -158,27 +152,19 @@ def _faults(text: str) -> Iterator[tuple[int, str]]:
             yield line, f"the tag {tag.removeprefix(_STANDARD_TAG)} is not allowed: a job file holds plain values"
 
 
-def find_resolver(text: str) -> str | None:
-    """The name of the first OmegaConf resolver that a text calls, such as ``oc.env``, empty if the name is computed;
-    None if it calls none. References to other keys are no resolvers."""
-    match = _RESOLVER.search(text)
-    return match[1] if match else None
-
-
 def validate_resolvers(values: Any) -> list[ConfigError]:
-    """``values`` are plain, and not resolved yet. A resolver puts what it reads, such as a secret of the environment,
-    into a job's files and logs."""
+    """Report the calls of OmegaConf's resolvers, such as ``oc.env``, in plain values that are not resolved yet;
+    references to other keys are no resolvers. A resolver puts what it reads, such as a secret of the environment, into
+    a job's files and logs."""
     if os.environ.get(ALLOW_RESOLVERS) == "1":
         return []
-    calls = [(where, name) for where, text in list_texts(values) if (name := find_resolver(text)) is not None]
-    return [
-        ConfigError(
-            where,
-            f"calls {f'the resolver {name!r}' if name else 'a resolver'}, which may read the environment: "
-            f"{ALLOW_RESOLVERS}=1 allows it",
-        )
-        for where, name in calls
-    ]
+    errors = []
+    for where, text in list_texts(values):
+        if match := _RESOLVER.search(text):
+            name = f"the resolver {match[1]!r}" if match[1] else "a resolver"
+            fault = f"calls {name}, which may read the environment: {ALLOW_RESOLVERS}=1 allows it"
+            errors.append(ConfigError(where, fault))
+    return errors
 
 
 def without(places: Collection[str], value: Any, where: str = "") -> Any:
@@ -203,7 +189,3 @@ def list_texts(value: Any, where: str = "") -> Iterator[tuple[str, str]]:
     elif isinstance(value, list):
         for number, part in enumerate(value):
             yield from list_texts(part, f"{where}.{number}")
-
-
-def _refusal(where: str, what: str) -> InvalidJob:
-    return InvalidJob([ConfigError(where, what)])

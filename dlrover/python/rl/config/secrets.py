@@ -17,6 +17,7 @@ from omegaconf import AnyNode, DictConfig, ListConfig, ValueNode
 from omegaconf.errors import OmegaConfBaseException
 
 from dlrover.python.rl.common.redaction import HIDDEN, redacted
+from dlrover.python.rl.config.plain import map_values
 from dlrover.python.rl.config.spec import JobSpec
 
 Secrets = Mapping[str, str]
@@ -63,31 +64,22 @@ _KEY = re.compile(
 )
 
 
-def is_secret(name: str, value: object) -> bool:
-    """Of an environment variable; what is in the place of one, without a name, may be any of them."""
-    return not name or name.isdecimal() or bool(_VARIABLE.search(name)) or _is_secret_value(value)
-
-
-def is_secret_key(path: str, value: object) -> bool:
-    """Of a key of ``config``, or what is below it: ``judge.api_key``, ``judge.api_key.value``."""
-    return bool(_KEY.search(".".join(map(_normalized, path.split("."))))) or _is_secret_value(value)
-
-
 def is_secret_at(where: str, value: object) -> bool:
-    """Of a value at a place of a job file: ``env.API_KEY``, ``workload.actor.env.TOKEN``, ``config.judge.api_key``."""
+    """Tell a secret at a place of a job file: ``env.API_KEY``, ``workload.actor.env.TOKEN``, ``config.judge.api_key``,
+    or below one. What is in the place of an environment variable, without a name, may be any of them."""
     if type(value) not in _PLACEHOLDERS or value == "":
         return False
-    section, is_variable, name = f".{where}.".partition(".env.")
-    if is_variable and not f"{section}.".startswith(".config."):
-        return is_secret(name.rstrip("."), value)
-    return is_secret_key(where, value)
-
-
-def _is_secret_value(value: object) -> bool:
     text = _as_text(value)
-    return bool(_VALUE.search(text)) or any(
-        name.lower() in _SECRET_PARAMETERS or _KEY.search(_normalized(name)) for name in _PARAMETER.findall(text)
-    )
+    parameters = _PARAMETER.findall(text)
+    if _VALUE.search(text) or any(
+        name.lower() in _SECRET_PARAMETERS or _KEY.search(_normalized(name)) for name in parameters
+    ):
+        return True
+    section, is_variable, name = f".{where}.".partition(".env.")
+    if not is_variable or f"{section}.".startswith(".config."):
+        return bool(_KEY.search(".".join(map(_normalized, where.split(".")))))
+    name = name.rstrip(".")
+    return not name or name.isdecimal() or bool(_VARIABLE.search(name))
 
 
 @lru_cache(maxsize=1000)
@@ -98,13 +90,13 @@ def _normalized(name: str) -> str:
 
 def without_secrets(values: Any, where: str = "config") -> Any:
     """Plain values at a place of a job file for people to read."""
-    if isinstance(values, Mapping):
-        return {key: without_secrets(value, f"{where}.{key}") for key, value in values.items()}
-    if isinstance(values, list | tuple):
-        return [without_secrets(value, f"{where}.{index}") for index, value in enumerate(values)]
-    if is_secret_at(where, values):
-        return HIDDEN
-    return redacted(values) if type(values) is str else values
+
+    def hide(place: str, value: Any) -> Any:
+        if is_secret_at(place, value):
+            return HIDDEN
+        return redacted(value) if type(value) is str else value
+
+    return map_values(values, hide, where)
 
 
 def hide_in_arguments(arguments: Sequence[str]) -> list[str]:
@@ -120,33 +112,37 @@ def hide_in_arguments(arguments: Sequence[str]) -> list[str]:
 
 def seal(job: JobSpec) -> tuple[JobSpec, Secrets]:
     """The job with a placeholder that begins with ``HIDDEN`` in the place of each secret, and the secrets."""
-    found: dict[str, str] = {}
+    secrets: dict[str, str] = {}
 
     def hide(where: str, value: Any) -> str:
         if _is_hidden(where, value):
             return str(value)
-        found[where] = _as_text(value)
+        secrets[where] = _as_text(value)
         return _PLACEHOLDERS[type(value)]
 
-    return _mapped(job, hide, is_secret_at), found
+    return _mapped(job, hide, is_secret_at), secrets
 
 
 def unseal(job: JobSpec, secrets: Secrets) -> JobSpec:
     """Put secrets back where they were, with their types; one that is not given stays hidden."""
-    return _mapped(
-        job, lambda where, value: _restored(value, secrets[where]) if where in secrets else value, _is_hidden
-    )
+
+    def restore(where: str, placeholder: Any) -> Any:
+        if where not in secrets:
+            return placeholder
+        try:
+            value = _READERS[placeholder](secrets[where])
+        except ValueError:  # secrets may be exchanged for others
+            return secrets[where]
+        return value if _as_text(value) == secrets[where] else secrets[where]
+
+    return _mapped(job, restore, _is_hidden)
 
 
 def hidden_in(job: JobSpec) -> list[str]:
-    """Where ``job`` lacks secrets."""
-    found: dict[str, Any] = {}
-
-    def note(where: str, value: Any) -> Any:
-        return found.setdefault(where, value)
-
-    _mapped(job, note, _is_hidden)
-    return list(found)
+    """List the places where ``job`` lacks secrets."""
+    places: dict[str, Any] = {}
+    _mapped(job, places.setdefault, _is_hidden)
+    return list(places)
 
 
 def variables_of(secrets: Secrets, role: str = "") -> dict[str, str]:
@@ -157,15 +153,6 @@ def variables_of(secrets: Secrets, role: str = "") -> dict[str, str]:
 
 def _as_text(value: object) -> str:
     return value.decode("latin-1") if isinstance(value, bytes) else str(value)
-
-
-def _restored(placeholder: str, text: str) -> Any:
-    """``text`` itself if it is no value of the type that was hidden: secrets are exchanged for others."""
-    try:
-        value = _READERS[placeholder](text)
-    except ValueError:
-        return text
-    return value if _as_text(value) == text else text
 
 
 _Change = Callable[[str, Any], Any]
@@ -196,16 +183,19 @@ def _mapped_config(config: Any, change: _Change, is_wanted: _Test) -> Any:
     if not isinstance(config, DictConfig | ListConfig):
         return config
     root = config._get_root()
-    found = []
+    changes = []
     for where, path, value in _scalars(root, "config" if root is config else ""):
         is_kept = where.startswith("config.") or ".env." in f".{where}"
         if is_kept and is_wanted(where, value):
-            found.append((path, change(where, value)))
-    if not found:
+            changes.append((path, change(where, value)))
+    if not changes:
         return config
     changed = copy.deepcopy(root)
-    for path, value in found:
-        _put(changed, path, value)
+    for (*folders, last), value in changes:
+        node: Any = changed
+        for key in folders:
+            node = node[key]
+        node._content[last] = AnyNode(value, key=last, parent=node)  # of any type, and in a read-only config too
     return changed if root is config else changed[config._key()]
 
 
@@ -226,12 +216,3 @@ def _scalars(node: Any, where: str, path: tuple[Any, ...] = ()) -> Iterator[tupl
             yield from _scalars(value, place, (*path, key))
         else:
             yield place, (*path, key), value
-
-
-def _put(config: Any, path: tuple[Any, ...], value: Any) -> None:
-    """Whatever the type of the field, and where the config is read-only."""
-    *folders, last = path
-    node = config
-    for key in folders:
-        node = node[key]
-    node._content[last] = AnyNode(value, key=last, parent=node)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: reading, and the hints for what cannot be read, which need the same walk
-"""From plain mappings to frozen dataclasses, with defaults filled in and all errors reported at once.
+"""Reads plain mappings as frozen dataclasses, with defaults filled in and all errors reported at once.
 
 The reader walks through dataclasses, mappings and lists, and hands every other value to pydantic alone: a wrong part is
 left out and has its error, and its neighbours are read like any other. Booleans, numbers and texts are kept apart:
@@ -10,9 +10,9 @@ left out and has its error, and its neighbours are read like any other. Booleans
 import dataclasses
 import json
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cache
-from types import UnionType
-from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
+from functools import cache, partial
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticKnownError, SchemaValidator
@@ -80,19 +80,17 @@ def salvage(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Conf
         plain = to_plain(data, where)
     except InvalidJob as error:
         plain, errors = error.salvaged, list(error.errors)
-    unresolved = [error.where for error in errors]
+    unresolved = [error.where for error in errors]  # errors of their places, or around them, say nothing more
     try:
         plain = rename_keys(schema, plain, where)[0]
     except InvalidJob as error:
         plain, errors = error.salvaged, [*errors, *error.errors]
     reader = _Reader(schema, where)
     value = reader.read(schema, plain, ())
-    errors += [error for error in reader.errors if not _overlaps(error.where, unresolved)]
+    for fault in reader.errors:
+        is_around = any(not fault.where or lies_in(place, [fault.where]) for place in unresolved)
+        errors += [] if is_around or lies_in(fault.where, unresolved) else [fault]
     return (None if value is _WRONG else value), errors
-
-
-def _overlaps(place: str, places: Sequence[str]) -> bool:
-    return lies_in(place, places) or any(not place or lies_in(other, [place]) for other in places)
 
 
 def lies_in(place: str, places: Sequence[str]) -> bool:
@@ -106,6 +104,19 @@ def require(schema: type[T], data: Any, where: str) -> T:
     if value is None:
         raise InvalidJob(errors)
     return value
+
+
+def check_fields(instance: Any) -> None:
+    """Raise ValueError that names every field of a dataclass instance whose value its annotation forbids, if that is of
+    numbers, texts and truth values."""
+    reader = _Reader(type(instance), "")
+    for field in dataclasses.fields(instance):
+        annotation = _hints(type(instance))[field.name]
+        kinds = [getattr(branch, "__origin__", branch) for branch in _branches(annotation)]
+        if all(kind in (bool, int, float, str, NoneType, Literal) for kind in kinds):
+            reader.read(annotation, getattr(instance, field.name), (field.name,))
+    if reader.errors:
+        raise ValueError("; ".join(map(str, reader.errors)))
 
 
 class _Reader:
@@ -136,11 +147,11 @@ class _Reader:
 
     def _read_leaf(self, annotation: Any, kind: type[Any] | None, value: Any, path: tuple[Any, ...]) -> Any:
         """Return a value by pydantic; ``kind`` is a dataclass that the annotation has too, and the value is none."""
-        others = [branch for branch in _branches(annotation) if not _is_dataclass(branch)]
+        plain_kinds = [branch for branch in _branches(annotation) if not _is_dataclass(branch)]
         items: list[tuple[tuple[Any, ...], Any]] = []
         try:
-            if kind is None or others:
-                leaf = annotation if kind is None else Union[tuple(others)]  # noqa: UP007 -- made of a list
+            if kind is None or plain_kinds:
+                leaf = annotation if kind is None else Union[tuple(plain_kinds)]  # noqa: UP007 -- made of a list
                 return _validator(leaf).validate_python(value)
         except ValidationError as error:
             items = [(_place(item["loc"], value), item) for item in error.errors()]
@@ -221,8 +232,9 @@ class _Reader:
             self._report(f"unknown key '{path[-1]}'{self._hint_of(names, [*map(str, path)])}", path)
             return
         for below in _leaves(value):
-            error = ConfigError(self._place_of([*path, *below]), _foreign(".".join([key, *below]), foreign))
-            self.errors.append(answer(self._schema, error))
+            near = nearest_path(".".join([key, *below]), foreign)
+            fault = f"unknown key{f'; did you mean {near!r}?' if near else ', and no other name of one'}"
+            self.errors.append(answer(self._schema, ConfigError(self._place_of([*path, *below]), fault)))
 
     def _hint_of(self, names: Sequence[str], path: Sequence[str]) -> str:
         """The nearest key beside an unknown one, or that of its name, or almost so, in another place, as jobs write
@@ -261,13 +273,7 @@ def _is_mapping(origin: Any) -> bool:
     return isinstance(origin, type) and issubclass(origin, Mapping)
 
 
-_HINTS: dict[type[Any], dict[str, Any]] = {}
-
-
-def _hints(kind: type[Any]) -> dict[str, Any]:
-    if kind not in _HINTS:
-        _HINTS[kind] = get_type_hints(kind, include_extras=True)
-    return _HINTS[kind]
+_hints: Callable[[Any], dict[str, Any]] = cache(partial(get_type_hints, include_extras=True))
 
 
 def _names(kind: type[Any]) -> list[str]:
@@ -304,11 +310,6 @@ def _leaves(value: Any) -> list[list[str]]:
     if not isinstance(value, Mapping) or not value:
         return [[]]
     return [[str(key), *below] for key, item in value.items() for below in _leaves(item)]
-
-
-def _foreign(key: str, known: Sequence[str]) -> str:
-    near = nearest_path(key, known)
-    return f"unknown key{f'; did you mean {near!r}?' if near else ', and no other name of one'}"
 
 
 def answer(schema: Any, error: ConfigError) -> ConfigError:
@@ -384,19 +385,19 @@ def _pick(values: Any, path: Sequence[str]) -> Any:
 
 def _without(values: Mapping[str, Any], path: Sequence[str]) -> dict[str, Any]:
     """A copy without a key, and without mappings that become empty."""
-    first, *rest = path
-    inner = _without(values[first], rest) if rest else {}
+    first, *below = path
+    inner = _without(values[first], below) if below else {}
     rest_of_values = {key: value for key, value in values.items() if key != first}
     return {**rest_of_values, first: inner} if inner else rest_of_values
 
 
 def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[str, Any]:
     """A copy with a key; unchanged where something else than a mapping is in its way, which is an error itself."""
-    first, *rest = path
+    first, *below = path
     inner = values.get(first)
-    if rest and not isinstance(inner, Mapping | None):
+    if below and not isinstance(inner, Mapping | None):
         return dict(values)
-    return {**values, first: _with(inner or {}, rest, value) if rest else value}
+    return {**values, first: _with(inner or {}, below, value) if below else value}
 
 
 _VALUES = ("default", "expected", "metadata", "serialization")

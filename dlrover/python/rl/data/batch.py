@@ -4,7 +4,7 @@
 Arrays are contiguous numpy, so a batch passes through Ray's object store without a copy: readers see read-only
 views."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypeVar
@@ -63,7 +63,7 @@ class Ragged:
         return Ragged(np.concatenate([self.values[:0], *rows]), offsets)
 
     def like(self, values: Array) -> "Ragged":
-        """The same row lengths over other ``values`` ``[total, ...]``."""
+        """Keep the row lengths, over other ``values`` ``[total, ...]``."""
         if len(values) != len(self.values):
             raise DataError(f"{len(values)} values for rows that hold {len(self.values)}")
         return Ragged(values, self.offsets)
@@ -77,25 +77,6 @@ Column: TypeAlias = Array | Ragged | list[Any]
 """The values of one column: dense ``[rows, ...]``, ragged, or a list of objects."""
 
 
-def _column(value: Any) -> Column:
-    if isinstance(value, Ragged | list):
-        return value
-    if isinstance(value, np.ndarray) and value.ndim > 0:
-        return value
-    raise DataError(f"a column is a numpy array, a Ragged or a list, not {type(value).__name__}")
-
-
-def _concat(columns: Sequence[Column]) -> Column:
-    first = columns[0]
-    if isinstance(first, Ragged):
-        ragged = [column for column in columns if isinstance(column, Ragged)]
-        lengths = np.concatenate([column.lengths for column in ragged])
-        return Ragged(np.concatenate([column.values for column in ragged]), np.concatenate([[0], np.cumsum(lengths)]))
-    if isinstance(first, list):
-        return [item for column in columns for item in column]
-    return np.concatenate([np.asarray(column) for column in columns])
-
-
 @dataclass(frozen=True, eq=False)
 class Batch:
     """An immutable set of equally long columns, by name: dense arrays ``[rows, ...]``, :class:`Ragged`, or lists of
@@ -104,7 +85,10 @@ class Batch:
     columns: Mapping[str, Column]
 
     def __post_init__(self) -> None:
-        columns = {name: _column(value) for name, value in self.columns.items()}
+        columns: dict[str, Any] = dict(self.columns)
+        for value in columns.values():
+            if not isinstance(value, Ragged | list) and not (isinstance(value, np.ndarray) and value.ndim > 0):
+                raise DataError(f"a column is a numpy array, a Ragged or a list, not {type(value).__name__}")
         lengths = {name: len(value) for name, value in columns.items()}
         if len(set(lengths.values())) > 1:
             raise DataError(f"columns differ in length: {lengths}")
@@ -140,7 +124,7 @@ class Batch:
     def row(self, index: int) -> dict[str, Any]:
         return {name: column[index] for name, column in self.columns.items()}
 
-    # -- derived batche------------------------------------------------------------------------------------------------
+    # -- derived batches -----------------------------------------------------------------------------------------------
 
     def with_columns(self, **columns: Any) -> "Batch":
         return Batch({**self.columns, **columns})
@@ -150,22 +134,23 @@ class Batch:
 
     def rows(self, start: int, stop: int) -> "Batch":
         """Rows ``start`` to ``stop``, as views where possible."""
-        return self._map(lambda column: column.rows(start, stop) if isinstance(column, Ragged) else column[start:stop])
+        views: dict[str, Any] = {
+            name: column.rows(start, stop) if isinstance(column, Ragged) else column[start:stop]
+            for name, column in self.columns.items()
+        }
+        return Batch(views)
 
     def take(self, indices: Sequence[int]) -> "Batch":
         """Copy the rows at ``indices``, in that order."""
-
-        def select(column: Column) -> Column:
+        columns: dict[str, Column] = {}
+        for name, column in self.columns.items():
             if isinstance(column, Ragged):
-                return column.take(indices)
-            if isinstance(column, list):
-                return [column[index] for index in indices]
-            return column[np.asarray(indices, dtype=np.int64)]
-
-        return self._map(select)
-
-    def _map(self, change: Callable[[Column], Column]) -> "Batch":
-        return Batch({name: change(column) for name, column in self.columns.items()})
+                columns[name] = column.take(indices)
+            elif isinstance(column, list):
+                columns[name] = [column[index] for index in indices]
+            else:
+                columns[name] = column[np.asarray(indices, dtype=np.int64)]
+        return Batch(columns)
 
     @classmethod
     def concat(cls, parts: Sequence["Batch"]) -> "Batch":
@@ -177,7 +162,18 @@ class Batch:
         for part in parts[1:]:
             if set(part.columns) != set(names):
                 raise DataError(f"parts have different columns: {sorted(names)} and {sorted(part.columns)}")
-        return cls({name: _concat([part[name] for part in parts]) for name in names})
+        columns: dict[str, Column] = {}
+        for name in names:
+            values: list[Any] = [part[name] for part in parts]
+            if isinstance(values[0], Ragged):
+                lengths = np.concatenate([value.lengths for value in values])
+                offsets = np.cumsum([0, *lengths], dtype=np.int64)
+                columns[name] = Ragged(np.concatenate([value.values for value in values]), offsets)
+            elif isinstance(values[0], list):
+                columns[name] = [item for value in values for item in value]
+            else:
+                columns[name] = np.concatenate(values)
+        return cls(columns)
 
     def split(self, parts: int, by: str = "rows", column: str = "tokens") -> list["Batch"]:
         """Cut into contiguous batches: by ``"rows"`` sizes differ by at most one, larger ones first; by ``"tokens"``
@@ -185,24 +181,20 @@ class Batch:
         column ``unit`` stay together."""
         if not 1 <= parts <= len(self):
             raise DataError(f"{len(self)} rows cannot be split into {parts} parts")
+        if by not in ("rows", "tokens"):
+            raise DataError(f"split by '{by}'{hint(by, ('rows', 'tokens'))}")
         if by == "rows":
             cuts = even_cuts(len(self), parts)
-        elif by == "tokens":
-            cuts = self._token_cuts(parts, column)
+        elif "unit" not in self:
+            cuts = token_cuts(self.ragged(column).lengths, parts)
         else:
-            raise DataError(f"split by '{by}'{hint(by, ('rows', 'tokens'))}")
+            unit = self.dense("unit")
+            starts = np.flatnonzero(np.concatenate([[True], unit[1:] != unit[:-1]]))
+            if parts > len(starts):
+                raise DataError(f"{len(starts)} units cannot be split into {parts} parts")
+            bounds = [*starts.tolist(), len(self)]
+            cuts = [bounds[cut] for cut in token_cuts(np.add.reduceat(self.ragged(column).lengths, starts), parts)]
         return [self.rows(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
-
-    def _token_cuts(self, parts: int, column: str) -> list[int]:
-        lengths = self.ragged(column).lengths
-        if "unit" not in self:
-            return token_cuts(lengths, parts)
-        unit = self.dense("unit")
-        starts = np.flatnonzero(np.concatenate([[True], unit[1:] != unit[:-1]]))
-        if parts > len(starts):
-            raise DataError(f"{len(starts)} units cannot be split into {parts} parts")
-        bounds = [*starts.tolist(), len(self)]
-        return [bounds[cut] for cut in token_cuts(np.add.reduceat(lengths, starts), parts)]
 
 
 @dataclass(frozen=True)
@@ -227,14 +219,24 @@ SEQUENCE: Mapping[str, ColumnSpec] = {"tokens": ColumnSpec("int64"), "action_mas
 
 @dataclass(eq=False)
 class SequenceColumns:
-    """The columns of one sequence, which grows by tokens: a list per token column, and a value per sample column."""
+    """The columns of one sequence, which grows by tokens: a list per token column, and a value per sample column.
+
+    In an environment's trajectory ``opening`` is the text at the start, which the policy received, and ``text`` all
+    later actions and observations."""
 
     specs: Mapping[str, ColumnSpec]
     values: dict[str, Any] = field(default_factory=dict)
+    opening: str = ""
+    text: str = ""
 
     def __post_init__(self) -> None:
         for name, spec in self.specs.items():
             self.values.setdefault(name, spec.filling if spec.per == "sample" else [])
+
+    @property
+    def tokens(self) -> list[int]:
+        tokens: list[int] = self.values["tokens"]
+        return tokens
 
     def give(self, count: int, /, **values: Any) -> None:
         """Add ``count`` tokens that the engine has not generated; columns without values are filled."""

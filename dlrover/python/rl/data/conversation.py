@@ -8,7 +8,7 @@ from functools import partial
 from itertools import takewhile
 from os.path import commonprefix
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 import numpy as np
 
@@ -335,14 +335,6 @@ class Encoding:
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, where a row has no others."""
 
-    def __post_init__(self) -> None:
-        if self.over_long not in get_args(OverLong):
-            raise ValueError(f"unknown over_long '{self.over_long}'{hint(self.over_long, get_args(OverLong))}")
-        if self.assistant not in get_args(Turns):
-            raise ValueError(f"unknown assistant mode '{self.assistant}'{hint(self.assistant, get_args(Turns))}")
-        if self.max_length is not None and self.max_length < 1:
-            raise ValueError(f"max_length must be at least 1, not {self.max_length}")
-
 
 @dataclass(frozen=True)
 class Counts:
@@ -365,7 +357,7 @@ def collect_sft(samples: Sequence[Any], name: str = "samples") -> SourceRows:
 
 
 def sft_prompt(row: Mapping[str, Any]) -> Any:
-    """What identifies copies: the raw prompt, or the messages before the first answer; of a text without, all of it."""
+    """Return what copies share: a raw prompt, or the messages before the first answer; of a text without, all of it."""
     return messages_before_answer(row["messages"]) if "messages" in row else row["prompt"] or row["response"]
 
 
@@ -410,7 +402,8 @@ def encode_rows(
             continue
         encoded += sequences
         from_row += [index] * len(sequences)
-        cut += bool(sequences) and _token_count(sequences) < _token_count(whole)
+        lengths = [sum(len(item.tokens) for item in items) for items in (sequences, whole)]
+        cut += 0 < lengths[0] < lengths[1]
     raise_errors(sort_by_line(errors))
     if not encoded:
         raise DataError([ConfigError(rows.where, nothing_left())])
@@ -422,10 +415,6 @@ def encode_rows(
         }
     )
     return batch, Counts(len(rows), cut, dropped=len(rows) - len(set(from_row)))
-
-
-def _token_count(items: Sequence[Encoded]) -> int:
-    return sum(len(item.tokens) for item in items)
 
 
 def fit_length(items: Sequence[Encoded], max_length: int | None, over_long: OverLong) -> list[Encoded]:

@@ -18,8 +18,8 @@ PIECE = 1 << 25
 """Bytes of each of the two host buffers of a device."""
 
 _one_reader = threading.Lock()  # of the buffers: members of one process may share a device
-_buffers: dict[torch.device, tuple[Any, Any]] = {}
-_streams: dict[torch.device, Any] = {}
+_buffers: dict[torch.device, tuple[Any, Any, Any]] = {}
+"""Two host buffers and, of an accelerator, the stream that fills them, by device."""
 
 
 class DeviceBytes:
@@ -35,28 +35,29 @@ class DeviceBytes:
 
     def pieces(self) -> Iterator[memoryview]:
         """Each is valid until the next one is requested."""
+        device = self._flat.device
         with _one_reader:
-            yield from self._pieces()
+            if device not in _buffers:
+                is_cuda = device.type == "cuda"
+                one, two = (torch.empty(PIECE, dtype=torch.uint8, pin_memory=is_cuda) for _ in range(2))
+                _buffers[device] = one, two, torch.cuda.Stream(device) if is_cuda else None
+            *buffers, stream = _buffers[device]
+            starts = range(0, len(self), PIECE)
+            under_way = [self._fetch(start, buffer, stream) for start, buffer in zip(starts, buffers, strict=False)]
+            for number, start in enumerate(starts):
+                piece, arrived = under_way[number % 2]
+                if arrived is not None:
+                    arrived.synchronize()
+                yield memoryview(piece.numpy()).cast("B")
+                if start + 2 * PIECE < len(self):
+                    under_way[number % 2] = self._fetch(start + 2 * PIECE, buffers[number % 2], stream)
 
-    def _pieces(self) -> Iterator[memoryview]:
-        buffers = _buffers_of(self._flat.device)
-        starts = range(0, len(self), PIECE)
-        under_way = [self._fetch(start, buffer) for start, buffer in zip(starts[:2], buffers, strict=False)]
-        for number, start in enumerate(starts):
-            piece, arrived = under_way[number % 2]
-            if arrived is not None:
-                arrived.synchronize()
-            yield memoryview(piece.numpy()).cast("B")
-            if start + 2 * PIECE < len(self):
-                under_way[number % 2] = self._fetch(start + 2 * PIECE, buffers[number % 2])
-
-    def _fetch(self, start: int, buffer: Any) -> tuple[Any, Any]:
+    def _fetch(self, start: int, buffer: Any, stream: Any) -> tuple[Any, Any]:
         """Begin to copy a piece; returns where, and the event of its end."""
         source = self._flat[start : start + PIECE]
         target = buffer[: source.numel()]
         if self._ready is None:
             return target.copy_(source), None
-        stream = _stream_of(self._flat.device)
         with torch.cuda.stream(stream):
             stream.wait_event(self._ready)
             target.copy_(source, non_blocking=True)
@@ -70,17 +71,3 @@ def copy_to_host(source: torch.Tensor, target: torch.Tensor) -> None:
     for piece in DeviceBytes(of).pieces():
         to[at : at + len(piece)] = torch.frombuffer(piece, dtype=torch.uint8)
         at += len(piece)
-
-
-def _stream_of(device: torch.device) -> Any:
-    if device not in _streams:
-        _streams[device] = torch.cuda.Stream(device)
-    return _streams[device]
-
-
-def _buffers_of(device: torch.device) -> tuple[Any, Any]:
-    if device not in _buffers:
-        pinned = device.type == "cuda"
-        one, two = (torch.empty(PIECE, dtype=torch.uint8, pin_memory=pinned) for _ in range(2))
-        _buffers[device] = one, two
-    return _buffers[device]

@@ -52,12 +52,15 @@ def drop_nulls_of_calls(row: Mapping[str, Any]) -> dict[str, Any]:
             return {key: drop(item) for key, item in value.items() if item is not None}
         return [drop(item) for item in value] if isinstance(value, list) else value
 
-    def of_message(message: Any) -> Any:
-        has_calls = isinstance(message, dict) and "tool_calls" in message
-        return {**message, "tool_calls": drop(message["tool_calls"])} if has_calls else message
-
-    talks = {key: list(map(of_message, row[key])) for key in _CONVERSATIONS if isinstance(row.get(key), list)}
-    return {**row, **talks, **{key: drop(row[key]) for key in TEMPLATE_KEYS if key in row}}
+    changed = {key: drop(row[key]) for key in TEMPLATE_KEYS if key in row}
+    for key in (key for key in _CONVERSATIONS if isinstance(row.get(key), list)):
+        changed[key] = [
+            {**message, "tool_calls": drop(message["tool_calls"])}
+            if isinstance(message, dict) and "tool_calls" in message
+            else message
+            for message in row[key]
+        ]
+    return {**row, **changed}
 
 
 def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -111,20 +114,13 @@ def _faults_of_one(message: Any) -> list[str]:
     if not isinstance(content, str):
         faults.append("'content' must be text")
     faults += [fault for key in _TEXTS for fault in surrogate_faults(key, message.get(key))]
-    return faults + [f"tool_calls[{index}]: {_CALL_FORM}" for index in _find_wrong_calls(message.get("tool_calls", []))]
-
-
-def _find_wrong_calls(calls: Any) -> list[int]:
-    if not isinstance(calls, list):
-        return [0]
-    functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
-    return [
-        index
-        for index, function in enumerate(functions)
-        if not isinstance(function, dict)
-        or not isinstance(function.get("name"), str)
-        or not isinstance(function.get("arguments"), dict | str)
-    ]
+    calls = message.get("tool_calls", [])
+    for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
+        function: Any = call.get("function") if isinstance(call, dict) else None
+        values = [function.get("name"), function.get("arguments")] if isinstance(function, dict) else [None, None]
+        if not isinstance(values[0], str) or not isinstance(values[1], dict | str):
+            faults.append(f"tool_calls[{index}]: {_CALL_FORM}")
+    return faults
 
 
 NumberedRow: TypeAlias = tuple[int, dict[str, Any]]
@@ -152,26 +148,22 @@ def scan_jsonl(path: str | Path, may_be_array: bool = False) -> tuple[list[Numbe
         content = path.read_bytes().removeprefix(_MARK)
     except OSError as error:
         return [], [ConfigError(str(path), describe_unreadable(path, error))]
-    if not may_be_array or not content.lstrip().startswith(b"["):
-        return _lines(path, content)
-    try:
-        items = _parse(content)
-    except ValueError as error:
-        return [], [ConfigError(str(path), str(error))]
-    rows = [(number, item) for number, item in enumerate(items, start=1) if isinstance(item, dict)]
-    faults = {number: item for number, item in enumerate(items, start=1) if not isinstance(item, dict)}
-    return rows, [ConfigError(f"{path}:{number}", _not_an_object(item)) for number, item in faults.items()]
-
-
-def _lines(path: Path, content: bytes) -> tuple[list[NumberedRow], list[ConfigError]]:
+    items: list[Any] = content.split(b"\n")  # Not splitlines(): JSON strings may hold U+2028 and others unescaped.
+    is_array = may_be_array and content.lstrip().startswith(b"[")
     rows: list[NumberedRow] = []
     errors: list[ConfigError] = []
-    # Not splitlines(): JSON strings may hold U+2028 and other separators unescaped.
-    for number, line in enumerate(content.split(b"\n"), start=1):
-        if not line.strip():
+    try:
+        items = _parse(content) if is_array else items
+    except ValueError as error:
+        return [], [ConfigError(str(path), str(error))]
+    for number, item in enumerate(items, start=1):
+        if not is_array and not item.strip():
             continue
         try:
-            rows.append((number, _parse_object(line)))
+            value = item if is_array else _parse(item)
+            if not isinstance(value, dict):
+                raise ValueError(f"not an object but {type(value).__name__}")
+            rows.append((number, value))
         except ValueError as error:
             errors.append(ConfigError(f"{path}:{number}", str(error)))
     return rows, errors
@@ -214,8 +206,8 @@ def describe_columns(row: Mapping[str, Any], *absent: str) -> str:
     names = {key: next((name for name in _OTHER_NAMES.get(key, ()) if name in row), None) for key in absent}
     settings = " ".join(f"data.keys.{key}={name}" for key, name in names.items() if name)
     advice = f": write {settings}" if settings else ""
-    judged = row.get("reward_model")
-    if "answer" in absent and isinstance(judged, Mapping) and "ground_truth" in judged:
+    reward = row.get("reward_model")
+    if "answer" in absent and isinstance(reward, Mapping) and "ground_truth" in reward:
         advice += "; copy verl's reward_model.ground_truth to a column 'answer'"
     if row.get("input") and names.get("prompt") == "instruction":
         advice += ", and join 'input' to 'instruction' in the file: a prompt is one column"
@@ -224,19 +216,8 @@ def describe_columns(row: Mapping[str, Any], *absent: str) -> str:
 
 def sort_by_line(errors: Sequence[ConfigError]) -> list[ConfigError]:
     """Sort by the line number that ends ``where``; errors of the whole file first."""
-
-    def line(error: ConfigError) -> int:
-        number = error.where.rpartition(":")[2]
-        return int(number) if number.isdecimal() else 0
-
-    return sorted(errors, key=line)
-
-
-def _parse_object(line: bytes) -> dict[str, Any]:
-    value = _parse(line)
-    if not isinstance(value, dict):
-        raise ValueError(_not_an_object(value))
-    return value
+    numbers = {error.where: error.where.rpartition(":")[2] for error in errors}
+    return sorted(errors, key=lambda error: int(numbers[error.where]) if numbers[error.where].isdecimal() else 0)
 
 
 def _parse(content: bytes) -> Any:
@@ -249,10 +230,6 @@ def _parse(content: bytes) -> Any:
         raise ValueError(f"not JSON: {error.msg} at column {error.colno}{line}") from None
     except RecursionError:
         raise ValueError("not JSON: nested too deeply") from None
-
-
-def _not_an_object(value: Any) -> str:
-    return f"not an object but {type(value).__name__}"
 
 
 def _refuse_constant(name: str) -> NoReturn:
@@ -273,8 +250,8 @@ def describe_unreadable(path: Path, error: OSError) -> str:
 def surrogate_faults(name: str, value: Any) -> list[str]:
     """A fault for each text in ``value``, plain data, with a lone surrogate; characters are counted from 1."""
     where = f"'{name}' has" if isinstance(value, str) else f"a text in '{name}' has"
-    found = (_LONE.search(text) for text in _texts(value))
-    return [f"{where} a lone surrogate at character {match.start() + 1}" for match in found if match]
+    matches = (_LONE.search(text) for text in _texts(value))
+    return [f"{where} a lone surrogate at character {match.start() + 1}" for match in matches if match]
 
 
 def replace_surrogates(value: Any) -> Any:

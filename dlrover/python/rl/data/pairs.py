@@ -2,7 +2,6 @@
 """Pairs of a chosen and a rejected answer, for reward models and for DPO."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
@@ -12,7 +11,6 @@ from dlrover.python.rl.data.conversation import (
     Counts,
     Encoded,
     OverLong,
-    Render,
     Tokenizer,
     answer_span,
     encode_pieces,
@@ -37,49 +35,39 @@ Masked: TypeAlias = Literal["answer", "last"]
 """Masked tokens of each sequence: the answer (DPO), or only the last one, where a reward model gives its score."""
 
 
-@dataclass(frozen=True)
-class PairEncoding:
-    max_length: int | None = None
-    """Maximum tokens of each sequence."""
-
-    over_long: OverLong = "cut"
-    """Treatment of longer pairs. A cut that leaves an answer without a token drops the pair."""
-
-    masked: Masked = "answer"
-    """Masked tokens."""
-
-    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, where a row has no others."""
-
-
-def encode_pairs(rows: SourceRows, tokenizer: Tokenizer, encoding: PairEncoding | None = None) -> tuple[Batch, Counts]:
+def encode_pairs(
+    rows: SourceRows,
+    tokenizer: Tokenizer,
+    max_length: int | None = None,
+    over_long: OverLong = "cut",
+    masked: Masked = "answer",
+    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+) -> tuple[Batch, Counts]:
     """Encode pairs; DataError for unusable rows (the first 20 are named), or if no pair is left.
 
     Both sequences begin with the same tokens, the prompt as in inference, followed by the answer with its end marker:
     in conversations every assistant turn that the two do not share. A pair of equal sequences, also after a cut, is
-    dropped.
+    dropped, and so is one whose answer a cut leaves without a token.
 
     Returns sequences ``2 * i`` (chosen) and ``2 * i + 1`` (rejected) of pair ``i``: ragged ``tokens`` (int64) and
     ``action_mask`` (bool), both ``[2 * pairs, seq]``, and ``row`` (int64), the index of each one's row."""
-    settings = encoding or PairEncoding()
-
     equal = 0
 
     def fit(pair: list[Encoded]) -> list[Encoded]:
         nonlocal equal
         equal += pair[0] == pair[1]
-        fitting = fit_length(pair, settings.max_length, settings.over_long)
+        fitting = fit_length(pair, max_length, over_long)
         if len(fitting) < 2 or fitting[0] == fitting[1]:
             return []
-        if settings.masked == "answer":
+        if masked == "answer":
             return [item.with_mask(item.action_mask) for item in fitting]
         return [Encoded(item.tokens, [False] * (len(item.tokens) - 1) + [True]) for item in fitting]
 
     def nothing_left() -> str:
-        reasons = {"with equal answers": equal, f"at {settings.max_length} tokens": len(rows) - equal}
+        reasons = {"with equal answers": equal, f"at {max_length} tokens": len(rows) - equal}
         return f"no pair is left; dropped: {', '.join(f'{count} {why}' for why, count in reasons.items() if count)}"
 
-    return encode_rows(rows, lambda row: encode_pair(tokenizer, row, settings.template_kwargs), fit, nothing_left)
+    return encode_rows(rows, lambda row: encode_pair(tokenizer, row, template_kwargs), fit, nothing_left)
 
 
 def encode_pair(
@@ -90,9 +78,17 @@ def encode_pair(
     row = normalize_pair(row)
     if "prompt" in row:
         return [encode_raw(tokenizer, row["prompt"], row[side]) for side in _SIDES]
-    begin = len(_shared(row))
-    render = make_renderer(tokenizer, row, template_kwargs)
-    return [_encode_side(tokenizer, render, row[side], begin) for side in _SIDES]
+    begin, render, encoded = len(_shared(row)), make_renderer(tokenizer, row, template_kwargs), list[Encoded]()
+    for messages in (row[side] for side in _SIDES):
+        turns = [at for at in range(begin, len(messages)) if messages[at]["role"] == "assistant"]
+        spans = [answer_span(render, messages, turn) for turn in turns]
+        text = spans[-1][0]
+        if not all(text.startswith(earlier) for earlier, _ in spans):
+            raise DataError("the chat template changes an answer when the conversation continues: give each pair"
+                            " one answer")  # fmt: skip
+        # In pieces: the text before the answer has the same tokens on both sides, and as in inference.
+        encoded.append(encode_pieces(tokenizer, text[: spans[-1][1][1]], [span for _, span in spans]))
+    return encoded
 
 
 def normalize_pair(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -149,17 +145,6 @@ def _shared(pair: Mapping[str, Any]) -> list[Any]:
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
     return list(chosen[:shared])
-
-
-def _encode_side(tokenizer: Tokenizer, render: Render, messages: list[Any], begin: int) -> Encoded:
-    turns = [at for at in range(begin, len(messages)) if messages[at]["role"] == "assistant"]
-    spans = [answer_span(render, messages, turn) for turn in turns]
-    text = spans[-1][0]
-    if not all(text.startswith(earlier) for earlier, _ in spans):
-        raise DataError("the chat template changes an answer when the conversation continues: give each pair"
-                        " one answer")  # fmt: skip
-    # In pieces: the text before the answer has the same tokens on both sides, and as in inference.
-    return encode_pieces(tokenizer, text[: spans[-1][1][1]], [span for _, span in spans])
 
 
 def _faults(row: Mapping[str, Any]) -> list[str]:

@@ -115,21 +115,17 @@ def _faults(raw: Mapping[str, Any]) -> list[str]:
     faults += surrogate_faults("prompt", raw.get("prompt"))
     if "messages" in raw:
         faults += [*find_message_faults(raw["messages"]), *find_template_faults(raw)]
-    return faults + _answer_faults(raw)
-
-
-def _answer_faults(raw: Mapping[str, Any]) -> list[str]:
     extra = {} if raw.get("extra_info") is None else raw["extra_info"]
     if not isinstance(extra, dict):
-        return ["'extra_info' must be an object"]
-    both = (raw.get("answer"), extra.get("answer"))
-    faults = [f"the answer is {value}" for value in both if isinstance(value, float) and not isfinite(value)]
-    answers = {str(value) for value in both if value is not None}
-    return faults or (["'answer' and 'extra_info.answer' differ"] if len(answers) > 1 else [])
+        return [*faults, "'extra_info' must be an object"]
+    both = [value for value in (raw.get("answer"), extra.get("answer")) if value is not None]
+    no_numbers = [f"the answer is {value}" for value in both if isinstance(value, float) and not isfinite(value)]
+    differ = ["'answer' and 'extra_info.answer' differ"] if len({*map(str, both)}) > 1 else []
+    return faults + (no_numbers or differ)
 
 
 def _is_answer(value: Any) -> bool:
-    """Whether a value is text or a number, which a reward function is given as text."""
+    """Return True for text or a number, which a reward function is given as text."""
     return isinstance(value, str | int | float) and not isinstance(value, bool)
 
 

@@ -113,42 +113,22 @@ def partition(lengths: Sequence[int], groups: int, together: int = 1) -> Partiti
 def largest_differencing(lengths: Sequence[int], count: int) -> list[list[int]]:
     """Indices of ``count`` groups. Each item starts as a division with one filled group; the two most uneven divisions
     are joined, the heaviest group of one with the lightest of the other, until one is left."""
-    divisions = [_Division([(length, (item,))] + [(0, ())] * (count - 1), item) for item, length in enumerate(lengths)]
+    # A division: how uneven it is, negative; its first item, which no other has; and its groups, heaviest first.
+    divisions: list[tuple[int, int, list[tuple[int, list[int]]]]] = [
+        (-length if count > 1 else 0, item, [(length, [item]), *((0, list[int]()) for _ in range(count - 1))])
+        for item, length in enumerate(lengths)
+    ]
     heapq.heapify(divisions)
     while len(divisions) > 1:
-        one = heapq.heappop(divisions)
-        heapq.heapreplace(divisions, one.join(divisions[0]))
-    return [_flat(members) for _, members in divisions[0].groups] if divisions else [[] for _ in range(count)]
-
-
-class _Division:
-    """Groups, heaviest first; members are nested tuples, so joining copies nothing."""
-
-    __slots__ = ("first", "groups", "uneven")
-
-    def __init__(self, groups: "Sequence[tuple[int, tuple[object, ...]]]", first: int) -> None:
-        self.groups, self.first = groups, first
-        self.uneven = groups[0][0] - groups[-1][0]
-
-    def __lt__(self, other: "_Division") -> bool:
-        return (-self.uneven, self.first) < (-other.uneven, other.first)
-
-    def join(self, other: "_Division") -> "_Division":
-        pairs = zip(self.groups, reversed(other.groups), strict=True)
-        groups = [(one + two, (left, right)) for (one, left), (two, right) in pairs]
-        return _Division(sorted(groups, key=lambda group: -group[0]), min(self.first, other.first))
-
-
-def _flat(members: tuple[object, ...]) -> list[int]:
-    items: list[int] = []
-    pending: list[object] = [members]
-    while pending:
-        item = pending.pop()
-        if isinstance(item, tuple):
-            pending.extend(item)
-        elif isinstance(item, int):
-            items.append(item)
-    return items
+        (_, item, groups), (_, other_item, other_groups) = heapq.heappop(divisions), divisions[0]
+        joined = []
+        for (size, members), (other_size, other_members) in zip(groups, reversed(other_groups), strict=True):
+            shorter, longer = sorted((members, other_members), key=len)
+            longer += shorter
+            joined.append((size + other_size, longer))
+        joined.sort(key=lambda group: -group[0])
+        heapq.heapreplace(divisions, (joined[-1][0] - joined[0][0], min(item, other_item), joined))
+    return [members for _, members in divisions[0][2]] if divisions else [[] for _ in range(count)]
 
 
 def lightest_first(order: Sequence[int], lengths: Sequence[int], count: int) -> list[list[int]]:

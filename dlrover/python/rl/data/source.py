@@ -2,17 +2,23 @@
 """Rows of a JSON, JSON Lines, CSV, Parquet or Arrow file, a folder, or the hub, and the rows held out for
 evaluation."""
 
+import csv
 import json
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from datetime import date, time, timedelta
+from decimal import Decimal
 from functools import partial
 from hashlib import blake2b
+from io import StringIO
 from itertools import combinations, islice
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeAlias
+from uuid import UUID
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
 from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_path
@@ -26,7 +32,96 @@ from dlrover.python.rl.data.jsonl import (
     scan_jsonl,
     sort_by_line,
 )
-from dlrover.python.rl.data.tables import as_plain, scan_arrow, scan_csv
+
+_STRUCTURED = ("messages", "extra_info")
+_CONVERSATION_CELLS = ("prompt", "chosen", "rejected")
+_NO_JSON = object()
+_BEYOND = "\0beyond the header"
+"""The key of cells that a row has beyond the header."""
+
+
+def scan_csv(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """Cells are texts; ``messages`` and ``extra_info`` are JSON, and empty if absent."""
+    rows: list[NumberedRow] = []
+    errors: list[ConfigError] = []
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        content = path.read_bytes().decode("utf-8-sig")
+        for line, cells in _records(StringIO(content, newline="")):
+            row = {name: _cell(name, text or "") for name, text in cells.items() if name}  # an index has no name
+            faults = [f"'{name}' is not JSON" for name, value in row.items() if value is _NO_JSON]
+            if _BEYOND in cells or None in cells.values():
+                faults = [f"has {'more' if _BEYOND in cells else 'fewer'} cells than the header"]
+            errors += [ConfigError(f"{path}:{line}", fault) for fault in faults]
+            rows += [] if faults else [(line, row)]
+    except OSError as error:
+        return [], [ConfigError(str(path), describe_unreadable(path, error))]
+    except (UnicodeDecodeError, csv.Error) as error:
+        errors.append(ConfigError(str(path), f"not CSV in UTF-8: {error}"))
+    finally:
+        csv.field_size_limit(limit)
+    return rows, errors
+
+
+def _records(file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each record and its first line."""
+    reader = csv.DictReader(file, strict=True, restkey=_BEYOND)
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    if twice := [name for name in reader.fieldnames if name and reader.fieldnames.count(name) > 1]:
+        raise csv.Error(f"its header has {twice[0]!r} twice")
+    line = 1 + (reader.line_num if reader.fieldnames else 0)
+    for cells in reader:
+        yield line, cells
+        line = reader.line_num + 1
+
+
+def _cell(name: str, text: str) -> Any:
+    if not text and name in (*_STRUCTURED, "answer"):
+        return None
+    if name in _STRUCTURED or (name in _CONVERSATION_CELLS and text.lstrip().startswith("[")):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return _NO_JSON if name in _STRUCTURED else text
+        is_conversation = isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
+        return value if name in _STRUCTURED or (value and is_conversation) else text
+    return text
+
+
+def as_plain(value: Any) -> Any:
+    """Return a cell with its dates and times (ISO 8601), decimals and UUIDs as text, which JSON and other processes
+    have."""
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_plain(item) for item in value]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal | timedelta | UUID) else value
+
+
+def scan_arrow(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """Reads with pyarrow instead of ``datasets``, whose cache would hold a copy."""
+    if not path.is_file():
+        return [], [ConfigError(str(path), describe_unreadable(path, FileNotFoundError()))]
+    try:
+        import pyarrow as pa
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        return [], [ConfigError(str(path), str(MissingExtra("datasets", "data")))]
+    try:
+        if path.suffix.lower() == ".parquet":
+            table = pyarrow.parquet.read_table(path)
+        else:
+            with pa.memory_map(str(path)) as source:
+                is_stream = source.read(6) != b"ARROW1"  # ``datasets`` writes streams
+                source.seek(0)
+                table = (pa.ipc.open_stream if is_stream else pa.ipc.open_file)(source).read_all()
+        return list(enumerate(table.to_pylist(), start=1)), []
+    except (pa.ArrowException, OSError) as error:
+        return [], [ConfigError(str(path), f"cannot be read: {error}")]
+
 
 HELD_OUT_SHARE = 0.03
 """Default share of rows held out."""
@@ -46,7 +141,8 @@ def hold_out(prompts: Sequence[Any], size: int | float = HELD_OUT_SHARE, seed: i
         raise ValueError(f"{size} of {len(prompts)} rows cannot be held out: both sides need a row")
     copies: dict[bytes, list[int]] = defaultdict(list)
     for index, prompt in enumerate(prompts):
-        copies[_digest(prompt, seed)].append(index)
+        text = json.dumps([seed, prompt], sort_keys=True)
+        copies[blake2b(text.encode(), digest_size=16).digest()].append(index)
     held_out: list[int] = []
     for digest in sorted(copies):
         if len(held_out) >= size:
@@ -56,10 +152,6 @@ def hold_out(prompts: Sequence[Any], size: int | float = HELD_OUT_SHARE, seed: i
         raise DataError("the rows repeat too few prompts to hold any out: nothing would be left to train on")
     chosen = set(held_out)
     return [index for index in range(len(prompts)) if index not in chosen], sorted(held_out)
-
-
-def _digest(prompt: Any, seed: int) -> bytes:
-    return blake2b(json.dumps([seed, prompt], sort_keys=True).encode(), digest_size=16).digest()
 
 
 _Scan: TypeAlias = Callable[[Path], tuple[list[NumberedRow], list[ConfigError]]]
@@ -110,7 +202,7 @@ class _Address:
 
     @classmethod
     def parse(cls, where: str) -> "_Address":
-        """Of a file or folder of this whole name no split is read."""
+        """Read no split where a file or folder has this whole name."""
         if Path(where).expanduser().exists():
             return cls(where)
         before, at, place = where.partition("@")
@@ -119,14 +211,12 @@ class _Address:
 
     def slice(self, rows: int) -> slice:
         """The part of ``rows`` that is meant."""
-        start, stop = (_bound(text, rows) for text in (self.start, self.stop))
-        return slice(start, stop)
-
-
-def _bound(text: str | None, rows: int) -> int | None:
-    if text is None:
-        return None
-    return round(int(text[:-1]) * rows / 100) if text.endswith("%") else int(text)
+        bounds: list[int | None] = []
+        for text in (self.start, self.stop):
+            number = None if text is None else int(text.removesuffix("%"))
+            is_share = number is not None and text is not None and text.endswith("%")
+            bounds.append(round((number or 0) * rows / 100) if is_share else number)
+        return slice(*bounds)
 
 
 def scan_rows(where: str | Path, keys: Mapping[str, str] | None = None) -> tuple[SourceRows, list[ConfigError]]:
@@ -150,7 +240,13 @@ def scan_rows(where: str | Path, keys: Mapping[str, str] | None = None) -> tuple
     ]
     if not rows and not errors:
         errors = [ConfigError(str(where), "holds no rows")]
-    errors = [ConfigError(_restore_name(where, address, item.where), item.what) for item in errors]
+    named = str(where)
+    errors = [
+        ConfigError(item.where.replace(address.place, named, 1), item.what)
+        if item.where.startswith(address.place)
+        else item
+        for item in errors
+    ]
     return SourceRows(str(where), rows), errors
 
 
@@ -178,35 +274,26 @@ class RowReader:
         raise_errors(errors)
         return rows
 
-    def validate(self, where: str | Path, keys: Mapping[str, str] | None = None) -> list[ConfigError]:
-        return self.scan(where, keys)[1]
-
-    def scan(self, where: str | Path, keys: Mapping[str, str] | None) -> tuple[SourceRows, list[ConfigError]]:
+    def scan(self, where: str | Path, keys: Mapping[str, str] | None = None) -> tuple[SourceRows, list[ConfigError]]:
         """The good rows, and the errors of the others."""
         rows, errors = scan_rows(where, keys)
-        misspelt = [name for name in keys or () if name not in self.names and nearest(name, self.names)]
-        errors += [
-            ConfigError(str(where), f"data.keys: a row has no '{name}'{hint(name, self.names)}") for name in misspelt
-        ]
-        errors += [ConfigError(str(where), fault) for fault in self._find_shared(keys or {})]
+        keys = keys or {}
+        misspelt = [name for name in keys if name not in self.names and nearest(name, self.names)]
+        of_keys = [f"a row has no '{name}'{hint(name, self.names)}" for name in misspelt]
+        # Two keys with a meaning for one column, as of an answer that is its own prompt; others may share one.
+        for first, second in combinations([name for name in keys if name in self.names], 2):
+            if keys[first] == keys[second]:
+                of_keys.append(f"'{first}' and '{second}' are both its column '{keys[first]}'")
+        errors += [ConfigError(str(where), f"data.keys: {fault}") for fault in of_keys]
         checked, faults = normalize_rows(rows, self.normalize)
         if any(error.where == str(where) for error in errors):
             faults = []  # the rows lack what the file, or data.keys, has under another name
         elif not errors and not faults and (fault := self.fault_of_all(checked)):
             faults = [ConfigError(str(where), fault)]
-        return replace(checked, unused=self._find_unused(rows)), sort_by_line([*errors, *faults])
-
-    def _find_unused(self, rows: SourceRows) -> list[str]:
-        present = {name for row in rows for name in row}
-        absent, unused = set(self.names) - present, sorted(present - set(self.names))
-        meant = {name: nearest(name, absent, _ALMOST) for name in ([] if self.uses_others else unused)}
-        return [f"{name} (did you mean '{close}'?)" if close else name for name, close in meant.items()]
-
-    def _find_shared(self, keys: Mapping[str, str]) -> list[str]:
-        """Two keys with a meaning for one column, as of an answer that is its own prompt; others may share one."""
-        known = [name for name in keys if name in self.names]
-        pairs = [(first, second) for first, second in combinations(known, 2) if keys[first] == keys[second]]
-        return [f"data.keys: '{first}' and '{second}' are both its column '{keys[first]}'" for first, second in pairs]
+        present = set() if self.uses_others else {name for row in rows for name in row}
+        meant = {name: nearest(name, {*self.names} - present, _ALMOST) for name in sorted(present - {*self.names})}
+        unused = [f"{name} (did you mean '{close}'?)" if close else name for name, close in meant.items()]
+        return replace(checked, unused=unused), sort_by_line([*errors, *faults])
 
 
 def normalize_rows(rows: SourceRows, normalize: Normalize) -> tuple[SourceRows, list[ConfigError]]:
@@ -225,10 +312,6 @@ def is_left_unread(where: str | Path) -> bool:
     """Return True for a data set on the hub while none is looked up."""
     place = _Address.parse(str(where)).place
     return current_lookup() is Lookup.NONE and not Path(place).expanduser().exists() and not is_path(place, "dataset")
-
-
-def _restore_name(where: str | Path, address: _Address, place: str) -> str:
-    return place.replace(address.place, str(where), 1) if place.startswith(address.place) else place
 
 
 def _rename_columns(
@@ -257,16 +340,16 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     read = readers.get(path.suffix.lower())
     if read is not None:
         if address.split != DEFAULT_SPLIT:
-            what = f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'"
-            return [], [ConfigError(address.place, what)], True
+            fault = f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'"
+            return [], [ConfigError(address.place, fault)], True
         rows, errors = read(path)
         return rows, errors, path.suffix.lower() not in (".json", ".jsonl")
     if path.is_file():
         kinds = ", ".join(_FILES)
         return [], [ConfigError(address.place, f"a file of kind '{path.suffix}' cannot be read; known: {kinds}")], True
     if is_path(address.place, "dataset"):
-        what = describe_unreadable(path, FileNotFoundError())
-        return [], [ConfigError(address.place, what + how_to_cache(address.place, "dataset"))], True
+        fault = describe_unreadable(path, FileNotFoundError())
+        return [], [ConfigError(address.place, fault + how_to_cache(address.place, "dataset"))], True
     return *_load(address, address.place), True
 
 
@@ -284,23 +367,20 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
         datasets.config.HF_HUB_OFFLINE = is_offline or bool(fault)  # reads what was loaded before, and does not retry
         if (folder / "dataset_dict.json").is_file() or (folder / "state.json").is_file():
             splits: Any = datasets.load_from_disk(place)
-        elif folder.is_dir() and not _holds_data(folder):
+        elif folder.is_dir() and not any(
+            _FOLDER_FILE.search(path.name.lower()) for path in islice(folder.rglob("*"), _MOST_FILES)
+        ):
             return [], [ConfigError(address.place, f"holds no {', '.join(f'*{kind}' for kind in _FILES)}")]
         else:
             splits = datasets.load_dataset(name, configuration or None)
         if not isinstance(splits, datasets.DatasetDict):
             splits = {DEFAULT_SPLIT: splits}
         if address.split not in splits:
-            what = f"has no split '{address.split}'{hint(address.split, list(splits))}"
-            return [], [ConfigError(address.place, what)]
+            message = f"has no split '{address.split}'{hint(address.split, list(splits))}"
+            return [], [ConfigError(address.place, message)]
         return list(enumerate(splits[address.split], start=1)), []
     except Exception as error:  # noqa: BLE001 - file systems, the hub and parsers raise any error
         cause = f": {error.__cause__}" if error.__cause__ is not None else ""
         return [], [ConfigError(address.place, fault or f"cannot be loaded: {type(error).__name__}: {error}{cause}")]
     finally:
         datasets.config.HF_HUB_OFFLINE = is_offline
-
-
-def _holds_data(folder: Path) -> bool:
-    """Whether a file that ``datasets`` may read is among the first in the folder and those in it."""
-    return any(_FOLDER_FILE.search(path.name.lower()) for path in islice(folder.rglob("*"), _MOST_FILES))

@@ -11,8 +11,8 @@ import math
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias, cast
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -34,43 +34,45 @@ class InPieces(Protocol):
     def pieces(self) -> Iterator[memoryview]: ...
 
 
-class StateTree(NamedTuple):
+B = TypeVar("B")
+
+
+class StateTree(NamedTuple, Generic[B]):
     """``skeleton`` is UTF-8 JSON; ``buffers`` are contiguous bytes, one per array, tensor and bytes object, in its
     order. They may be views of the tree's own memory: do not change it while they are in use."""
 
     skeleton: bytes
-    buffers: list[memoryview]
+    buffers: list[B]
 
 
-class DumpedState(NamedTuple):
-    """A :class:`StateTree` whose tensors on devices are still there."""
-
-    skeleton: bytes
-    buffers: "list[memoryview | InPieces]"
-
-
-def dump(tree: Any) -> StateTree:
+def dump(tree: Any) -> StateTree[memoryview]:
     """Raise DataError if the tree holds anything not listed above, with each location (``state['optimizer'][3]``)."""
     skeleton, buffers = dump_in_place(tree, lambda tensor: _host_bytes(tensor.cpu()))
     return StateTree(skeleton, cast(list[memoryview], buffers))
 
 
-def dump_in_place(tree: Any, of_device: "Callable[[Any], memoryview | InPieces] | None" = None) -> DumpedState:
+def dump_in_place(
+    tree: Any, of_device: Callable[[Any], memoryview | InPieces] | None = None
+) -> StateTree[memoryview | InPieces]:
     """Like :func:`dump`, without copying what is on a device."""
-    dumper = _Dumper(of_device or _device_bytes)
+    if of_device is None and "torch" in sys.modules:
+        from dlrover.python.rl.data.device_bytes import DeviceBytes  # it needs torch
+
+        of_device = DeviceBytes
+    dumper = _Dumper(of_device)
     node = dumper.node(tree, "state", 0)
     if dumper.errors:
         raise DataError(dumper.errors)
     text = json.dumps(node, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     buffers, dumper.buffers = dumper.buffers, []  # it refers to itself, and must not keep the tree alive until then
-    return DumpedState(text.encode("utf-8", "surrogatepass"), buffers)
+    return StateTree(text.encode("utf-8", "surrogatepass"), buffers)
 
 
 def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
     """Rebuild a tree; arrays and tensors are views of writable buffers and copies of others. DataError: the skeleton is
     invalid or does not fit the buffers."""
     try:
-        return _Loader(buffers).value(json.loads(skeleton.decode("utf-8", "surrogatepass")))
+        return _value(json.loads(skeleton.decode("utf-8", "surrogatepass")), buffers)
     except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:
         raise DataError(f"not a saved state: {error}") from error
 
@@ -86,7 +88,7 @@ def _place(at: _At) -> str:
 class _Dumper:
     """Turns values into JSON nodes: scalars and lists as they are, all else as ``{tag: content}``."""
 
-    def __init__(self, of_device: "Callable[[Any], memoryview | InPieces]") -> None:
+    def __init__(self, of_device: Callable[[Any], memoryview | InPieces] | None) -> None:
         self._of_device = of_device
         self.buffers: list[memoryview | InPieces] = []
         self.errors: list[ConfigError] = []
@@ -118,12 +120,13 @@ class _Dumper:
         return [self.node(item, (at, index), depth) for index, item in enumerate(value)]
 
     def _pairs(self, value: dict[Any, Any], at: _At, depth: int) -> list[Any]:
-        return [[self._key(key, at, depth), self.node(item, (at, key), depth)] for key, item in value.items()]
-
-    def _key(self, key: Any, at: _At, depth: int) -> Any:
-        if _is_key(key, depth):
-            return self.node(key, at, depth)
-        return self._refuse(at, f"the key {key!r} cannot be saved; use str, int, bool, None and tuples of these")
+        pairs = []
+        for key, item in value.items():
+            if not _is_key(key, depth):
+                self._refuse(at, f"the key {key!r} cannot be saved; use str, int, bool, None and tuples of these")
+            name = self.node(key, at, depth) if _is_key(key, depth) else None
+            pairs.append([name, self.node(item, (at, key), depth)])
+        return pairs
 
     def _leaf(self, value: Any, kind: type, at: _At) -> Any:
         if kind is bytes or kind is np.bytes_:
@@ -141,34 +144,31 @@ class _Dumper:
         return self._refuse(at, f"a {kind.__name__} cannot be saved; use {_ALLOWED}")
 
     def _tensor(self, value: Any, at: _At) -> Any:
-        torch = self._torch
+        torch, of_device = self._torch, self._of_device
         assert torch is not None
+        assert of_device is not None
         plain = type(value) in (torch.Tensor, torch.nn.Parameter)
         if not plain or value.layout is not torch.strided or value.is_quantized or value.is_meta:
-            return self._refuse(at, f"a {_tensor_kind(value)} cannot be saved; save dense tensors that hold data")
+            layout = f"{'meta ' if value.is_meta else ''}{str(value.layout).removeprefix('torch.')}"
+            kind = f"{layout} {type(value).__name__} of dtype {value.dtype}"
+            return self._refuse(at, f"a {kind} cannot be saved; save dense tensors that hold data")
         flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-        content = _host_bytes(flat) if flat.device.type == "cpu" else self._of_device(flat)
+        content = _host_bytes(flat) if flat.device.type == "cpu" else of_device(flat)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), self._buffer(content)]}
 
     def _buffer(self, content: "memoryview | InPieces") -> int:
         self.buffers.append(content)
         return len(self.buffers) - 1
 
-    def _refuse(self, at: _At, what: str) -> None:
+    def _refuse(self, at: _At, fault: str) -> None:
         if len(self.errors) < _MAX_ERRORS:
-            self.errors.append(ConfigError(_place(at), what))
+            self.errors.append(ConfigError(_place(at), fault))
 
 
 def _host_bytes(flat: Any) -> memoryview:
     # Through DLPack, since a tensor that has once been asked for its numpy() can never be moved by its storage.
     content: Any = np.from_dlpack(flat) if flat.numel() else b""
     return memoryview(content).cast("B")
-
-
-def _device_bytes(flat: Any) -> InPieces:
-    from dlrover.python.rl.data.device_bytes import DeviceBytes  # it needs torch
-
-    return DeviceBytes(flat)
 
 
 _ALLOWED = "dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors"
@@ -178,12 +178,6 @@ def _is_key(key: Any, depth: int) -> bool:
     if type(key) is tuple:
         return depth < MAX_DEPTH and all(_is_key(item, depth + 1) for item in key)
     return key is None or type(key) in (str, int, bool)
-
-
-def _tensor_kind(value: Any) -> str:
-    layout = str(value.layout).removeprefix("torch.")
-    device = "meta " if value.is_meta else ""
-    return f"{device}{layout} {type(value).__name__} of dtype {value.dtype}"
 
 
 def _dtype_name(dtype: np.dtype[Any]) -> str:
@@ -198,44 +192,47 @@ def _array_bytes(array: npt.NDArray[Any]) -> memoryview:
     return flat.view(np.uint8).data
 
 
-class _Loader:
-    def __init__(self, buffers: Sequence[memoryview]) -> None:
-        self._buffers = buffers
-        self._by_tag: dict[str, Callable[[Any], Any]] = {
-            "dict": lambda pairs: {self.value(key): self.value(item) for key, item in pairs},
-            "odict": lambda pairs: OrderedDict((self.value(key), self.value(item)) for key, item in pairs),
-            "tuple": lambda items: tuple(self.value(item) for item in items),
-            "int": lambda digits: int(digits, 16),
-            "float": lambda digits: struct.unpack("<d", bytes.fromhex(digits))[0],
-            "bytes": lambda index: bytes(self._buffers[index]),
-            "np.bytes": lambda index: np.bytes_(self._buffers[index]),
-            "np.str": np.str_,
-            "array": lambda content: self._array(*content),
-            "scalar": lambda content: self._array(content[0], (), content[1])[()],
-            "tensor": lambda content: self._tensor(*content),
-        }
+def _value(node: Any, buffers: Sequence[memoryview]) -> Any:
+    if isinstance(node, list):
+        return [_value(item, buffers) for item in node]
+    if isinstance(node, dict):
+        ((tag, content),) = node.items()
+        return _READERS[tag](content, buffers)
+    return node
 
-    def value(self, node: Any) -> Any:
-        if isinstance(node, list):
-            return [self.value(item) for item in node]
-        if isinstance(node, dict):
-            ((tag, content),) = node.items()
-            return self._by_tag[tag](content)
-        return node
 
-    def _array(self, name: str, shape: Sequence[int], index: int) -> npt.NDArray[Any]:
-        dtype, content = np.dtype(name), self._buffers[index]
-        if len(content) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{len(content)} bytes for an array {list(shape)} of {dtype}")
-        array: npt.NDArray[Any] = np.ndarray(tuple(shape), dtype, buffer=content if len(content) else None)
-        return array.copy() if content.readonly else array
+def _array(content: Sequence[Any], buffers: Sequence[memoryview]) -> npt.NDArray[Any]:
+    name, shape, index = content
+    dtype, buffer = np.dtype(name), buffers[index]
+    if len(buffer) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(buffer)} bytes for an array {list(shape)} of {dtype}")
+    array: npt.NDArray[Any] = np.ndarray(tuple(shape), dtype, buffer=buffer if len(buffer) else None)
+    return array.copy() if buffer.readonly else array
 
-    def _tensor(self, name: str, shape: Sequence[int], index: int) -> Any:
-        import torch
 
-        dtype, content = getattr(torch, name), self._buffers[index]
-        if len(content) != math.prod(shape) * dtype.itemsize:
-            raise ValueError(f"{len(content)} bytes for a tensor {shape} of {dtype}")
-        writable = bytearray(content) if content.readonly else content
-        flat = torch.frombuffer(writable, dtype=torch.uint8) if len(content) else torch.empty(0, dtype=torch.uint8)
-        return flat.view(dtype).reshape(shape)
+def _tensor(content: Sequence[Any], buffers: Sequence[memoryview]) -> Any:
+    import torch
+
+    name, shape, index = content
+    dtype, buffer = getattr(torch, name), buffers[index]
+    if len(buffer) != math.prod(shape) * dtype.itemsize:
+        raise ValueError(f"{len(buffer)} bytes for a tensor {shape} of {dtype}")
+    writable = bytearray(buffer) if buffer.readonly else buffer
+    flat = torch.frombuffer(writable, dtype=torch.uint8) if len(buffer) else torch.empty(0, dtype=torch.uint8)
+    return flat.view(dtype).reshape(shape)
+
+
+_READERS: Mapping[str, Callable[[Any, Sequence[memoryview]], Any]] = {
+    "dict": lambda pairs, buffers: {_value(key, buffers): _value(item, buffers) for key, item in pairs},
+    "odict": lambda pairs, buffers: OrderedDict((_value(key, buffers), _value(item, buffers)) for key, item in pairs),
+    "tuple": lambda items, buffers: tuple(_value(item, buffers) for item in items),
+    "int": lambda digits, _: int(digits, 16),
+    "float": lambda digits, _: struct.unpack("<d", bytes.fromhex(digits))[0],
+    "bytes": lambda index, buffers: bytes(buffers[index]),
+    "np.bytes": lambda index, buffers: np.bytes_(buffers[index]),
+    "np.str": lambda text, _: np.str_(text),
+    "array": _array,
+    "scalar": lambda content, buffers: _array([content[0], (), content[1]], buffers)[()],
+    "tensor": _tensor,
+}
+"""How the content of a node is read, by its tag."""

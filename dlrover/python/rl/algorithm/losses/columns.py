@@ -94,6 +94,11 @@ def find_masked(rows: Batch) -> npt.NDArray[np.bool_]:
     return rows.dense("masked") if "masked" in rows else np.zeros(len(rows), dtype=np.bool_)
 
 
+def add_token_weights(rows: Batch, mode: Averaging) -> Batch:
+    """Add the ``weight`` of each row as of a sample that has a single row and no reward."""
+    return rows.with_columns(weight=token_weights(rows.dense("action_tokens"), ~find_masked(rows), mode))
+
+
 @dataclass(frozen=True, eq=False)
 class TokenUnits:
     """Tokens that a loss sums together, a sequence or a pair. ``index``: ``[tokens]``, from 0."""
@@ -149,7 +154,18 @@ def group_advantages(
     counted = ~np.isnan(reward) if valid is None else valid & ~np.isnan(reward)
     advantage = np.zeros(len(reward), dtype=np.float32)
     _, group = np.unique(prompt_id[counted], return_inverse=True)
-    advantage[counted] = _centred(group, reward[counted].astype(np.float64), normalize, std_eps)
+    count, rewards = np.bincount(group), reward[counted].astype(np.float64)
+    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
+    np.minimum.at(low, group, rewards)
+    np.maximum.at(high, group, rewards)
+    # Sums of the same numbers in another order may differ by a rounding error, which a division by eps would blow up.
+    varies = _exceeds_rounding(low, high)[group]
+    centred = np.where(varies, rewards - (np.bincount(group, weights=rewards) / count)[group], 0.0)
+    if normalize != "none":
+        divisor = np.maximum(count - 1, 1) if normalize == "std_unbiased" else count
+        deviation = np.sqrt(np.bincount(group, weights=centred**2) / divisor)
+        centred = centred / (deviation[group] + std_eps)
+    advantage[counted] = centred
     return advantage
 
 
@@ -206,23 +222,6 @@ def check_group_size(samples_per_prompt: int) -> None:
         )
 
 
-def _centred(
-    group: npt.NDArray[np.int64], reward: npt.NDArray[np.float64], normalize: Normalize, std_eps: float
-) -> npt.NDArray[np.float64]:
-    count = np.bincount(group)
-    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
-    np.minimum.at(low, group, reward)
-    np.maximum.at(high, group, reward)
-    # Sums of the same numbers in another order may differ by a rounding error, which a division by eps would blow up.
-    varies = _exceeds_rounding(low, high)[group]
-    centred = np.where(varies, reward - (np.bincount(group, weights=reward) / count)[group], 0.0)
-    if normalize == "none":
-        return centred
-    divisor = np.maximum(count - 1, 1) if normalize == "std_unbiased" else count
-    deviation = np.sqrt(np.bincount(group, weights=centred**2) / divisor)
-    return centred / (deviation[group] + std_eps)
-
-
 Floats = npt.NDArray[np.float64]
 
 
@@ -270,63 +269,86 @@ class SampleView:
         """Each sample's value on its rows that have action tokens, 0 on others: ``[samples]`` to float32 ``[rows]``."""
         return np.where(self.rows.dense("action_tokens") > 0, values[self.of_row], 0).astype(np.float32)
 
+    # -- action tokens, sample by sample, each in the order they were chosen; observations are left out ---------------
+
+    @property
+    def lengths(self) -> npt.NDArray[np.int64]:
+        """The action tokens of each sample, 0 for samples that do not count: ``[samples]``."""
+        return np.where(self.counted, self.action_tokens, 0)
+
     @cached_property
-    def tokens(self) -> "ActionTokens":
-        return ActionTokens.of(self)
-
-
-@dataclass(frozen=True, eq=False)
-class ActionTokens:
-    """Action tokens sample by sample, each in the order they were chosen; observations are left out.
-
-    ``mask`` is ``action_mask``, ``[rows, seq]``; ``flat`` ``[actions]`` are positions among all tokens of the batch;
-    ``lengths`` ``[samples]`` are 0 for samples that do not count.
-    """
-
-    samples: SampleView
-    mask: Ragged
-    flat: npt.NDArray[np.int64]
-    lengths: npt.NDArray[np.int64]
-
-    @classmethod
-    def of(cls, samples: SampleView) -> "ActionTokens":
-        mask = samples.rows.ragged("action_mask")
+    def positions(self) -> npt.NDArray[np.int64]:
+        """The positions of the action tokens among all tokens of the rows: ``[actions]``."""
+        mask = self.rows.ragged("action_mask")
         flat = np.flatnonzero(mask.values)
         row = np.searchsorted(mask.offsets, flat, side="right") - 1
-        if not np.array_equal(np.bincount(row, minlength=len(mask)), samples.rows.dense("action_tokens")):
+        if not np.array_equal(np.bincount(row, minlength=len(mask)), self.rows.dense("action_tokens")):
             raise DataError("'action_tokens' differ from the token counts of 'action_mask'")
-        sample = samples.of_row[row]
-        counted = samples.counted[sample]
-        order = np.argsort(sample[counted], kind="stable")
-        return cls(samples, mask, flat[counted][order], np.where(samples.counted, samples.action_tokens, 0))
+        sample = self.of_row[row]
+        counted = self.counted[sample]
+        return flat[counted][np.argsort(sample[counted], kind="stable")]
 
-    def of_column(self, name: str) -> Floats:
-        """The ragged column at these tokens, ``[actions]``."""
-        values = self.samples.rows.ragged(name)
-        if not np.array_equal(values.offsets, self.mask.offsets):
+    def of_tokens(self, name: str) -> Floats:
+        """The ragged column ``name`` at the action tokens, ``[actions]``."""
+        column = self.rows.ragged(name)
+        if not np.array_equal(column.offsets, self.rows.ragged("action_mask").offsets):
             raise DataError(f"'{name}' and 'action_mask' have rows of different lengths")
-        return values.values[self.flat].astype(np.float64)
-
-    def sums(self, values: Floats) -> Floats:
-        sample = np.repeat(np.arange(len(self.lengths)), self.lengths)
-        return np.bincount(sample, values, len(self.lengths)).astype(np.float64)
+        return column.values[self.positions].astype(np.float64)
 
     def ragged(self, values: Floats) -> Ragged:
         """``[actions]`` as a float32 column ``[rows, seq]``, 0 elsewhere."""
-        column = np.zeros(len(self.mask.values), dtype=np.float32)
-        column[self.flat] = values
-        return self.mask.like(column)
+        mask = self.rows.ragged("action_mask")
+        column = np.zeros(len(mask.values), dtype=np.float32)
+        column[self.positions] = values
+        return mask.like(column)
 
-    def rewards(self) -> Floats:
+    def token_rewards(self) -> Floats:
         """``[actions]``: ``token_rewards``, or each row's ``reward`` on its last action; the reward of a row without
         actions goes to the action before it."""
-        samples = self.samples
-        if "token_rewards" in samples.rows:
-            return self.of_column("token_rewards")
-        rows = np.flatnonzero(samples.counted[samples.of_row])
-        rows = rows[np.argsort(samples.of_row[rows], kind="stable")]
+        if "token_rewards" in self.rows:
+            return self.of_tokens("token_rewards")
+        rows = np.flatnonzero(self.counted[self.of_row])
+        rows = rows[np.argsort(self.of_row[rows], kind="stable")]
         starts = np.cumsum(self.lengths) - self.lengths
-        last = np.cumsum(samples.rows.dense("action_tokens")[rows]) - 1
-        rewards = np.zeros(len(self.flat))
-        np.add.at(rewards, np.maximum(last, starts[samples.of_row[rows]]), samples.rows.dense("reward")[rows])
+        last = np.cumsum(self.rows.dense("action_tokens")[rows]) - 1
+        rewards = np.zeros(len(self.positions))
+        np.add.at(rewards, np.maximum(last, starts[self.of_row[rows]]), self.rows.dense("reward")[rows])
         return rewards
+
+
+def add_pair_columns(rows: Batch, token_means: bool = False) -> Batch:
+    """Add ``unit`` (int64: the pair), ``sign`` and ``weight`` (float32), each ``[rows]``; raise DataError if a pair is
+    not one chosen and one rejected row.
+
+    ``sign`` is 1 on chosen and -1 on rejected rows, divided by the row's action tokens with ``token_means``. The
+    weights of a pair's tokens add up to 1 / pairs; a pair with an empty row does not count."""
+    pair, chosen, length = rows.dense("pair"), rows.dense("chosen"), rows.dense("action_tokens")
+    samples = SampleView.of(rows, by="pair")
+    sizes = np.bincount(samples.of_row)
+    wrong = (sizes != 2) | (np.bincount(samples.of_row, weights=chosen) != 1)
+    if wrong.any():
+        numbers = np.unique(pair)[wrong].tolist()
+        raise DataError(f"a pair is one chosen and one rejected row: {numbers[:20]} are not")
+    whole = np.bincount(samples.of_row, weights=length > 0) == 2
+    counted = SampleView(rows, samples.of_row, samples.action_tokens, whole)
+    sign = np.where(chosen, 1.0, -1.0) * whole[samples.of_row]
+    if token_means:
+        sign = sign / np.maximum(length, 1)
+    return rows.with_columns(unit=pair, sign=sign.astype(np.float32), weight=counted.weights("sequence"))
+
+
+def pair_margins(
+    values: torch.Tensor, columns: TokenColumns, scale: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor, Metrics]:
+    """Sum ``values`` ``[tokens]`` over each sequence, times the size of ``sign``. Returns the chosen one's sum less the
+    rejected one's and the weight, both ``[pairs]``, and metrics of the sums times ``scale``."""
+    units, sign = TokenUnits.of(columns), column(columns, "sign")
+    sides, weight = (sign.clamp(min=0), (-sign).clamp(min=0)), units.sums(column(columns, "weight"))
+    complete = (units.sums(sides[0]) > 0) & (units.sums(sides[1]) > 0)
+    if bool(((weight > 0) & ~complete).any()):
+        raise DataError("a pair is divided: both rows must be on one rank and in one micro-batch")
+    chosen, rejected = (units.sums(side * values) for side in sides)
+    margin = chosen - rejected
+    sums = {"margin": margin, "chosen": chosen, "rejected": rejected}
+    metrics = {"accuracy": weighted_sum(weight, (margin.detach().sign() + 1) / 2)}
+    return margin, weight, metrics | {name: scale * weighted_sum(weight, value) for name, value in sums.items()}

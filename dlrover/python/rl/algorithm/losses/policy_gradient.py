@@ -13,7 +13,7 @@ of k3 is bounded by :data:`MAX_KL_LOG_RATIO`.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated, Any, ClassVar, Literal, TypeAlias, get_args
 
 import numpy as np
@@ -36,8 +36,8 @@ from dlrover.python.rl.algorithm.losses.columns import (
     group_advantages,
     weighted_sum,
 )
-from dlrover.python.rl.algorithm.losses.fields import changed_fields, check_fields
 from dlrover.python.rl.common.names import hint
+from dlrover.python.rl.config.typed import check_fields
 from dlrover.python.rl.data.batch import Batch, Column
 
 MAX_LOG_RATIO = 20.0
@@ -103,14 +103,6 @@ def correction_bounds(low: float | None, high: float | None) -> tuple[float, flo
     return 0.0 if low is None else low, 2.0 if high is None else high
 
 
-def check_bounds(low: float, high: float) -> None:
-    """Raise ValueError if ``mask`` would remove the weight 1, that of equal policies."""
-    if low >= high:
-        raise ValueError(f"correction_low {low} is not below correction_high {high}: every weight would become 0")
-    if not low <= 1 <= high:
-        raise ValueError(f"equal policies have weight 1, which correction_low {low} and correction_high {high} mask")
-
-
 def correction_weights(
     columns: TokenColumns, kind: Correction, level: CorrectionLevel, low: float, high: float
 ) -> tuple[torch.Tensor, Metrics]:
@@ -162,16 +154,9 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEsti
     raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLEstimator))}")
 
 
-def kl_penalty(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
-    """The estimator as a loss per token, ``[tokens]``, differentiated through ``logprobs``.
-
-    Its expected gradient on-policy is the gradient of KL(pi || ref) for k2, and of KL(ref || pi) for k3, which has none
-    beyond :data:`MAX_KL_LOG_RATIO`; k1 is refused."""
-    check_penalty(kind)
-    return kl_estimate(logprobs, ref_logprobs, kind)
-
-
 def check_penalty(kind: str) -> None:
+    """Raise ValueError for an estimator that is no loss. On-policy the expected gradient of k2 is the gradient of
+    KL(pi || ref), and k3's that of KL(ref || pi), which has none beyond :data:`MAX_KL_LOG_RATIO`."""
     if kind == "k1":
         raise ValueError(
             "k1 cannot be a loss: its gradient is that of log pi, whose expectation under pi is zero, so it adds noise"
@@ -179,6 +164,11 @@ def check_penalty(kind: str) -> None:
         )
     if kind not in get_args(KLPenalty):
         raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLPenalty))}")
+
+
+def changed_fields(config: Any, *names: str) -> list[str]:
+    """Return the fields ``names`` of a dataclass instance that differ from their defaults."""
+    return [item.name for item in fields(config) if item.name in names and getattr(config, item.name) != item.default]
 
 
 KLTerm: TypeAlias = Literal["loss", "reward", "advantage"]
@@ -246,23 +236,28 @@ class PolicyGradient:
         if unused := changed_fields(self, *IGNORED_OPTIONS[self.correction]):
             raise ValueError(f"{', '.join(unused)}: no effect with correction '{self.correction}'")
         if self.correction == "mask":
-            check_bounds(*correction_bounds(self.correction_low, self.correction_high))
+            low, high = correction_bounds(self.correction_low, self.correction_high)
+            if low >= high:
+                message = f"correction_low {low} is not below correction_high {high}: every weight would become 0"
+                raise ValueError(message)
+            if not low <= 1 <= high:
+                bounds = f"correction_low {low} and correction_high {high}"
+                raise ValueError(f"equal policies have weight 1, which {bounds} mask")
 
     @property
     def needs(self) -> Needs:
         in_reward = self.kl_coef > 0 and self.kl_in == "reward"
-        of_loss = {
-            "old_logprobs": True,
-            "ref_logprobs": self.kl_coef > 0 and not in_reward,
-            "rollout_logprobs": self.correction != "none",
-            "entropy": self.entropy_coef > 0,
-        }
-        of_annotate = {
-            "action_mask": self.has_token_advantages or in_reward,
-            "old_logprobs": in_reward,
-            "ref_logprobs": in_reward,
-        }
-        return Needs(_names(of_annotate), _names(of_loss))
+        annotate = {"action_mask"} if self.has_token_advantages else set()
+        loss = {"old_logprobs"}
+        if in_reward:
+            annotate |= {"action_mask", "old_logprobs", "ref_logprobs"}
+        elif self.kl_coef > 0:
+            loss.add("ref_logprobs")
+        if self.correction != "none":
+            loss.add("rollout_logprobs")
+        if self.entropy_coef > 0:
+            loss.add("entropy")
+        return Needs(frozenset(annotate), frozenset(loss))
 
     def check_group_size(self, samples_per_prompt: int) -> None:
         if self.compares_samples:
@@ -284,16 +279,17 @@ class PolicyGradient:
 
     def rewards(self, samples: SampleView) -> Floats:
         if self.kl_coef > 0 and self.kl_in == "reward":
-            return samples.reward - samples.tokens.sums(self._penalties(samples))
+            sample = np.repeat(np.arange(len(samples.lengths)), samples.lengths)
+            return samples.reward - np.bincount(sample, self._penalties(samples), len(samples.lengths))
         return samples.reward
 
     def token_rewards(self, samples: SampleView) -> Floats:
         if self.kl_coef > 0 and self.kl_in == "reward":
-            return samples.tokens.rewards() - self._penalties(samples)
-        return samples.tokens.rewards()
+            return samples.token_rewards() - self._penalties(samples)
+        return samples.token_rewards()
 
     def _penalties(self, samples: SampleView) -> Floats:
-        old, reference = (torch.from_numpy(samples.tokens.of_column(f"{model}_logprobs")) for model in ("old", "ref"))
+        old, reference = (torch.from_numpy(samples.of_tokens(f"{model}_logprobs")) for model in ("old", "ref"))
         penalties: Floats = self.kl_coef * kl_estimate(old, reference, self.kl_estimator).numpy()
         return penalties
 
@@ -302,7 +298,11 @@ class PolicyGradient:
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """Adds metrics of the active terms: ``kl`` (k3), ``entropy``, ``mismatch_kl`` and ``mismatch_bounded``."""
         weight = column(columns, "weight")
-        losses, metrics = self.surrogate(logprobs, self._with_kl_in_advantage(columns))
+        if self.kl_coef > 0 and self.kl_in == "advantage":
+            old, reference = column(columns, "old_logprobs"), column(columns, "ref_logprobs")
+            penalty = self.kl_coef * kl_estimate(old, reference, self.kl_estimator)
+            columns = {**columns, "advantage": column(columns, "advantage") - penalty}
+        losses, metrics = self.surrogate(logprobs, columns)
         if self.correction != "none":
             bounds = correction_bounds(self.correction_low, self.correction_high)
             factor, mismatch = correction_weights(columns, self.correction, self.correction_level, *bounds)
@@ -312,7 +312,7 @@ class PolicyGradient:
         if "ref_logprobs" in self.needs.loss:
             reference = column(columns, "ref_logprobs")
             if self.kl_in == "loss":
-                losses = losses + self.kl_coef * kl_penalty(logprobs, reference, self.kl_estimator)
+                losses = losses + self.kl_coef * kl_estimate(logprobs, reference, self.kl_estimator)
             metrics["kl"] = weighted_sum(weight, kl_estimate(logprobs.detach(), reference, "k3"))
         if self.entropy_coef > 0:
             entropy = column(columns, "entropy")
@@ -323,13 +323,6 @@ class PolicyGradient:
     def surrogate(self, logprobs: torch.Tensor, columns: TokenColumns) -> TokenLosses:
         log_ratio = logprobs - column(columns, "old_logprobs")
         return clipped_surrogate(log_ratio, columns, self.clip_low, self.clip_high, self.dual_clip)
-
-    def _with_kl_in_advantage(self, columns: TokenColumns) -> TokenColumns:
-        if self.kl_coef == 0 or self.kl_in != "advantage":
-            return columns
-        old, reference = column(columns, "old_logprobs"), column(columns, "ref_logprobs")
-        penalty = self.kl_coef * kl_estimate(old, reference, self.kl_estimator)
-        return {**columns, "advantage": column(columns, "advantage") - penalty}
 
 
 @dataclass(frozen=True)
@@ -347,7 +340,3 @@ class GroupRelative(PolicyGradient):
         reward = self.rewards(samples)
         advantages = group_advantages(samples.prompt_id, reward, self.normalize, samples.counted, self.std_eps)
         return samples.spread(advantages)
-
-
-def _names(flags: Mapping[str, bool]) -> frozenset[str]:
-    return frozenset(name for name, is_needed in flags.items() if is_needed)

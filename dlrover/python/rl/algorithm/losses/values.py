@@ -13,11 +13,9 @@ import numpy.typing as npt
 import torch
 from annotated_types import Gt
 
-from dlrover.python.rl.algorithm.losses.columns import Metrics, TokenColumns, column, weighted_sum
-from dlrover.python.rl.algorithm.losses.fields import check_fields
+from dlrover.python.rl.algorithm.losses.columns import Floats, Metrics, TokenColumns, column, weighted_sum
+from dlrover.python.rl.config.typed import check_fields
 from dlrover.python.rl.data.batch import Batch, Ragged
-
-Floats = npt.NDArray[np.float64]
 
 
 def gae(

@@ -13,7 +13,6 @@ from typing import Any, ClassVar
 import torch
 from torch.optim import lr_scheduler as schedulers
 
-from dlrover.python.rl.algorithm.losses.fields import check_fields
 from dlrover.python.rl.classic.envs import SampleDataset
 from dlrover.python.rl.classic.evaluator import Evaluator, NonNegative, Positive, PositiveNumber, sampling_params
 from dlrover.python.rl.classic.rewards import reward_function
@@ -23,7 +22,7 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.load import search_folders
 from dlrover.python.rl.config.spec import RUNS, JobSpec
-from dlrover.python.rl.config.typed import parse
+from dlrover.python.rl.config.typed import check_fields, parse
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe import workloads
 from dlrover.python.rl.recipe.launch import check_job, run_together

@@ -17,7 +17,7 @@ MAX_STATE_LENGTH = 4_000_000
 
 @dataclass(frozen=True)
 class StepRules:
-    """How the answers of an environment are read."""
+    """Rules by which the answers of an environment are read."""
 
     missing_state: Literal["error", "done"] = "error"
     """What a step without the key ``next_state`` is that is not done."""
@@ -46,7 +46,7 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EnvironmentTraits:
-    """What an environment declares, by attributes of these names."""
+    """Traits that an environment declares by attributes of these names."""
 
     episodes: int | None = None
     """The number that it serves at a time; None: any number."""
@@ -111,7 +111,8 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
             raise EnvironmentFailed(f"step returned an unknown field '{name}'{hint(str(name), _FIELDS)}")
     reward = _number("reward", values.get("reward"))
     score = _number("score", values.get("score", reward))
-    done, info = _scalar(values.get("done", False)), values.get("extra_info", extra_info)
+    done, info = values.get("done", False), values.get("extra_info", extra_info)
+    done = done.item() if getattr(done, "shape", None) == () else done
     if not isinstance(done, bool):
         raise EnvironmentFailed(f"step returned {_kind(done)} as 'done', not True or False: {str(done)[:100]}")
     if not isinstance(info, dict):
@@ -143,10 +144,6 @@ def _number(name: str, value: Any) -> float:
     if not math.isfinite(number):
         raise EnvironmentFailed(f"step returned {number} as '{name}'")
     return number
-
-
-def _scalar(value: Any) -> Any:
-    return value.item() if getattr(value, "shape", None) == () else value
 
 
 def _kind(value: Any) -> str:

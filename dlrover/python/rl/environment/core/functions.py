@@ -8,6 +8,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from hashlib import blake2b
 from pathlib import Path
 from types import ModuleType
@@ -95,20 +96,29 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
         try:
             target = target(**dict(options or {}))
         except Exception as error:
-            what = f"could not be made: {type(error).__name__}: {error}"
-            raise EnvironmentFailed(f"{readable_name(where)} {what}", user_traceback(error)) from error
+            fault = f"could not be made: {type(error).__name__}: {error}"
+            raise EnvironmentFailed(f"{readable_name(where)} {fault}", user_traceback(error)) from error
     return UserEnvironment(target, readable_name(where))
 
 
 def find_environment(where: str, options: Mapping[str, Any] | None = None) -> Any:
     """Return the module, object, class or factory of a name without making the environment; raise EnvironmentFailed."""
-    target, is_member = _import_target(where)
-    where = readable_name(where)
+    registered, where = ENVIRONMENTS.places(), ENVIRONMENTS.current(where)
+    place, _, name = registered.get(where, where).partition(":")
+    try:
+        target: Any = _script(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
+    except ClassNotFound as error:
+        close = "" if "." in where or ":" in where else hint(where, registered)
+        raise EnvironmentFailed(f"{error}{close}") from error
+    if name and not hasattr(target, name):
+        names = [key for key in vars(target) if key[0] != "_"]
+        raise EnvironmentFailed(f"{place} has no '{name}'{hint(name, names)}")
+    target, where = getattr(target, name) if name else target, readable_name(where)
     if _is_made(target):
         if fault := find_argument_fault(target, options or {}):
             raise EnvironmentFailed(f"{where} does not take its options: {fault}")
     elif options:
-        reason = "is an object, which takes" if is_member else "is made of functions, which take"
+        reason = "is an object, which takes" if name else "is made of functions, which take"
         raise EnvironmentFailed(f"{where} {reason} no options: {', '.join(options)}")
     if isinstance(target, type) or not _is_made(target):
         _check_step(target, where)
@@ -144,22 +154,6 @@ def find_argument_fault(function: Callable[..., Any], named: Mapping[str, Any], 
         unknown = next((name for name in named if name not in signature.parameters), "")
         return f"{error}{hint(unknown[:100], signature.parameters) if unknown else ''}"
     return ""
-
-
-def _import_target(where: str) -> tuple[Any, bool]:
-    """Return the module, script or attribute of one, and True for an attribute."""
-    registered, where = ENVIRONMENTS.places(), ENVIRONMENTS.current(where)
-    address = registered.get(where, where)
-    place, colon, name = address.rpartition(":") if ":" in address else (address, "", "")
-    try:
-        target: Any = _script(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
-    except ClassNotFound as error:
-        close = "" if "." in where or ":" in where else hint(where, registered)
-        raise EnvironmentFailed(f"{error}{close}") from error
-    if colon and not hasattr(target, name):
-        names = [key for key in vars(target) if key[0] != "_"]
-        raise EnvironmentFailed(f"{place} has no '{name}'{hint(name, names)}")
-    return (getattr(target, name), True) if colon else (target, False)
 
 
 def _script(path: Path) -> ModuleType:
@@ -224,13 +218,9 @@ async def call_async(function: Callable[..., Any], *arguments: Any) -> Any:
 async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
     """Run in a daemon thread: an abandoned call blocks neither other calls nor the end of the process. It is
     interrupted by SystemExit at its next line of Python, so that it stops computing."""
-    loop = asyncio.get_running_loop()
-    future: asyncio.Future[Any] = loop.create_future()
+    outcome: Future[Any] = Future()
+    outcome.set_running_or_notify_cancel()  # A cancelled call cannot take it back, and is interrupted.
     lock, has_returned = threading.Lock(), False
-
-    def settle(value: Any, error: BaseException | None) -> None:
-        if not future.done():
-            future.set_exception(error) if error is not None else future.set_result(value)
 
     def run() -> None:
         nonlocal has_returned
@@ -244,23 +234,19 @@ async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
             error = raised if isinstance(raised, Exception) else RuntimeError(f"{type(raised).__name__}: {raised}")
         with lock:
             has_returned = True
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settle, value, error)
+        outcome.set_exception(error) if error is not None else outcome.set_result(value)
 
     thread = threading.Thread(target=run, name="environment", daemon=True)
+    future = asyncio.wrap_future(outcome)
     thread.start()
     try:
         return await future  # waits: for the user's function, until the guard's deadline
     except asyncio.CancelledError:
         with lock:  # later its number may be that of another thread
             if not has_returned:
-                thread.name = _ABANDONED
-                _interrupt(thread)
+                thread.name, number = _ABANDONED, ctypes.c_ulong(thread.ident or 0)
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(number, ctypes.py_object(SystemExit))
         raise
-
-
-def _interrupt(thread: threading.Thread) -> None:
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident or 0), ctypes.py_object(SystemExit))
 
 
 def count_abandoned() -> int:

@@ -11,7 +11,8 @@ import itertools
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 from dlrover.python.rl.common.errors import EnvironmentFailed, MissingExtra
 from dlrover.python.rl.data.conversation import find_think_prefix
@@ -24,15 +25,11 @@ _PLACE = "world"
 """The key of ``extra_info`` by which an episode finds its world."""
 
 
-class World(Protocol):
-    def reset(self, *, seed: int | None = None) -> tuple[Any, dict[str, Any]]: ...
-
-    def step(self, action: Any) -> tuple[Any, Any, bool, bool, dict[str, Any]]: ...
-
-
 @dataclass
 class _Slot:
-    world: World | None = None
+    world: Any = None
+    """A game, with Gymnasium's ``reset(seed=...)``, ``step(action)`` and perhaps ``close()``."""
+
     episode: int = 0
     busy: bool = False
 
@@ -54,7 +51,7 @@ class GymEnvironment:
 
     def __init__(  # noqa: PLR0913 - the words around observations, and what a world does not say itself
         self,
-        make: Callable[[], World],
+        make: Callable[[], Any],
         size: int = 16,
         *,
         act: Callable[[str], Any] = str,
@@ -145,20 +142,17 @@ def gymnasium(name: str, size: int = 16, make: dict[str, Any] | None = None, **w
     library = _library("gymnasium", "gymnasium", "gym")
     if "act" not in words:
         first = library.make(name, **(make or {}))
-        words["act"] = _reader(library, first.action_space, name)
+        space = first.action_space
         first.close()
+        if not isinstance(space, library.spaces.Text | library.spaces.Discrete):
+            message = f"the actions of {name} are of {type(space).__name__}"
+            raise ValueError(f"{message}: give act, which makes one of a text")
+        is_text = isinstance(space, library.spaces.Text)
+        words["act"] = str if is_text else partial(_read_choice, int(space.start), int(space.n))
     return GymEnvironment(lambda: library.make(name, **(make or {})), size, **words)
 
 
-def _reader(library: Any, space: Any, name: str) -> Callable[[str], Any]:
-    if isinstance(space, library.spaces.Text):
-        return str
-    if isinstance(space, library.spaces.Discrete):
-        return lambda text: _choice(text, int(space.start), int(space.n))
-    raise ValueError(f"the actions of {name} are of {type(space).__name__}: give act, which makes one of a text")
-
-
-def _choice(text: str, start: int, count: int) -> int:
+def _read_choice(start: int, count: int, text: str) -> int:
     boxed = boxed_answer(text)
     number = boxed if boxed is not None else last_number(text)
     value = None if number is None else decimal_value(number)

@@ -74,8 +74,8 @@ def marked_answer(text: str) -> str | None:
     boxed = boxed_answer(text)
     if boxed is not None:
         return boxed
-    _, marker, rest = text.rpartition("####")
-    return rest.strip().partition("\n")[0] if marker else None
+    _, marker, line = text.rpartition("####")
+    return line.strip().partition("\n")[0] if marker else None
 
 
 def plain_text(text: str) -> str:
@@ -139,7 +139,7 @@ _MARKED_NUMBER = re.compile(rf"(?:[-\s*_`=+\\]|{CURRENCY})*{_RUN}(?![.):]\s+\S)"
 
 
 def _given_answer(completion: str) -> str | None:
-    """As :func:`marked_answer`, of what a model wrote: ``####`` marks a line that begins with a number, and begins a
+    """Find the marked answer in what a model wrote: ``####`` marks a line that begins with a number, and begins a
     heading elsewhere."""
     boxed = boxed_answer(completion)
     if boxed is not None:

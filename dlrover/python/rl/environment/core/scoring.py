@@ -61,7 +61,7 @@ class Completed(NamedTuple):
 
     @property
     def columns(self) -> dict[str, Any]:
-        """By the names by which functions ask for them; a column of the row does not take the place of the sample's."""
+        """Columns by the names that functions ask for; a column of the row does not take the place of the sample's."""
         return {**self.extra_info, **{name: getattr(self, name) for name in _OWN}}
 
 
@@ -91,17 +91,17 @@ class RewardFunction:
     def check(self, name: str) -> None:
         """Raise VerifierError if the function takes no completion."""
         if self.form == "named" and not self._parameters:
-            what = f"takes no completion: it is called as ({', '.join(Completed._fields[:3])})"
-            raise VerifierError(f"'{readable_name(name)}' {what}")
+            message = f"takes no completion: it is called as ({', '.join(Completed._fields[:3])})"
+            raise VerifierError(f"'{readable_name(name)}' {message}")
 
     def find_missing(self, columns: Collection[str]) -> str:
         """A column that it asks for and that no row has, with the nearest one; ``columns`` are those of all rows."""
         if self.form == "sample":  # columns are given where it names some
             return ""
-        known = {*self._by_name(Completed("", extra_info=dict.fromkeys(columns)))}
+        names = {*self._by_name(Completed("", extra_info=dict.fromkeys(columns)))}
         if self.form == "batch":
-            known = known - {"prompt"} | {"prompts", _BATCH}
-        return self._missing_in(known, self._first)
+            names = names - {"prompt"} | {"prompts", _BATCH}
+        return self._find_absent(names)
 
     def find_empty(self, sample: Completed) -> list[str]:
         """The columns that the function declares to need, and that a row has no value in."""
@@ -119,17 +119,37 @@ class RewardFunction:
         if self.form == "sample" and not self._names_any(sample.extra_info):
             return function(sample.completion, sample.answer, dict(sample.extra_info))
         completion = [sample.completion] if self._first else []
-        return function(*completion, **self._taken(self._by_name(sample), self._first))
+        return function(*completion, **self._select(self._by_name(sample)))
+
+    def on_all(self, samples: Sequence[Completed]) -> Any:
+        """A list of the rewards of samples, or an awaitable of it, from a function of the form ``batch``."""
+        rows = [sample.columns for sample in samples]
+        columns = {name: [row.get(name) for row in rows] for name in {name: None for row in rows for name in row}}
+        columns["prompts"] = columns.pop("prompt")
+        columns[_BATCH] = [  # a message where the prompt is messages, as TRL gives it
+            sample.completion
+            if isinstance(sample.prompt, str | None)
+            else [{"role": "assistant", "content": sample.completion}]
+            for sample in samples
+        ]
+        return self.function(**self._select(columns))
 
     def _by_name(self, sample: Completed) -> dict[str, Any]:
-        """What a sample has by name; verl's names where the function has its ``solution_str``."""
+        """The columns of a sample; by verl's names where the function has its ``solution_str``."""
         if _VERL not in self._parameters:
             return sample.columns
         return {"ground_truth": sample.answer, **sample.columns, _VERL: sample.completion}
 
     def _names_any(self, columns: Collection[str]) -> bool:
-        """Whether a parameter after the first names one of ``columns``."""
+        """Return True if a parameter after the first names one of ``columns``."""
         return any(name in columns for name in [*self._parameters][1:] if name not in _OWN)
+
+    @cached_property
+    def _parameters(self) -> dict[str, inspect.Parameter]:
+        try:
+            return dict(inspect.signature(self.function).parameters)
+        except ValueError:  # some C functions have no signature
+            return {}
 
     @cached_property
     def _first(self) -> str:
@@ -140,42 +160,25 @@ class RewardFunction:
         has_own = not self._parameters.keys().isdisjoint(("completion", _VERL)) or first.name in _OWN
         return "" if has_own and first.kind is not inspect.Parameter.POSITIONAL_ONLY else first.name
 
-    def on_all(self, samples: Sequence[Completed]) -> Any:
-        """A list of the rewards of samples, or an awaitable of it, from a function of the form ``batch``."""
-        rows = [sample.columns for sample in samples]
-        columns = {name: [row.get(name) for row in rows] for name in {name: None for row in rows for name in row}}
-        columns["prompts"], columns[_BATCH] = columns.pop("prompt"), [_as_prompt_is(sample) for sample in samples]
-        return self.function(**self._taken(columns))
-
     @cached_property
-    def _parameters(self) -> dict[str, inspect.Parameter]:
-        try:
-            return dict(inspect.signature(self.function).parameters)
-        except ValueError:  # some C functions have no signature
-            return {}
+    def _named(self) -> dict[str, inspect.Parameter]:
+        """The parameters besides the first that are given by name."""
+        parameters = self._parameters.items()
+        return {name: item for name, item in parameters if item.kind in _BY_NAME and name != self._first}
 
-    def _taken(self, columns: Mapping[str, Any], besides: str = "") -> dict[str, Any]:
+    def _select(self, columns: Mapping[str, Any]) -> dict[str, Any]:
         """The columns that the function takes by name; raises VerifierError if one is missing."""
-        if missing := self._missing_in(columns, besides):
-            raise VerifierError(f"asks for {missing}")
-        named = self._named(besides)
+        if absent := self._find_absent(columns):
+            raise VerifierError(f"asks for {absent}")
         takes_any = any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in self._parameters.values())
-        return {name: value for name, value in columns.items() if name in named or (takes_any and name != besides)}
+        return {
+            name: value for name, value in columns.items() if name in self._named or (takes_any and name != self._first)
+        }
 
-    def _missing_in(self, columns: Collection[str], besides: str = "") -> str:
-        needed = [name for name, item in self._named(besides).items() if item.default is inspect.Parameter.empty]
+    def _find_absent(self, columns: Collection[str]) -> str:
+        needed = [name for name, item in self._named.items() if item.default is inspect.Parameter.empty]
         absent = next((name for name in needed if name not in columns), "")
         return f"'{absent}', which is no column of its row{hint(absent, columns)}" if absent else ""
-
-    def _named(self, besides: str) -> dict[str, inspect.Parameter]:
-        parameters = self._parameters.items()
-        return {name: item for name, item in parameters if item.kind in _BY_NAME and name != besides}
-
-
-def _as_prompt_is(sample: Completed) -> Any:
-    """The completion as TRL gives it: a message where the prompt is messages."""
-    text = sample.completion
-    return text if isinstance(sample.prompt, str | None) else [{"role": "assistant", "content": text}]
 
 
 @dataclass(frozen=True)
@@ -209,10 +212,12 @@ class WeightedRewards:
     def now(self, samples: Sequence[Completed]) -> list[Reward]:
         """Run sync functions in order, then async ones together in a new loop; VerifierError: a value is not finite."""
         values = {name: self._start(function, samples) for name, function in self._functions.items()}
-        return self._sum(asyncio.run(_settle(values)) if _has_awaitables(values) else values, len(samples))
+        if any(inspect.isawaitable(item) for value in values.values() for item in _items(value)):
+            values = asyncio.run(_settle(values))
+        return self._sum(values, len(samples))
 
     async def score(self, sample: Completed) -> Reward:
-        """The same in a running loop: sync functions run in threads."""
+        """Score a sample in a running loop: sync functions run in threads."""
         names, functions = list(self._functions), self._functions.values()
         started = (run_in_thread(self._start, function, [sample]) for function in functions)
         values = dict(zip(names, await asyncio.gather(*started), strict=True))
@@ -223,47 +228,40 @@ class WeightedRewards:
         return function.on_all(samples) if function.form == "batch" else [function.on(sample) for sample in samples]
 
     def _sum(self, values: Mapping[str, Any], count: int) -> list[Reward]:
-        columns = {
-            name: _as_numbers(self._label(name), self._functions[name].form, found, count)
-            for name, found in values.items()
-        }
+        columns: dict[str, list[float]] = {}
+        for name, returned in values.items():
+            label = f": {readable_name(name)}" if len(self._functions) > 1 else ""  # behind an error, which names all
+            is_batch = self._functions[name].form == "batch"
+            columns[name] = _read_rewards(label, is_batch, returned, count)
         rows = [{name: column[row] for name, column in columns.items()} for row in range(count)]
         return [Reward(math.fsum(self._weights[name] * value for name, value in row.items()), row) for row in rows]
 
-    def _label(self, name: str) -> str:
-        """What follows an error's text, which names all functions."""
-        return f": {readable_name(name)}" if len(self._functions) > 1 else ""
 
-
-def _has_awaitables(values: Mapping[str, Any]) -> bool:
-    return any(inspect.isawaitable(item) for found in values.values() for item in _items(found))
-
-
-def _items(found: Any) -> Sequence[Any]:
-    return found if isinstance(found, list) else [found]
+def _items(returned: Any) -> Sequence[Any]:
+    return returned if isinstance(returned, list) else [returned]
 
 
 async def _settle(values: Mapping[str, Any]) -> dict[str, Any]:
     """Await what can be, side by side."""
-    flat = [item for found in values.values() for item in _items(found) if inspect.isawaitable(item)]
+    flat = [item for value in values.values() for item in _items(value) if inspect.isawaitable(item)]
     settled = iter(await asyncio.gather(*flat))
+    settled_values: dict[str, Any] = {}
+    for name, value in values.items():
+        items = [next(settled) if inspect.isawaitable(item) else item for item in _items(value)]
+        settled_values[name] = items if isinstance(value, list) else items[0]
+    return settled_values
 
-    def settle(item: Any) -> Any:
-        return next(settled) if inspect.isawaitable(item) else item
 
-    return {name: [*map(settle, found)] if isinstance(found, list) else settle(found) for name, found in values.items()}
-
-
-def _as_numbers(label: str, form: Form, found: Any, count: int) -> list[float]:
-    values = found.tolist() if hasattr(found, "tolist") else found
+def _read_rewards(label: str, is_batch: bool, returned: Any, count: int) -> list[float]:
+    values = returned.tolist() if hasattr(returned, "tolist") else returned
     if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        what = f"not a list of {count}: a function with a parameter 'completions' must return a number for each"
-        raise VerifierError(f"returned {cut_middle(repr(found), 60)}, {what}{label}")
+        message = f"not a list of {count}: a function with a parameter 'completions' must return a number for each"
+        raise VerifierError(f"returned {cut_middle(repr(returned), 60)}, {message}{label}")
     values = list(values)
     if len(values) != count:
         raise VerifierError(f"returned {len(values)} rewards for {count} completions{label}")
     # TRL's functions return None for samples that they do not apply to.
-    return [0.0 if value is None and form == "batch" else _number(label, value) for value in values]
+    return [0.0 if value is None and is_batch else _number(label, value) for value in values]
 
 
 def _number(label: str, value: Any) -> float:

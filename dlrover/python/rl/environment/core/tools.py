@@ -89,15 +89,15 @@ class ToolEnvironment:
         requested = [] if isinstance(action, str) else action.get("tool_calls", [])
         # The content of a message has calls where one is malformed, and then all of them.
         calls = calls if len(calls) > len(requested) else [json.dumps(call["function"]) for call in requested]
-        made = int(extra_info.get(_CALLS_MADE, 0))
-        if not calls or made >= self._max_calls:
+        count = int(extra_info.get(_CALLS_MADE, 0))
+        if not calls or count >= self._max_calls:
             answer = None if extra_info.get("answer") is None else str(extra_info["answer"])
             prefix = think_prefix if self._ignores_thoughts else None
             reward = await self._judge.score(Completed(text, answer, extra_info, think_prefix=prefix))
             return StepResult(None, reward.total, reward.total, True, extra_info)
-        responses = [await self._response(call) for call in calls[: self._max_calls - made]]
+        responses = [await self._response(call) for call in calls[: self._max_calls - count]]
         responses += ["error: no call is left: answer now"] * (len(calls) - len(responses))
-        extra_info = {**extra_info, _CALLS_MADE: min(made + len(calls), self._max_calls)}
+        extra_info = {**extra_info, _CALLS_MADE: min(count + len(calls), self._max_calls)}
         if isinstance(state, str):
             shown = "\n".join(f"<tool_response>\n{response}\n</tool_response>" for response in responses)
             return StepResult(f"{state}{text}{self._turn.replace('{responses}', shown)}", 0.0, 0.0, False, extra_info)
@@ -107,19 +107,20 @@ class ToolEnvironment:
             message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         return StepResult(messages, 0.0, 0.0, False, extra_info)
 
-    async def close(self, extra_info: dict[str, Any]) -> None:
-        """An episode holds nothing."""
-
-    async def shutdown(self) -> None:
-        """Nothing is held."""
-
     async def _response(self, call: str) -> str:
         """Return the result of a call, or the error."""
-        function = self._bound(call)
-        if isinstance(function, str):
-            return f"error: {function}"
+        parsed, fault = parse_call(call), ""
+        name, arguments = ("", {}) if isinstance(parsed, str) else (parsed["name"], parsed["arguments"])
+        if isinstance(parsed, str):
+            fault = parsed
+        elif name not in self._tools:
+            fault = f"there is no tool '{name[:100]}'{hint(name[:100], self._tools)}"
+        elif mismatch := find_argument_fault(self._tools[name], arguments):
+            fault = f"'{name}' does not take these arguments: {mismatch}"
+        if fault:
+            return f"error: {fault}"
         try:
-            result = await call_async(function)
+            result = await call_async(partial(self._tools[name], **arguments))
             shown = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False, default=str)
         except EnvironmentFailed:
             raise
@@ -129,18 +130,6 @@ class ToolEnvironment:
             return shown
         return f"{shown[: self._longest_result]}\n(cut: {self._longest_result} of {len(shown)} characters)"
 
-    def _bound(self, text: str) -> Callable[[], Any] | str:
-        """The tool with the arguments of a call; or why the call cannot be made."""
-        call = parse_call(text)
-        if isinstance(call, str):
-            return call
-        name, arguments = call["name"], call["arguments"]
-        if name not in self._tools:
-            return f"there is no tool '{name[:100]}'{hint(name[:100], self._tools)}"
-        if fault := find_argument_fault(self._tools[name], arguments):
-            return f"'{name}' does not take these arguments: {fault}"
-        return partial(self._tools[name], **arguments)
-
 
 def describe_tool(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     """The schema of a function, as OpenAI's API has it: its docstring, and its parameters with their types."""
@@ -149,18 +138,17 @@ def describe_tool(name: str, function: Callable[..., Any]) -> dict[str, Any]:
     except (TypeError, ValueError):  # Some C functions have no signature.
         signature = inspect.Signature()
     parameters = [item for item in signature.parameters.values() if item.kind not in (_VAR_ARGS, _VAR_KWARGS)]
+    properties: dict[str, Any] = {}
+    for item in parameters:
+        kind = _TYPES.get(get_origin(item.annotation) or item.annotation) or _NAMED_TYPES.get(item.annotation)
+        properties[item.name] = {"type": kind} if kind else {}
     described: dict[str, Any] = {
         "name": name,
         "description": inspect.getdoc(function) or "",
         "parameters": {
             "type": "object",
-            "properties": {item.name: _describe_type(item.annotation) for item in parameters},
+            "properties": properties,
             "required": [item.name for item in parameters if item.default is inspect.Parameter.empty],
         },
     }
     return {"type": "function", "function": described}
-
-
-def _describe_type(annotation: Any) -> dict[str, str]:
-    kind = _TYPES.get(get_origin(annotation) or annotation) or _NAMED_TYPES.get(annotation)
-    return {"type": kind} if kind else {}

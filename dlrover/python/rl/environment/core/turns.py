@@ -98,14 +98,19 @@ class Guard:
         if state is None or not episode.open:
             raise ValueError("the episode is over")
         try:
-            made: str | Message = action
+            sent: str | Message = action
             if isinstance(state, list):
-                made = make_assistant_message(action, episode.turns)
-            answer = self._environment.step(copy.deepcopy(state), copy.deepcopy(made), episode.extra_info)
+                sent = make_assistant_message(action, episode.turns)
+            answer = self._environment.step(copy.deepcopy(state), copy.deepcopy(sent), episode.extra_info)
             result = validate_step(
                 await self._in_time("step", answer), episode.extra_info, self._rules.missing_state == "error"
             )
-            next_state = _continue(state, made, result.next_state)
+            next_state = result.next_state
+            if isinstance(next_state, list) and isinstance(state, list) and isinstance(sent, dict):
+                next_state = [*state, sent, *next_state]
+            elif next_state is not None and not (isinstance(next_state, str) and isinstance(state, str)):
+                kinds = ("messages", "text") if isinstance(state, list) else ("text", "messages")
+                raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
         except EnvironmentFailed as error:
             if self._rules.failure_reward is None:
                 self.fail(episode, error)
@@ -181,16 +186,6 @@ class Guard:
             _LOG.debug("an abandoned call raised: %s", error)
 
 
-def _continue(state: State, action: str | Message, answer: State | None) -> State | None:
-    """The state after the policy's ``action`` and what ``step`` returned."""
-    if answer is None or (isinstance(answer, str) and isinstance(state, str)):
-        return answer
-    if isinstance(answer, list) and isinstance(state, list) and isinstance(action, dict):
-        return [*state, action, *answer]
-    kinds = ("messages", "text") if isinstance(state, list) else ("text", "messages")
-    raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
-
-
 Encode: TypeAlias = Callable[[str], list[int]]
 """Token ids of a text, without special tokens around it."""
 
@@ -203,20 +198,6 @@ ROW: Mapping[str, ColumnSpec] = {
 }
 """The columns of a sequence whose engine declares none. ``action_mask`` is True on the policy's tokens, a reward is on
 the last token of its action, and ``finished`` says that the last action ended without a token limit."""
-
-
-@dataclass(eq=False)
-class TokenSequence(SequenceColumns):
-    """Tokens with the columns of :data:`ROW` and the engine's. ``opening`` is the text at the start, which the policy
-    received; ``text`` all later actions and observations."""
-
-    opening: str = ""
-    text: str = ""
-
-    @property
-    def tokens(self) -> list[int]:
-        tokens: list[int] = self.values["tokens"]
-        return tokens
 
 
 class Trajectory:
@@ -244,7 +225,7 @@ class Trajectory:
         self._specs = {**ROW, **columns}
         self._encode, self._encode_whole = encode, encode_whole or encode
         self._state, self.action, self._ending = state, "", ""
-        self.sequences: list[TokenSequence] = []
+        self.sequences: list[SequenceColumns] = []
         self._begin(state, self._encode_whole(state) if tokens is None else tokens)
 
     @property
@@ -275,23 +256,23 @@ class Trajectory:
         """Add the next state; return False, without a change, if ``fits`` refuses the tokens to continue from."""
         context = self._state + self.action
         continues = state.startswith(context)
-        rest = state[len(context) :]
-        new = rest.removeprefix(self._ending)
+        added = state[len(context) :]
+        new = added.removeprefix(self._ending)
         tokens = (self._encode(new) if new else []) if continues else self._encode_whole(state)
         if fits is not None and not fits([*self.context, *tokens] if continues else tokens):
             return False
         if continues:
             self.last.give(len(tokens), tokens=tokens)
-            self.last.text += rest
+            self.last.text += added
         else:
             self._begin(state, tokens)
         self._state, self.action, self._ending = state, "", ""
         return True
 
     def _begin(self, state: str, tokens: Sequence[int]) -> None:
-        self.sequences.append(TokenSequence(self._specs, opening=state))
+        self.sequences.append(SequenceColumns(self._specs, opening=state))
         self.last.give(len(tokens), tokens=tokens)
 
     @property
-    def last(self) -> TokenSequence:
+    def last(self) -> SequenceColumns:
         return self.sequences[-1]

@@ -3,7 +3,7 @@
 
 ::
 
-    parent: ChildProcess --starts--> shield --forks--> warden --forks--> child: Server.serve(Channel) --> user's code
+    parent: ChildProcess --starts--> shield --forks--> warden --forks--> child: server.serve(Channel) --> user's code
             '-------------- requests (pickled), replies (lines of JSON) --------------'
 
 The warden imports no user code and never holds the connection. It is the child's parent, so a function that kills
@@ -32,7 +32,7 @@ from contextlib import suppress
 from importlib import import_module
 from io import TextIOBase
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import EnvironmentFailed, VerifierError, user_traceback
 from dlrover.python.rl.common.log import cut_middle
@@ -56,17 +56,10 @@ class ChildEnded(Exception):
     """The child has ended, for the reason in the text, and answers no call any more."""
 
 
-class CallRequest(NamedTuple):
-    """A call in the child's format."""
-
-    number: str
-    body: bytes
-
-    @classmethod
-    def of(cls, call: str, *arguments: Any) -> "CallRequest":
-        """Raise the errors of pickling."""
-        number = secrets.token_hex(8)  # User code cannot guess it, hence not answer for its process.
-        return cls(number, pickle.dumps((number, call, arguments), pickle.HIGHEST_PROTOCOL))
+def pack_call(call: str, *arguments: Any) -> tuple[str, bytes]:
+    """Return the number of a call, and the call in the child's format; raises the errors of pickling."""
+    number = secrets.token_hex(8)  # User code cannot guess it, hence not answer for its process.
+    return number, pickle.dumps((number, call, arguments), pickle.HIGHEST_PROTOCOL)
 
 
 class ChildProcess:
@@ -75,7 +68,8 @@ class ChildProcess:
     Args:
         owner: the process ends when this object is garbage collected, too.
         load: a function or class of an importable module; a fresh interpreter calls it with ``arguments``, which are
-            plain JSON, for its :class:`Server`.
+            plain JSON, for its server: ``ready`` is the first reply, and ``serve(channel)`` answers until the parent is
+            gone.
         memory_mb: address space in MB, libraries included; None: no limit.
         max_reply_bytes: a longer reply ends the process.
     """
@@ -83,7 +77,7 @@ class ChildProcess:
     def __init__(
         self,
         owner: object,
-        load: "Callable[..., Server]",
+        load: Callable[..., Any],
         arguments: list[Any],
         memory_mb: int | None,
         max_reply_bytes: int,
@@ -114,16 +108,17 @@ class ChildProcess:
     def is_ended(self) -> bool:
         return bool(self._end_reason)
 
-    def submit(self, request: CallRequest) -> "Future[Reply]":
-        """Send a request, without waiting for the child to take it. Its reply fails with :class:`ChildEnded`."""
+    def submit(self, number: str, body: bytes) -> "Future[Reply]":
+        """Send what :func:`pack_call` made, without waiting for the child to take it. Its reply fails with
+        :class:`ChildEnded`."""
         answer: Future[Reply] = Future()
         answer.set_running_or_notify_cancel()  # It cannot be cancelled from here on.
         with self._lock:
             if self._end_reason:
                 answer.set_exception(ChildEnded(self._end_reason))
             else:
-                self._pending[request.number] = answer
-                self._outgoing.put(request.body)
+                self._pending[number] = answer
+                self._outgoing.put(body)
         return answer
 
     def end(self, reason: str = "it was closed") -> None:
@@ -161,7 +156,15 @@ class ChildProcess:
             pass
         except Exception as error:  # noqa: BLE001 - whatever hostile code replied, its process ends
             reason = f"user code answered for its process, which was ended ({error})"
-        self._fail_calls(reason or self._exit_reason())
+        if not reason:
+            with suppress(subprocess.TimeoutExpired):  # A child that lives on is not waited for.
+                self._process.wait(0.0 if self._end_reason else _ENDING_S)
+            names = {number.value: number.name for number in signal.Signals}  # a real-time signal has none
+            code = self._process.poll()
+            reason = "it closed its connection" if code is None else f"exit code {code}"
+            if code is not None and code < 0:
+                reason = f"killed by {names.get(-code, f'signal {-code}')}"
+        self._fail_calls(reason)
         self._hang_up()
         with suppress(subprocess.TimeoutExpired):
             end_guarded(self._process)
@@ -180,28 +183,8 @@ class ChildProcess:
                 answer = self._pending.pop(reply["number"])
             answer.set_result(reply)
 
-    def _exit_reason(self) -> str:
-        """Say why the connection closed; a child that lives on is not waited for."""
-        with suppress(subprocess.TimeoutExpired):
-            self._process.wait(0.0 if self._end_reason else _ENDING_S)
-        code = self._process.poll()
-        if code is None:
-            return "it closed its connection"
-        names = {number.value: number.name for number in signal.Signals}  # a real-time signal has none
-        return f"killed by {names.get(-code, f'signal {-code}')}" if code < 0 else f"exit code {code}"
-
 
 # -- in the child ------------------------------------------------------------------------------------------------------
-
-
-class Server(Protocol):
-    """Serves calls with an object of the user's, which its maker has loaded."""
-
-    ready: Reply
-
-    def serve(self, channel: "Channel") -> None:
-        """Answer requests until the parent is gone."""
-        ...
 
 
 def interpreter_command(function: Callable[..., None], *arguments: str) -> list[str]:
@@ -226,9 +209,18 @@ def become_program(folder: str, level: str, memory_mb: str, file_bytes: str, cpu
 def run_child(module: str, name: str, descriptor: str, memory_mb: str, arguments: str) -> None:
     """Become shield and warden; their child loads a server, which serves until the parent's end closes."""
     stand_guard(int(descriptor))
-    channel = Channel(int(descriptor), restrain(int(memory_mb)))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if int(memory_mb):
+        resource.setrlimit(resource.RLIMIT_AS, (int(memory_mb) << 20, int(memory_mb) << 20))
+    with suppress(OSError):  # Where memory runs out, the kernel shall choose this process, not one of the job.
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    sys.stdout = sys.stderr = output = Capped(os.dup(2))  # Not inherited: what it starts prints to nowhere.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, 1)
+    os.dup2(nowhere, 2)
+    channel = Channel(int(descriptor), output)
     try:
-        server: Server = getattr(import_module(module), name)(*json.loads(arguments))
+        server = getattr(import_module(module), name)(*json.loads(arguments))
     except Exception as error:  # noqa: BLE001 - the process boundary: whatever importing raises the parent reports it
         channel.send(READY, error_reply(error))
         return
@@ -287,21 +279,6 @@ class Capped(TextIOBase):
         return len(text)
 
 
-def restrain(memory_mb: int) -> Capped:
-    """Limit what user code can use up; returns where it prints to."""
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if memory_mb:
-        resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
-    with suppress(OSError):  # Where memory runs out, the kernel shall choose this process, not one of the job.
-        Path("/proc/self/oom_score_adj").write_text("1000")
-    output = Capped(os.dup(2))  # Not inherited: what it starts prints to nowhere.
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, 1)
-    os.dup2(nowhere, 2)
-    sys.stdout = sys.stderr = output
-    return output
-
-
 # -- shield and warden -------------------------------------------------------------------------------------------------
 
 
@@ -347,7 +324,13 @@ def _watch_child(descriptors: tuple[int, ...], end: Callable[[int], None]) -> No
         while True:
             _kill_children()
             os.waitpid(-1, 0)
-    _end_like(status)
+    code = os.waitstatus_to_exitcode(status)
+    if code < 0:  # End by the same signal.
+        with suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
+        os.kill(os.getpid(), -code)
+    os._exit(abs(code))
 
 
 def _reap(child: int) -> int | None:
@@ -366,14 +349,3 @@ def _kill_children() -> None:
         with suppress(OSError, IndexError):
             if int((entry / "stat").read_text().rpartition(")")[2].split()[1]) == os.getpid():
                 os.kill(int(entry.name), signal.SIGKILL)
-
-
-def _end_like(status: int) -> None:
-    """End with the exit code, or by the signal, of a process that has ended."""
-    code = os.waitstatus_to_exitcode(status)
-    if code < 0:
-        with suppress(OSError, ValueError):
-            signal.signal(-code, signal.SIG_DFL)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {-code})
-        os.kill(os.getpid(), -code)
-    os._exit(abs(code))

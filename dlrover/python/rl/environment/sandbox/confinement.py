@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a program that a model wrote may do, at two levels.
+"""Confines a program that a model wrote, at two levels.
 
 ``bubblewrap``, where it is installed and works: the program sees the interpreter, its own folder and nothing else of
 the disk, no network, and no process but its own. ``limits`` otherwise: it runs as this user and can read the user's
@@ -143,18 +143,21 @@ def become_confined(
     if level is Confinement.BUBBLEWRAP:
         counted = ["/usr/bin/prlimit", f"--nproc={limits.processes}", *command]  # counted inside only
         command = bubblewrap_command(counted, folder, shown, limits.file_bytes)
-    else:
-        others = 0 if _leave_namespaces() else _processes_of_this_user()
-        _limit(resource.RLIMIT_NPROC, limits.processes + others)
+    by_kind = {
+        resource.RLIMIT_AS: limits.memory_mb << 20,
+        resource.RLIMIT_FSIZE: limits.file_bytes,
+        resource.RLIMIT_CPU: limits.cpu_s,
+        resource.RLIMIT_CORE: 0,
+        resource.RLIMIT_NOFILE: limits.open_files,
+    }
+    if level is not Confinement.BUBBLEWRAP:
+        elsewhere = 0 if _leave_namespaces() else _processes_of_this_user()
+        by_kind = {resource.RLIMIT_NPROC: limits.processes + elsewhere, **by_kind}
         os.chdir(folder)
-    for what, limit in (
-        (resource.RLIMIT_AS, limits.memory_mb << 20),
-        (resource.RLIMIT_FSIZE, limits.file_bytes),
-        (resource.RLIMIT_CPU, limits.cpu_s),
-        (resource.RLIMIT_CORE, 0),
-        (resource.RLIMIT_NOFILE, limits.open_files),
-    ):
-        _limit(what, limit)
+    for kind, limit in by_kind.items():
+        _, most = resource.getrlimit(kind)
+        fitting = limit if most == resource.RLIM_INFINITY else min(limit, most)
+        resource.setrlimit(kind, (fitting, fitting))
     os.execve(command[0], list(command), clean)
 
 
@@ -181,12 +184,6 @@ def _processes_of_this_user() -> int:
             if entry.stat().st_uid == os.getuid():
                 count += len(os.listdir(entry / "task"))
     return count
-
-
-def _limit(what: int, limit: int) -> None:
-    _, most = resource.getrlimit(what)
-    limit = limit if most == resource.RLIM_INFINITY else min(limit, most)
-    resource.setrlimit(what, (limit, limit))
 
 
 @contextmanager
@@ -216,8 +213,8 @@ def remove_tree(folder: Path) -> None:
     while waiting:
         current = waiting.pop()
         with os.scandir(current) as entries:
-            found = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
-        for path, is_folder in found:
+            listed = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
+        for path, is_folder in listed:
             if is_folder:
                 os.chmod(path, 0o700)  # else it cannot be moved
                 count += 1

@@ -27,19 +27,18 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.state_tree import dump, load
 from dlrover.python.rl.environment.core.base import EnvironmentTraits, StepResult, validate_step
 from dlrover.python.rl.environment.core.functions import (
-    UserEnvironment,
     count_abandoned,
     load_environment,
     run_in_thread,
 )
 from dlrover.python.rl.environment.core.messages import Message, State
 from dlrover.python.rl.environment.sandbox.child_process import (
-    CallRequest,
     Channel,
     ChildEnded,
     ChildProcess,
     Reply,
     error_reply,
+    pack_call,
 )
 
 _LOG = get_logger(__name__)
@@ -117,16 +116,16 @@ class IsolatedEnvironment:
         if child is None or (self._closed and call != "close"):
             raise EnvironmentFailed("the environment has been shut down")
         try:
-            request = await asyncio.to_thread(CallRequest.of, call, *arguments)
+            number, body = await asyncio.to_thread(pack_call, call, *arguments)
         except Exception as error:
             raise EnvironmentFailed(f"{call} cannot be sent: {type(error).__name__}: {error}") from error
-        answer = child.submit(request)
+        answer = child.submit(number, body)
         try:
             return _decode(await asyncio.wrap_future(answer))
         except ChildEnded as error:
             raise EnvironmentFailed(f"the environment's process ended: {error}") from None
         except asyncio.CancelledError:
-            threading.Thread(target=self._cancel_call, args=(child, request.number), daemon=True).start()
+            threading.Thread(target=self._cancel_call, args=(child, number), daemon=True).start()
             if call == "reset":
                 threading.Thread(target=_give_back, args=(child, answer), daemon=True).start()
             raise
@@ -134,27 +133,24 @@ class IsolatedEnvironment:
     def _running(self) -> ChildProcess:
         """Return the child, a new one if the last has ended."""
         with self._lock:
-            if self._child is None or self._child.is_ended:
-                if self._closed:
-                    raise EnvironmentFailed("the environment has been shut down")
-                self._abandoned = 0
-                arguments = [self._where, self._options]
-                self._child = ChildProcess(self, load_server, arguments, self._memory_mb, _MAX_REPLY_BYTES)
-                try:
-                    self.traits = EnvironmentTraits(**self._wait_ready(self._child))
-                except BaseException:
-                    self._child.end("it could not be started")
-                    raise
-            return self._child
-
-    def _wait_ready(self, child: ChildProcess) -> Any:
-        try:
-            return _decode(child.ready.result(self._start_timeout_s))
-        except TimeoutError:
-            message = f"the environment could not be loaded within {self._start_timeout_s:g} s"
-            raise EnvironmentFailed(message) from None
-        except ChildEnded as error:
-            raise EnvironmentFailed(f"the environment's process ended: {error}") from None
+            if self._child is not None and not self._child.is_ended:
+                return self._child
+            if self._closed:
+                raise EnvironmentFailed("the environment has been shut down")
+            self._abandoned = 0
+            arguments = [self._where, self._options]
+            child = self._child = ChildProcess(self, EnvironmentServer, arguments, self._memory_mb, _MAX_REPLY_BYTES)
+            try:
+                self.traits = EnvironmentTraits(**_decode(child.ready.result(self._start_timeout_s)))
+            except BaseException as error:
+                child.end("it could not be started")
+                if isinstance(error, TimeoutError):
+                    message = f"the environment could not be loaded within {self._start_timeout_s:g} s"
+                    raise EnvironmentFailed(message) from None
+                if isinstance(error, ChildEnded):
+                    raise EnvironmentFailed(f"the environment's process ended: {error}") from None
+                raise
+            return child
 
     def _cancel_call(self, child: ChildProcess, cancelled: str) -> None:
         self._abandoned_s = time.monotonic()
@@ -182,12 +178,12 @@ class IsolatedEnvironment:
                 self._end(child, "too many of its calls did not return")
 
     def _count_abandoned(self, child: ChildProcess, cancelled: str = "") -> None:
-        self._abandoned = _decode(child.submit(CallRequest.of("cancel", cancelled)).result(self._grace_s))
+        self._abandoned = _decode(child.submit(*pack_call("cancel", cancelled)).result(self._grace_s))
 
     def _end(self, child: ChildProcess, reason: str) -> None:
         """End a child after the user's own ``shutdown``."""
         try:
-            _decode(child.submit(CallRequest.of("shutdown")).result(_EXIT_S))
+            _decode(child.submit(*pack_call("shutdown")).result(_EXIT_S))
         except (TimeoutError, ChildEnded, EnvironmentFailed) as error:
             _LOG.warning("%s did not shut down: %s", self._where, str(error) or "no answer in time")
         finally:
@@ -198,7 +194,7 @@ def _give_back(child: ChildProcess, answer: "Future[Reply]") -> None:
     """Close the episode of a call that was given up, if it begins all the same."""
     with suppress(ChildEnded, EnvironmentFailed):
         _, extra_info = _decode(answer.result())  # waits: for the user's code, or the end of its process
-        closed = child.submit(CallRequest.of("close", extra_info)).result()  # waits: likewise
+        closed = child.submit(*pack_call("close", extra_info)).result()  # waits: likewise
         if "error" in closed:
             _LOG.warning("an episode that was given up did not close: %s", closed["error"])
 
@@ -222,16 +218,12 @@ def _decode(reply: dict[str, Any]) -> Any:
 # -- in the child ------------------------------------------------------------------------------------------------------
 
 
-def load_server(where: str, options: dict[str, Any]) -> "EnvironmentServer":
-    return EnvironmentServer(load_environment(where, options))
-
-
 class EnvironmentServer:
     """Answers calls, many at a time, in the child."""
 
-    def __init__(self, environment: UserEnvironment) -> None:
-        self.ready = _encode(dict(vars(environment.traits)))
-        self._environment = environment
+    def __init__(self, where: str, options: dict[str, Any]) -> None:
+        self._environment = load_environment(where, options)
+        self.ready = _encode(dict(vars(self._environment.traits)))
         self._calls: dict[str, asyncio.Task[Reply]] = {}
 
     def serve(self, channel: Channel) -> None:

@@ -11,6 +11,7 @@ import signal
 import threading
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from typing import Any
 
 from dlrover.python.rl.common.by_value import readable_name
@@ -18,12 +19,12 @@ from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, Veri
 from dlrover.python.rl.environment.core.functions import REWARDS
 from dlrover.python.rl.environment.core.scoring import Completed, Reward, WeightedRewards
 from dlrover.python.rl.environment.sandbox.child_process import (
-    CallRequest,
     Channel,
     ChildEnded,
     ChildProcess,
     Reply,
     error_reply,
+    pack_call,
 )
 
 _ORPHAN_GRACE_S = 5.0
@@ -46,18 +47,16 @@ class RewardServer:
         while (request := channel.receive()) is not None:
             number, _, (samples, limit_s) = request
             signal.setitimer(signal.ITIMER_REAL, limit_s + _ORPHAN_GRACE_S)
-            reply = self._score([Completed(*fields) for fields in samples])
+            try:
+                rewards = self._rewards.now([Completed(*fields) for fields in samples])
+                reply: Reply = {"rewards": [(reward.total, reward.parts) for reward in rewards]}
+            except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
+                reply = error_reply(error)
             signal.setitimer(signal.ITIMER_REAL, 0)
             channel.send(number, reply)
 
-    def _score(self, samples: list[Completed]) -> Reply:
-        try:
-            return {"rewards": [(reward.total, reward.parts) for reward in self._rewards.now(samples)]}
-        except Exception as error:  # noqa: BLE001 - the process boundary: whatever it raises the parent reports it
-            return error_reply(error)
 
-
-class DeadlineVerifier:
+class DeadlineVerifier(AbstractContextManager["DeadlineVerifier"]):
     """Calls a reward function in a child process, for at most ``timeout_s`` a sample.
 
     Calls from several threads run one by one; each deadline starts with its call. In a coroutine use
@@ -92,8 +91,9 @@ class DeadlineVerifier:
         self._name = " + ".join(map(readable_name, self._weights))
         self._timeout_s, self._start_timeout_s, self._memory_mb = timeout_s, start_timeout_s, memory_mb
         self._columns, self._lock = sorted(columns), threading.Lock()
-        self._closed = False
-        self._start()
+        self._closed, self._child = False, self._start()
+        self.compares = False
+        """True if a function is given all samples of a batch at once."""
         try:
             self._await_ready()
         except BaseException:
@@ -101,16 +101,8 @@ class DeadlineVerifier:
             raise
 
     def __call__(self, completion: str, answer: str | None, extra_info: dict[str, Any] | None = None) -> float:
-        return self.score(completion, answer, extra_info).total
-
-    @property
-    def compares(self) -> bool:
-        """True if a function is given all samples of a batch at once."""
-        return self._compares
-
-    def score(self, completion: str, answer: str | None, extra_info: dict[str, Any] | None = None) -> Reward:
         """The reward of one sample, as :meth:`score_all`."""
-        return self.score_all([Completed(completion, answer, extra_info or {})])[0]
+        return self.score_all([Completed(completion, answer, extra_info or {})])[0].total
 
     def score_all(self, samples: Sequence[Completed]) -> list[Reward]:
         """Return the rewards of samples, in one call.
@@ -121,13 +113,12 @@ class DeadlineVerifier:
             VerifierError: the function raised, or returned something else.
         """
         limit_s = self._timeout_s * len(samples)
-        # Arguments that cannot be pickled raise here.
-        request = CallRequest.of("score", [tuple(sample) for sample in samples], limit_s)
+        request = pack_call("score", [tuple(sample) for sample in samples], limit_s)
         with self._lock:
             if self._closed:
                 raise ValueError(f"the verifier {self._name} is closed")
             self._await_ready()
-            reply = self._wait(self._child.submit(request), limit_s, "gave no reward")
+            reply = self._wait(self._child.submit(*request), limit_s, "gave no reward")
         if "error" in reply:
             raise VerifierError(f"{self._name} {reply['error']}", str(reply.get("traceback", "")))
         return [Reward(float(total), dict(parts)) for total, parts in reply["rewards"]]
@@ -138,36 +129,31 @@ class DeadlineVerifier:
             self._closed = True
             self._child.end()
 
-    def __enter__(self) -> "DeadlineVerifier":
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _start(self) -> None:
+    def _start(self) -> ChildProcess:
         arguments = [self._weights, self._columns, self._start_timeout_s]
-        self._child = ChildProcess(self, RewardServer, arguments, self._memory_mb, _MAX_REPLY_BYTES)
-
-    def _restart(self) -> None:
-        self._child.end()
-        self._start()
+        return ChildProcess(self, RewardServer, arguments, self._memory_mb, _MAX_REPLY_BYTES)
 
     def _await_ready(self) -> None:
         reply = self._wait(self._child.ready, self._start_timeout_s, "could not be loaded")
         if "error" in reply:
-            self._restart()
+            self._child.end()
+            self._child = self._start()
             raise VerifierError(f"{self._name} could not be loaded", str(reply.get("traceback", "")))
-        self._compares = bool(reply["compares"])
+        self.compares = bool(reply["compares"])
 
     def _wait(self, answer: "Future[Reply]", timeout_s: float, failure: str) -> Reply:
         """Return the reply; a failure replaces the child."""
         try:
             return answer.result(timeout_s)
         except BaseException as error:
-            self._restart()
+            self._child.end()
+            self._child = self._start()
             if isinstance(error, TimeoutError):
-                what = f"{failure} within {timeout_s:g} s; its process was killed"
-                raise VerifierTimeout(f"{self._name} {what}") from None
+                message = f"{failure} within {timeout_s:g} s; its process was killed"
+                raise VerifierTimeout(f"{self._name} {message}") from None
             if isinstance(error, ChildEnded):
                 raise VerifierCrashed(f"the process of {self._name} ended: {error}") from None
             raise

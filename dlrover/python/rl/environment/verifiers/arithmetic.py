@@ -3,9 +3,9 @@
 
 import operator
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, overload
+from typing import Literal, TypeAlias
 
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.rewards import boxed_answer, decimal_value
@@ -63,7 +63,7 @@ class ArithmeticProblem(EnvBase):
         return -min(max(error * error, 1e-12), MAX_ERROR)
 
 
-class MathDataset(Sequence[ArithmeticProblem]):
+class MathDataset(list[ArithmeticProblem]):
     """Random questions ``a op b``; the same arguments give the same questions.
 
     Numbers are from ``min_val`` to ``max_val``; for ``division`` the divisor and the quotient are, so the answer is
@@ -78,28 +78,11 @@ class MathDataset(Sequence[ArithmeticProblem]):
             raise ValueError(f"cannot draw {num_samples} samples from {min_val} to {max_val}")
         if operand == "division" and min_val == max_val == 0:
             raise ValueError("cannot divide by 0, the only number from 0 to 0")
-        rng = random.Random(seed)
-        self._problems = [_draw(rng, min_val, max_val, operand) for _ in range(num_samples)]
-
-    def __len__(self) -> int:
-        return len(self._problems)
-
-    @overload
-    def __getitem__(self, index: int) -> ArithmeticProblem: ...
-
-    @overload
-    def __getitem__(self, index: slice) -> list[ArithmeticProblem]: ...
-
-    def __getitem__(self, index: int | slice) -> ArithmeticProblem | list[ArithmeticProblem]:
-        return self._problems[index]
-
-
-def _draw(rng: random.Random, low: int, high: int, operand: str) -> ArithmeticProblem:
-    first, second = rng.randint(low, high), rng.randint(low, high)
-    if operand == "division":
-        while second == 0:
-            second = rng.randint(low, high)
-        first *= second
-    symbol, compute = _SYMBOLS[operand]
-    question = f"What is {first} {symbol} {second}? Put the final answer in \\boxed{{}}."
-    return ArithmeticProblem([{"role": "user", "content": question}], compute(first, second))
+        rng, (symbol, compute) = random.Random(seed), _SYMBOLS[operand]
+        for _ in range(num_samples):
+            first, second = rng.randint(min_val, max_val), rng.randint(min_val, max_val)
+            while operand == "division" and second == 0:
+                second = rng.randint(min_val, max_val)
+            first *= second if operand == "division" else 1
+            question = f"What is {first} {symbol} {second}? Put the final answer in \\boxed{{}}."
+            self.append(ArithmeticProblem([{"role": "user", "content": question}], compute(first, second)))

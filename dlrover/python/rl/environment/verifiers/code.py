@@ -157,14 +157,14 @@ def _compare_values(connection: socket.socket, tests: HiddenTests, deadline_s: f
 
 def _read_lines(connection: socket.socket, deadline_s: float, most: int) -> Iterator[str]:
     """Lines that a program says, until it says nothing more or ``most`` bytes."""
-    rest = b""
+    partial = b""
     while most > 0:
         connection.settimeout(max(deadline_s - time.monotonic(), 1e-3))
         part = connection.recv(1 << 16)  # waits: at most the timeout set above
         if not part:
             return
         most -= len(part)
-        *lines, rest = (rest + part).split(b"\n")
+        *lines, partial = (partial + part).split(b"\n")
         yield from (line.decode("utf-8", "replace") for line in lines)
 
 
@@ -206,10 +206,8 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     Raises:
         ValueError: there are no tests, they are neither, nothing in them could fail, or they need what is not here.
     """
-    tests = _unify_tests(decode_json(extra_info.get("tests")))
-    if not tests or not (isinstance(tests, str) or all(_is_case(case) for case in tests)):
-        kinds = "Python text, or a list of {'input': ..., 'output': ...} for the standard input and output"
-        raise ValueError(f"extra_info['tests'] must be {kinds}; write calls of functions as assertions")
+    tests = _read_tests(decode_json(extra_info.get("tests")))
+    cases = tests if isinstance(tests, list) else []
     hidden = hide_expected(tests, str(extra_info.get("entry_point") or "")) if isinstance(tests, str) else None
     program = code_block(completion)
     if program is None:
@@ -219,26 +217,27 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     if hidden is not None:
         return float(passes_tests(program, hidden, limits))
     deadline_s = time.monotonic() + limits.timeout_s
-    return float(all(_prints(program, case, limits, deadline_s) for case in tests))
+    for case in cases:
+        remaining = replace(limits, timeout_s=max(deadline_s - time.monotonic(), 0.0))
+        ran = run_python(program, case["input"], remaining)
+        if not ran.succeeded or _lines(ran.stdout) != _lines(case["output"]):
+            return 0.0
+    return 1.0
 
 
-def _unify_tests(tests: Any) -> Any:
-    """APPS's ``inputs`` and ``outputs`` as cases, MBPP's list of assertions as a text."""
+def _read_tests(tests: Any) -> str | list[dict[str, str]]:
+    """Return a text, also of MBPP's list of assertions, or cases, also of APPS's ``inputs`` and ``outputs``."""
     if isinstance(tests, dict) and tests.keys() == {"inputs", "outputs"} and len({*map(len, tests.values())}) == 1:
-        return [{"input": text, "output": out} for text, out in zip(tests["inputs"], tests["outputs"], strict=True)]
-    is_text = isinstance(tests, list) and bool(tests) and all(isinstance(line, str) for line in tests)
-    return "\n".join(tests) if is_text else tests
-
-
-def _is_case(case: Any) -> bool:
-    is_text = isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("input", "output"))
-    return is_text and case.get("testtype", "stdin") == "stdin"
-
-
-def _prints(program: str, case: dict[str, str], limits: ProgramLimits, deadline_s: float) -> bool:
-    remaining_s = max(deadline_s - time.monotonic(), 0.0)
-    ran = run_python(program, case["input"], replace(limits, timeout_s=remaining_s))
-    return ran.succeeded and _lines(ran.stdout) == _lines(case["output"])
+        tests = [{"input": text, "output": out} for text, out in zip(tests["inputs"], tests["outputs"], strict=True)]
+    items = tests if isinstance(tests, list) else [tests]
+    if all(isinstance(item, str) for item in items) and any(items):
+        return "\n".join(items)
+    for case in items or [None]:
+        is_text = isinstance(case, dict) and all(isinstance(case.get(key), str) for key in ("input", "output"))
+        if not is_text or case.get("testtype", "stdin") != "stdin":
+            kinds = "Python text, or a list of {'input': ..., 'output': ...} for the standard input and output"
+            raise ValueError(f"extra_info['tests'] must be {kinds}; write calls of functions as assertions")
+    return items
 
 
 def _lines(text: str) -> list[str]:

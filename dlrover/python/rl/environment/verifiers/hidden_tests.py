@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, takewhile
-from typing import Any, TypeGuard
+from typing import Any
 
 from dlrover.python.rl.environment.verifiers.code_tests import PROGRAM_MODULES, Approximate
 
@@ -76,7 +76,11 @@ def hide_expected(tests: str, entry_point: str = "") -> HiddenTests:
         tree = ast.parse(tests)
     except SyntaxError as error:
         raise ValueError(f"the tests are not Python: line {error.lineno}: {error.msg}") from error
-    tree.body = [part for item in tree.body for part in (item.body if _is_main_guard(item) else [item])]
+    body, main = list[ast.stmt](), {"__name__", "'__main__'"}
+    for item in tree.body:
+        is_guard = isinstance(item, ast.If) and set(ast.unparse(item.test).split(" == ")) == main
+        body += item.body if isinstance(item, ast.If) and is_guard else [item]
+    tree.body = body
     _refuse_unsupported(tree)
     (calls, methods), modules = _collect(tree, entry_point), tuple(dict.fromkeys(_imported(tree)))
     rewriter = _Rewriter(tree)
@@ -89,10 +93,6 @@ def hide_expected(tests: str, entry_point: str = "") -> HiddenTests:
 
 
 # -- what runs ---------------------------------------------------------------------------------------------------------
-
-
-def _is_main_guard(item: ast.stmt) -> TypeGuard[ast.If]:
-    return isinstance(item, ast.If) and set(ast.unparse(item.test).split(" == ")) == {"__name__", "'__main__'"}
 
 
 def _refuse_unsupported(tree: ast.Module) -> None:
@@ -285,7 +285,8 @@ class _Rewriter(ast.NodeTransformer):
         return node
 
     def visit_Try(self, node: ast.Try) -> ast.stmt:
-        is_expected = any(_fails(block[-1]) for block in (node.body, node.orelse) if block)
+        blocks = [block for block in (node.body, node.orelse) if block]
+        is_expected = any(isinstance(block[-1], ast.Raise) or _reports_failure(block) for block in blocks)
         is_failure = bool(node.handlers) and all(_reports_failure(handler.body) for handler in node.handlers)
         self.generic_visit(node)
         if is_failure and not is_expected:
@@ -346,15 +347,12 @@ def _call(function: str, *arguments: ast.expr) -> ast.Call:
     return ast.Call(ast.Name(function, ast.Load()), list(arguments), [])
 
 
-def _fails(statement: ast.stmt) -> bool:
-    """Return True for a statement that fails always."""
-    if isinstance(statement, ast.Assert):
-        return not _holds(statement.test, ast.Name) and ast.unparse(statement.test) != "True"
-    return isinstance(statement, ast.Raise) or ast.unparse(statement).startswith(("self.fail(", "pytest.fail("))
-
-
 def _reports_failure(block: list[ast.stmt]) -> bool:
-    return ast.unparse(block[-1]).startswith(("raise AssertionError", "self.fail(", "pytest.fail(", "assert False"))
+    """Return True for statements of which the last one fails always, by an assertion."""
+    last = block[-1]
+    if isinstance(last, ast.Assert):
+        return not _holds(last.test, ast.Name) and ast.unparse(last.test) != "True"
+    return ast.unparse(last).startswith(("raise AssertionError", "self.fail(", "pytest.fail("))
 
 
 def _comparison(test: ast.expr) -> tuple[ast.expr | None, Any]:

@@ -80,38 +80,32 @@ class LLMJudge:
         text = _PLACEHOLDER.sub(lambda match: str(values[match[1]]), self.template)
         deadline_s = time.monotonic() + self.timeout_s
         reason = ""
-        async with httpx.AsyncClient(headers=self._headers(), follow_redirects=True) as client:
+        key = os.environ.get(self.api_key_env)
+        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        async with httpx.AsyncClient(headers=headers, follow_redirects=True) as client:
             for attempt in range(self.attempts):
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     break
                 try:
-                    return await self._ask_for_mark(client, text, left_s)
-                except (_TryAgain, TimeoutError) as error:
-                    reason = str(error) or "no answer in time"
+                    return await self._ask(client, text, left_s)
+                except _TryAgain as error:
+                    reason = str(error)
                 await asyncio.sleep(min(0.2 * 2**attempt, max(deadline_s - time.monotonic(), 0)))
         raise VerifierError(f"the judge at {self.url} gave no mark: {reason}")
 
-    def _headers(self) -> dict[str, str]:
-        key = os.environ.get(self.api_key_env)
-        return {"Authorization": f"Bearer {key}"} if key else {}
-
-    async def _ask_for_mark(self, client: httpx.AsyncClient, text: str, timeout_s: float) -> float:
-        async with asyncio.timeout(timeout_s):
-            return self._mark(await self._ask(client, text, timeout_s))
-
-    async def _ask(self, client: httpx.AsyncClient, text: str, timeout_s: float) -> str:
+    async def _ask(self, client: httpx.AsyncClient, text: str, timeout_s: float) -> float:
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.options}
+        url = f"{self.url.rstrip('/')}/chat/completions"
         try:
-            url = f"{self.url.rstrip('/')}/chat/completions"
-            async with client.stream("POST", url, json=body, timeout=timeout_s) as reply:
-                content = await _read_reply(reply)
+            async with asyncio.timeout(timeout_s), client.stream("POST", url, json=body, timeout=timeout_s) as reply:
+                content = await anext(reply.aiter_bytes(_MAX_REPLY_BYTES + 1), b"")
+            if len(content) > _MAX_REPLY_BYTES:
+                raise _TryAgain(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
             if reply.is_success:
-                choice = dict(json.loads(content)["choices"][0])
-                if choice.get("finish_reason") == "length":
-                    raise _TryAgain("the reply was cut off before its end: raise max_tokens")
-                # Thoughts before the mark may quote the completion, with its box.
-                return split_thoughts(str(choice["message"]["content"] or ""))[1] or ""
+                return self._read_mark(dict(json.loads(content)["choices"][0]))
+        except TimeoutError:
+            raise _TryAgain("no answer in time") from None
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise _TryAgain(f"{type(error).__name__}: {error}") from error
         message = f"{reply.status_code} {reply.reason_phrase}: {content[:500].decode(errors='replace')}"
@@ -119,21 +113,16 @@ class LLMJudge:
             raise _TryAgain(message)
         raise VerifierError(f"the judge at {self.url} refuses: {message}")
 
-    def _mark(self, reply: str) -> float:
+    def _read_mark(self, choice: Mapping[str, Any]) -> float:
+        if choice.get("finish_reason") == "length":
+            raise _TryAgain("the reply was cut off before its end: raise max_tokens")
+        # Thoughts before the mark may quote the completion, with its box.
+        reply = split_thoughts(str(choice["message"]["content"] or ""))[1] or ""
         boxed = boxed_answer(reply)
         value = None if boxed is None else decimal_value(boxed)
         if value is None or not 0 <= value <= self.highest or not math.isfinite(self.highest):
             raise _TryAgain(f"no mark from 0 to {self.highest:g} in {reply[-200:]!r}")
         return float(value) / self.highest
-
-
-async def _read_reply(reply: httpx.Response) -> bytes:
-    content = b""
-    async for part in reply.aiter_bytes():
-        content += part
-        if len(content) > _MAX_REPLY_BYTES:
-            raise _TryAgain(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
-    return content
 
 
 class _TryAgain(Exception):

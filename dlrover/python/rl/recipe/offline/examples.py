@@ -17,7 +17,7 @@ from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.conversation import SFT_ROWS, Counts, Encoding, encode_sft
 from dlrover.python.rl.data.jsonl import first_errors, template_kwargs_of
-from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, PairEncoding, encode_pairs
+from dlrover.python.rl.data.pairs import PAIR_ROWS, Masked, encode_pairs
 from dlrover.python.rl.data.source import HELD_OUT_SHARE, RowReader, SourceRows, hold_out, is_left_unread
 from dlrover.python.rl.engine.api.base import BaseTrainEngine
 from dlrover.python.rl.engine.model.loading import merge_eos_ids
@@ -95,8 +95,8 @@ class PairData(ExampleData):
 
     def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
         """Adds ``pair`` (int64) and ``chosen`` (bool)."""
-        encoding = PairEncoding(self.max_length, self.over_long, self.masked, self.chat_template_kwargs)
-        batch, counts = encode_pairs(rows, tokenizer, encoding)
+        options = self.max_length, self.over_long, self.masked, self.chat_template_kwargs
+        batch, counts = encode_pairs(rows, tokenizer, *options)
         number = np.arange(len(batch))
         return batch.with_columns(pair=number // 2, chosen=number % 2 == 0), counts
 
@@ -176,7 +176,7 @@ def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[Con
     sources = {key: where for key, where in named.items() if where and not is_left_unread(where)}
     errors = list[ConfigError]()
     for key, where in sources.items():
-        errors += name_source(key, where, first_errors(data.reader.validate(where, data.keys)))
+        errors += name_source(key, where, first_errors(data.reader.scan(where, data.keys)[1]))
     holds_out = data.eval is None and (evaluates or data.eval_share is not None)
     if errors or "train" not in sources or not holds_out:
         return errors

@@ -20,13 +20,13 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import DataError, EngineError, EnvironmentFailed
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged
+from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, SequenceColumns
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.messages import Message
-from dlrover.python.rl.environment.core.turns import ROW, Episode, Guard, TokenSequence, Trajectory
+from dlrover.python.rl.environment.core.turns import ROW, Episode, Guard, Trajectory
 from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
 
 _LOG = get_logger(__name__)
@@ -56,7 +56,7 @@ class Sample:
     """One completion, or one episode with an environment."""
 
     index: int
-    sequences: Sequence[TokenSequence] = ()  # set at the end; several if a state did not continue the last one
+    sequences: Sequence[SequenceColumns] = ()  # set at the end; several if a state did not continue the last one
     turns: int = 0  # actions of the policy so far
     error: str | None = None  # why the environment failed
     pending: PendingRequest | None = None  # the request that is being generated
@@ -113,7 +113,7 @@ def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, Co
     (float64; of the row's own actions, NaN where the sample failed) and ``error`` (None, or why it failed)."""
     rows = [(group, sample, row) for group in groups for sample in group.samples for row in sample.sequences]
     sequences = [row for _, _, row in rows]
-    stacked = TokenSequence.stack(sequences, {**ROW, **generated})
+    stacked = SequenceColumns.stack(sequences, {**ROW, **generated})
     score, token_rewards = stacked.pop("score"), stacked.pop("token_rewards")
     tokens, versions = cast(Ragged, stacked["tokens"]), cast(Ragged, stacked["versions"])
     columns: dict[str, Any] = {
@@ -364,7 +364,7 @@ class KeptSamples:
             is_valid = asked == (group.seed, repr(group.sampling), group.text) and self._stands_on(data["stamps"])
             if not is_valid or any(values.keys() != specs.keys() for values, _, _ in data["sequences"]):
                 return None
-            sequences = [TokenSequence(specs, *sequence) for sequence in data["sequences"]]
+            sequences = [SequenceColumns(specs, *sequence) for sequence in data["sequences"]]
             low, high = data["versions"]
             return Sample(index, sequences, data["turns"], data["error"], versions=(low, high), ended=True)
         except (OSError, ValueError, KeyError, TypeError):

@@ -20,7 +20,7 @@ from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, ret
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, OtherLayout
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, is_url
-from dlrover.python.rl.data.state_tree import DumpedState, dump_in_place
+from dlrover.python.rl.data.state_tree import InPieces, StateTree, dump_in_place
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece, folder_name
 from dlrover.python.rl.runtime.checkpoint.storage.object_store import read_from
@@ -210,7 +210,9 @@ class MemberState:
 
         self._copy = _Background(step, copy)
 
-    def _write(self, store: CheckpointStore, request: CommitRequest, state: DumpedState) -> StateFile:
+    def _write(
+        self, store: CheckpointStore, request: CommitRequest, state: StateTree[memoryview | InPieces]
+    ) -> StateFile:
         header, epoch = {**self._header, "step": request.step}, request.roots.epoch
 
         def write() -> StateFile:

@@ -29,7 +29,7 @@ from isal.isal_zlib import crc32
 
 from dlrover.python.rl.common.disk_space import disk_full_error, is_disk_full
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
-from dlrover.python.rl.data.state_tree import DumpedState, InPieces, dump_in_place, load
+from dlrover.python.rl.data.state_tree import InPieces, StateTree, dump_in_place, load
 
 VERSION = 1
 
@@ -65,7 +65,7 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: 
         DataError: ``tree`` cannot be saved.
         OSError: the disk is full (with the bytes needed and free), read-only, ...; ``path`` is unchanged.
     """
-    state = tree if isinstance(tree, DumpedState) else dump_in_place(tree)
+    state = tree if isinstance(tree, StateTree) else dump_in_place(tree)
     parts, total = _layout(header, state.skeleton, state.buffers)
     checksum = 0
     # Closed also after an error: buffers of a device have one reader at a time.
