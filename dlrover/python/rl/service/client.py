@@ -132,7 +132,7 @@ class ServiceClient:
         return list(self.list_with_count(ended, limit).jobs)
 
     def list_with_count(self, ended: bool = False, limit: int = 0) -> wire.ListResponse:
-        """The same, with the number of older ones that are ``left_out``."""
+        """List the same jobs, with the number of older ones that are ``left_out``."""
         answer: wire.ListResponse = self._ask("List", wire.ListRequest(all=ended, limit=limit))
         return answer
 

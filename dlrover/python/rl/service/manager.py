@@ -70,13 +70,11 @@ class EventFeed:
         if len(self._recent) > 2 * _RECENT:
             del self._recent[:-_RECENT]
 
-    def wake(self, names: Iterable[str]) -> None:
-        for name in {"", *names}:
+    def wake(self, names: Iterable[str] | None = None) -> None:
+        """Wake the listeners to these jobs and those to all of them; by default everybody."""
+        for name in {"", *(self._listeners if names is None else names)}:
             for news in self._listeners.get(name, ()):
                 news.set()
-
-    def wake_all(self) -> None:
-        self.wake(self._listeners)
 
     @contextmanager
     def listening(self, name: str) -> Iterator[asyncio.Event]:
@@ -145,7 +143,7 @@ class JobManager:
         await self._runner.close()
         while not self._requests.empty():
             self._settle(self._requests.get_nowait(), ServiceUnavailable("the service is ending"))
-        self._feed.wake_all()
+        self._feed.wake()
         self._store.close()
 
     # -- requests -----------------------------------------------------------------------------------------------------

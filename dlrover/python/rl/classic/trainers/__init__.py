@@ -178,7 +178,7 @@ class ClassicTrainer:
         check_fields(self)
         if self.eval_steps is not None and self.eval_dataset is None:
             raise ValueError("eval_steps needs an eval_dataset")
-        self._optimizer()
+        optimizer_keys(self)
         sampling_params(1, 1.0, self.generation_args)
 
     def train(self) -> None:
@@ -267,8 +267,8 @@ class ClassicTrainer:
         """Return the recipe's configuration: the arguments by :data:`CONFIG_KEYS`, and the computed keys."""
         computed = {
             "model": str(self.model),
-            "optimizer": self._optimizer(),
-            "engine": self._engine(),
+            "optimizer": optimizer_keys(self),
+            "engine": {"rollout": "torch", **(self.engine or {})},
             "keep.keep_last": None,
             **self._recipe_config(launch),
         }
@@ -291,14 +291,6 @@ class ClassicTrainer:
     def _further_roles(self) -> Sequence[str]:
         """Roles besides those that every job of the recipe has."""
         return ()
-
-    def _optimizer(self) -> dict[str, Any]:
-        arguments = {"lr": 1e-5} if self.optimizer_args is None else self.optimizer_args
-        schedule = (self.lr_scheduler, self.lr_scheduler_args)
-        return asdict(optimizer_config(self.optimizer, arguments, *schedule, max_grad_norm=self.max_grad_norm))
-
-    def _engine(self) -> dict[str, Any]:
-        return {"rollout": "torch", **(self.engine or {})}
 
     @property
     def _data_folder(self) -> Path:
@@ -333,21 +325,15 @@ _SPEED_ONLY = {"foreach", "fused", "capturable", "differentiable"}
 _SCHEDULES = "ConstantLR without an end, LinearLR that falls, CosineAnnealingLR"
 
 
-def optimizer_config(
-    optimizer: Any,
-    arguments: Mapping[str, Any],
-    scheduler: Any = None,
-    scheduler_args: Mapping[str, Any] | None = None,
-    max_grad_norm: float | None = None,
-) -> OptimizerConfig:
-    """Translate a class of ``torch.optim`` and one of ``torch.optim.lr_scheduler``, with PyTorch's defaults.
-
-    Raises:
-        ValueError: it has no counterpart; names those that have.
-    """
+def optimizer_keys(trainer: ClassicTrainer) -> dict[str, Any]:
+    """Return the recipe's ``optimizer`` for PyTorch's classes and their arguments; raises ValueError for those without
+    a counterpart."""
+    optimizer, arguments = trainer.optimizer, trainer.optimizer_args or {}
+    if trainer.optimizer_args is None:
+        arguments = {"lr": 1e-5}
     if optimizer not in _OPTIMIZERS:
         supported = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
-        raise ValueError(f"optimizer {_name(optimizer)} is not known; known: {supported}")
+        raise ValueError(f"optimizer {getattr(optimizer, '__name__', optimizer)} is not known; known: {supported}")
     signature = inspect.signature(optimizer).parameters
     defaults = {name: parameter.default for name, parameter in signature.items() if name != "params"}
     for name, value in arguments.items():
@@ -356,15 +342,15 @@ def optimizer_config(
         if name not in _SUPPORTED | _SPEED_ONLY and value != defaults[name]:
             raise ValueError(f"optimizer_args: {name} can only be {defaults[name]}, not {value!r}")
     values = {name: value for name, value in {**defaults, **arguments}.items() if name in _SUPPORTED}
-    values |= _schedule_values(scheduler, scheduler_args, values["lr"])
-    values |= {"name": _OPTIMIZERS[optimizer], "max_grad_norm": max_grad_norm}
+    values |= _schedule_keys(trainer.lr_scheduler, trainer.lr_scheduler_args, values["lr"])
+    values |= {"name": _OPTIMIZERS[optimizer], "max_grad_norm": trainer.max_grad_norm}
     config, errors = parse(OptimizerConfig, values, "optimizer_args")
     if config is None:
         raise ValueError("; ".join(map(str, errors)))
-    return config
+    return asdict(config)
 
 
-def _schedule_values(scheduler: Any, arguments: Mapping[str, Any] | None, lr: Any) -> dict[str, Any]:
+def _schedule_keys(scheduler: Any, arguments: Mapping[str, Any] | None, lr: Any) -> dict[str, Any]:
     """Translate a scheduler's class with its arguments, or a scheduler, whose settings are its attributes."""
     if arguments and not isinstance(scheduler, type):
         raise ValueError("lr_scheduler_args go with an lr_scheduler that is a class")
@@ -381,8 +367,4 @@ def _schedule_values(scheduler: Any, arguments: Mapping[str, Any] | None, lr: An
         return {"schedule": "linear", "decay_steps": options.get("total_iters", 5), "min_lr": lr * end}
     if kind is schedulers.ConstantLR and options.get("factor", 1.0 / 3) == 1.0:
         return {}
-    raise ValueError(f"lr_scheduler {_name(kind)} with {options} is not known; known: {_SCHEDULES}; or None")
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "__name__", None) or type(value).__name__
+    raise ValueError(f"lr_scheduler {kind.__name__} with {options} is not known; known: {_SCHEDULES}; or None")

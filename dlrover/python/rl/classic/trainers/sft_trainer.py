@@ -93,7 +93,7 @@ class ClassicSFTTrainer(ClassicTrainer):
         return metrics | self._evaluate(self.model_after(), environments, **sampling)
 
     def _cross_entropy(self, samples: Sequence[LoadedSample]) -> float:
-        config = EngineConfig(**self._engine(), mask_unknown_ids=False).resolve(torch.cuda.is_available())
+        config = EngineConfig(**(self.engine or {}), mask_unknown_ids=False).resolve(torch.cuda.is_available())
         settings = train_settings(config, config.device, ParallelSizes())
         engine = engine_class(TRAIN_ENGINES, config.train)(self.model_after(), None, settings, Rendezvous())
         rows = collect_sft([{"prompt": sample.prompt, "answer": sample.answer} for sample in samples], "dataset")

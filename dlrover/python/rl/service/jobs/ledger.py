@@ -35,6 +35,10 @@ KEPT_ENDED = 10_000
 """Ended jobs that are remembered, and so their client tokens."""
 
 _MOST_COMPARED = 500
+_SUBMITTED = (
+    "name", "owner", "client_token", "fingerprint", "resources", "roles", "per_member", "priority",
+)  # fmt: skip
+"""Fields of a record that its submission has."""
 
 Answer: TypeAlias = JobRecord | DLRoverRLError | None
 """The answer to an operation; an error if it has changed nothing."""
@@ -217,15 +221,8 @@ class Draft:
         if not folder and wanted.run_folders:  # fixed now: a later process may have another time zone or root
             folder = f"{wanted.run_folders}/{datetime.fromtimestamp(at_s).strftime('%Y%m%d-%H%M%S')}-{run}"
         record = JobRecord(
-            name=wanted.name,
+            **{name: getattr(wanted, name) for name in _SUBMITTED},
             run=run,
-            owner=wanted.owner,
-            client_token=wanted.client_token,
-            fingerprint=wanted.fingerprint,
-            resources=wanted.resources,
-            roles=wanted.roles,
-            per_member=wanted.per_member,
-            priority=wanted.priority,
             sequence=self.last_event + 1,
             submitted_s=at_s,
             folder=folder,

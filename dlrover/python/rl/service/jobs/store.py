@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
-from math import isfinite, nan
+from math import nan
 from pathlib import Path
 from typing import Any
 
@@ -117,7 +117,10 @@ class SqliteJobStore:
 
     def _read(self, statement: str, *values: Any) -> list[Any]:
         try:
-            connection = self._idle.pop() if self._idle else self._connect()
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect()
             rows = connection.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise ServiceUnavailable(f"the service cannot read its state: {error}") from error
@@ -143,20 +146,14 @@ def _hold(folder: Path) -> int:
 
 
 def _to_json(value: JobRecord | JobEvent | JobDescription) -> str:
-    plain = asdict(value)
-    for name, number in plain.items():
-        if isinstance(number, float) and not isfinite(number):
-            plain[name] = None
-        elif name == "metrics":
-            plain[name] = {key: amount if isfinite(amount) else None for key, amount in number.items()}
-    return json.dumps(plain, allow_nan=False, separators=(",", ":"))
+    return json.dumps(asdict(value), separators=(",", ":"))  # NaN and infinity as Python reads them
 
 
 def _record(plain: dict[str, Any]) -> JobRecord:
     known = {field.name for field in fields(JobRecord)}
     values = {name: value for name, value in plain.items() if name in known}
     values["phase"] = JobPhase(values["phase"])
-    if values["reward"] is None:
+    if values["reward"] is None:  # NaN, as earlier versions wrote it
         values["reward"] = nan
     values["members"] = tuple(RunningProcess(*member) for member in values.get("members", ()))
     return JobRecord(**values)

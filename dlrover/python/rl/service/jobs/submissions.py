@@ -15,7 +15,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 
@@ -126,22 +126,12 @@ def shown(text: str) -> str:
 
 def _folder(text: str, root: Path, errors: list[ConfigError]) -> Path:
     """The folder that a request names, links resolved, under ``root``, which has none."""
-    if not text:
-        return root
-    if "\0" in text or len(text) > _MAX_PATH:
-        errors.append(ConfigError("folder", "is no path"))
-        return root
-    try:
+    with suppress(OSError, RuntimeError, ValueError):
         folder = (root / text).resolve()
-        is_folder = folder.is_dir()
-    except (OSError, RuntimeError) as error:
-        errors.append(ConfigError("folder", f"cannot be used: {shown(str(error))}"))
-        return root
-    if not folder.is_relative_to(root):
-        errors.append(ConfigError("folder", f"{shown(text)!r} is outside the service's root folder"))
-    elif not is_folder:
-        errors.append(ConfigError("folder", f"{shown(text)!r} is no folder under the service's root"))
-    return folder
+        if len(text) <= _MAX_PATH and folder.is_relative_to(root) and folder.is_dir():
+            return folder
+    errors.append(ConfigError("folder", f"{shown(text)!r} is outside the service's root folder, or no folder"))
+    return root
 
 
 def _faults_of_job(job: JobSpec, root: Path) -> list[ConfigError]:
