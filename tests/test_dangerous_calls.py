@@ -9,7 +9,6 @@ import pytest
 PACKAGE = Path(__file__).parents[1] / "dlrover"
 
 ALLOWED = {
-    "classic/rewards.py: pickle.loads": "files of a private folder that this process's parent has just written",
     "runtime/member/arguments.py: pickle.loads": "arguments of calls, which Ray's own RPC has brought",
     "runtime/member/host.py: cloudpickle.loads": "an exception that this process itself has just pickled",
     "runtime/torchrun/links.py: pickle.loads": "messages of ranks that have shown the run's secret",

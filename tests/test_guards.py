@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry
 
 from dlrover.python.rl.cli import serve
 from dlrover.python.rl.common import private_files, redaction
-from dlrover.python.rl.common.errors import AccessDenied, CallError, InvalidJob
+from dlrover.python.rl.common.errors import AccessDenied, CallError, InvalidJob, ServiceBusy
 from dlrover.python.rl.config import layout, load, plain, secrets, typed
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import load_job_text
@@ -36,7 +36,7 @@ from dlrover.python.rl.runtime.run.files import RunFolder
 from dlrover.python.rl.service import auth, client, server
 from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
 from dlrover.python.rl.service.jobs import ledger, submissions
-from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, QueueLimits, Refused
+from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, QueueLimits
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, StopJob, SubmitJob
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from tests.served import JOB
@@ -142,20 +142,20 @@ def a_job_that_has_taken_a_name_meanwhile_is_not_stopped_for_the_one_that_had_it
     old = JobRecord("job", "old", "mallory", "t", phase=JobPhase.STOPPED, sequence=1)
     draft = Draft(Ledger(QueueLimits(), [old], last_event=1), lambda: "new")
     draft.decide(SubmitJob("job", "ann", "t", JobDescription("text"), "fingerprint"), 0.0)
-    assert isinstance(draft.decide(StopJob("job", "old", "a reason"), 0.0), Refused)
+    assert isinstance(draft.decide(StopJob("job", "old", "a reason"), 0.0), CallError)
     assert draft.changed["new"].phase is JobPhase.QUEUED
 
 
 def a_queue_does_not_grow_without_end(folder):
     draft = Draft(Ledger(QueueLimits(max_queued=2)), map(str, count()).__next__)
     submissions = [SubmitJob(f"job-{at}", f"user-{at}", "t", JobDescription("text"), "fingerprint") for at in range(3)]
-    assert isinstance([draft.decide(each, 0.0) for each in submissions][-1], Refused)
+    assert isinstance([draft.decide(each, 0.0) for each in submissions][-1], ServiceBusy)
 
 
 def an_owner_does_not_fill_the_queue(folder):
     draft = Draft(Ledger(QueueLimits(max_queued_per_owner=2)), map(str, count()).__next__)
     submissions = [SubmitJob(f"job-{at}", "me", f"t{at}", JobDescription("text"), "fingerprint") for at in range(3)]
-    assert isinstance([draft.decide(each, 0.0) for each in submissions][-1], Refused)
+    assert isinstance([draft.decide(each, 0.0) for each in submissions][-1], ServiceBusy)
 
 
 def a_reader_does_not_submit(folder):
@@ -316,7 +316,7 @@ GUARDS = {
     a_client_does_not_send_its_token_in_the_clear: (client, "is_loopback", lambda host: True),
     an_open_ray_beyond_loopback_is_not_used: (open_ray, "risk_of_open_ray", str),
     a_page_of_a_browser_is_not_answered: (endpoint, "is_loopback", lambda host: True),
-    a_method_without_a_right_is_refused: (server, "RIGHTS", {"Delete": auth.Right.READ}),
+    a_method_without_a_right_is_refused: (server, "RIGHTS", {"Delete": AccessRole.READ}),
     a_token_file_that_others_can_read_admits_nobody: (auth, "check_private", Path.stat),
     a_client_does_not_use_a_token_that_others_can_read: (private_files, "check_private", Path.stat),
     a_token_is_not_stored: (auth, "_digest", lambda token: token.encode().hex() + token),
@@ -325,7 +325,7 @@ GUARDS = {
     a_job_that_has_taken_a_name_meanwhile_is_not_stopped_for_the_one_that_had_it: (ledger, "_check_run", anything),
     a_queue_does_not_grow_without_end: (Draft, "_check_room", anything),
     an_owner_does_not_fill_the_queue: (Draft, "_check_room", anything),
-    a_reader_does_not_submit: (Caller, "may", lambda self, right: True),
+    a_reader_does_not_submit: (Caller, "check", anything),
     no_path_leads_out_of_a_folder: [
         (submissions, "check_path", lambda path: tuple(path.split("/"))),
         (RunFolder.read.__globals__, "_PRIVATE", ()),

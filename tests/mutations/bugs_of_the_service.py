@@ -22,12 +22,12 @@ TESTS = {
 BUGS = {
     "anybody may operate a job of another owner": Bug(
         _AUTH,
-        "self.check(Right.OPERATE_OWN if owner == self.name else Right.OPERATE_ANY)",
-        "self.check(Right.OPERATE_OWN)",
+        "self.check(AccessRole.SUBMIT if owner == self.name else AccessRole.ADMIN)",
+        "self.check(AccessRole.SUBMIT)",
     ),
-    "tokens are read once": Bug(_AUTH, "if (state.st_mtime_ns, state.st_ino) != self._seen:", "if not self._entries:"),
+    "tokens are read once": Bug(_AUTH, "if (state.st_mtime_ns, state.st_ino) != self._seen:", "if not self._callers:"),
     "tokens that cannot be read stay valid": Bug(
-        _AUTH, "                self._seen, self._entries = (-1, -1), []\n", "                pass\n"
+        _AUTH, "                self._seen, self._callers = (-1, -1), {}\n", "                pass\n"
     ),
     "the group may read the tokens": Bug(_AUTH, "& 0o077", "& 0o007"),
     "a first start that was cut off blocks the next one": Bug(
@@ -52,7 +52,7 @@ BUGS = {
         _ACCESS, "min(left + (now_s - at_s) * self._per_s, self._burst)", "left + (now_s - at_s) * self._per_s"
     ),
     "clients need no certificate": Bug(
-        _ACCESS, "reader.read_changed, self.client_ca is not None", "reader.read_changed, False"
+        _ACCESS, "self.read_changed, self.client_ca is not None", "self.read_changed, False"
     ),
     "a new certificate is not read": Bug(_ACCESS, "self.read() if self._state() != self._seen else None", "None"),
     "what is not saved is answered": Bug(
@@ -76,14 +76,14 @@ BUGS = {
     ),
     "a report of an earlier run counts": Bug(_LEDGER, " or record.run != seen.run", ""),
     "a job that is being stopped runs again": Bug(
-        _LEDGER, "return now if now is JobPhase.STOPPING and not seen.ended else seen", "return seen"
+        _LEDGER, "phase=record.phase if stays_stopping else seen.phase", "phase=seen.phase"
     ),
     "an owner queues one job more than it may": Bug(_LEDGER, "if own >= limits", "if own > limits"),
     "a token stands for two requests": Bug(_LEDGER, "if before.fingerprint != wanted.fingerprint:", "if False:"),
     "the newest run of a name is forgotten with an old one": Bug(
         _LEDGER,
-        "        if self._newest.get(record.name) == run:\n            del self._newest[record.name]\n",
-        "        self._newest.pop(record.name, None)\n",
+        "            if self.newest.get(record.name) == run:\n                del self.newest[record.name]\n",
+        "            self.newest.pop(record.name, None)\n",
     ),
     "a role that shrinks gives its places away": Bug(_LEDGER, "places[role] = max(held, num)", "places[role] = num"),
     "a job that never fits holds back others": Bug(
@@ -92,7 +92,7 @@ BUGS = {
         'waits[record.run] = f"the cluster has too little: {lack}"\n            blocker = record.name\n',
     ),
     "a write may be lost with the power": Bug(_STORE, "PRAGMA synchronous = FULL", "PRAGMA synchronous = NORMAL"),
-    "descriptions of ended jobs stay": Bug(_STORE, "for run in (*done, *forgotten)]", "for run in forgotten]"),
+    "descriptions of ended jobs stay": Bug(_STORE, "[*done, *gone]", "gone"),
     "a write that fails stays open": Bug(_STORE, 'self._writer.execute("ROLLBACK")', "pass"),
     "two services hold a folder": Bug(_STORE, "fcntl.LOCK_EX | fcntl.LOCK_NB", "fcntl.LOCK_SH | fcntl.LOCK_NB"),
     "the master of another run is followed": Bug(

@@ -57,7 +57,7 @@ def test_a_job_is_run_left_found_again_and_ends(tmp_path, monkeypatch):
 
     async def body():
         async with serving(tmp_path) as manager:
-            await manager.submit(submission("served", job_text(tmp_path / "notes", steps=60, step_s=0.1)))
+            await manager.ask(submission("served", job_text(tmp_path / "notes", steps=60, step_s=0.1)))
             await until(lambda: manager.get("served").step >= 2)
             left = manager.get("served").step
         async with serving(tmp_path) as manager:
@@ -89,7 +89,7 @@ def test_a_master_that_was_launched_and_not_started_is_started_by_the_next_proce
             patch.setattr(ray_runner, "_REVIVALS", 0)
             patch.setattr(RayJobRunner, "_swept", lambda *_: asyncio.sleep(WITHIN_S))
             async with serving(tmp_path) as manager:
-                await manager.submit(submission("unbegun", job_text(tmp_path / "notes", steps=3)))
+                await manager.ask(submission("unbegun", job_text(tmp_path / "notes", steps=3)))
                 await until(lambda: launched)
         async with serving(tmp_path) as manager:
             ended = await manager.wait("unbegun", WITHIN_S)
@@ -103,10 +103,10 @@ def test_a_job_is_stopped_within_five_seconds_from_each_state(tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
 
     async def stopped(manager, name, phase, hard):
-        await manager.submit(submission(name, job_text(tmp_path / name, steps=10_000)))
+        await manager.ask(submission(name, job_text(tmp_path / name, steps=10_000)))
         await until(lambda: manager.get(name).phase is phase)
         began_s = time.monotonic()
-        await manager.stop(StopJob(name, manager.get(name).run, "by the test", hard))
+        await manager.ask(StopJob(name, manager.get(name).run, "by the test", hard))
         ended = await manager.wait(name, WITHIN_S)
         assert ended.phase is JobPhase.STOPPED, ended
         assert time.monotonic() - began_s < 5.0
@@ -134,10 +134,10 @@ def test_a_job_is_stopped_within_five_seconds_while_its_master_takes_long_to_sta
 
     async def body():
         async with serving(tmp_path) as manager:
-            await manager.submit(submission("slow", job_text(tmp_path / "notes", steps=10_000)))
+            await manager.ask(submission("slow", job_text(tmp_path / "notes", steps=10_000)))
             await until(launched.is_set)
             began_s = time.monotonic()
-            await manager.stop(StopJob("slow", manager.get("slow").run, "by the test"))
+            await manager.ask(StopJob("slow", manager.get("slow").run, "by the test"))
             assert (await manager.wait("slow", WITHIN_S)).phase is JobPhase.STOPPED
             assert time.monotonic() - began_s < 5.0
         assert not (tmp_path / "notes").exists()
@@ -151,7 +151,7 @@ def test_a_job_whose_master_is_lost_goes_on_from_its_last_commit(tmp_path, monke
 
     async def body():
         async with serving(tmp_path) as manager:
-            await manager.submit(submission("lost", job_text(tmp_path / "notes", steps=40, step_s=0.1)))
+            await manager.ask(submission("lost", job_text(tmp_path / "notes", steps=40, step_s=0.1)))
             await until(lambda: manager.get("lost").step >= 5)
             end(find(master_name("lost")))
             ended = await manager.wait("lost", WITHIN_S)
@@ -166,11 +166,11 @@ def test_a_job_that_fails_says_why(tmp_path, monkeypatch):
 
     async def body():
         async with serving(tmp_path) as manager:
-            await manager.submit(submission("wrong", job_text(tmp_path / "no-such-folder" / "notes")))
+            await manager.ask(submission("wrong", job_text(tmp_path / "no-such-folder" / "notes")))
             ended = await manager.wait("wrong", WITHIN_S)
             assert (ended.phase, ended.cause) == (JobPhase.FAILED, "user_error"), ended
             assert "FileNotFoundError" in ended.detail
-            await manager.submit(submission("unknown", job_text("x").replace("PacedTrainer", "PacedTrainr")))
+            await manager.ask(submission("unknown", job_text("x").replace("PacedTrainer", "PacedTrainr")))
             ended = await manager.wait("unknown", WITHIN_S)
             assert ended.phase is JobPhase.FAILED and "PacedTrainr" in ended.detail and "PacedTrainer" in ended.detail
 

@@ -14,10 +14,10 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.master.process.status import RunningProcess
 from dlrover.python.rl.service import server as server_module
 from dlrover.python.rl.service.auth import TokenFile, prepare
+from dlrover.python.rl.service.client import connected
 from dlrover.python.rl.service.jobs.records import JobPhase, Observed, Schedule
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
-from dlrover.python.rl.service.remote_jobs import connected
 from dlrover.python.rl.service.runner import MemoryRunner
 from dlrover.python.rl.service.server import JobServer
 from tests.served import JOB, until
@@ -99,7 +99,7 @@ class Desk:
     def report(self, name, run, phase=JobPhase.RUNNING, **values):
         async def report():
             self.runner._sink(Observed(name, run, phase, **values))
-            await self.manager._ask(Schedule())  # after it
+            await self.manager._put(Schedule())  # after it
 
         asyncio.run_coroutine_threadsafe(report(), self._loop).result(20)
 

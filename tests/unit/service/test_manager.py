@@ -48,7 +48,7 @@ async def events(manager, *arguments, **options):
 def test_a_job_runs_to_its_end(tmp_path):
     async def body():
         async with serving(tmp_path, MemoryRunner(steps=2)) as manager:
-            submitted = await manager.submit(submission())
+            submitted = await manager.ask(submission())
             assert (submitted.phase, submitted.revision) == (JobPhase.QUEUED, 1)
             ended = await manager.wait("job", WITHIN_S)
             assert (ended.phase, ended.step, ended.reward, ended.reason) == (
@@ -65,13 +65,13 @@ def test_the_same_token_gives_the_same_job_also_after_its_end(tmp_path):
     async def body():
         runner = MemoryRunner()
         async with serving(tmp_path, runner) as manager:
-            first, second = await asyncio.gather(manager.submit(submission()), manager.submit(submission()))
+            first, second = await asyncio.gather(manager.ask(submission()), manager.ask(submission()))
             assert first.run == second.run
             await manager.wait("job", WITHIN_S)
-            assert (await manager.submit(submission())).run == first.run
+            assert (await manager.ask(submission())).run == first.run
             assert runner.begun == [first.run]
         async with serving(tmp_path, runner) as manager:
-            assert (await manager.submit(submission())).run == first.run
+            assert (await manager.ask(submission())).run == first.run
 
     run(body())
 
@@ -79,10 +79,10 @@ def test_the_same_token_gives_the_same_job_also_after_its_end(tmp_path):
 def test_a_token_stands_for_one_request(tmp_path):
     async def body():
         async with serving(tmp_path) as manager:
-            await manager.submit(submission())
+            await manager.ask(submission())
             with pytest.raises(CallError, match="client_token 'token-job' was used for another submission"):
-                await manager.submit(submission(fingerprint="of another"))
-            other = await manager.submit(submission("job-2", token="token-job", owner="bob"))
+                await manager.ask(submission(fingerprint="of another"))
+            other = await manager.ask(submission("job-2", token="token-job", owner="bob"))
             assert other.name == "job-2"
 
     run(body())
@@ -91,12 +91,12 @@ def test_a_token_stands_for_one_request(tmp_path):
 def test_a_name_is_free_again_when_its_job_has_ended(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner()) as manager:
-            first = await manager.submit(submission())
+            first = await manager.ask(submission())
             with pytest.raises(JobConflict, match="'job' is queued|'job' is starting|'job' is running"):
-                await manager.submit(submission(token="another"))
+                await manager.ask(submission(token="another"))
             manager._runner.report(first, JobPhase.FINISHED)
             await manager.wait("job", WITHIN_S)
-            second = await manager.submit(submission(token="another"))
+            second = await manager.ask(submission(token="another"))
             assert second.run != first.run
             assert manager.get("job").run == second.run
             assert [record.run for record in manager.list_jobs(ended=True)] == [second.run, first.run]
@@ -108,13 +108,13 @@ def test_a_list_has_every_job_that_has_not_ended_before_the_newest_of_the_others
     async def body():
         async with serving(tmp_path, StillRunner(cpus=1)) as manager:
             for name in ("long", "first", "second", "third"):
-                await manager.submit(submission(name))
+                await manager.ask(submission(name))
                 if name != "long":
-                    await manager.stop(stopping(manager, name))
-            await manager.submit(submission("waiting"))
-            listed = [record.name for record in manager.list_jobs(ended=True, limit=2)]
-            assert listed == ["waiting", "long", "third", "second"] and manager.count_jobs(ended=True) == 5
-            assert [record.name for record in manager.list_jobs(limit=0)] == ["waiting", "long"]
+                    await manager.ask(stopping(manager, name))
+            await manager.ask(submission("waiting"))
+            listed = [record.name for record in manager.list_jobs(ended=True)]
+            assert listed == ["waiting", "long", "third", "second", "first"]
+            assert [record.name for record in manager.list_jobs()] == ["waiting", "long"]
 
     run(body())
 
@@ -122,12 +122,12 @@ def test_a_list_has_every_job_that_has_not_ended_before_the_newest_of_the_others
 def test_a_queued_job_says_why_it_waits_and_is_stopped_at_once(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner(cpus=1)) as manager:
-            await manager.submit(submission("one"))
-            await manager.submit(submission("two"))
-            await manager.submit(submission("three"))
+            await manager.ask(submission("one"))
+            await manager.ask(submission("two"))
+            await manager.ask(submission("three"))
             assert manager.get("two").reason == "the cluster is full: 1 cpu needed, 0 there"
             assert [record.reason for record in manager.list_jobs()][0] == "behind 'two' in the queue"
-            assert (await manager.stop(stopping(manager, "two"))).phase is JobPhase.STOPPED
+            assert (await manager.ask(stopping(manager, "two"))).phase is JobPhase.STOPPED
             assert manager.get("three").reason == "the cluster is full: 1 cpu needed, 0 there"
 
     run(body())
@@ -136,8 +136,8 @@ def test_a_queued_job_says_why_it_waits_and_is_stopped_at_once(tmp_path):
 def test_the_next_job_starts_when_one_has_ended(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner(cpus=1)) as manager:
-            one = await manager.submit(submission("one"))
-            await manager.submit(submission("two"))
+            one = await manager.ask(submission("one"))
+            await manager.ask(submission("two"))
             manager._runner.report(one, JobPhase.FAILED, reason="ROLLOUT[0] died", cause="process_died")
             await until(lambda: manager.get("two").phase is JobPhase.RUNNING)
             assert (manager.get("one").reason, manager.get("one").cause) == ("ROLLOUT[0] died", "process_died")
@@ -148,13 +148,13 @@ def test_the_next_job_starts_when_one_has_ended(tmp_path):
 def test_a_full_queue_refuses_in_one_line(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner(cpus=0), QueueLimits(max_queued=3, max_queued_per_owner=2)) as manager:
-            await manager.submit(submission("one"))
-            await manager.submit(submission("two"))
+            await manager.ask(submission("one"))
+            await manager.ask(submission("two"))
             with pytest.raises(ServiceBusy, match="'ann' has 2 jobs in the queue, as many as allowed"):
-                await manager.submit(submission("three"))
-            await manager.submit(submission("three", owner="bob"))
+                await manager.ask(submission("three"))
+            await manager.ask(submission("three", owner="bob"))
             with pytest.raises(ServiceBusy, match="the queue is full: 3 jobs wait"):
-                await manager.submit(submission("four", owner="eve"))
+                await manager.ask(submission("four", owner="eve"))
 
     run(body())
 
@@ -162,12 +162,12 @@ def test_a_full_queue_refuses_in_one_line(tmp_path):
 def test_a_stop_is_repeated_harder_and_an_ended_job_stays_as_it_is(tmp_path):
     async def body():
         async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
-            await manager.submit(submission())
+            await manager.ask(submission())
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
-            assert (await manager.stop(stopping(manager))).phase is JobPhase.STOPPING
+            assert (await manager.ask(stopping(manager))).phase is JobPhase.STOPPING
             ended = await manager.wait("job", WITHIN_S)
             assert (ended.phase, ended.reason) == (JobPhase.STOPPED, "asked to")
-            again = await manager.stop(stopping(manager, hard=True))
+            again = await manager.ask(stopping(manager, hard=True))
             assert again == ended
 
     run(body())
@@ -185,10 +185,10 @@ def test_a_hard_stop_reaches_the_runner_after_a_graceful_one(tmp_path):
     async def body():
         runner = Deaf()
         async with serving(tmp_path, runner) as manager:
-            await manager.submit(submission())
-            await manager.stop(stopping(manager))
-            await manager.stop(stopping(manager))
-            await manager.stop(stopping(manager, hard=True))
+            await manager.ask(submission())
+            await manager.ask(stopping(manager))
+            await manager.ask(stopping(manager))
+            await manager.ask(stopping(manager, hard=True))
             assert (await manager.wait("job", WITHIN_S)).phase is JobPhase.STOPPED
             assert runner.stops == (False, True)
 
@@ -198,8 +198,8 @@ def test_a_hard_stop_reaches_the_runner_after_a_graceful_one(tmp_path):
 def test_unknown_names_are_answered_with_the_nearest(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner()) as manager:
-            await manager.submit(submission("train-7b"))
-            for ask in (lambda: manager.get("train-7"), lambda: manager.stop(StopJob("train-7", "", "asked to"))):
+            await manager.ask(submission("train-7b"))
+            for ask in (lambda: manager.get("train-7"), lambda: manager.ask(StopJob("train-7", "", "asked to"))):
                 with pytest.raises(UnknownJob, match="no job named 'train-7': did you mean 'train-7b'"):
                     answer = ask()
                     await answer
@@ -212,14 +212,14 @@ def test_unknown_names_are_answered_with_the_nearest(tmp_path):
 def test_a_role_is_resized_while_the_job_runs(tmp_path):
     async def body():
         async with serving(tmp_path, MemoryRunner(step_s=60)) as manager:
-            await manager.submit(submission())
+            await manager.ask(submission())
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
             assert (await manager.resize("job", "ROLLOUT", 3)).roles == {"ROLLOUT": 3}
             with pytest.raises(InvalidJob, match="has no role 'ROLOUT': did you mean 'ROLLOUT'"):
                 await manager.resize("job", "ROLOUT", 3)
             with pytest.raises(InvalidJob, match="0 is not between 1 and"):
                 await manager.resize("job", "ROLLOUT", 0)
-            await manager.stop(stopping(manager))
+            await manager.ask(stopping(manager))
             await manager.wait("job", WITHIN_S)
             with pytest.raises(CallError, match="'job' is stopped: only a running job can be resized"):
                 await manager.resize("job", "ROLLOUT", 2)
@@ -234,15 +234,15 @@ def test_a_role_that_grew_takes_its_share_of_the_cluster_for_as_long_as_the_job_
         async with serving(tmp_path, MemoryRunner(step_s=60, cpus=5.0)) as manager:
             values = {"resources": {"cpu": 2.0}, "per_member": {"ROLLOUT": {"cpu": 1.0}}}
             for name in ("first", "second"):
-                await manager.submit(submission(name, **values))
+                await manager.ask(submission(name, **values))
             await until(lambda: manager.get("second").phase is JobPhase.RUNNING)
             grown = await manager.resize("first", "ROLLOUT", 3)
             assert grown.resources == {"cpu": 3.0}
-            await manager.submit(submission("third", resources={"cpu": 1.0}))
+            await manager.ask(submission("third", resources={"cpu": 1.0}))
             assert "the cluster is full" in manager.get("third").reason
             assert (await manager.resize("first", "ROLLOUT", 2)).resources == {"cpu": 3.0}  # its place is kept
             assert (await manager.resize("first", "ROLLOUT", 3)).resources == {"cpu": 3.0}
-            await manager.stop(stopping(manager, "first"))
+            await manager.ask(stopping(manager, "first"))
             await until(lambda: manager.get("third").phase is JobPhase.RUNNING)
 
     run(body())
@@ -253,7 +253,7 @@ def test_the_next_process_of_the_service_goes_on_with_what_was_saved(tmp_path):
         runner = StillRunner(cpus=2)
         async with serving(tmp_path, runner) as manager:
             for name in ("one", "two", "three"):
-                await manager.submit(submission(name))
+                await manager.ask(submission(name))
             await until(lambda: manager.get("two").phase is JobPhase.RUNNING)
             before = await events(manager, follow=False)
             runs = {record.name: record for record in manager.list_jobs()}
@@ -284,7 +284,7 @@ def test_the_folder_of_a_run_is_fixed_when_it_is_submitted(tmp_path, monkeypatch
         runner = StillRunner()
         manager = JobManager(SqliteJobStore(tmp_path), runner, wall_s=lambda: 1e9)
         await manager.start()
-        record = await manager.submit(submission(**place))
+        record = await manager.ask(submission(**place))
         assert record.folder == folder.format(run=record.run)
         await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
         await manager.close()
@@ -306,9 +306,9 @@ def test_the_reason_of_a_stop_is_that_of_who_asked_for_it(tmp_path):
     async def body():
         async with serving(tmp_path, Stopping()) as manager:
             for name, phase, reason in (("one", JobPhase.STOPPED, "asked to"), ("two", JobPhase.FAILED, "no memory")):
-                record = await manager.submit(submission(name))
+                record = await manager.ask(submission(name))
                 await until(lambda name=name: manager.get(name).phase is JobPhase.RUNNING)
-                await manager.stop(stopping(manager, name))
+                await manager.ask(stopping(manager, name))
                 manager._runner.report(record, phase, reason="no memory")
                 ended = await manager.wait(name, WITHIN_S)
                 assert (ended.phase, ended.reason) == (phase, reason)
@@ -319,10 +319,10 @@ def test_the_reason_of_a_stop_is_that_of_who_asked_for_it(tmp_path):
 def test_reports_of_an_earlier_run_change_nothing(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner()) as manager:
-            first = await manager.submit(submission())
+            first = await manager.ask(submission())
             manager._runner.report(first, JobPhase.FINISHED)
             await manager.wait("job", WITHIN_S)
-            second = await manager.submit(submission(token="another"))
+            second = await manager.ask(submission(token="another"))
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
             manager._runner.report(first, JobPhase.FAILED, step=7)
             manager._runner.report(second, step=1)
@@ -336,17 +336,17 @@ def test_what_cannot_be_saved_has_not_happened(tmp_path):
     async def body():
         store = FullDisk(tmp_path)
         async with serving(tmp_path, StillRunner(), store=store) as manager:
-            record = await manager.submit(submission())
+            record = await manager.ask(submission())
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
             store.full = True
             with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
-                await manager.submit(submission("two"))
+                await manager.ask(submission("two"))
             with pytest.raises(UnknownJob):
                 manager.get("two")
             manager._runner.report(record, step=1)
             store.full = False
             await until(lambda: manager.get("job").step == 1)  # what the runner has seen is not lost
-            assert (await manager.submit(submission("two"))).name == "two"
+            assert (await manager.ask(submission("two"))).name == "two"
 
     run(body())
 
@@ -362,13 +362,13 @@ def test_what_the_runner_has_seen_while_the_disk_was_full_happens_in_its_order(t
     async def body():
         store = CountingDisk(tmp_path)
         async with serving(tmp_path, StillRunner(), store=store) as manager:
-            record = await manager.submit(submission())
+            record = await manager.ask(submission())
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
             store.full = True
             manager._runner.report(record, step=1, metrics={"reward": 1.0}, roles={"ROLLOUT": 3})
             await until(lambda: store.refused)
             with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
-                await manager.submit(submission("two"))
+                await manager.ask(submission("two"))
             manager._runner.report(record, step=2, metrics={"reward": 2.0}, roles={"ROLLOUT": 4})
             manager._runner.report(record, JobPhase.FINISHED)
             store.full = False
@@ -396,9 +396,9 @@ def test_watchers_that_come_and_go_see_each_event_once(tmp_path):
             logs = [[] for _ in range(10)]
             watchers = [asyncio.create_task(watch(manager, seen)) for seen in logs]
             for number in range(20):
-                await manager.submit(submission(f"job-{number}"))
+                await manager.ask(submission(f"job-{number}"))
             await asyncio.gather(*(manager.wait(f"job-{number}", WITHIN_S) for number in range(20)))
-            await manager.submit(submission("last"))
+            await manager.ask(submission("last"))
             await asyncio.gather(*watchers)
             for seen in logs:
                 assert [event.number for event in seen] == list(range(1, len(seen) + 1))
@@ -410,7 +410,7 @@ def test_watchers_that_come_and_go_see_each_event_once(tmp_path):
 def test_old_events_are_read_from_disk(tmp_path):
     async def body():
         async with serving(tmp_path, MemoryRunner(steps=3)) as manager:
-            await manager.submit(submission())
+            await manager.ask(submission())
             await manager.wait("job", WITHIN_S)
             recent = await events(manager, follow=False)
         async with serving(tmp_path) as manager:
@@ -423,8 +423,8 @@ def test_old_events_are_read_from_disk(tmp_path):
 def test_a_watcher_of_one_job_is_not_woken_into_a_spin_by_others(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner()) as manager:
-            await manager.submit(submission("quiet"))
-            await manager.submit(submission("loud"))
+            await manager.ask(submission("quiet"))
+            await manager.ask(submission("loud"))
             await until(lambda: manager.get("loud").phase is JobPhase.RUNNING)
             seen = []
 
@@ -460,13 +460,13 @@ class SlowRunner(StillRunner):
 
 
 async def queued(manager):
-    await manager.submit(submission("first"))
-    await manager.submit(submission())
+    await manager.ask(submission("first"))
+    await manager.ask(submission())
     assert manager.get("job").phase is JobPhase.QUEUED
 
 
 async def starting(manager):
-    await manager.submit(submission())
+    await manager.ask(submission())
     await until(lambda: manager.get("job").phase is JobPhase.STARTING)
 
 
@@ -490,7 +490,7 @@ async def going_on_from_its_last_commit(manager):
 
 async def ending(manager):
     await running(manager)
-    assert (await manager.stop(stopping(manager))).phase is JobPhase.STOPPING
+    assert (await manager.ask(stopping(manager))).phase is JobPhase.STOPPING
 
 
 STATES = [queued, starting, running, restarting, going_on_from_its_last_commit, ending]
@@ -511,7 +511,7 @@ def test_a_job_is_stopped_within_five_seconds_from_any_state(tmp_path, state, ha
 
     async def stopped_in_time(manager):
         began_s = time.monotonic()
-        answer = await manager.stop(stopping(manager, hard=hard))
+        answer = await manager.ask(stopping(manager, hard=hard))
         assert answer.phase is (JobPhase.STOPPED if state is queued else JobPhase.STOPPING)
         assert (await manager.wait("job", STOPPED_WITHIN_S)).phase is JobPhase.STOPPED
         assert time.monotonic() - began_s < STOPPED_WITHIN_S
@@ -522,12 +522,12 @@ def test_a_job_is_stopped_within_five_seconds_from_any_state(tmp_path, state, ha
 def test_a_stop_does_not_reach_the_next_job_of_a_name(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner()) as manager:
-            old = await manager.submit(submission(owner="mallory"))
+            old = await manager.ask(submission(owner="mallory"))
             manager._runner.report(old, JobPhase.FINISHED)
             await manager.wait("job", WITHIN_S)
             stop = stopping(manager)  # as it was checked
             new, refused = await asyncio.gather(
-                manager.submit(submission(token="another", owner="ann")), manager.stop(stop), return_exceptions=True
+                manager.ask(submission(token="another", owner="ann")), manager.ask(stop), return_exceptions=True
             )
             assert isinstance(refused, CallError) and "a new job has taken the name 'job'" in str(refused)
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
@@ -571,7 +571,7 @@ def test_the_files_are_for_their_owner_alone(tmp_path):
 def test_an_ended_job_keeps_no_description(tmp_path):
     async def body():
         async with serving(tmp_path) as manager:
-            record = await manager.submit(submission())
+            record = await manager.ask(submission())
             await manager.wait("job", WITHIN_S)
             with pytest.raises(JournalCorrupt, match="no description"):
                 manager._store.description(record.run)
@@ -582,7 +582,7 @@ def test_an_ended_job_keeps_no_description(tmp_path):
 def test_numbers_that_json_does_not_have_are_read_back(tmp_path):
     async def body():
         async with serving(tmp_path, StillRunner()) as manager:
-            record = await manager.submit(submission())
+            record = await manager.ask(submission())
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
             manager._runner.report(record, step=1, metrics={"loss": float("nan"), "reward": float("inf")})
             await until(lambda: manager.get("job").step == 1)

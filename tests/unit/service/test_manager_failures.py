@@ -39,11 +39,11 @@ def test_a_refused_job_is_not_there_after_the_pause(tmp_path):
             store.full = True
             for name in ("one", "two"):  # the second is decided after the pause that follows the first
                 with pytest.raises(ServiceUnavailable):
-                    await manager.submit(submission(name))
+                    await manager.ask(submission(name))
             with pytest.raises(UnknownJob):
                 manager.get("one")
             store.full = False
-            await manager.submit(submission("three"))
+            await manager.ask(submission("three"))
             assert {event.name for event in await events(manager)} == {"three"}
             assert [event.number for event in await events(manager)][:1] == [1]
 
@@ -54,13 +54,13 @@ def test_reports_that_come_together_keep_their_order(tmp_path):
     async def body():
         store = FullDisk(tmp_path)
         async with serving(tmp_path, StillRunner(), store=store) as manager:
-            record = await manager.submit(submission())
+            record = await manager.ask(submission())
             await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
             store.full = True
             for step in (1, 2, 3):
                 manager._runner.report(record, step=step)
             with pytest.raises(ServiceUnavailable):
-                await manager.submit(submission("two"))
+                await manager.ask(submission("two"))
             store.full = False
             await until(lambda: manager.get("job").step == 3)
             assert [event.step for event in await events(manager, "job") if event.kind == "step"] == [1, 2, 3]
@@ -72,7 +72,7 @@ def test_reports_that_come_together_keep_their_order(tmp_path):
 def test_events_on_disk_come_in_pages_of_any_size(tmp_path, monkeypatch, page):
     async def body():
         async with serving(tmp_path, MemoryRunner(steps=3)) as manager:
-            await manager.submit(submission())
+            await manager.ask(submission())
             await manager.wait("job", WITHIN_S)
             recent = await events(manager)
         monkeypatch.setattr(manager_module, "_PAGE", page)
@@ -95,7 +95,7 @@ def test_a_cluster_that_was_away_is_looked_at_again(tmp_path):
     async def body():
         manager = JobManager(SqliteJobStore(tmp_path), Growing(), capacity_every_s=0.01)
         await manager.start()
-        await manager.submit(submission(resources={"cpu": 4.0}))
+        await manager.ask(submission(resources={"cpu": 4.0}))
         await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
         await manager.close()
 
@@ -119,5 +119,5 @@ def test_the_newest_run_of_a_name_outlives_an_older_one(monkeypatch):
         draft.decide(Schedule(), 0.0)
         draft.decide(Observed(record.name, record.run, JobPhase.FINISHED), 1.0)
         forgotten = ledger.adopt(draft)
-    assert forgotten == ["a"] and ledger.by_run("a") is None
-    assert ledger.get("job").run == "b" and ledger.by_token("ann", "first") is None
+    assert forgotten == ["a"] and "a" not in ledger.records
+    assert ledger.get("job").run == "b" and ("ann", "first") not in ledger.tokens

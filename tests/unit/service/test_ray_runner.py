@@ -89,7 +89,7 @@ def test_what_fails_while_a_job_is_ended_is_tried_again_and_leaves_no_task(drive
         runner._driven["r1"] = driven
         runner.stop(driven.record)
         async with asyncio.timeout(10):
-            await driven.tasks[0]
+            await driven.stop
         await asyncio.sleep(0.01)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -107,7 +107,7 @@ def test_a_job_that_ends_within_the_grace_leaves_no_task(driven):
         runner._driven["r1"] = driven
         runner.stop(driven.record)
         await asyncio.sleep(0.01)
-        driven.tasks[0].cancel()  # as the end of the run does
+        driven.stop.cancel()  # as the end of the run does
         await asyncio.sleep(0.01)
         assert asyncio.all_tasks() == {asyncio.current_task()}
 
@@ -129,7 +129,6 @@ def test_a_run_goes_on_with_what_it_began_itself_and_with_nothing_else_in_its_fo
     monkeypatch.setattr(ray_runner, "sweep", lambda name, run: [])
     runner = RayJobRunner()
     monkeypatch.setattr(runner, "_start", start)
-    monkeypatch.setattr(runner, "_observed", lambda *arguments, **more: None)
     asyncio.run(runner._find_or_start(driven, 0))
     assert begun == ["latest" if goes_on else "never"]
 

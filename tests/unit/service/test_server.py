@@ -32,7 +32,6 @@ from dlrover.python.rl.common.errors import (
     UnknownJob,
 )
 from dlrover.python.rl.service import client as client_module
-from dlrover.python.rl.service import remote_jobs
 from dlrover.python.rl.service.auth import AccessRole, Caller
 from dlrover.python.rl.service.client import ClientTls, ServiceClient, has_ended, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase, JobRecord
@@ -368,12 +367,12 @@ def test_a_job_that_takes_a_name_meanwhile_is_not_stopped_with_the_right_to_stop
     """The new job is saved between the check of the old one's owner and the decision."""
     old, asked = JobRecord("job", "old", "mallory", "t", phase=JobPhase.STOPPED), []
 
-    async def stop(operation):
+    async def ask(operation):
         asked.append(operation.run)
         return old
 
     server = JobServer.__new__(JobServer)
-    server._manager = SimpleNamespace(get=lambda name: old, stop=stop)
+    server._manager = SimpleNamespace(get=lambda name: old, ask=ask)
     asyncio.run(server._stop(wire.StopRequest(name="job"), Caller("mallory", AccessRole.SUBMIT)))
     assert asked == ["old"]
 
@@ -482,7 +481,7 @@ def test_a_list_of_failed_jobs_fits_into_a_message():
     def listed(**values):
         records = [JobRecord(f"job-{at}", f"r{at}", "me", f"t{at}", sequence=at, **values) for at in range(1000)]
         server = JobServer.__new__(JobServer)
-        server._manager = SimpleNamespace(list_jobs=lambda ended, limit: records[:limit], count_jobs=lambda ended: 1000)
+        server._manager = SimpleNamespace(list_jobs=lambda ended: records)
         answer = asyncio.run(server._list(wire.ListRequest(all=True, limit=1000), Caller("me", AccessRole.READ)))
         assert answer.ByteSize() <= MAX_MESSAGE and answer.left_out == 1000 - len(answer.jobs)
         return [job.name for job in answer.jobs]
@@ -644,7 +643,7 @@ def test_results_are_listed_and_fetched_and_what_is_internal_is_not(files):
 
 
 def test_what_is_not_there_leaves_no_folder_for_it(files, tmp_path, monkeypatch):
-    monkeypatch.setattr(remote_jobs, "connected", lambda server: nullcontext(files))
+    monkeypatch.setattr(client_module, "connected", lambda server: nullcontext(files))
     arguments = ["--out", str(tmp_path / "new"), "--server", "its address"]
     missed = CliRunner().invoke(fetch, ["job", "modle", *arguments])
     assert "modle: no such file; known: logs" in str(missed.exception)

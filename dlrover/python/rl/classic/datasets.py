@@ -21,14 +21,12 @@ class BoxedAnswer(EnvBase):
     r"""Rewards the last ``\boxed{}`` of a completion: 1.0 for the same text or number, else 0.0."""
 
     def get_reward(self, text: str) -> float:
-        if self.answer is None:
-            raise ValueError("the sample has no answer to compare with")
         boxed = boxed_answer(text)
         return float(boxed is not None and same_answer(boxed, str(self.answer)))
 
 
-class _FileDataset(Sequence[EnvBase]):
-    """Problems with an answer, from the rows of a file, a folder or the hub.
+class _FileDataset(list[EnvBase]):
+    """Samples from the rows of a file, a folder or the hub: problems with an answer.
 
     Args:
         path: see :func:`~dlrover.python.rl.data.source.scan_rows`; ``split@`` before it picks a split.
@@ -49,7 +47,7 @@ class _FileDataset(Sequence[EnvBase]):
         rows, errors = scan_rows(path or self.default_path)
         raise_errors(errors)
         count = len(rows) if num_samples is None else min(num_samples, len(rows))
-        self._samples = [self._make_sample(rows[number], rows.location(number)) for number in range(count)]
+        super().__init__(self._make_sample(rows[number], rows.location(number)) for number in range(count))
 
     def _make_sample(self, row: Mapping[str, Any], place: str) -> EnvBase:
         text = next((row[name] for name in self.columns if isinstance(row.get(name), str)), None)
@@ -58,12 +56,6 @@ class _FileDataset(Sequence[EnvBase]):
             raise DataError(f"{place}: needs one of {names} as text, and 'answer'; it has {', '.join(row)}")
         question = text if "\\boxed" in text else f"{text}\n\nPut the final answer in \\boxed{{}}."
         return BoxedAnswer([{"role": "user", "content": question}], row["answer"])
-
-    def __len__(self) -> int:
-        return len(self._samples)
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._samples[index]
 
 
 class IntellectMathDataset(_FileDataset):

@@ -1,10 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Samples as environments: a conversation, an answer, and the reward of a completion; their checks."""
+"""Samples as environments: a conversation, an answer, and the reward of a completion.
 
+::
+
+    data set -> load_samples -> write_samples: train.jsonl           -> a recipe: prompts, answers
+                             -> write_rewards: its reward function   -> its verifier's process: get_reward(completion)
+"""
+
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
+import cloudpickle
+
+from dlrover.python.rl.common.by_value import name_of_file
+from dlrover.python.rl.common.disk_space import replace
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.environment.core.rewards import boxed_answer as get_boxed_answer
 from dlrover.python.rl.environment.verifiers.arithmetic import EnvBase
@@ -55,10 +68,15 @@ def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answe
     errors: list[str] = []
     for number in range(len(dataset)):
         item = dataset[number]
-        faults = _validate_sample(item)
+        get = item.get if isinstance(item, Mapping) else partial(getattr, item)
+        prompt, answer = get("prompt", None), get("answer", None)
+        faults = _validate_prompt(prompt)
+        if isinstance(answer, bool) or not isinstance(answer, int | float | str | None):
+            faults.append(f"must have an answer that is text, a number or None, not {_kind(answer)}")
         if not faults:
-            messages = [{key: message[key] for key in ("role", "content")} for message in _field(item, "prompt")]
-            samples.append(LoadedSample(messages, _field(item, "answer"), item))
+            samples.append(
+                LoadedSample([{key: each[key] for key in ("role", "content")} for each in prompt], answer, item)
+            )
             faults = _validate_purpose(samples[-1], rewards, answers)
         errors += [f"{name}[{number}] {fault}" for fault in faults]
     if errors:
@@ -67,6 +85,22 @@ def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answe
     if not samples:
         raise ValueError(f"{name} is empty")
     return samples
+
+
+def _validate_prompt(prompt: Any) -> list[str]:
+    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
+        return [f"must have a prompt, a list of messages, not {_kind(prompt)}"]
+    errors = []
+    for at, message in enumerate(prompt):
+        if not isinstance(message, Mapping):
+            errors.append(f"prompt[{at}]: must be a dict of role and content, not {_kind(message)}")
+            continue
+        role, content = message.get("role"), message.get("content")
+        if role not in _ROLES:
+            errors.append(f"prompt[{at}]: unknown role {role!r}{hint(str(role), _ROLES)}")
+        if not isinstance(content, str):
+            errors.append(f"prompt[{at}]: content must be text, not {_kind(content)}")
+    return errors
 
 
 def _validate_purpose(sample: LoadedSample, rewards: bool, answers: bool) -> list[str]:
@@ -80,31 +114,62 @@ def _validate_purpose(sample: LoadedSample, rewards: bool, answers: bool) -> lis
     return errors
 
 
-def _field(item: Any, name: str) -> Any:
-    return item.get(name) if isinstance(item, Mapping) else getattr(item, name, None)
-
-
-def _validate_sample(item: Any) -> list[str]:
-    prompt, answer = _field(item, "prompt"), _field(item, "answer")
-    errors = []
-    if isinstance(prompt, str) or not isinstance(prompt, Sequence) or not prompt:
-        errors.append(f"must have a prompt, a list of messages, not {_kind(prompt)}")
-    else:
-        errors += [
-            f"prompt[{at}]: {fault}" for at, message in enumerate(prompt) for fault in _validate_message(message)
-        ]
-    if isinstance(answer, bool) or not isinstance(answer, int | float | str | None):
-        errors.append(f"must have an answer that is text, a number or None, not {_kind(answer)}")
-    return errors
-
-
-def _validate_message(message: Any) -> list[str]:
-    if not isinstance(message, Mapping):
-        return [f"must be a dict of role and content, not {_kind(message)}"]
-    role, content = message.get("role"), message.get("content")
-    errors = [] if role in _ROLES else [f"unknown role {role!r}{hint(str(role), _ROLES)}"]
-    return errors if isinstance(content, str) else [*errors, f"content must be text, not {_kind(content)}"]
-
-
 def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
+
+
+@dataclass(frozen=True)
+class EnvironmentRewards:
+    """Scores a completion by the environment of its row; an empty one has ``empty_reward``, if that is not None."""
+
+    environments: Mapping[str, Sequence[Any]]
+    """By split and number of the row; None for a sample without ``get_reward``."""
+
+    empty_reward: float | None = None
+
+    def __call__(self, completion: str, answer: str | None, extra_info: Mapping[str, Any]) -> float:
+        environment = self.environments[extra_info["split"]][extra_info["number"]]
+        if environment is None:
+            raise ValueError("this sample has no get_reward")
+        if not completion and self.empty_reward is not None:
+            return self.empty_reward
+        return float(environment.get_reward(completion))
+
+
+def write_rewards(folder: Path, splits: Mapping[str, Sequence[LoadedSample]], empty_reward: float | None = None) -> str:
+    """Write the environments of samples, and return the name of the reward function that calls them.
+
+    They are pickled with their classes where these are the script's, so they need not be importable.
+
+    Raises:
+        TypeError: an environment cannot be pickled.
+    """
+    environments = {
+        name: [sample.environment if sample.has_reward else None for sample in samples]
+        for name, samples in splits.items()
+    }
+    try:
+        content: bytes = cloudpickle.dumps(EnvironmentRewards(environments, empty_reward))
+    except Exception as error:  # pickling raises what the objects' code raises
+        names = " and ".join(splits)
+        raise TypeError(f"the samples of {names} cannot be pickled: {type(error).__name__}: {error}") from error
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "get_reward-environments.pickle"  # the part before the hyphen is its name in messages
+    replace(file, content)
+    return name_of_file(file)
+
+
+def write_samples(folder: Path, split: str, samples: Sequence[LoadedSample], scored: bool = False) -> str:
+    """Write a data set for a recipe, and return the path of its file; ``scored`` rows lead to their environments."""
+    folder.mkdir(parents=True, exist_ok=True)
+    lines = []
+    for number, sample in enumerate(samples):
+        row: dict[str, Any] = {"messages": sample.prompt}
+        if sample.answer is not None:
+            row["answer"] = str(sample.answer)
+        if scored:
+            row["extra_info"] = {"split": split, "number": number}
+        lines.append(json.dumps(row) + "\n")
+    file = folder.absolute() / f"{split}.jsonl"
+    replace(file, "".join(lines).encode())
+    return str(file)

@@ -1,15 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Generates completions for the samples of a data set, and scores them."""
+"""Generates completions for the samples of a data set, and scores them; the checks of RLFusion's arguments."""
 
 import copy
 import functools
-import inspect
 import json
 import math
 import os
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -20,9 +19,8 @@ from annotated_types import Ge, Gt
 from rich.console import Console
 from rich.progress import track
 
-from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples
-from dlrover.python.rl.classic.rewards import reward_function, write_samples
-from dlrover.python.rl.common.disk_space import replace
+from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples, write_rewards
+from dlrover.python.rl.common import disk_space
 from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.config.typed import check_fields
@@ -32,6 +30,7 @@ from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.model.loading import as_causal_lm
 from dlrover.python.rl.engine.vllm import VllmOptions
+from dlrover.python.rl.environment.core.functions import find_argument_fault
 from dlrover.python.rl.environment.core.scoring import Completed, Reward
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
@@ -50,6 +49,7 @@ _SHARED_SETTINGS = ("tensor_parallel_size", "gpu_memory_utilization")
 _BATCHES_PER_CALL = 8
 """Batches in one call: the engine starts the next completion as soon as one has ended."""
 
+_GENERATION_KEYS = {"top_k": "top_k", "top_p": "top_p", "stop": "stop", "stop_strings": "stop"}
 _TRL_ARGUMENTS = {"args", "reward_funcs", "processing_class", "peft_config", "callbacks", "data_collator"}
 """Arguments that TRL's trainers have and RLFusion's have not."""
 
@@ -57,24 +57,17 @@ _TRL_ARGUMENTS = {"args", "reward_funcs", "processing_class", "peft_config", "ca
 def names_arguments(kind: type[T]) -> type[T]:
     """Class decorator: the constructor's error for an unknown argument names the nearest one."""
     original: Callable[..., None] = vars(kind)["__init__"]
-    names = [name for name in inspect.signature(original).parameters if name != "self"]
 
     @functools.wraps(original)
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        unknown = [f"'{name}'{hint(name, names)}" for name in kwargs if name not in names]
-        if unknown:
-            own_name = kind.__name__.removeprefix("Classic")
-            if foreign := sorted(_TRL_ARGUMENTS & set(kwargs)):
-                functions = "dlrover.rl.train_grpo, train_sft and the others, which read TRL's names"
-                raise TypeError(f"{own_name} is RLFusion's class and has no {', '.join(foreign)}: call {functions}")
-            raise TypeError(f"{own_name} has no argument {', '.join(unknown)}")
+        if fault := find_argument_fault(original, kwargs, self, *args):
+            if foreign := ", ".join(sorted(_TRL_ARGUMENTS & kwargs.keys())):
+                fault = f"RLFusion's class has no {foreign}: call dlrover.rl.train_grpo, train_sft or another of them"
+            raise TypeError(f"{kind.__name__.removeprefix('Classic')}: {fault}")
         original(self, *args, **kwargs)
 
     kind.__init__ = init  # type: ignore[method-assign]
     return kind
-
-
-_GENERATION_KEYS = {"top_k": "top_k", "top_p": "top_p", "stop": "stop", "stop_strings": "stop"}
 
 
 def sampling_params(
@@ -89,9 +82,9 @@ def sampling_params(
     for name, value in (generation_args or {}).items():
         if name not in _GENERATION_KEYS:
             raise ValueError(f"generation_args has no '{name}'{hint(name, _GENERATION_KEYS)}")
-        options[_GENERATION_KEYS[name]] = (value,) if isinstance(value, str) else value
+        options[_GENERATION_KEYS[name]] = value
     if "stop" in options:
-        options["stop"] = tuple(options["stop"])
+        options["stop"] = (options["stop"],) if isinstance(options["stop"], str) else tuple(options["stop"])
     return SamplingParams(max_new_tokens, temperature, **options)
 
 
@@ -172,10 +165,17 @@ class Evaluator:
             ValueError: samples are invalid; names each.
         """
         if self._loaded is None:
-            self._loaded = self._load()
+            precision: Any = "bf16" if _device() == "cuda" else "fp32"
+            settings = RolloutSettings(_device(), precision, self.batch_size)
+            if self.engine == "vllm":
+                for name, value in _VLLM_ENVIRONMENT.items():
+                    os.environ.setdefault(name, value)
+                settings = vllm_settings(settings, self.vllm_args or {})
+            self._loaded = engine_class(ROLLOUT_ENGINES, _ENGINES[self.engine])(self.model, settings)
         return self._evaluate(self._loaded)
 
     def evaluate_with_model(self, model: Any, tokenizer: Any) -> dict[str, Any]:
+        """Evaluate a copy of a model in memory, and write both files."""
         settings = RolloutSettings(_device(), max_batch=self.batch_size)
         lm = as_causal_lm(copy.deepcopy(model).float(), tokenizer, settings.device)
         engine = engine_class(ROLLOUT_ENGINES, "torch")(lm, settings)
@@ -183,16 +183,6 @@ class Evaluator:
             return self._evaluate(engine)
         finally:
             engine.meta()
-
-    def _load(self) -> BaseRolloutEngine:
-        precision: Any = "bf16" if _device() == "cuda" else "fp32"
-        settings = RolloutSettings(_device(), precision, self.batch_size)
-        if self.engine == "vllm":
-            for name, value in _VLLM_ENVIRONMENT.items():
-                os.environ.setdefault(name, value)
-            settings = vllm_settings(settings, self.vllm_args or {})
-        loaded: BaseRolloutEngine = engine_class(ROLLOUT_ENGINES, _ENGINES[self.engine])(self.model, settings)
-        return loaded
 
     def _sampling(self) -> SamplingParams:
         temperature = self.sampling_temperature if self.do_sample else 0.0
@@ -204,15 +194,27 @@ class Evaluator:
             samples = samples[: self.num_batches * self.batch_size]
         generated = self._generate(engine, samples)
         completions = generated.objects("completion")
-        rewards = score(samples, completions, self.reward_timeout_s)
-        metrics = _summarize(rewards, [int(mask.sum()) for mask in generated.ragged("action_mask")])
+        results = score(samples, completions, self.reward_timeout_s)
+        rewards = [result for result in results if isinstance(result, float)]
+        metrics = {
+            "num_samples": len(samples),
+            "reward_mean": math.fsum(rewards) / len(rewards) if rewards else None,
+            "reward_std": float(np.std(rewards)) if rewards else None,
+            "completion_tokens_mean": int(generated.ragged("action_mask").values.sum()) / len(samples),
+            "failed": sum(isinstance(result, VerifierError) for result in results),
+        }
         if LaunchEnv.from_env(os.environ).rank:
             return metrics  # the main process writes
+        lines = []
+        for sample, completion, result in zip(samples, completions, results, strict=True):
+            row = {"prompt": sample.prompt, "answer": sample.answer, "generated_answer": completion, "reward": result}
+            if isinstance(result, VerifierError):
+                row |= {"reward": None, "error": str(result).splitlines()[0]}
+            lines.append(json.dumps(row, ensure_ascii=False) + "\n")
         folder = Path(self.output_dir)
         folder.mkdir(parents=True, exist_ok=True)
-        rows = [_format_row(*row) for row in zip(samples, completions, rewards, strict=True)]
-        replace(folder / RESULTS, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows).encode())
-        replace(folder / METRICS, json.dumps(metrics, indent=2).encode())
+        disk_space.replace(folder / RESULTS, "".join(lines).encode())
+        disk_space.replace(folder / METRICS, json.dumps(metrics, indent=2).encode())
         return metrics
 
     def _generate(self, engine: BaseRolloutEngine, samples: Sequence[LoadedSample]) -> Batch:
@@ -229,48 +231,29 @@ def score(
     samples: Sequence[LoadedSample], completions: Sequence[str], timeout_s: float
 ) -> list[float | VerifierError | None]:
     """The reward of each completion; the error where ``get_reward`` failed; None where there is no such method."""
-    scored = [sample.has_reward for sample in samples]
-    if not any(scored):
-        return [None] * len(samples)
+    rewards: list[float | VerifierError | None] = [None] * len(samples)
+    scored = [number for number, sample in enumerate(samples) if sample.has_reward]
+    if not scored:
+        return rewards
+    calls = [Completed(completions[number], None, {"split": "dataset", "number": number}) for number in scored]
     with tempfile.TemporaryDirectory() as folder:
-        file = write_samples(Path(folder), "scored", samples, rewards=True)
-        rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        pool = VerifierPool(min(2, sum(scored)), partial(DeadlineVerifier, reward_function(Path(folder)), timeout_s))
-        calls = zip(completions, rows, strict=True)
+        function = write_rewards(Path(folder), {"dataset": samples})
+        pool = VerifierPool(min(2, len(scored)), partial(DeadlineVerifier, function, timeout_s))
         try:
-            scores = pool.score(Completed(text, None, row["extra_info"]) for text, row in calls if "extra_info" in row)
+            results = pool.score(calls)
         finally:
             pool.close()
-    results = iter(scores)
-    rewards = [next(results) if has_reward else None for has_reward in scored]
-    return [reward.total if isinstance(reward, Reward) else reward for reward in rewards]
+    for number, result in zip(scored, results, strict=True):
+        rewards[number] = result.total if isinstance(result, Reward) else result
+    return rewards
 
 
 def vllm_settings(settings: RolloutSettings, arguments: Mapping[str, Any]) -> RolloutSettings:
+    """Add vLLM's arguments to ``settings``; raises ValueError for those that the engine sets itself."""
     shared = {name: arguments[name] for name in _SHARED_SETTINGS if name in arguments}
-    rest = {name: value for name, value in arguments.items() if name not in shared}
-    VllmOptions(engine_args=rest)  # refuses some
-    backend = {"engine_args": rest} if rest else {}
-    return RolloutSettings(settings.device, settings.precision, settings.max_batch, backend=backend, **shared)
-
-
-def _summarize(results: Sequence[float | VerifierError | None], tokens: Sequence[int]) -> dict[str, Any]:
-    rewards = [reward for reward in results if isinstance(reward, float)]
-    mean = math.fsum(rewards) / len(rewards) if rewards else None
-    return {
-        "num_samples": len(results),
-        "reward_mean": mean,
-        "reward_std": float(np.std(rewards)) if rewards else None,
-        "completion_tokens_mean": sum(tokens) / len(tokens),
-        "failed": sum(isinstance(reward, VerifierError) for reward in results),
-    }
-
-
-def _format_row(sample: LoadedSample, completion: str, reward: float | VerifierError | None) -> dict[str, Any]:
-    row = {"prompt": sample.prompt, "answer": sample.answer, "generated_answer": completion}
-    if isinstance(reward, VerifierError):
-        return {**row, "reward": None, "error": str(reward).splitlines()[0]}
-    return {**row, "reward": reward}
+    options = {name: value for name, value in arguments.items() if name not in shared}
+    VllmOptions(engine_args=options)
+    return replace(settings, backend={"engine_args": options} if options else {}, **shared)
 
 
 def _device() -> str:

@@ -73,7 +73,7 @@ def _of_cluster(address: str, folder: str, ports: tuple[int, ...]) -> tuple[list
 
 
 def _of_service(server: str) -> Check:
-    from dlrover.python.rl.service.remote_jobs import connected  # gRPC takes a moment
+    from dlrover.python.rl.service.client import connected  # gRPC takes a moment
 
     try:
         with connected(server) as client:

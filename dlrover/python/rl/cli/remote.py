@@ -60,7 +60,7 @@ def add_server(command: click.Command, describe: Callable[..., dict[str, Any]]) 
 
 
 def _submit(server: str, detach: bool, describe: Callable[[Any], dict[str, Any]]) -> None:
-    from dlrover.python.rl.service.remote_jobs import RemoteJobs, connected  # gRPC takes a moment
+    from dlrover.python.rl.service.client import RemoteJobs, connected  # gRPC takes a moment
 
     with connected(server) as client:
         name = submit(client, server, **describe(client))
@@ -124,7 +124,7 @@ DESCRIBE: Mapping[str, Callable[..., dict[str, Any]]] = {"run": _of_file, "submi
 @_REQUIRED_SERVER
 def enqueue(job_file: Path, overrides: tuple[str, ...], server: str, **options: Any) -> None:
     """Submit JOB_FILE to a job service and return; it runs when the cluster has room."""
-    from dlrover.python.rl.service.remote_jobs import connected
+    from dlrover.python.rl.service.client import connected
 
     named = [override for override in overrides if override.lstrip("+").startswith("name=")]
     errors = [ConfigError("name", "is given by --name")] if named else []
@@ -172,7 +172,7 @@ def submit(client: Any, server: str, text: str, **options: Any) -> str:
 @_REQUIRED_SERVER
 def fetch(name: str, path: str, out: Path, server: str) -> None:
     """Copy a file of a job, or all files below PATH such as model, from the service; without PATH list them."""
-    from dlrover.python.rl.service.remote_jobs import connected
+    from dlrover.python.rl.service.client import connected
 
     with connected(server) as client:
         files = client.artifacts(name)

@@ -18,7 +18,6 @@ import resource
 import time
 from collections.abc import Callable
 from contextlib import ExitStack, aclosing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -48,18 +47,18 @@ class Gate(grpc.aio.ServerInterceptor):
 
     Args:
         identify: the caller's name from the headers of a call. Raises AccessDenied.
-        denied: told of each refusal for want of a token.
-        waiting: full names of methods that answer late, beside those that stream.
+        denied: called at each refusal for want of a token.
+        short: full names of methods that answer at once, with one message.
     """
 
     def __init__(
         self,
         identify: Callable[[Any], str],
         denied: Callable[[], None],
-        waiting: frozenset[str],
+        short: frozenset[str],
         failures: "FailureLimit",
     ) -> None:
-        self._identify, self._denied, self._waiting, self._failures = identify, denied, waiting, failures
+        self._identify, self._denied, self._short, self._failures = identify, denied, short, failures
         self._calls = CallLimit(_MAX_CALLS, "calls")
         self._long_calls = CallLimit(_MAX_LONG, "streams and waits")
 
@@ -67,7 +66,7 @@ class Gate(grpc.aio.ServerInterceptor):
         handler = await continuation(details)
         if handler is None:  # no such method
             return None
-        is_long = handler.response_streaming or details.method in self._waiting
+        is_long = handler.response_streaming and details.method not in self._short
 
         async def serve(messages: Any, context: Any) -> None:
             with ExitStack() as places:
@@ -96,7 +95,15 @@ class Gate(grpc.aio.ServerInterceptor):
 
 
 async def _answer(handler: Any, messages: Any, context: Any) -> None:
-    request = messages if handler.request_streaming else await _message(context)
+    request = messages
+    if not handler.request_streaming:
+        try:
+            async with asyncio.timeout(_MESSAGE_S):
+                request = await context.read()
+        except TimeoutError:
+            await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no message has come")
+        if request is grpc.aio.EOF:
+            await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call has one message")
     act = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
     answer = act(request, context)
     if inspect.isasyncgen(answer):
@@ -107,44 +114,24 @@ async def _answer(handler: Any, messages: Any, context: Any) -> None:
         await context.write(message)
 
 
-async def _message(context: Any) -> Any:
-    message = grpc.aio.EOF
-    try:
-        async with asyncio.timeout(_MESSAGE_S):
-            message = await context.read()
-    except TimeoutError:
-        await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "no message has come")
-    if message is grpc.aio.EOF:
-        await context.abort(grpc.StatusCode.INVALID_ARGUMENT, "a call has one message")
-    return message
-
-
-@dataclass(frozen=True)
 class TlsFiles:
-    """The service's certificate, read again when its files change."""
+    """The service's certificate, read again when its files change. With ``client_ca`` clients must show a certificate
+    that it has signed."""
 
-    certificate: Path
-    key: Path
-    client_ca: Path | None = None  # clients must show a certificate that it has signed
+    def __init__(self, certificate: Path, key: Path, client_ca: Path | None = None) -> None:
+        self.certificate, self.key, self.client_ca = certificate, key, client_ca
+        self._seen: list[tuple[int, int, int]] = []
 
     def credentials(self) -> grpc.ServerCredentials:
         """For new connections what the files hold then; while they cannot be read or do not fit, what they held
         before."""
-        reader = _Reader(self)
-        return grpc.dynamic_ssl_server_credentials(reader.read(), reader.read_changed, self.client_ca is not None)
-
-
-class _Reader:
-    def __init__(self, files: TlsFiles) -> None:
-        self._files = files
-        self._seen: list[tuple[int, int, int]] = []
+        return grpc.dynamic_ssl_server_credentials(self.read(), self.read_changed, self.client_ca is not None)
 
     def read(self) -> Any:
         """Raises OSError."""
-        files = self._files
         self._seen = self._state()
-        pair = (files.key.read_bytes(), files.certificate.read_bytes())
-        ca = files.client_ca.read_bytes() if files.client_ca else None
+        pair = (self.key.read_bytes(), self.certificate.read_bytes())
+        ca = self.client_ca.read_bytes() if self.client_ca else None
         return grpc.ssl_server_certificate_configuration([pair], ca)
 
     def read_changed(self) -> Any:
@@ -156,8 +143,7 @@ class _Reader:
             return None
 
     def _state(self) -> list[tuple[int, int, int]]:
-        paths = (self._files.certificate, self._files.key, self._files.client_ca)
-        states = [path.stat() for path in paths if path is not None]
+        states = [path.stat() for path in (self.certificate, self.key, self.client_ca) if path is not None]
         return [(state.st_mtime_ns, state.st_ino, state.st_size) for state in states]
 
 

@@ -14,12 +14,11 @@ import os
 import re
 import secrets
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
-from enum import IntEnum, StrEnum
+from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
-from typing import Any
 
 from dlrover.python.rl.common.errors import AccessDenied, CallError
 from dlrover.python.rl.common.private_files import check_private, create_private
@@ -32,21 +31,11 @@ _MAX_TOKEN = 256
 
 
 class AccessRole(StrEnum):
+    """A role may do all that those above it may."""
+
     READ = "read"
-    SUBMIT = "submit"  # reads, submits, and operates its own jobs
-    ADMIN = "admin"
-
-
-class Right(IntEnum):
-    """What a request needs; a role has all rights up to its own."""
-
-    READ = 1
-    SUBMIT = 2
-    OPERATE_OWN = 3
-    OPERATE_ANY = 4
-
-
-_RIGHTS = {AccessRole.READ: Right.READ, AccessRole.SUBMIT: Right.OPERATE_OWN, AccessRole.ADMIN: Right.OPERATE_ANY}
+    SUBMIT = "submit"  # submits, and operates its own jobs
+    ADMIN = "admin"  # operates all jobs
 
 
 @dataclass(frozen=True)
@@ -54,23 +43,15 @@ class Caller:
     name: str
     role: AccessRole
 
-    def may(self, right: Right) -> bool:
-        return _RIGHTS[self.role] >= right
-
-    def check(self, right: Right) -> None:
-        if not self.may(right):
+    def check(self, needed: AccessRole) -> None:
+        """Raises AccessDenied if the caller's role is below the ``needed`` one."""
+        roles = list(AccessRole)
+        if roles.index(self.role) < roles.index(needed):
             raise AccessDenied(f"'{self.name}' has the role '{self.role}', which may not do this")
 
     def check_owner(self, owner: str) -> None:
-        """Operating a job of somebody else needs more than operating one's own."""
-        self.check(Right.OPERATE_OWN if owner == self.name else Right.OPERATE_ANY)
-
-
-@dataclass(frozen=True)
-class _Entry:
-    name: str
-    role: str
-    sha256: str
+        """Operating the job of another owner needs more than operating a job of the caller."""
+        self.check(AccessRole.SUBMIT if owner == self.name else AccessRole.ADMIN)
 
 
 class TokenFile:
@@ -81,34 +62,34 @@ class TokenFile:
         self._path = folder / TOKENS
         self._lock = threading.Lock()
         self._seen: tuple[int, int] = (-1, -1)
-        self._entries: list[_Entry] = []
+        self._callers: Mapping[str, Caller] = {}  # by the digest of a token
 
     def caller(self, token: str) -> Caller:
         """Raises AccessDenied."""
         if not token or len(token) > _MAX_TOKEN:
             raise AccessDenied("this request needs a valid token")
-        digest = _digest(token)
-        match: _Entry | None = None
-        for entry in self._current():  # all of them: the time says nothing about which one it is
-            if hmac.compare_digest(entry.sha256.encode(), digest.encode()):
-                match = entry
+        digest = _digest(token).encode()
+        match: Caller | None = None
+        for each, caller in self._current().items():  # all of them: the time says nothing about which one it is
+            if hmac.compare_digest(each.encode(), digest):
+                match = caller
         if match is None:
             raise AccessDenied("this request needs a valid token")
-        return Caller(match.name, AccessRole(match.role))
+        return match
 
-    def _current(self) -> list[_Entry]:
+    def entries(self) -> list[tuple[str, AccessRole]]:
+        return [(caller.name, caller.role) for caller in self._current().values()]
+
+    def _current(self) -> Mapping[str, Caller]:
         with self._lock:
             try:
                 state = check_private(self._path)
                 if (state.st_mtime_ns, state.st_ino) != self._seen:
-                    self._entries = _read(self._path)
+                    self._callers = _read(self._path)
                     self._seen = (state.st_mtime_ns, state.st_ino)
             except (OSError, CallError):
-                self._seen, self._entries = (-1, -1), []
-            return list(self._entries)
-
-    def entries(self) -> list[tuple[str, AccessRole]]:
-        return [(entry.name, AccessRole(entry.role)) for entry in self._current()]
+                self._seen, self._callers = (-1, -1), {}
+            return self._callers
 
 
 def prepare(folder: Path) -> Path:
@@ -120,7 +101,7 @@ def prepare(folder: Path) -> Path:
     with _locked(folder):
         if not (folder / TOKENS).exists():
             (folder / TOKEN).unlink(missing_ok=True)  # of a first start that did not come to its end
-            return _add(folder, [], "admin", AccessRole.ADMIN, folder / TOKEN)
+            return _add(folder, {}, Caller("admin", AccessRole.ADMIN), folder / TOKEN)
         check_private(folder / TOKENS)
         _read(folder / TOKENS)
     return folder / TOKEN
@@ -131,29 +112,29 @@ def add_token(folder: Path, name: str, role: AccessRole, file: Path) -> Path:
     if not _NAME.fullmatch(name):
         raise CallError(f"'{name}' is no name: lower-case letters, digits, '.', '_' and '-', at most 63")
     with _locked(folder):
-        entries = _read(folder / TOKENS)
-        if any(entry.name == name and entry.role != role for entry in entries):
+        callers = _read(folder / TOKENS)
+        if any(caller.name == name and caller.role != role for caller in callers.values()):
             raise CallError(f"'{name}' has another role already: remove its token first")
-        return _add(folder, entries, name, role, file)
+        return _add(folder, callers, Caller(name, role), file)
 
 
-def _add(folder: Path, entries: list[_Entry], name: str, role: AccessRole, file: Path) -> Path:
+def _add(folder: Path, callers: Mapping[str, Caller], caller: Caller, file: Path) -> Path:
     token = secrets.token_urlsafe(_BYTES)
     try:
         create_private(file, f"{token}\n")
     except FileExistsError as error:
         raise CallError(f"{file} exists already") from error
-    _write(folder, [*entries, _Entry(name, role.value, _digest(token))])
+    _write(folder, {**callers, _digest(token): caller})
     return file
 
 
 def remove_tokens(folder: Path, name: str) -> int:
     """Remove all tokens of ``name``, and return how many it had; it loses access at once."""
     with _locked(folder):
-        entries = _read(folder / TOKENS)
-        kept = [entry for entry in entries if entry.name != name]
-        _write(folder, kept)
-    return len(entries) - len(kept)
+        callers = _read(folder / TOKENS)
+        staying = {digest: caller for digest, caller in callers.items() if caller.name != name}
+        _write(folder, staying)
+    return len(callers) - len(staying)
 
 
 @contextmanager
@@ -172,22 +153,22 @@ def _digest(token: str) -> str:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).hexdigest()
 
 
-def _read(path: Path) -> list[_Entry]:
+def _read(path: Path) -> dict[str, Caller]:
     try:
-        plain: Any = json.loads(path.read_text(encoding="utf-8"))
-        entries = [_Entry(**row) for row in plain["tokens"]]
-        for entry in entries:
-            AccessRole(entry.role)
-            bytes.fromhex(entry.sha256)
-        return entries
+        rows = json.loads(path.read_text(encoding="utf-8"))["tokens"]
+        callers = {row["sha256"]: Caller(row["name"], AccessRole(row["role"])) for row in rows}
+        for digest in callers:
+            bytes.fromhex(digest)
+        return callers
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise CallError(f"{path} cannot be read: {error}") from error
 
 
-def _write(folder: Path, entries: Iterable[_Entry]) -> None:
+def _write(folder: Path, callers: Mapping[str, Caller]) -> None:
+    rows = [{"name": caller.name, "role": caller.role, "sha256": digest} for digest, caller in callers.items()]
     temporary = folder / f"{TOKENS}.{os.getpid()}"
     temporary.unlink(missing_ok=True)
-    create_private(temporary, json.dumps({"tokens": [asdict(entry) for entry in entries]}, indent=1))
+    create_private(temporary, json.dumps({"tokens": rows}, indent=1))
     temporary.replace(folder / TOKENS)
 
 

@@ -2,28 +2,32 @@
 """A client of the job service, for Python and for the command line.
 
 Requests are repeated while the service is away or busy, until their deadline: a submission carries a token that makes
-it the same job each time, and a watcher goes on after the last event that it has seen.
+it the same job each time, and a watcher continues after the last event that it has seen.
 """
 
 import os
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from math import inf
+from math import inf, nan
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO
 
 import grpc
 
-from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceBusy, ServiceUnavailable
+from dlrover.python.rl.common.errors import CallError, ServiceBusy, ServiceUnavailable
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
+from dlrover.python.rl.master.client.jobs import SHARED_FIELDS, JobHistory, JobOperations, JobView, log_of
+from dlrover.python.rl.master.process.status import RunningProcess
+from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX
 from dlrover.python.rl.service.auth import TOKEN, default_state
 from dlrover.python.rl.service.jobs.records import JobPhase
 from dlrover.python.rl.service.messages import RESIZE_S, STREAM_OPEN, error_of, phase_of
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
+from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
 
 _SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
 _CALL_S = 15.0
@@ -51,9 +55,12 @@ class ClientTls:
     certificate: Path | None = None
     key: Path | None = None
 
-    def credentials(self) -> grpc.ChannelCredentials:
-        own = (self.key.read_bytes(), self.certificate.read_bytes()) if self.key and self.certificate else (None, None)
-        return grpc.ssl_channel_credentials(self.ca.read_bytes(), *own)
+    @classmethod
+    def from_env(cls) -> "ClientTls | None":
+        """``DLROVER_RL_TLS_CA``, and a client's own ``DLROVER_RL_TLS_CERT`` and ``DLROVER_RL_TLS_KEY``."""
+        named = [os.environ.get(f"DLROVER_RL_TLS_{name}") for name in ("CA", "CERT", "KEY")]
+        ca, certificate, key = [Path(path) if path else None for path in named]
+        return cls(ca, certificate, key) if ca else None
 
 
 class ServiceClient:
@@ -75,20 +82,20 @@ class ServiceClient:
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         else:
-            self._channel = grpc.secure_channel(address, tls.credentials(), options=_OPTIONS)
-        self._calls = {method.name: self._stub(method) for method in _SERVICE.methods}
-
-    def _stub(self, method: Any) -> Any:
-        make = self._channel.unary_stream if method.server_streaming else self._channel.unary_unary
-        request, answer = (getattr(wire, kind.name) for kind in (method.input_type, method.output_type))
-        return make(f"/{_SERVICE.full_name}/{method.name}", request.SerializeToString, answer.FromString)
+            own = (tls.key.read_bytes(), tls.certificate.read_bytes()) if tls.key and tls.certificate else (None, None)
+            credentials = grpc.ssl_channel_credentials(tls.ca.read_bytes(), *own)
+            self._channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
+        self._calls: dict[str, Any] = {}
+        for method in _SERVICE.methods:
+            make = self._channel.unary_stream if method.server_streaming else self._channel.unary_unary
+            request, answer = (getattr(wire, kind.name) for kind in (method.input_type, method.output_type))
+            path = f"/{_SERVICE.full_name}/{method.name}"
+            self._calls[method.name] = make(path, request.SerializeToString, answer.FromString)
 
     def __enter__(self) -> "ServiceClient":
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -125,7 +132,7 @@ class ServiceClient:
         return list(self.list_with_count(ended, limit).jobs)
 
     def list_with_count(self, ended: bool = False, limit: int = 0) -> wire.ListResponse:
-        """The same, with the number of older ones that are ``left_out``."""
+        """List the same jobs, with the number of older ones that are ``left_out``."""
         answer: wire.ListResponse = self._ask("List", wire.ListRequest(all=ended, limit=limit))
         return answer
 
@@ -160,7 +167,11 @@ class ServiceClient:
                 yield event
 
     def logs(self, name: str, process: str = "", follow: bool = False, tail: int = 0) -> Iterator[wire.LogChunk]:
-        yield from self._stream("Logs", wire.LogsRequest(name=name, process=process, follow=follow, tail=tail))
+        request = wire.LogsRequest(name=name, process=process, follow=follow, tail=tail)
+        try:
+            yield from self._calls["Logs"](request, metadata=self._metadata)
+        except grpc.RpcError as error:
+            raise error_of(error.code(), error.details() or "") from None
 
     def artifacts(self, name: str) -> list[wire.Artifact]:
         return list(self._ask("Artifacts", wire.ArtifactsRequest(name=name)).files)
@@ -192,12 +203,6 @@ class ServiceClient:
             time.sleep(pause_s * (0.5 + secrets.randbelow(1000) / 1000))
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
-    def _stream(self, method: str, request: Any) -> Iterator[Any]:
-        try:
-            yield from self._calls[method](request, metadata=self._metadata)
-        except grpc.RpcError as error:
-            raise _error_of(error) from None
-
     def _resumed(self, method: str, request: Callable[[], Any]) -> Iterator[Any]:
         """The messages of a stream, which begins again with a new request where it was cut off."""
         lost_s = inf
@@ -218,14 +223,10 @@ class ServiceClient:
             time.sleep(_FIRST_PAUSE_S)
 
     def _raise_unless_passing(self, error: grpc.RpcError, began_s: float) -> None:
-        failure = _error_of(error)
+        failure = error_of(error.code(), error.details() or "")
         may_pass = isinstance(failure, ServiceUnavailable | ServiceBusy)
         if not may_pass or time.monotonic() - began_s >= self._patience_s:
             raise failure from None
-
-
-def _error_of(error: Any) -> DLRoverRLError:
-    return error_of(error.code(), error.details() or "")
 
 
 def _own_token() -> str:
@@ -241,4 +242,91 @@ def has_ended(job: wire.Job) -> bool:
     return phase_of(job).ended
 
 
-__all__ = ["ClientTls", "JobPhase", "ServiceClient", "has_ended", "phase_of"]
+# -- the verbs of the command line -------------------------------------------------------------------------------------
+
+_FAILURES = ("recovered", "restarted", "failed")
+_STOP_S = 60.0
+_COMMAND_PATIENCE_S = 10.0
+
+
+def connected(address: str) -> ServiceClient:
+    """For commands, which give up soon."""
+    return ServiceClient(address, tls=ClientTls.from_env(), patience_s=_COMMAND_PATIENCE_S)
+
+
+@contextmanager
+def service_jobs(address: str) -> Iterator[JobOperations]:
+    with connected(address) as client:
+        yield RemoteJobs(client)
+
+
+class RemoteJobs:
+    def __init__(self, client: ServiceClient) -> None:
+        self._client = client
+
+    def list_jobs(self) -> tuple[list[JobView], int]:
+        answer = self._client.list_with_count(ended=True)
+        return [view_of_message(job) for job in answer.jobs], answer.left_out
+
+    def get(self, name: str) -> JobView:
+        return view_of_message(self._client.get(name))
+
+    def history(self, view: JobView) -> JobHistory | None:
+        job = self._client.get(view.name)
+        since_s, phase, failures = job.submitted_s, wire.PHASE_QUEUED, list[tuple[float, str]]()
+        for event in self._client.watch(view.name, follow=False, without_steps=True):
+            if event.run != job.run:
+                continue
+            if event.phase != phase:
+                since_s, phase = event.at_s, event.phase
+            if event.kind in _FAILURES and event.message:
+                failures.append((event.at_s, event.message))
+        log = log_of(failures)
+        files = {file.path for file in self._client.artifacts(view.name)} if log else set()
+        where = f"dlrover-rl logs {view.name} {log}" if f"{LOGS}/{log}{SUFFIX}" in files else ""
+        return JobHistory(since_s, tuple(failures), "the service's events", where)
+
+    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
+        job = self._client.get(name)
+        total = job.total_steps
+        for event in self._client.watch(name):
+            if event.run != job.run:  # an earlier one of this name
+                continue
+            if event.kind == "step":
+                total = total or self._client.get(name).total_steps
+                report(StepReport(event.step, total, dict(event.metrics)))
+            else:
+                announce(f"{event.kind} {event.message}".strip())
+        return self.get(name)
+
+    def wait(self, name: str, timeout_s: float | None) -> JobView:
+        return view_of_message(self._client.wait(name, timeout_s))
+
+    def stop(self, name: str, hard: bool) -> JobView:
+        self._client.stop(name, hard)
+        return view_of_message(self._client.wait(name, _STOP_S))
+
+    def resize(self, name: str, role: str, num: int) -> JobView:
+        return view_of_message(self._client.resize(name, role, num))
+
+    def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
+        for chunk in self._client.logs(name, process, follow, tail):
+            yield chunk.process, chunk.text
+
+
+def view_of_message(job: wire.Job) -> JobView:
+    phase = phase_of(job)
+    until_s = job.ended_s or time.time()
+    return JobView(
+        phase=phase.value,
+        ended=phase.ended,
+        reward=job.reward if job.step else nan,
+        elapsed_s=until_s - job.started_s if job.started_s else 0.0,
+        roles=dict(job.roles),
+        recoveries=dict(job.recoveries),
+        members=tuple(RunningProcess(each.process, each.node, each.pid, each.devices) for each in job.members),
+        **{name: getattr(job, name) for name in (*SHARED_FIELDS, "cause", "detail", "owner")},
+    )
+
+
+__all__ = ["ClientTls", "JobPhase", "RemoteJobs", "ServiceClient", "connected", "has_ended", "phase_of", "service_jobs"]

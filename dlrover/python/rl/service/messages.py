@@ -25,6 +25,12 @@ RESIZE_S = 150.0
 STREAM_OPEN = "stream-open"
 """Metadata that the service sends when it begins a stream, whose first message may come much later."""
 
+_SAME = (
+    "name", "run", "owner", "priority", "revision", "cause", "submitted_s", "started_s", "ended_s", "step",
+    "total_steps", "reward", "restarts", "step_s",
+)  # fmt: skip
+"""Fields that a record and its message have in common."""
+
 _MAX_DETAIL, _MAX_DETAILS = 16_000, 3_000
 _PHASES = {phase: wire.Phase.Value(f"PHASE_{phase.name}") for phase in JobPhase}
 _CODES: tuple[tuple[type[DLRoverRLError], grpc.StatusCode], ...] = (
@@ -40,28 +46,15 @@ _CODES: tuple[tuple[type[DLRoverRLError], grpc.StatusCode], ...] = (
 
 def job_message(record: JobRecord) -> wire.Job:
     return wire.Job(
-        name=record.name,
-        run=record.run,
-        owner=record.owner,
+        **{name: getattr(record, name) for name in _SAME},
         phase=_PHASES[record.phase],
-        priority=record.priority,
-        revision=record.revision,
-        reason=valid_text(record.reason),
-        cause=record.cause,
-        detail=valid_text(record.detail[-_MAX_DETAIL:]),
-        submitted_s=record.submitted_s,
-        started_s=record.started_s,
-        ended_s=record.ended_s,
-        step=record.step,
-        total_steps=record.total_steps,
-        reward=record.reward,
-        restarts=record.restarts,
         folder=record.results,
+        reason=valid_text(record.reason),
+        detail=valid_text(record.detail[-_MAX_DETAIL:]),
         activity=valid_text(record.activity),
         roles=dict(record.roles),
-        members=[wire.Member(**member._asdict()) for member in record.members],
-        step_s=record.step_s,
         recoveries=dict(record.recoveries),
+        members=[wire.Member(**member._asdict()) for member in record.members],
     )
 
 

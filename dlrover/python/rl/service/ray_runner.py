@@ -37,12 +37,12 @@ from dlrover.python.rl.runtime.ray.processes.actors import MasterCalls, cluster_
 from dlrover.python.rl.runtime.run.files import RunFolder
 from dlrover.python.rl.runtime.run.owner import newest_owner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed
-from dlrover.python.rl.service.runner import Sink
+from dlrover.python.rl.service.runner import JobRunner
 
 _LOG = get_logger(__name__)
 
 GRACE_S = 3.0
-"""A stop in good order takes this long; then everything of the job is ended. Committed steps stay."""
+"""A job has this long to stop; then everything of it is ended. Committed steps stay."""
 
 _FOLLOW_S = 2.0
 _ANSWER_S = 120.0
@@ -52,6 +52,10 @@ _WHOSE_S = 2.0  # for a master to say whose it is
 _CHECKS = 4  # processes that check jobs at the same time
 _REVIVALS = 3
 _PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Phase.STOPPED: JobPhase.STOPPED}
+
+
+_REPORTED = ("restarts", "activity", "roles", "members", "step_s", "recoveries", "last_failure")
+"""What a job's status and a report of the runner have in common."""
 
 
 @dataclass
@@ -65,29 +69,33 @@ class _Driven:
     master: MasterCalls | None = None
     stopping: asyncio.Event = field(default_factory=asyncio.Event)
     hard: asyncio.Event = field(default_factory=asyncio.Event)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    stop: asyncio.Task[None] | None = None
+
+    def observed(self, phase: JobPhase, **values: Any) -> Observed:
+        folder = str(self.job.job_dir) if self.job is not None else ""
+        return Observed(self.record.name, self.record.run, phase, results=folder, **values)
+
+    def stopped(self, reason: str) -> Observed:
+        return self.observed(JobPhase.STOPPED, reason=self.record.reason or reason)
+
+    def ended(self, phase: Phase, reason: str, cause: Any, **values: Any) -> Observed:
+        kind, detail = (cause.kind.value, cause.detail) if cause else ("", "")
+        return self.observed(_PHASES[phase], reason=reason, cause=kind, detail=detail, **values)
 
 
-class RayJobRunner:
+class RayJobRunner(JobRunner):
     def __init__(self, grace_s: float = GRACE_S) -> None:
+        super().__init__()
         self._grace_s = grace_s
-        self._sink: Sink = lambda observed: None
         self._driven: dict[str, _Driven] = {}
         self._checks = asyncio.Semaphore(_CHECKS)
-
-    def attach(self, sink: Sink) -> None:
-        self._sink = sink
 
     async def capacity(self) -> Mapping[str, float]:
         return await cluster_capacity()
 
     def run(self, record: JobRecord, description: JobDescription) -> None:
-        driven = _Driven(record, description)
-        self._driven[record.run] = driven
-        self._spawn(driven, self._drive(driven))
-
-    def _spawn(self, driven: _Driven, work: Any) -> None:
-        driven.tasks.append(asyncio.get_running_loop().create_task(work))
+        driven = self._driven[record.run] = _Driven(record, description)
+        self._spawn(self._drive(driven))
 
     def stop(self, record: JobRecord) -> None:
         driven = self._driven.get(record.run)
@@ -96,7 +104,7 @@ class RayJobRunner:
         driven.record = record
         if not driven.stopping.is_set():
             driven.stopping.set()
-            self._spawn(driven, self._stop(driven, record.reason))
+            driven.stop = self._spawn(self._stop(driven, record.reason))
         if record.hard:
             driven.hard.set()
 
@@ -109,14 +117,7 @@ class RayJobRunner:
             status: JobStatus = await driven.master.call("status", timeout_s=_ANSWER_S)
         except MasterLost as error:
             raise CallError(f"the master of '{record.name}' does not answer: try again") from error
-        self._sink(self._observed(driven, JobPhase.RUNNING, **_seen_in(status)))
-
-    async def close(self) -> None:
-        self._sink = lambda observed: None
-        tasks = [task for driven in self._driven.values() for task in driven.tasks]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        self._sink(driven.observed(JobPhase.RUNNING, **{name: getattr(status, name) for name in _REPORTED}))
 
     # -- one run ------------------------------------------------------------------------------------------------------
 
@@ -125,30 +126,33 @@ class RayJobRunner:
         try:
             ended = await self._to_its_end(driven)
         except DLRoverRLError as error:
-            ended = self._observed(driven, JobPhase.FAILED, reason=_first_line(error), detail=str(error))
-        except Exception as error:  # noqa: BLE001 -- the service goes on, and the job has an end
+            ended = driven.observed(JobPhase.FAILED, reason=_first_line(error), detail=str(error))
+        except Exception as error:  # noqa: BLE001 -- the service stays, and the job has an end
             _LOG.exception("%s: following it failed", record.name)
-            what = f"{type(error).__name__}: {error}"
-            ended = self._observed(driven, JobPhase.FAILED, reason=what, cause=CauseKind.INTERNAL.value)
-        while ended.phase is JobPhase.FAILED and lost_process():  # the service ends, and its next process goes on
+            reason = f"{type(error).__name__}: {error}"
+            ended = driven.observed(JobPhase.FAILED, reason=reason, cause=CauseKind.INTERNAL.value)
+        while ended.phase is JobPhase.FAILED and lost_process():  # the service ends, and its next process continues it
             await asyncio.sleep(_AGAIN_S)
         self._driven.pop(record.run, None)
         self._sink(ended)
-        for task in driven.tasks[1:]:
-            task.cancel()
+        if driven.stop is not None:
+            driven.stop.cancel()
 
     async def _to_its_end(self, driven: _Driven) -> Observed:
+        lost: MasterLost | None = None
         for revival in range(_REVIVALS + 1):
             try:
                 driven.master = await self._find_or_start(driven, revival)
-                if driven.master is not None:
-                    return await self._follow(driven, driven.master)
-                return self._outcome(driven)
+                return await self._follow(driven, driven.master) if driven.master else self._outcome(driven)
             except MasterLost as error:
-                if driven.stopping.is_set() or revival == _REVIVALS:
-                    return await self._swept(driven, error)
-                _LOG.warning("%s: %s; going on from its last commit", driven.record.name, error)
-        raise AssertionError("unreachable")
+                lost = error
+            if driven.stopping.is_set() or revival == _REVIVALS:
+                break
+            _LOG.warning("%s: %s; going on from its last commit", driven.record.name, lost)
+        await self._end_all(driven)
+        if driven.stopping.is_set():
+            return driven.stopped("stopped")
+        return driven.observed(JobPhase.FAILED, reason=str(lost), cause="master_lost")
 
     async def _find_or_start(self, driven: _Driven, revival: int) -> MasterCalls | None:
         """The master to follow; without one the run has an outcome. Raises MasterLost, InvalidJob."""
@@ -170,7 +174,7 @@ class RayJobRunner:
             if await find_master(record.name) is None:  # what has lost its master would go on beside the next one
                 await in_daemon_thread(sweep, record.name, record.run)
             job = replace(job, checkpoint=replace(job.checkpoint, resume="latest"))
-            self._sink(self._observed(driven, JobPhase.STARTING, activity="going on from the last commit"))
+            self._sink(driven.observed(JobPhase.STARTING, activity="going on from the last commit"))
         driven.job = job
         return await self._start(driven, job)
 
@@ -229,63 +233,24 @@ class RayJobRunner:
                 if _journalled_end(driven) is None:
                     raise
                 return self._outcome(driven)
-            position = update.position
-            self._report(driven, update)
-            if update.status.phase.terminal:
+            position, status = update.position, update.status
+            common = {name: getattr(status, name) for name in _REPORTED}
+            for step in update.reports:
+                metrics = {name: float(value) for name, value in step.metrics.items()}
+                values = {"step": step.step, "total_steps": step.total_steps, "metrics": metrics, **common}
+                self._sink(driven.observed(JobPhase.RUNNING, **values))
+            if status.phase.terminal:
                 master.end()
-                return self._ended(driven, update.status)
-
-    def _report(self, driven: _Driven, update: Update) -> None:
-        status = update.status
-        starting = status.phase in (Phase.CREATED, Phase.PLACED) and status.incarnation <= 1
-        phase = JobPhase.STARTING if starting else JobPhase.RUNNING
-        common = _seen_in(status)
-        for step in update.reports:
-            metrics = {name: float(value) for name, value in step.metrics.items()}
-            self._sink(
-                self._observed(
-                    driven, JobPhase.RUNNING, step=step.step, total_steps=step.total_steps, metrics=metrics, **common
-                )
-            )
-        if not status.phase.terminal:
-            self._sink(self._observed(driven, phase, **common))
-
-    def _ended(self, driven: _Driven, status: JobStatus) -> Observed:
-        cause = status.cause
-        return self._observed(
-            driven,
-            _PHASES[status.phase],
-            reason=status.reason,
-            cause=cause.kind.value if cause else "",
-            detail=cause.detail if cause else "",
-            **_seen_in(status),
-        )
+                return driven.ended(status.phase, status.reason, status.cause, **common)
+            is_starting = status.phase in (Phase.CREATED, Phase.PLACED) and status.incarnation <= 1
+            self._sink(driven.observed(JobPhase.STARTING if is_starting else JobPhase.RUNNING, **common))
 
     def _outcome(self, driven: _Driven) -> Observed:
         """How a run without a master has ended: as its journal says, or it was stopped before it began."""
         state = _journalled_end(driven)
         if state is None:
-            return self._observed(driven, JobPhase.STOPPED, reason=driven.record.reason or "stopped before it began")
-        failure = state.failure
-        return self._observed(
-            driven,
-            _PHASES[state.phase],
-            reason=state.reason,
-            cause=failure.kind.value if failure else "",
-            detail=failure.detail if failure else "",
-            restarts=state.restarts,
-        )
-
-    async def _swept(self, driven: _Driven, error: MasterLost) -> Observed:
-        """The end of a run whose master is gone for good."""
-        await self._end_all(driven)
-        if driven.stopping.is_set():
-            return self._observed(driven, JobPhase.STOPPED, reason=driven.record.reason or "stopped")
-        return self._observed(driven, JobPhase.FAILED, reason=str(error), cause="master_lost")
-
-    def _observed(self, driven: _Driven, phase: JobPhase, **values: Any) -> Observed:
-        folder = str(driven.job.job_dir) if driven.job is not None else ""
-        return Observed(driven.record.name, driven.record.run, phase, results=folder, **values)
+            return driven.stopped("stopped before it began")
+        return driven.ended(state.phase, state.reason, state.failure, restarts=state.restarts)
 
     async def _stop(self, driven: _Driven, reason: str) -> None:
         """Ask the master, and end everything when it takes too long, or at once if that is wanted."""
@@ -323,18 +288,6 @@ class RayJobRunner:
             await asyncio.sleep(_POLL_S)
         with suppress(MasterLost):
             await driven.master.call("stop", reason, timeout_s=_ANSWER_S)
-
-
-def _seen_in(status: JobStatus) -> dict[str, Any]:
-    return {
-        "restarts": status.restarts,
-        "activity": status.activity,
-        "roles": dict(status.roles),
-        "members": status.members,
-        "step_s": status.step_s,
-        "recoveries": dict(status.recoveries),
-        "last_failure": status.last_failure,
-    }
 
 
 def _described(record: JobRecord, description: JobDescription) -> JobSpec:

@@ -9,7 +9,7 @@
 import asyncio
 import hashlib
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -25,7 +25,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.master.process.metrics import ServiceMetrics
 from dlrover.python.rl.runtime.run.files import LogReader, RunFolder
 from dlrover.python.rl.service.access import FailureLimit, Gate, TlsFiles, connection_options
-from dlrover.python.rl.service.auth import AccessRole, Caller, Right, TokenFile
+from dlrover.python.rl.service.auth import AccessRole, Caller, TokenFile
 from dlrover.python.rl.service.jobs.records import JobRecord, StopJob
 from dlrover.python.rl.service.jobs.submissions import SubmissionReader, check_name, check_path, check_process, shown
 from dlrover.python.rl.service.manager import JobManager
@@ -36,18 +36,10 @@ _LOG = get_logger(__name__)
 
 SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
 RIGHTS = {
-    "Submit": Right.SUBMIT,
-    "Get": Right.READ,
-    "List": Right.READ,
-    "Wait": Right.READ,
-    "Watch": Right.READ,
-    "Stop": Right.OPERATE_OWN,
-    "Logs": Right.READ,
-    "Artifacts": Right.READ,
-    "Fetch": Right.READ,
-    "Resize": Right.OPERATE_OWN,
+    **dict.fromkeys(("Get", "List", "Wait", "Watch", "Logs", "Artifacts", "Fetch"), AccessRole.READ),
+    **dict.fromkeys(("Submit", "Stop", "Resize"), AccessRole.SUBMIT),
 }
-"""What each method needs; one that is not here is refused to everybody."""
+"""The least role for each method; one that is not here is refused to everybody."""
 
 MAX_MESSAGE = 4 * 1024 * 1024
 _OPTIONS = (
@@ -88,15 +80,15 @@ class JobServer:
     ) -> None:
         self.metrics = ServiceMetrics(manager.counts)
         self._manager, self._tokens, self._root, self._tls = manager, tokens, root.resolve(), tls
-        self._denials = _Denials()
+        self._refused, self._refusals_logged = 0, FailureLimit(burst=1.0, per_s=1 / _DENIALS_EVERY_S)
         self._reader = reader or SubmissionReader()
-        waiting = frozenset({f"/{SERVICE.full_name}/Wait"})
-        gate = Gate(lambda headers: self._identify(headers).name, self._denied, waiting, failures or FailureLimit())
+        answer_at_once = {method.name for method in SERVICE.methods if not method.server_streaming} - {"Wait"}
+        short = frozenset(f"/{SERVICE.full_name}/{name}" for name in answer_at_once)
+        gate = Gate(lambda headers: self._identify(headers).name, self._denied, short, failures or FailureLimit())
         options = (*_OPTIONS, *connection_options())
         self._server = grpc.aio.server(interceptors=[gate], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
-        self._server.add_generic_rpc_handlers(
-            (grpc.method_handlers_generic_handler(SERVICE.full_name, self._handlers()),)
-        )
+        handlers = {method.name: self._handler(method) for method in SERVICE.methods}
+        self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         names = (SERVICE.full_name, health_pb2.DESCRIPTOR.services_by_name["Health"].full_name, reflection.SERVICE_NAME)
@@ -133,59 +125,47 @@ class JobServer:
         return self._tokens.caller(values[0].removeprefix("Bearer "))
 
     def _denied(self) -> None:
-        self._denials.count()
+        """Refused calls are logged at most once in a while, so that their senders do not fill the disk."""
+        self._refused += 1
+        if self._refusals_logged.take(""):
+            _LOG.warning("refused %d calls without a valid token", self._refused)
+            self._refused = 0
         self.metrics.count("any", grpc.StatusCode.UNAUTHENTICATED.name)
 
     # -- handlers -----------------------------------------------------------------------------------------------------
 
-    def _handlers(self) -> dict[str, grpc.RpcMethodHandler]:
-        handlers = {}
-        for method in SERVICE.methods:
-            request = getattr(wire, method.input_type.name)
-            answer = getattr(wire, method.output_type.name)
-            implementation = getattr(self, f"_{method.name.lower()}")
-            if method.server_streaming:
-                make, guarded = (
-                    grpc.unary_stream_rpc_method_handler,
-                    self._guard_stream(method.name, request, implementation),
-                )
-            else:
-                make, guarded = grpc.unary_unary_rpc_method_handler, self._guard(method.name, request, implementation)
-            handlers[method.name] = make(guarded, None, answer.SerializeToString)
-        return handlers
+    def _handler(self, method: Any) -> grpc.RpcMethodHandler:
+        """Answers as a stream; that of most methods has one message, which has a limit of time."""
+        name, kind = method.name, getattr(wire, method.input_type.name)
+        implementation = getattr(self, f"_{name.lower()}")
+
+        async def handle(body: bytes, context: Any) -> AsyncIterator[Any]:
+            began_s = time.monotonic()
+            async with self._answering(name, context) as caller:
+                try:
+                    request = kind.FromString(body)  # once its sender is known
+                except DecodeError as error:
+                    raise InvalidJob([ConfigError("message", f"is no {kind.DESCRIPTOR.name}")]) from error
+                if method.server_streaming:
+                    await context.send_initial_metadata(((STREAM_OPEN, "1"),))
+                    async for message in implementation(request, caller):
+                        yield message
+                    return
+                async with asyncio.timeout(_LIMITS_S.get(name, _UNARY_S)):
+                    answer = await implementation(request, caller)
+                self.metrics.time(name, time.monotonic() - began_s)
+                yield answer
+
+        serialize = getattr(wire, method.output_type.name).SerializeToString
+        return grpc.unary_stream_rpc_method_handler(handle, None, serialize)
 
     def _enter(self, method: str, context: Any) -> Caller:
         caller = self._identify(context.invocation_metadata())
-        right = RIGHTS.get(method)
-        if right is None:
+        needed = RIGHTS.get(method)
+        if needed is None:
             raise AccessDenied(f"nobody may call {method}")
-        caller.check(right)
+        caller.check(needed)
         return caller
-
-    def _guard(
-        self, method: str, kind: Any, implementation: Callable[[Any, Caller], Awaitable[Any]]
-    ) -> Callable[..., Any]:
-        limit_s = _LIMITS_S.get(method, _UNARY_S)
-
-        async def handle(body: bytes, context: Any) -> Any:
-            began_s = time.monotonic()
-            async with self._answering(method, context) as caller, asyncio.timeout(limit_s):
-                answer = await implementation(_decoded(kind, body), caller)
-            self.metrics.time(method, time.monotonic() - began_s)
-            return answer
-
-        return handle
-
-    def _guard_stream(
-        self, method: str, kind: Any, implementation: Callable[[Any, Caller], AsyncIterator[Any]]
-    ) -> Callable[..., Any]:
-        async def handle(body: bytes, context: Any) -> AsyncIterator[Any]:
-            async with self._answering(method, context) as caller:
-                await context.send_initial_metadata(((STREAM_OPEN, "1"),))
-                async for message in implementation(_decoded(kind, body), caller):
-                    yield message
-
-        return handle
 
     @asynccontextmanager
     async def _answering(self, method: str, context: Any) -> AsyncIterator[Caller]:
@@ -199,7 +179,9 @@ class JobServer:
         except TimeoutError:
             code, text = grpc.StatusCode.DEADLINE_EXCEEDED, f"{method} took too long"
         except Exception as error:  # noqa: BLE001 -- no internals go to a client
-            code, text = grpc.StatusCode.INTERNAL, _log_unexpected(method, error)
+            number = hashlib.sha256(repr((time.time(), error)).encode()).hexdigest()[:8]
+            _LOG.error("%s failed (%s)", method, number, exc_info=error)
+            code, text = grpc.StatusCode.INTERNAL, f"{method} failed: see the service's log, {number}"
         finally:
             self.metrics.count(method, code.name)
         if code is not grpc.StatusCode.OK:
@@ -209,17 +191,18 @@ class JobServer:
 
     async def _submit(self, request: wire.SubmitRequest, caller: Caller) -> wire.Job:
         operation = await self._reader.read(request, caller.name, self._root)
-        return job_message(await self._manager.submit(operation))
+        return job_message(await self._manager.ask(operation))
 
     async def _get(self, request: wire.GetRequest, caller: Caller) -> wire.Job:
         return job_message(self._named(request))
 
     async def _list(self, request: wire.ListRequest, caller: Caller) -> wire.ListResponse:
         limit = min(max(request.limit, 0) or _LISTED, _MAX_LISTED)
-        listed = self._manager.list_jobs(request.all, limit)
-        bare = (replace(record, detail="", members=()) for record in listed)
+        every = self._manager.list_jobs(request.all)
+        unfinished = sum(not record.phase.ended for record in every)
+        bare = (replace(record, detail="", members=()) for record in every[: unfinished + limit])
         jobs = list(_fitting(map(job_message, bare)))
-        return wire.ListResponse(jobs=jobs, left_out=self._manager.count_jobs(request.all) - len(jobs))
+        return wire.ListResponse(jobs=jobs, left_out=len(every) - len(jobs))
 
     async def _wait(self, request: wire.WaitRequest, caller: Caller) -> wire.Job:
         record = self._named(request)
@@ -237,7 +220,7 @@ class JobServer:
         record = self._named(request)
         caller.check_owner(record.owner)
         reason = shown(request.reason) or f"stopped by {caller.name}"
-        return job_message(await self._manager.stop(StopJob(record.name, record.run, reason, request.hard)))
+        return job_message(await self._manager.ask(StopJob(record.name, record.run, reason, request.hard)))
 
     async def _resize(self, request: wire.ResizeRequest, caller: Caller) -> wire.Job:
         caller.check_owner(self._named(request).owner)
@@ -252,7 +235,8 @@ class JobServer:
             return
         reader = LogReader(_folder(record), process, tail)
         while True:
-            ended = self._has_ended(record)
+            current = self._manager.get(record.name)
+            ended = current.run != record.run or current.phase.ended
             await asyncio.to_thread(reader.check, record.roles if request.follow and not ended else None)
             lines = reader.read()
             while chunk := await asyncio.to_thread(next, lines, None):
@@ -277,23 +261,6 @@ class JobServer:
 
     def _named(self, request: Any) -> JobRecord:
         return self._manager.get(check_name(request.name))
-
-    def _has_ended(self, record: JobRecord) -> bool:
-        current = self._manager.get(record.name)
-        return current.run != record.run or current.phase.ended
-
-
-class _Denials:
-    """Logs refused calls at most once in a while: whoever sends them must not fill the disk."""
-
-    def __init__(self) -> None:
-        self._count, self._logged_s = 0, -_DENIALS_EVERY_S
-
-    def count(self) -> None:
-        self._count += 1
-        if time.monotonic() - self._logged_s >= _DENIALS_EVERY_S:
-            _LOG.warning("refused %d calls without a valid token", self._count)
-            self._count, self._logged_s = 0, time.monotonic()
 
 
 def _fitting(rows: Iterable[Any]) -> Iterator[Any]:
@@ -321,17 +288,3 @@ def _parts(messages: Iterable[Any]) -> Iterator[list[Any]]:
 
 def _folder(record: JobRecord) -> RunFolder:
     return RunFolder(Path(record.results or "/nonexistent"))
-
-
-def _decoded(kind: Any, body: bytes) -> Any:
-    """A message, parsed after its sender is known. Raises InvalidJob."""
-    try:
-        return kind.FromString(body)
-    except DecodeError as error:
-        raise InvalidJob([ConfigError("message", f"is no {kind.DESCRIPTOR.name}")]) from error
-
-
-def _log_unexpected(method: str, error: Exception) -> str:
-    number = hashlib.sha256(repr((time.time(), error)).encode()).hexdigest()[:8]
-    _LOG.error("%s failed (%s)", method, number, exc_info=error)
-    return f"{method} failed: see the service's log, {number}"

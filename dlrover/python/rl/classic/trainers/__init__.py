@@ -7,20 +7,21 @@ import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch.optim import lr_scheduler as schedulers
 
-from dlrover.python.rl.classic.envs import SampleDataset
+from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, write_rewards
 from dlrover.python.rl.classic.evaluator import Evaluator, NonNegative, Positive, PositiveNumber, sampling_params
-from dlrover.python.rl.classic.rewards import reward_function
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.config.layout import job_from_mapping
 from dlrover.python.rl.config.load import search_folders
+from dlrover.python.rl.config.plain import from_plain
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.config.typed import check_fields, parse
 from dlrover.python.rl.engine.api.base import OptimizerConfig
@@ -36,11 +37,64 @@ _LOG = get_logger(__name__)
 _LINKED = ("metrics.jsonl", "samples.jsonl", "summary.json", "tensorboard")
 _MODELS = ("final", "step_*")
 
-SAMPLED_ROLES = ("actor", "rollout", "reward")
-"""Roles of a recipe that samples."""
+CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
+    "num_steps": ("steps",),
+    "seed": ("seed",),
+    "saving_steps": ("keep.save_every",),
+    "eval_steps": ("eval_every",),
+    "ppo_steps": ("epochs",),
+    "group_size": ("rollout.samples_per_prompt",),
+    "clip_eps": ("algorithm.clip_low", "algorithm.clip_high"),
+    "kl_penalty": ("algorithm.kl_coef",),
+    "assistant_loss_mode": ("data.assistant",),
+    "mask_prompt": ("data.mask_prompt",),
+}
+"""The recipe's keys for arguments whose value they take unchanged."""
 
 
-@dataclass
+class OutputFolder:
+    """``output_dir``: links to the models and metrics of its last run."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = folder
+        self.has_trained = False  # in this process, to the end
+
+    def check(self, overwrite: bool) -> None:
+        """Raise JobConflict where another run writes, InvalidJob where files would be lost."""
+        for run in self.folder.glob(f"{RUNS}/*/{LATEST}"):
+            owner = newest_owner(run.resolve())
+            if owner is not None and owner.pid and owner.is_here and in_use(run.resolve()):
+                raise JobConflict(f"{self.folder} is in use by {owner}")
+        paths = sorted(path for name in (*_MODELS, *_LINKED) for path in self.folder.glob(name))
+        names = [path.name for path in paths if not path.is_symlink()]
+        if names and not overwrite:
+            message = f"{self.folder} has {', '.join(names)} of another program: pass overwrite=True, or another folder"
+            raise InvalidJob([ConfigError("output_dir", message)])
+
+    def follow(self, run: Path, keep_models: bool) -> None:
+        """Link to the folder ``run`` from now on."""
+        self.run = run
+        for path in [path for name in _MODELS for path in self.folder.glob(name)]:
+            if not keep_models:
+                _remove(path)
+        for name in _LINKED:
+            self.link(name, name)
+
+    def link(self, name: str, target: str) -> None:
+        """Link ``name`` to a file or folder of the run."""
+        path = self.folder / name
+        _remove(path)
+        path.symlink_to(os.path.relpath(self.run / target, self.folder.absolute()))
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    path.unlink(missing_ok=True)
+
+
+@dataclass(frozen=True)
 class ClassicTrainer:
     """Arguments of every trainer, and ``train``.
 
@@ -50,6 +104,7 @@ class ClassicTrainer:
     """
 
     recipe: ClassVar[type]
+    """The recipe's trainer."""
 
     model: str | Path
     """Folder or hub name of a causal language model."""
@@ -119,12 +174,10 @@ class ClassicTrainer:
     """Fields of :class:`~dlrover.python.rl.recipe.base.config.EngineConfig`, ``{"train": "deepspeed"}``."""
 
     def __post_init__(self) -> None:
-        self._has_trained = False
-        self._run_folder = self.folder
         check_fields(self)
         if self.eval_steps is not None and self.eval_dataset is None:
             raise ValueError("eval_steps needs an eval_dataset")
-        self._optimizer()
+        optimizer_keys(self)
         sampling_params(1, 1.0, self.generation_args)
 
     def train(self) -> None:
@@ -136,16 +189,18 @@ class ClassicTrainer:
         """
         launch = self._read_launch()
         configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "", self.log_level)
-        error = run_together(lambda: self._begin_run(launch), launch, self._report)
+
+        def begin_run() -> JobSpec:
+            job = check_job(lambda: self._job(launch), launch)
+            self._output.follow(job.job_dir, keep_models=self.resume)
+            return job
+
+        error = run_together(begin_run, launch, self._report)
         if error is not None:
             raise error
-        self._has_trained = True
+        self._output.has_trained = True
         if not launch.rank:
-            self._link("final", "model")
-
-    @property
-    def folder(self) -> Path:
-        return Path(self.output_dir)
+            self._output.link("final", "model")
 
     def model_after(self, step: int | None = None) -> Path | str:
         """Return the saved model of a step; by default the trained one, or ``model`` before ``train``.
@@ -155,13 +210,18 @@ class ClassicTrainer:
         Raises:
             ValueError: the model of the step was not saved.
         """
-        path = self.folder / ("final" if step is None else f"step_{step}")
-        counts = self._has_trained or self.resume or (step is not None and not self.overwrite)
+        folder = Path(self.output_dir)
+        path = folder / ("final" if step is None else f"step_{step}")
+        counts = self._output.has_trained or self.resume or (step is not None and not self.overwrite)
         if path.is_dir() and counts:
             return path
         if step is not None:
-            raise ValueError(f"no model of step {step} has been saved in {self.folder}")
+            raise ValueError(f"no model of step {step} has been saved in {folder}")
         return self.model
+
+    @cached_property
+    def _output(self) -> OutputFolder:
+        return OutputFolder(Path(self.output_dir))
 
     def _read_launch(self) -> LaunchEnv:
         launch = LaunchEnv.from_env(os.environ)
@@ -170,98 +230,73 @@ class ClassicTrainer:
             raise ValueError(f"{what}: pass use_accelerate=True")
         return launch
 
-    # -- the recipe's job ---------------------------------------------------------------------------------------------
-
-    def _begin_run(self, launch: LaunchEnv) -> JobSpec:
-        """Return the checked job with its folder, to which ``output_dir`` links from now on."""
-        job = check_job(lambda: self._job(launch), launch)
-        self._run_folder = job.job_dir
-        for path in (path for name in _MODELS for path in self.folder.glob(name)):
-            if not self.resume:
-                self._remove(path)
-        for name in _LINKED:
-            self._link(name, name)
-        return job
-
-    def _job(self, launch: LaunchEnv) -> JobSpec:
-        run_folders = self.folder.absolute() / RUNS / self.recipe.__name__.lower()
-        last_run = (run_folders / LATEST).resolve()
-        self._check_folder(last_run)
-        builder = JobBuilder().device_type("CPU").trainer(self.recipe.__module__, self.recipe.__qualname__)
-        for role in self._roles():
-            builder.role(role, workloads.__name__, f"{role.title()}Workload")
-        builder.config(recipe_config(self, {**self._shared_config(), **self._config(launch)}))
-        builder.checkpoint(resume="latest" if self.resume else "never")
-        job = replace(builder.spec(run_folders.name, search_folders()), overwrite=self.overwrite)
-        if (self.resume or self.overwrite) and last_run.is_dir():
-            return replace(job, job_dir=last_run)
-        return replace(job, run=(run := new_run()), job_dir=run_folders / folder_name(run))
-
-    def _check_folder(self, last_run: Path) -> None:
-        """Raise JobConflict where another run writes, InvalidJob where files would be lost."""
-        for run in self.folder.glob(f"{RUNS}/*/{LATEST}"):
-            owner = newest_owner(run.resolve())
-            if owner is not None and owner.pid and owner.is_here and in_use(run.resolve()):
-                raise JobConflict(f"{self.folder} is in use by {owner}")
-        paths = sorted(path for name in (*_MODELS, *_LINKED) for path in self.folder.glob(name))
-        names = [path.name for path in paths if not path.is_symlink()]
-        if names and not self.overwrite:
-            message = f"{self.folder} has {', '.join(names)} of another program: pass overwrite=True, or another folder"
-            raise InvalidJob([ConfigError("output_dir", message)])
-
-    def _roles(self) -> Sequence[str]:
-        raise NotImplementedError
-
-    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
-        raise NotImplementedError
-
-    def _shared_config(self) -> dict[str, Any]:
-        config = {
-            "model": str(self.model),
-            "optimizer": self._optimizer(),
-            "engine": self._engine,
-            "keep.keep_last": None,
-        }
-        if self.enable_wandb:
-            config["log.wandb"] = {"project": self.wandb_project, "name": self.wandb_run_name}
-        return config
-
-    def _optimizer(self) -> dict[str, Any]:
-        arguments = {"lr": 1e-5} if self.optimizer_args is None else self.optimizer_args
-        scheduler = (self.lr_scheduler, self.lr_scheduler_args)
-        return asdict(optimizer_config(self.optimizer, arguments, *scheduler, max_grad_norm=self.max_grad_norm))
-
-    @property
-    def _engine(self) -> dict[str, Any]:
-        return {"rollout": "torch", **(self.engine or {})}
-
-    @property
-    def _data_folder(self) -> Path:
-        return self.folder / "data"
-
-    def _reward(self) -> dict[str, Any]:
-        return {"function": reward_function(self._data_folder), "timeout_s": self.reward_timeout_s}
-
-    # -- its steps, at rank 0 -----------------------------------------------------------------------------------------
-
     def _report(self, report: StepReport) -> None:
         if report.step % self.saving_steps == 0:
-            self._link(f"step_{report.step}", f"steps/step-{report.step}")
+            self._output.link(f"step_{report.step}", f"steps/step-{report.step}")
         if report.step % self.logging_steps == 0:
             metrics = "  ".join(f"{name} {value:.4g}" for name, value in report.metrics.items())
             _LOG.info("step %d%s  %s", report.step, f"/{report.total_steps}" if report.total_steps else "", metrics)
 
-    def _link(self, name: str, target: str) -> None:
-        """Link ``name`` in ``output_dir`` to a file or folder of the run."""
-        path = self.folder / name
-        self._remove(path)
-        relative = os.path.relpath(self._run_folder / target, self.folder.absolute())
-        path.symlink_to(relative)
+    # -- the recipe's job ---------------------------------------------------------------------------------------------
 
-    def _remove(self, path: Path) -> None:
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        path.unlink(missing_ok=True)
+    def _job(self, launch: LaunchEnv) -> JobSpec:
+        """Return the job, in a new folder below ``output_dir`` or in that of the last run."""
+        self._output.check(self.overwrite)
+        name = self.recipe.__name__.lower()
+        values = {
+            "recipe": f"{self.recipe.__module__}:{self.recipe.__name__}",
+            "roles": {
+                role: {"module": workloads.__name__, "class": f"{role.title()}Workload"}
+                for role in self._further_roles()
+            },
+            "trainer": {"device_type": "CPU"},
+            "checkpoint": {"resume": "latest" if self.resume else "never"},
+            "overwrite": self.overwrite,
+            "config": self._config(launch),
+        }
+        job = job_from_mapping(from_plain(values), name, search_folders())
+        run_folders = Path(self.output_dir).absolute() / RUNS / name
+        last_run = (run_folders / LATEST).resolve()
+        if (self.resume or self.overwrite) and last_run.is_dir():
+            return replace(job, job_dir=last_run)
+        run = new_run()
+        return replace(job, run=run, job_dir=run_folders / folder_name(run))
+
+    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+        """Return the recipe's configuration: the arguments by :data:`CONFIG_KEYS`, and the computed keys."""
+        computed = {
+            "model": str(self.model),
+            "optimizer": optimizer_keys(self),
+            "engine": {"rollout": "torch", **(self.engine or {})},
+            "keep.keep_last": None,
+            **self._recipe_config(launch),
+        }
+        if self.enable_wandb:
+            computed["log.wandb"] = {"project": self.wandb_project, "name": self.wandb_run_name}
+        values = {key: getattr(self, name, None) for name, keys in CONFIG_KEYS.items() for key in keys}
+        config: dict[str, Any] = {}
+        for key, value in [*((key, value) for key, value in values.items() if value is not None), *computed.items()]:
+            *parents, last = key.split(".")
+            section = config
+            for parent in parents:
+                section = section.setdefault(parent, {})
+            section[last] = value
+        return config
+
+    def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
+        """Return the values that only this recipe has, by dotted key; writes the data."""
+        raise NotImplementedError
+
+    def _further_roles(self) -> Sequence[str]:
+        """Roles besides those that every job of the recipe has."""
+        return ()
+
+    @property
+    def _data_folder(self) -> Path:
+        return Path(self.output_dir) / "data"
+
+    def _reward(self, splits: Mapping[str, Sequence[LoadedSample]], empty: float | None = None) -> dict[str, Any]:
+        return {"function": write_rewards(self._data_folder, splits, empty), "timeout_s": self.reward_timeout_s}
 
     # -- evaluation ---------------------------------------------------------------------------------------------------
 
@@ -272,53 +307,16 @@ class ClassicTrainer:
         return samples
 
     def _evaluate(self, model: str | Path, samples: SampleDataset, **options: Any) -> dict[str, Any]:
-        evaluator = Evaluator(
-            model,
-            samples,
-            self.folder / "evaluation",
-            generation_args=self.generation_args,
-            seed=self.seed,
-            max_new_tokens=self.max_new_tokens,
-            batch_size=self.batch_size,
-            reward_timeout_s=self.reward_timeout_s,
-            **options,
-        )
+        names = ("generation_args", "seed", "max_new_tokens", "batch_size", "reward_timeout_s")
+        shared = {name: getattr(self, name) for name in names}
+        evaluator = Evaluator(model, samples, Path(self.output_dir) / "evaluation", **shared, **options)
         try:
             return evaluator.evaluate()
         finally:
             evaluator.close()
 
 
-# -- arguments as a recipe's configuration -----------------------------------------------------------------------------
-
-CONFIG_KEYS: Mapping[str, tuple[str, ...]] = {
-    "num_steps": ("steps",),
-    "seed": ("seed",),
-    "saving_steps": ("keep.save_every",),
-    "eval_steps": ("eval_every",),
-    "ppo_steps": ("epochs",),
-    "group_size": ("rollout.samples_per_prompt",),
-    "clip_eps": ("algorithm.clip_low", "algorithm.clip_high"),
-    "kl_penalty": ("algorithm.kl_coef",),
-    "assistant_loss_mode": ("data.assistant",),
-    "mask_prompt": ("data.mask_prompt",),
-}
-"""The recipe's keys for arguments whose value they take unchanged."""
-
-
-def recipe_config(arguments: Any, computed: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of ``arguments`` by :data:`CONFIG_KEYS`, then ``computed``, whose keys are dotted, as one tree."""
-    values = {key: getattr(arguments, name, None) for name, keys in CONFIG_KEYS.items() for key in keys}
-    given = {key: value for key, value in values.items() if value is not None}
-    config: dict[str, Any] = {}
-    for key, value in {**given, **computed}.items():
-        *parents, last = key.split(".")
-        section = config
-        for parent in parents:
-            section = section.setdefault(parent, {})
-        section[last] = value
-    return config
-
+# -- PyTorch's optimizers and schedules in the recipe's words ----------------------------------------------------------
 
 _OPTIMIZERS = {torch.optim.AdamW: "adamw", torch.optim.SGD: "sgd"}
 _SUPPORTED = {"lr", "betas", "weight_decay", "momentum"}
@@ -326,31 +324,15 @@ _SPEED_ONLY = {"foreach", "fused", "capturable", "differentiable"}
 _SCHEDULES = "ConstantLR without an end, LinearLR that falls, CosineAnnealingLR"
 
 
-def optimizer_config(
-    optimizer: Any,
-    arguments: Mapping[str, Any],
-    scheduler: Any = None,
-    scheduler_args: Mapping[str, Any] | None = None,
-    max_grad_norm: float | None = None,
-) -> OptimizerConfig:
-    """Translate a class of ``torch.optim`` and one of ``torch.optim.lr_scheduler``.
-
-    Raises:
-        ValueError: it has no counterpart; names those that have.
-    """
+def optimizer_keys(trainer: ClassicTrainer) -> dict[str, Any]:
+    """Return the recipe's ``optimizer`` for PyTorch's classes and their arguments; raises ValueError for those without
+    a counterpart."""
+    optimizer, arguments = trainer.optimizer, trainer.optimizer_args or {}
+    if trainer.optimizer_args is None:
+        arguments = {"lr": 1e-5}
     if optimizer not in _OPTIMIZERS:
         supported = ", ".join(kind.__name__ for kind in _OPTIMIZERS)
-        raise ValueError(f"optimizer {_name(optimizer)} is not known; known: {supported}")
-    values = _optimizer_values(optimizer, arguments)
-    values |= _schedule_values(scheduler, scheduler_args, values["lr"])
-    config, errors = parse(OptimizerConfig, {**values, "max_grad_norm": max_grad_norm}, "optimizer_args")
-    if config is None:
-        raise ValueError("; ".join(map(str, errors)))
-    return config
-
-
-def _optimizer_values(optimizer: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """PyTorch's defaults and ``arguments``, in the recipe's names."""
+        raise ValueError(f"optimizer {getattr(optimizer, '__name__', optimizer)} is not known; known: {supported}")
     signature = inspect.signature(optimizer).parameters
     defaults = {name: parameter.default for name, parameter in signature.items() if name != "params"}
     for name, value in arguments.items():
@@ -359,15 +341,24 @@ def _optimizer_values(optimizer: Any, arguments: Mapping[str, Any]) -> dict[str,
         if name not in _SUPPORTED | _SPEED_ONLY and value != defaults[name]:
             raise ValueError(f"optimizer_args: {name} can only be {defaults[name]}, not {value!r}")
     values = {name: value for name, value in {**defaults, **arguments}.items() if name in _SUPPORTED}
-    return {"name": _OPTIMIZERS[optimizer], **values}
+    values |= _schedule_keys(trainer.lr_scheduler, trainer.lr_scheduler_args, values["lr"])
+    values |= {"name": _OPTIMIZERS[optimizer], "max_grad_norm": trainer.max_grad_norm}
+    config, errors = parse(OptimizerConfig, values, "optimizer_args")
+    if config is None:
+        raise ValueError("; ".join(map(str, errors)))
+    return asdict(config)
 
 
-def _schedule_values(scheduler: Any, arguments: Mapping[str, Any] | None, lr: Any) -> dict[str, Any]:
+def _schedule_keys(scheduler: Any, arguments: Mapping[str, Any] | None, lr: Any) -> dict[str, Any]:
+    """Translate a scheduler's class with its arguments, or a scheduler, whose settings are its attributes."""
+    if arguments and not isinstance(scheduler, type):
+        raise ValueError("lr_scheduler_args go with an lr_scheduler that is a class")
     if scheduler is None:
-        if arguments:
-            raise ValueError("lr_scheduler_args go with an lr_scheduler")
         return {}
-    kind, options = _scheduler_options(scheduler, arguments)
+    kind = scheduler if isinstance(scheduler, type) else type(scheduler)
+    names = set(inspect.signature(kind).parameters) - {"optimizer", "last_epoch"}
+    settings = dict(arguments or {}) if kind is scheduler else vars(scheduler)
+    options = {name: value for name, value in settings.items() if name in names or kind is scheduler}
     if kind is schedulers.CosineAnnealingLR and "T_max" in options:
         return {"schedule": "cosine", "decay_steps": options["T_max"], "min_lr": options.get("eta_min", 0.0)}
     if kind is schedulers.LinearLR and options.get("start_factor", 1.0 / 3) == 1.0:
@@ -375,17 +366,4 @@ def _schedule_values(scheduler: Any, arguments: Mapping[str, Any] | None, lr: An
         return {"schedule": "linear", "decay_steps": options.get("total_iters", 5), "min_lr": lr * end}
     if kind is schedulers.ConstantLR and options.get("factor", 1.0 / 3) == 1.0:
         return {}
-    raise ValueError(f"lr_scheduler {_name(kind)} with {options} is not known; known: {_SCHEDULES}; or None")
-
-
-def _scheduler_options(scheduler: Any, arguments: Mapping[str, Any] | None) -> tuple[type, dict[str, Any]]:
-    if isinstance(scheduler, type):
-        return scheduler, dict(arguments or {})
-    if arguments:
-        raise ValueError("lr_scheduler_args go with a class: this lr_scheduler has its settings")
-    names = [name for name in inspect.signature(type(scheduler)).parameters if name not in ("optimizer", "last_epoch")]
-    return type(scheduler), {name: getattr(scheduler, name) for name in names if hasattr(scheduler, name)}
-
-
-def _name(value: Any) -> str:
-    return getattr(value, "__name__", None) or type(value).__name__
+    raise ValueError(f"lr_scheduler {kind.__name__} with {options} is not known; known: {_SCHEDULES}; or None")

@@ -1,28 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO, and what the trainers on sampled completions share: RLFusion's arguments over the recipe ``grpo``."""
 
-import json
-import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
-from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
 
 from annotated_types import Ge
 
-from dlrover.python.rl.classic.envs import SampleDataset, load_samples
+from dlrover.python.rl.classic.envs import SampleDataset, load_samples, write_samples
 from dlrover.python.rl.classic.evaluator import Positive, PositiveNumber, names_arguments, sampling_params
-from dlrover.python.rl.classic.rewards import remove_environments, write_samples
-from dlrover.python.rl.classic.trainers import SAMPLED_ROLES, ClassicTrainer
-from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.classic.trainers import ClassicTrainer
 from dlrover.python.rl.recipe import grpo
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
-from dlrover.python.rl.trainer.trainer import StepReport
-
-_LOG = get_logger(__name__)
 
 
-@dataclass(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class ClassicPolicyTrainer(ClassicTrainer):
     """Arguments of the trainers on sampled completions."""
 
@@ -38,12 +30,10 @@ class ClassicPolicyTrainer(ClassicTrainer):
     """Bound of the distance from 1 of the ratio to the policy that generated a sample."""
 
     log_completions: bool = False
-    """Log completions beside the metrics; ``samples.jsonl`` has all of them."""
+    """Log every sample of a step; ``samples.jsonl`` has all of them too."""
 
     max_log_chars: Positive = 320
-    """Characters of each that are logged."""
-
-    _offset = 0
+    """Characters of each text that are logged."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,53 +66,34 @@ class ClassicPolicyTrainer(ClassicTrainer):
             self.model_after(step), samples, sampling_temperature=temperature, num_batches=num_batches
         )
 
-    def _report(self, report: StepReport) -> None:
-        super()._report(report)
-        if self.log_completions and report.step % self.logging_steps == 0:
-            for row in self._read_samples(report.step):
-                _LOG.info("reward %s  %r", row.get("reward"), row["completion"][: self.max_log_chars])
-
-    def _read_samples(self, step: int) -> list[dict[str, Any]]:
-        """The samples of a step; each call reads only what was appended since the last one."""
-        prefix = f'{{"step": {step},'.encode()
-        with open(self._run_folder / "samples.jsonl", "rb") as file:
-            if os.fstat(file.fileno()).st_size < self._offset:
-                self._offset = 0  # the run went back to a commit, which shortens the file
-            file.seek(self._offset)
-            rows = [json.loads(line) for line in file if line.startswith(prefix)]
-            self._offset = file.tell()
-        return rows
-
-    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+    def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
+        train = load_samples(self.train_dataset, "train_dataset", rewards=self.needs_rewards)
+        file = write_samples(self._data_folder, "train", train, scored=True)
+        # The recipe evaluates before and after the training: without an eval_dataset on a few training samples.
+        splits, evaluation = {"train": train}, {"data.eval": file, "data.eval_rows": launch.world_size}
+        if self.eval_dataset is not None:
+            splits["eval"] = load_samples(self.eval_dataset, "eval_dataset", rewards=self.needs_rewards)
+            held_out = write_samples(self._data_folder, "eval", splits["eval"], scored=True)
+            evaluation = {"data.eval": held_out, "data.eval_rows": len(splits["eval"])}
         sampling = sampling_params(self.max_new_tokens, self.sampling_temperature, self.generation_args)
+        prompts = self.batch_size * launch.world_size
         return {
-            **self._data_config(launch),
-            "prompts_per_step": self.batch_size * launch.world_size,
-            "reward": self._reward(),
+            "data.train": file,
+            **evaluation,
+            "prompts_per_step": prompts,
+            "reward": self._reward(splits, self._empty_reward()),
             **{f"rollout.{key}": getattr(sampling, key) for key in ("max_new_tokens", "temperature", "top_k", "top_p")},
             "rollout.stop": list(sampling.stop),
+            "log.show_samples": prompts * getattr(self, "group_size", 1) if self.log_completions else 0,
+            "log.max_chars": self.max_log_chars,
         }
-
-    def _data_config(self, launch: LaunchEnv) -> dict[str, Any]:
-        remove_environments(self._data_folder)
-        write = partial(write_samples, self._data_folder, rewards=True, empty_reward=self._empty_reward())
-        samples = load_samples(self.train_dataset, "train_dataset", rewards=self.needs_rewards)
-        train = str(write("train", samples))
-        if self.eval_dataset is None:
-            # The recipe evaluates before and after the training: here on a few training samples.
-            return {"data.train": train, "data.eval": train, "data.eval_rows": launch.world_size}
-        held_out = load_samples(self.eval_dataset, "eval_dataset", rewards=self.needs_rewards)
-        return {"data.train": train, "data.eval": str(write("eval", held_out)), "data.eval_rows": len(held_out)}
-
-    def _roles(self) -> Sequence[str]:
-        return SAMPLED_ROLES
 
     def _empty_reward(self) -> float | None:
         return None
 
 
 @names_arguments
-@dataclass
+@dataclass(frozen=True)
 class ClassicGRPOTrainer(ClassicPolicyTrainer):
     """Samples groups of completions, and reinforces the better ones of each group: the recipe ``grpo``.
 
@@ -156,11 +127,11 @@ class ClassicGRPOTrainer(ClassicPolicyTrainer):
 
     wandb_project: str = "grpo"
 
-    def _roles(self) -> Sequence[str]:
-        return (*SAMPLED_ROLES, "reference") if self.kl_penalty > 0 else SAMPLED_ROLES
+    def _further_roles(self) -> Sequence[str]:
+        return ("reference",) if self.kl_penalty > 0 else ()
 
-    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
-        return {**super()._config(launch), "algorithm.name": "grpo"}
+    def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
+        return {**super()._recipe_config(launch), "algorithm.name": "grpo"}
 
     def _empty_reward(self) -> float | None:
         return None if self.max_error is None else -(self.max_error + self.invalid_penalty)

@@ -1,21 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
 """On-policy distillation: RLFusion's arguments over the recipe ``distill``."""
 
-from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.classic.envs import SampleDataset
 from dlrover.python.rl.classic.evaluator import names_arguments
-from dlrover.python.rl.classic.trainers import SAMPLED_ROLES
 from dlrover.python.rl.classic.trainers.grpo_trainer import ClassicPolicyTrainer
 from dlrover.python.rl.recipe.distill import DistillationTrainer
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 
 
 @names_arguments
-@dataclass
+@dataclass(frozen=True)
 class OnPolicyDistillationTrainer(ClassicPolicyTrainer):
     """Lowers the reverse KL to a teacher on the student's own samples: the recipe ``distill``.
 
@@ -41,12 +39,9 @@ class OnPolicyDistillationTrainer(ClassicPolicyTrainer):
 
     wandb_project: str = "onpolicy_distill"
 
-    def _roles(self) -> Sequence[str]:
-        return (*SAMPLED_ROLES, "teacher")
-
-    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+    def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
         return {
-            **super()._config(launch),
+            **super()._recipe_config(launch),
             "algorithm.name": "distillation",
             "algorithm.averaging": "sequence",
             "teachers": {"teacher": {"model": str(self.teacher_model)}},

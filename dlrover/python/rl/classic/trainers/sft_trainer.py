@@ -10,10 +10,9 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples
+from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples, write_samples
 from dlrover.python.rl.classic.evaluator import Positive, names_arguments
-from dlrover.python.rl.classic.rewards import write_samples
-from dlrover.python.rl.classic.trainers import SAMPLED_ROLES, ClassicTrainer
+from dlrover.python.rl.classic.trainers import ClassicTrainer
 from dlrover.python.rl.data.conversation import Encoding, collect_sft, encode_sft
 from dlrover.python.rl.engine.api.base import Rendezvous
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
@@ -28,7 +27,7 @@ _NO_LIMIT = 1 << 20
 
 
 @names_arguments
-@dataclass
+@dataclass(frozen=True)
 class ClassicSFTTrainer(ClassicTrainer):
     """Teaches a model the assistant's part of conversations: the recipe ``sft``.
 
@@ -94,7 +93,7 @@ class ClassicSFTTrainer(ClassicTrainer):
         return metrics | self._evaluate(self.model_after(), environments, **sampling)
 
     def _cross_entropy(self, samples: Sequence[LoadedSample]) -> float:
-        config = EngineConfig(**self._engine, mask_unknown_ids=False).resolve(torch.cuda.is_available())
+        config = EngineConfig(**(self.engine or {}), mask_unknown_ids=False).resolve(torch.cuda.is_available())
         settings = train_settings(config, config.device, ParallelSizes())
         engine = engine_class(TRAIN_ENGINES, config.train)(self.model_after(), None, settings, Rendezvous())
         rows = collect_sft([{"prompt": sample.prompt, "answer": sample.answer} for sample in samples], "dataset")
@@ -111,27 +110,27 @@ class ClassicSFTTrainer(ClassicTrainer):
         config = AutoConfig.from_pretrained(str(folder) if folder.is_dir() else self.model)
         return getattr(config.get_text_config(), "max_position_embeddings", None) or _NO_LIMIT
 
-    def _roles(self) -> Sequence[str]:
-        return SAMPLED_ROLES if self.eval_sample_completions else ("actor",)
+    def _further_roles(self) -> Sequence[str]:
+        return ("rollout", "reward") if self.eval_sample_completions else ()
 
-    def _config(self, launch: LaunchEnv) -> dict[str, Any]:
+    def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
         train = load_samples(self.train_dataset, "train_dataset", answers=True)
         config = {
             "batch_size": self.batch_size * launch.world_size,
             "data.max_length": self._max_length(),
             "data.over_long": "drop",
-            "data.train": str(write_samples(self._data_folder, "train", train)),
+            "data.train": write_samples(self._data_folder, "train", train),
         }
         if self.eval_dataset is None:
             return config
         held_out = load_samples(self.eval_dataset, "eval_dataset", rewards=self.eval_sample_completions, answers=True)
-        file = str(write_samples(self._data_folder, "eval", held_out, rewards=self.eval_sample_completions))
+        file = write_samples(self._data_folder, "eval", held_out, scored=self.eval_sample_completions)
         config["data.eval"] = file
         if self.eval_sample_completions:
             config["answers"] = {
                 "prompts": file,
                 "rows": len(held_out),
-                "reward": self._reward(),
+                "reward": self._reward({"eval": held_out}),
                 "max_new_tokens": self.max_new_tokens,
                 "temperature": self.sampling_temperature if self.do_sample else 0.0,
             }

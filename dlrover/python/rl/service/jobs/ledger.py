@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: each decision about jobs, which queued one starts among them.
 """What an operation does to the jobs, as a pure decision: no clock, disk or runner.
 
 ::
@@ -11,20 +10,15 @@ Several operations share a draft, each deciding on top of the one before.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
-from difflib import get_close_matches
-from itertools import chain, islice
+from itertools import islice
 from math import isnan, nan
+from typing import TypeAlias
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    DLRoverRLError,
-    JobConflict,
-    ServiceBusy,
-    UnknownJob,
-)
+from dlrover.python.rl.common.errors import CallError, DLRoverRLError, JobConflict, ServiceBusy, UnknownJob
+from dlrover.python.rl.common.names import nearest
 from dlrover.python.rl.service.jobs.records import (
     JobDescription,
     JobEvent,
@@ -37,6 +31,18 @@ from dlrover.python.rl.service.jobs.records import (
     SubmitJob,
 )
 
+KEPT_ENDED = 10_000
+"""Ended jobs that are remembered, and so their client tokens."""
+
+_MOST_COMPARED = 500
+_SUBMITTED = (
+    "name", "owner", "client_token", "fingerprint", "resources", "roles", "per_member", "priority",
+)  # fmt: skip
+"""Fields of a record that its submission has."""
+
+Answer: TypeAlias = JobRecord | DLRoverRLError | None
+"""The answer to an operation; an error if it has changed nothing."""
+
 
 @dataclass(frozen=True)
 class QueueLimits:
@@ -44,10 +50,6 @@ class QueueLimits:
     max_queued_per_owner: int = 1000
     max_running: int = 100
     max_running_per_owner: int = 100
-
-
-def in_order(queued: Iterable[JobRecord]) -> list[JobRecord]:
-    return sorted(queued, key=lambda record: (-record.priority, record.sequence))
 
 
 def schedule(
@@ -62,7 +64,8 @@ def schedule(
     starts: list[str] = []
     waits: dict[str, str] = {}
     blocker = ""
-    for record in in_order(record for record in unfinished if record.phase is JobPhase.QUEUED):
+    queued = [record for record in unfinished if record.phase is JobPhase.QUEUED]
+    for record in sorted(queued, key=lambda record: (-record.priority, record.sequence)):
         lack = _lack(record.resources, capacity)
         if lack:
             waits[record.run] = f"the cluster has too little: {lack}"
@@ -97,109 +100,69 @@ def _lack(resources: Mapping[str, float], available: Mapping[str, float]) -> str
     )
 
 
-KEPT_ENDED = 10_000
-"""Ended jobs that are remembered, and so their client tokens."""
-
-_MOST_COMPARED = 500
-
-
 class Ledger:
-    """The saved jobs, by run; the newest run of each name; the run of each client token of an owner."""
+    """The saved jobs: their ``records`` by run, those of them that are ``unfinished``, the ``newest`` run of each name,
+    and the run of each client token of an owner. Drafts change it, and nothing else."""
 
     def __init__(self, limits: QueueLimits, records: Iterable[JobRecord] = (), last_event: int = 0) -> None:
         self.limits = limits
         self.last_event = last_event
         self.capacity: Mapping[str, float] = {}
-        self._records: dict[str, JobRecord] = {}
-        self._newest: dict[str, str] = {}
-        self._tokens: dict[tuple[str, str], str] = {}
-        self._unfinished: dict[str, JobRecord] = {}
+        self.records: dict[str, JobRecord] = {}
+        self.unfinished: dict[str, JobRecord] = {}
+        self.newest: dict[str, str] = {}
+        self.tokens: dict[tuple[str, str], str] = {}
         self._ended: dict[str, None] = {}  # in the order of their end
+        self._waits: tuple[object, Mapping[str, str]] = (None, {})  # when they were found, and why runs wait
         ordered = sorted(records, key=lambda record: (record.phase.ended, record.revision))
         for record in sorted(ordered, key=lambda record: record.sequence):
-            self._newest[record.name] = record.run
-            self._tokens[record.owner, record.client_token] = record.run
+            self.newest[record.name] = record.run
+            self.tokens[record.owner, record.client_token] = record.run
         for record in ordered:
             self._put(record)
 
-    def find(self, name: str) -> JobRecord | None:
-        run = self._newest.get(name)
-        return None if run is None else self._records[run]
-
     def get(self, name: str) -> JobRecord:
-        record = self.find(name)
-        if record is None:
-            raise unknown_job(name, self.names)
-        return record
-
-    def by_run(self, run: str) -> JobRecord | None:
-        return self._records.get(run)
-
-    def by_token(self, owner: str, token: str) -> JobRecord | None:
-        run = self._tokens.get((owner, token))
-        return None if run is None else self._records.get(run)
-
-    def unfinished(self) -> Iterator[JobRecord]:
-        return iter(self._unfinished.values())
-
-    def newest_first(self, ended: bool) -> Iterator[JobRecord]:
-        """Runs that have not ended, then those that have ``ended``, in the opposite order of their submission."""
-        records = self._records.values() if ended else self._unfinished.values()
-        return iter(sorted(records, key=lambda record: (record.phase.ended, -record.sequence)))
-
-    def count(self, ended: bool) -> int:
-        return len(self._records if ended else self._unfinished)
+        """The newest run of a name. Raises UnknownJob."""
+        if name not in self.newest:
+            raise unknown_job(name, reversed(self.newest))
+        return self.records[self.newest[name]]
 
     def waiting_reasons(self) -> Mapping[str, str]:
         """Why each queued run has not started."""
-        return schedule(list(self.unfinished()), self.capacity, self.limits)[1]
-
-    @property
-    def names(self) -> Iterable[str]:
-        """The newest first."""
-        return reversed(self._newest)
+        now = (self.last_event, self.capacity)
+        if self._waits[0] != now:
+            self._waits = now, schedule(list(self.unfinished.values()), self.capacity, self.limits)[1]
+        return self._waits[1]
 
     def adopt(self, draft: "Draft") -> list[str]:
         """Take over what a saved draft has changed; return the runs that are forgotten."""
         for record in draft.changed.values():
-            if record.run not in self._records:
-                self._newest[record.name] = record.run
-                self._tokens[record.owner, record.client_token] = record.run
+            if record.run not in self.records:
+                self.newest[record.name] = record.run
+                self.tokens[record.owner, record.client_token] = record.run
             self._put(record)
         self.last_event = draft.last_event
-        return [self._forget() for _ in range(len(self._ended) - KEPT_ENDED)]
+        forgotten = list(islice(self._ended, max(len(self._ended) - KEPT_ENDED, 0)))
+        for run in forgotten:
+            del self._ended[run]
+            record = self.records.pop(run)
+            self.tokens.pop((record.owner, record.client_token), None)
+            if self.newest.get(record.name) == run:
+                del self.newest[record.name]
+        return forgotten
 
     def _put(self, record: JobRecord) -> None:
-        self._records[record.run] = record
+        self.records[record.run] = record
         if not record.phase.ended:
-            self._unfinished[record.run] = record
+            self.unfinished[record.run] = record
         else:
-            self._unfinished.pop(record.run, None)
+            self.unfinished.pop(record.run, None)
             self._ended.setdefault(record.run)
-
-    def _forget(self) -> str:
-        run = next(iter(self._ended))
-        del self._ended[run]
-        record = self._records.pop(run)
-        self._tokens.pop((record.owner, record.client_token), None)
-        if self._newest.get(record.name) == run:
-            del self._newest[record.name]
-        return run
 
 
 def unknown_job(name: str, names: Iterable[str]) -> UnknownJob:
-    near = get_close_matches(name, islice(names, _MOST_COMPARED), n=1)
-    return UnknownJob(f"no job named '{name}'" + (f": did you mean '{near[0]}'?" if near else ""))
-
-
-@dataclass(frozen=True)
-class Refused:
-    """The answer to an operation that changes nothing because of ``error``."""
-
-    error: DLRoverRLError
-
-
-Answer = JobRecord | Refused | None
+    near = nearest(name, list(islice(names, _MOST_COMPARED)))
+    return UnknownJob(f"no job named '{name}'" + (f": did you mean '{near}'?" if near else ""))
 
 
 class Draft:
@@ -226,29 +189,23 @@ class Draft:
                 case Observed():
                     return self._observe(operation, at_s)
         except DLRoverRLError as error:
-            return Refused(error)
-
-    # -- the jobs as they are with this draft ------------------------------------------------------------------------
-
-    def _now(self, record: JobRecord) -> JobRecord:
-        return self.changed.get(record.run, record)
+            return error
 
     def _find(self, name: str) -> JobRecord | None:
-        drafted = [record for record in self.changed.values() if record.name == name]
-        saved = self._ledger.find(name)
-        if saved is not None:
-            drafted.append(self._now(saved))
-        return max(drafted, key=lambda record: record.sequence, default=None)
+        """The newest run of a name, as it is with this draft."""
+        records = [record for record in self.changed.values() if record.name == name]
+        if (saved := self._ledger.newest.get(name)) is not None:
+            records.append(self.changed.get(saved, self._ledger.records[saved]))
+        return max(records, key=lambda record: record.sequence, default=None)
 
     def _unfinished(self) -> list[JobRecord]:
-        saved = [self._now(record) for record in self._ledger.unfinished()]
-        added = [record for record in self.changed.values() if self._ledger.by_run(record.run) is None]
-        return [record for record in (*saved, *added) if not record.phase.ended]
-
-    # -- operations ---------------------------------------------------------------------------------------------------
+        records = {**self._ledger.unfinished, **self.changed}
+        return [record for record in records.values() if not record.phase.ended]
 
     def _submit(self, wanted: SubmitJob, at_s: float) -> JobRecord:
-        before = self._by_token(wanted)
+        ledger, key = self._ledger, (wanted.owner, wanted.client_token)
+        drafted = (record for record in self.changed.values() if (record.owner, record.client_token) == key)
+        before = next(drafted, None) or ledger.records.get(ledger.tokens.get(key, ""))
         if before is not None:
             if before.fingerprint != wanted.fingerprint:
                 raise CallError(f"client_token '{wanted.client_token}' was used for another submission")
@@ -257,35 +214,20 @@ class Draft:
         if earlier is not None and not earlier.phase.ended:
             raise JobConflict(f"a job named '{wanted.name}' is {earlier.phase}: stop it first or choose another name")
         self._check_room(wanted.owner)
-        run = self._unused_run()
+        while (run := self._new_run()) in self.changed or run in ledger.records:
+            pass
         self.descriptions[run] = wanted.description
+        folder = wanted.job_dir
+        if not folder and wanted.run_folders:  # fixed now: a later process may have another time zone or root
+            folder = f"{wanted.run_folders}/{datetime.fromtimestamp(at_s).strftime('%Y%m%d-%H%M%S')}-{run}"
         record = JobRecord(
-            name=wanted.name,
+            **{name: getattr(wanted, name) for name in _SUBMITTED},
             run=run,
-            owner=wanted.owner,
-            client_token=wanted.client_token,
-            fingerprint=wanted.fingerprint,
-            resources=wanted.resources,
-            roles=wanted.roles,
-            per_member=wanted.per_member,
-            priority=wanted.priority,
             sequence=self.last_event + 1,
             submitted_s=at_s,
-            folder=_folder(wanted, run, at_s),
+            folder=folder,
         )
         return self._change(record, at_s, "submitted", f"by {wanted.owner}")
-
-    def _unused_run(self) -> str:
-        while (run := self._new_run()) in self.changed or self._ledger.by_run(run) is not None:
-            pass
-        return run
-
-    def _by_token(self, wanted: SubmitJob) -> JobRecord | None:
-        key = (wanted.owner, wanted.client_token)
-        for record in self.changed.values():
-            if (record.owner, record.client_token) == key:
-                return record
-        return self._ledger.by_token(*key)
 
     def _check_room(self, owner: str) -> None:
         queued = [record for record in self._unfinished() if record.phase is JobPhase.QUEUED]
@@ -299,7 +241,8 @@ class Draft:
     def _stop(self, wanted: StopJob, at_s: float) -> JobRecord:
         record = self._find(wanted.name)
         if record is None:
-            raise unknown_job(wanted.name, chain((record.name for record in self.changed.values()), self._ledger.names))
+            names = [record.name for record in self.changed.values()]
+            raise unknown_job(wanted.name, [*names, *reversed(self._ledger.newest)])
         _check_run(wanted, record)
         if record.phase is JobPhase.QUEUED:
             stopped = replace(record, phase=JobPhase.STOPPED, reason=wanted.reason, ended_s=at_s)
@@ -320,10 +263,11 @@ class Draft:
         record = self._find(seen.name)
         if record is None or record.run != seen.run or not record.phase.holds_resources:
             return None
+        stays_stopping = record.phase is JobPhase.STOPPING and not seen.phase.ended
         reward = seen.metrics.get("reward/mean", seen.metrics.get("reward", nan))
         after = replace(
             record,
-            phase=_next_phase(record.phase, seen.phase),
+            phase=record.phase if stays_stopping else seen.phase,
             step=max(record.step, seen.step),
             total_steps=seen.total_steps or record.total_steps,
             reward=record.reward if isnan(reward) else reward,
@@ -341,24 +285,24 @@ class Draft:
             after = replace(after, reason=reason, cause=seen.cause, detail=seen.detail, ended_s=at_s)
         elif record == after:
             return record
-        told = record
-        if after.restarts > told.restarts:
-            told = self._change(replace(told, restarts=after.restarts), at_s, "restarted", seen.last_failure)
-        if sum(after.recoveries.values()) > sum(told.recoveries.values()):
-            told = self._change(replace(told, recoveries=after.recoveries), at_s, "recovered", seen.last_failure)
-        if after.roles != told.roles:
+        current = record
+        if after.restarts > current.restarts:
+            current = self._change(replace(current, restarts=after.restarts), at_s, "restarted", seen.last_failure)
+        if sum(after.recoveries.values()) > sum(current.recoveries.values()):
+            current = self._change(replace(current, recoveries=after.recoveries), at_s, "recovered", seen.last_failure)
+        if after.roles != current.roles:
             message = ", ".join(f"{role} x{num}" for role, num in sorted(after.roles.items()))
-            told = self._change(_resized(told, after.roles), at_s, "resized", message)
-            after = replace(after, resources=told.resources, places=told.places)
-        if after.step > told.step:
-            stepped = replace(told, step=after.step, total_steps=after.total_steps, reward=after.reward)
-            told = self._change(stepped, at_s, "step", metrics=seen.metrics)
+            current = self._change(_resized(current, after.roles), at_s, "resized", message)
+            after = replace(after, resources=current.resources, places=current.places)
+        if after.step > current.step:
+            stepped = replace(current, step=after.step, total_steps=after.total_steps, reward=after.reward)
+            current = self._change(stepped, at_s, "step", metrics=seen.metrics)
         if after.phase is not record.phase:
-            told = self._change(replace(after, revision=told.revision), at_s, after.phase.value, after.reason)
-        elif replace(after, revision=told.revision) != told:  # what it does: no event
-            told = replace(after, revision=told.revision)
-            self.changed[told.run] = told
-        return told
+            current = self._change(replace(after, revision=current.revision), at_s, after.phase.value, after.reason)
+        elif replace(after, revision=current.revision) != current:  # what it does: no event
+            current = replace(after, revision=current.revision)
+            self.changed[current.run] = current
+        return current
 
     def _change(
         self, record: JobRecord, at_s: float, kind: str, message: str = "", metrics: Mapping[str, float] | None = None
@@ -374,22 +318,10 @@ class Draft:
         return record
 
 
-def _folder(wanted: SubmitJob, run: str, at_s: float) -> str:
-    """Where the files of a run go: a later process may have another time zone or root."""
-    if wanted.job_dir or not wanted.run_folders:
-        return wanted.job_dir
-    return f"{wanted.run_folders}/{datetime.fromtimestamp(at_s).strftime('%Y%m%d-%H%M%S')}-{run}"
-
-
 def _check_run(wanted: StopJob, record: JobRecord) -> None:
     """Whoever may stop one run may not be allowed to stop the next one, which may have been submitted meanwhile."""
     if record.run != wanted.run:
         raise CallError(f"a new job has taken the name '{wanted.name}' meanwhile: look at it first")
-
-
-def _next_phase(now: JobPhase, seen: JobPhase) -> JobPhase:
-    """A job that is being stopped stays so until it has ended."""
-    return now if now is JobPhase.STOPPING and not seen.ended else seen
 
 
 def _resized(record: JobRecord, roles: Mapping[str, int]) -> JobRecord:

@@ -10,12 +10,12 @@ import json
 import os
 import sqlite3
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, fields
-from math import isfinite, nan
+from math import nan
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt, ServiceUnavailable
 from dlrover.python.rl.master.process.status import RunningProcess
@@ -32,46 +32,26 @@ CREATE INDEX events_of_name ON events (name, number);
 """
 
 
-class JobStore(Protocol):
-    def load(self) -> tuple[list[JobRecord], int]:
-        """All jobs, and the number of the last event."""
-        ...
-
-    def write(
-        self,
-        records: Iterable[JobRecord],
-        events: Iterable[JobEvent],
-        descriptions: Mapping[str, JobDescription],
-        forgotten: Iterable[str],
-    ) -> None:
-        """Save all of it or, with a ServiceUnavailable, nothing. A run with a description is new, and never replaces
-        another; one that has ended loses its description, a forgotten one everything."""
-        ...
-
-    def description(self, run: str) -> JobDescription: ...
-
-    def events(self, after: int, name: str, limit: int) -> list[JobEvent]:
-        """Up to ``limit`` events with numbers above ``after``, of one job or, with "", of all."""
-        ...
-
-    def close(self) -> None: ...
-
-
 class SqliteJobStore:
-    """Raises JobConflict if another service holds ``folder``, JournalCorrupt if its file cannot be read."""
+    """Raises JobConflict if another service holds ``folder``, JournalCorrupt if its file cannot be read; methods but
+    ``load`` raise ServiceUnavailable where the disk fails."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._lock = _hold(folder)
         self._path = folder / FILE
         self._writing = threading.Lock()
-        self._idle: list[sqlite3.Connection] = []
+        self._idle: list[sqlite3.Connection] = []  # of threads that read: to open one takes longer than to read
         try:
             self._writer = self._connect()
-            self._prepare()
-            self._reader = self._connect()
+            self._path.chmod(0o600)
+            (version,) = self._writer.execute("PRAGMA user_version").fetchone()
+            if version == 0:
+                self._writer.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
         except sqlite3.Error as error:
             raise JournalCorrupt(f"{self._path} cannot be read: {error}") from error
+        if version not in (0, _VERSION):
+            raise JournalCorrupt(f"{self._path} has version {version} of its schema; this service reads {_VERSION}")
 
     def _connect(self) -> sqlite3.Connection:
         connection = sqlite3.connect(self._path, isolation_level=None, check_same_thread=False, timeout=5.0)
@@ -79,18 +59,11 @@ class SqliteJobStore:
         connection.execute("PRAGMA synchronous = FULL")
         return connection
 
-    def _prepare(self) -> None:
-        self._path.chmod(0o600)
-        (version,) = self._writer.execute("PRAGMA user_version").fetchone()
-        if version == 0:
-            self._writer.executescript(f"BEGIN; {_SCHEMA} PRAGMA user_version = {_VERSION}; COMMIT;")
-        elif version != _VERSION:
-            raise JournalCorrupt(f"{self._path} has version {version} of its schema; this service reads {_VERSION}")
-
     def load(self) -> tuple[list[JobRecord], int]:
+        """All jobs, and the number of the last event."""
         try:
-            rows = self._reader.execute("SELECT body FROM jobs").fetchall()
-            (last,) = self._reader.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()
+            rows = self._writer.execute("SELECT body FROM jobs").fetchall()
+            (last,) = self._writer.execute("SELECT coalesce(max(number), 0) FROM events").fetchone()
             return [_record(json.loads(body)) for (body,) in rows], int(last)
         except (sqlite3.Error, ValueError, TypeError, KeyError) as error:
             raise JournalCorrupt(f"{self._path} cannot be read: {error}") from error
@@ -102,34 +75,32 @@ class SqliteJobStore:
         descriptions: Mapping[str, JobDescription],
         forgotten: Iterable[str],
     ) -> None:
-        records, forgotten = list(records), list(forgotten)
+        """Save all of it or, with a ServiceUnavailable, nothing. A run with a description is new, and never replaces
+        another; one that has ended loses its description, a forgotten one everything."""
+        records, gone = list(records), [(run,) for run in forgotten]
         new = [(record.run, _to_json(record)) for record in records if record.run in descriptions]
         old = [(record.run, _to_json(record)) for record in records if record.run not in descriptions]
         described = [(run, _to_json(description)) for run, description in descriptions.items()]
-        done = [record.run for record in records if record.phase.ended]
-        changes: Sequence[tuple[str, list[tuple[Any, ...]]]] = (
+        done = [(record.run,) for record in records if record.phase.ended]
+        changes: list[tuple[str, list[Any]]] = [
             ("INSERT INTO jobs VALUES (?, ?)", new),
             ("INSERT OR REPLACE INTO jobs VALUES (?, ?)", old),
             ("INSERT INTO events VALUES (?, ?, ?, ?)", [(it.number, it.run, it.name, _to_json(it)) for it in events]),
             ("INSERT INTO descriptions VALUES (?, ?)", described),
-            ("DELETE FROM descriptions WHERE run = ?", [(run,) for run in (*done, *forgotten)]),
-            ("DELETE FROM jobs WHERE run = ?", [(run,) for run in forgotten]),
-            ("DELETE FROM events WHERE run = ?", [(run,) for run in forgotten]),
-        )
+            ("DELETE FROM descriptions WHERE run = ?", [*done, *gone]),
+            ("DELETE FROM jobs WHERE run = ?", gone),
+            ("DELETE FROM events WHERE run = ?", gone),
+        ]
         with self._writing:
-            self._transact(changes)
-
-    def _transact(self, changes: Sequence[tuple[str, list[tuple[Any, ...]]]]) -> None:
-        try:
-            self._writer.execute("BEGIN IMMEDIATE")
-            for statement, rows in changes:
-                if rows:
+            try:
+                self._writer.execute("BEGIN IMMEDIATE")
+                for statement, rows in changes:
                     self._writer.executemany(statement, rows)
-            self._writer.execute("COMMIT")
-        except sqlite3.Error as error:
-            with suppress(sqlite3.Error):
-                self._writer.execute("ROLLBACK")
-            raise ServiceUnavailable(f"the service cannot save: {error}; nothing was changed") from error
+                self._writer.execute("COMMIT")
+            except sqlite3.Error as error:
+                with suppress(sqlite3.Error):
+                    self._writer.execute("ROLLBACK")
+                raise ServiceUnavailable(f"the service cannot save: {error}; nothing was changed") from error
 
     def description(self, run: str) -> JobDescription:
         row = self._read("SELECT body FROM descriptions WHERE run = ?", run)
@@ -139,34 +110,26 @@ class SqliteJobStore:
         return JobDescription(plain["text"], tuple(plain["overrides"]), plain["folder"])
 
     def events(self, after: int, name: str, limit: int) -> list[JobEvent]:
-        if name:
-            rows = self._read(
-                "SELECT body FROM events WHERE name = ? AND number > ? ORDER BY number LIMIT ?", name, after, limit
-            )
-        else:
-            rows = self._read("SELECT body FROM events WHERE number > ? ORDER BY number LIMIT ?", after, limit)
-        return [_event(json.loads(body)) for (body,) in rows]
+        """Up to ``limit`` events with numbers above ``after``, of one job or, with "", of all."""
+        own, values = ("name = ? AND ", (name,)) if name else ("", ())
+        statement = f"SELECT body FROM events WHERE {own}number > ? ORDER BY number LIMIT ?"
+        return [_event(json.loads(body)) for (body,) in self._read(statement, *values, after, limit)]
 
     def _read(self, statement: str, *values: Any) -> list[Any]:
         try:
-            with self._reading() as connection:
-                return connection.execute(statement, values).fetchall()
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                connection = self._connect()
+            rows = connection.execute(statement, values).fetchall()
         except sqlite3.Error as error:
             raise ServiceUnavailable(f"the service cannot read its state: {error}") from error
-
-    @contextmanager
-    def _reading(self) -> Iterator[sqlite3.Connection]:
-        """A connection for one of several threads that read; to open one takes longer than to read."""
-        try:
-            connection = self._idle.pop()
-        except IndexError:
-            connection = self._connect()
-        yield connection
         self._idle.append(connection)
+        return rows
 
     def close(self) -> None:
         with self._writing:  # SQLite does not stand a connection that is closed while another thread uses it
-            for connection in (self._reader, self._writer, *self._idle):
+            for connection in (self._writer, *self._idle):
                 connection.close()
         os.close(self._lock)
 
@@ -183,20 +146,14 @@ def _hold(folder: Path) -> int:
 
 
 def _to_json(value: JobRecord | JobEvent | JobDescription) -> str:
-    plain = asdict(value)
-    for name, number in plain.items():
-        if isinstance(number, float) and not isfinite(number):
-            plain[name] = None
-        elif name == "metrics":
-            plain[name] = {key: amount if isfinite(amount) else None for key, amount in number.items()}
-    return json.dumps(plain, allow_nan=False, separators=(",", ":"))
+    return json.dumps(asdict(value), separators=(",", ":"))  # NaN and infinity as Python reads them
 
 
 def _record(plain: dict[str, Any]) -> JobRecord:
     known = {field.name for field in fields(JobRecord)}
     values = {name: value for name, value in plain.items() if name in known}
     values["phase"] = JobPhase(values["phase"])
-    if values["reward"] is None:
+    if values["reward"] is None:  # NaN, as earlier versions wrote it
         values["reward"] = nan
     values["members"] = tuple(RunningProcess(*member) for member in values.get("members", ()))
     return JobRecord(**values)

@@ -15,7 +15,8 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import BrokenExecutor, Executor, ProcessPoolExecutor, ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, ServiceBusy, ServiceUnavailable
@@ -49,11 +50,11 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
     if errors:
         raise InvalidJob(errors)
     job = load_job_text(request.job_file, request.name, request.overrides, (str(folder),))
-    errors = [*_faults_of_job(job, root)]
     placement, faults = plan(job)
-    errors += faults
+    errors = [*_faults_of_job(job, root), *faults]
     if errors or placement is None:
         raise InvalidJob(errors)
+    fields = [request.job_file, request.name, list(request.overrides), request.priority, request.folder]
     resources = dict(placement.total)
     resources["cpu"] = resources.get("cpu", 0.0) + job.master.cpu
     return SubmitJob(
@@ -61,7 +62,7 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
         owner=owner,
         client_token=request.client_token,
         description=JobDescription(request.job_file, tuple(request.overrides), str(folder)),
-        fingerprint=_fingerprint(request),
+        fingerprint=hashlib.sha256(json.dumps(fields).encode()).hexdigest(),
         resources=resources,
         roles={str(role): spec.num for role, spec in job.workloads.items()},
         per_member={str(role): dict(slots[0].resources) for role, slots in placement.slots.items()},
@@ -72,22 +73,18 @@ def check_submission(request: wire.SubmitRequest, owner: str, root: Path) -> Sub
 
 
 def _faults(request: wire.SubmitRequest) -> list[ConfigError]:
-    size = len(request.job_file.encode())
-    overrides = len(request.overrides)
-    checks = {
-        "client_token": (bool(_TOKEN.fullmatch(request.client_token)), "is 1 to 128 letters, digits, '-' or '_'"),
-        "job_file": (0 < size <= MAX_TEXT, f"has {size} bytes; it has 1 to {MAX_TEXT}"),
-        "overrides": (overrides <= _MAX_OVERRIDES, f"are {overrides}, more than {_MAX_OVERRIDES}"),
-        "priority": (abs(request.priority) <= _MAX_PRIORITY, f"is between -{_MAX_PRIORITY} and {_MAX_PRIORITY}"),
-    }
-    errors = [ConfigError(where, what) for where, (is_right, what) in checks.items() if not is_right]
-    if any(len(override) > _MAX_OVERRIDE for override in request.overrides):
-        errors.append(ConfigError("overrides", f"one has more than {_MAX_OVERRIDE} letters"))
-    if (length := sum(map(len, request.overrides))) > _MAX_OVERRIDDEN:
-        errors.append(ConfigError("overrides", f"have {length} letters together, more than {_MAX_OVERRIDDEN}"))
-    if request.name:
-        errors += name_faults(request.name)
-    return errors
+    size, lengths = len(request.job_file.encode()), [len(override) for override in request.overrides]
+    total = sum(lengths)
+    checks = [
+        ("client_token", _TOKEN.fullmatch(request.client_token), "is 1 to 128 letters, digits, '-' or '_'"),
+        ("job_file", 0 < size <= MAX_TEXT, f"has {size} bytes; it has 1 to {MAX_TEXT}"),
+        ("overrides", len(lengths) <= _MAX_OVERRIDES, f"are {len(lengths)}, more than {_MAX_OVERRIDES}"),
+        ("overrides", max(lengths, default=0) <= _MAX_OVERRIDE, f"one has more than {_MAX_OVERRIDE} letters"),
+        ("overrides", total <= _MAX_OVERRIDDEN, f"have {total} letters together, more than {_MAX_OVERRIDDEN}"),
+        ("priority", abs(request.priority) <= _MAX_PRIORITY, f"is between -{_MAX_PRIORITY} and {_MAX_PRIORITY}"),
+    ]
+    errors = [ConfigError(where, fault) for where, is_right, fault in checks if not is_right]
+    return errors + (name_faults(request.name) if request.name else [])
 
 
 def name_faults(name: str) -> list[ConfigError]:
@@ -129,22 +126,12 @@ def shown(text: str) -> str:
 
 def _folder(text: str, root: Path, errors: list[ConfigError]) -> Path:
     """The folder that a request names, links resolved, under ``root``, which has none."""
-    if not text:
-        return root
-    if "\0" in text or len(text) > _MAX_PATH:
-        errors.append(ConfigError("folder", "is no path"))
-        return root
-    try:
+    with suppress(OSError, RuntimeError, ValueError):
         folder = (root / text).resolve()
-        is_folder = folder.is_dir()
-    except (OSError, RuntimeError) as error:
-        errors.append(ConfigError("folder", f"cannot be used: {shown(str(error))}"))
-        return root
-    if not folder.is_relative_to(root):
-        errors.append(ConfigError("folder", f"{shown(text)!r} is outside the service's root folder"))
-    elif not is_folder:
-        errors.append(ConfigError("folder", f"{shown(text)!r} is no folder under the service's root"))
-    return folder
+        if len(text) <= _MAX_PATH and folder.is_relative_to(root) and folder.is_dir():
+            return folder
+    errors.append(ConfigError("folder", f"{shown(text)!r} is outside the service's root folder, or no folder"))
+    return root
 
 
 def _faults_of_job(job: JobSpec, root: Path) -> list[ConfigError]:
@@ -161,16 +148,10 @@ def _faults_of_job(job: JobSpec, root: Path) -> list[ConfigError]:
     ]
 
 
-def _fingerprint(request: wire.SubmitRequest) -> str:
-    fields = [request.job_file, request.name, list(request.overrides), request.priority, request.folder]
-    return hashlib.sha256(json.dumps(fields).encode()).hexdigest()
-
-
 # -- reading job files ------------------------------------------------------------------------------------------------
 
 
-def in_a_thread() -> Executor:
-    return ThreadPoolExecutor(1, "job-files")
+in_a_thread: Callable[[], Executor] = partial(ThreadPoolExecutor, 1, "job-files")
 
 
 def in_a_process() -> Executor:
@@ -209,36 +190,29 @@ class SubmissionReader:
         self._executor.shutdown(wait=False, cancel_futures=True)
 
 
-def _read(request: bytes, owner: str, root: Path) -> SubmitJob | tuple[ConfigError, ...]:
-    try:
-        with _at_most(_MAX_S):
-            return check_submission(wire.SubmitRequest.FromString(request), owner, root)
-    except InvalidJob as error:
-        return error.errors
-    except _TooLong:
-        return (ConfigError("job_file", f"takes longer than {_MAX_S:g} s to read"),)
-
-
 class _TooLong(BaseException):
     """Not an error that code which reads might handle."""
 
 
-@contextmanager
-def _at_most(seconds: float) -> Iterator[None]:
-    """Ends the block with _TooLong; only a process's main thread can be interrupted."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
+def _read(request: bytes, owner: str, root: Path) -> SubmitJob | tuple[ConfigError, ...]:
+    """For ``_MAX_S`` at most in a process's main thread, which alone can be interrupted."""
 
     def end(*_: object) -> None:
         raise _TooLong
 
-    signal.signal(signal.SIGALRM, end)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    may_end = threading.current_thread() is threading.main_thread()
+    if may_end:
+        signal.signal(signal.SIGALRM, end)
+        signal.setitimer(signal.ITIMER_REAL, _MAX_S)
     try:
-        yield
+        return check_submission(wire.SubmitRequest.FromString(request), owner, root)
+    except InvalidJob as error:
+        return error.errors
+    except _TooLong:
+        return (ConfigError("job_file", f"takes longer than {_MAX_S:g} s to read"),)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        if may_end:
+            signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 def _end_with_the_service() -> None:
