@@ -532,7 +532,7 @@ BUGS = {
     ),
     "an earlier incarnation is heard": Bug(_HANGS, "return beat.number >= member.first", "return True"),
     "what is not up is watched": Bug(
-        _HANGS, "        self._signs = {process_id: self._signs[process_id] for process_id in up}\n", ""
+        _HANGS, "        self._signs = {process_id: self._signs[process_id] for process_id in numbers}\n", ""
     ),
     "all ranks that wait for one hang": Bug(
         _HANGS, "settings.scope is RecoveryScope.GROUP and len(of_role) > 1:", "False:"

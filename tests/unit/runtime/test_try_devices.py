@@ -3,7 +3,7 @@
 
 import pytest
 
-from dlrover.python.rl.control.faults import Fault, fault_of
+from dlrover.python.rl.control.events import Fault, fault_of
 from dlrover.python.rl.runtime.run.machine import try_devices
 
 

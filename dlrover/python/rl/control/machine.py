@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: one handler for each event.
 """The brain: ``step(state, event, at_s) -> (state, commands)``. Pure, total and deterministic.
 
 An event of another incarnation or epoch than the current one, or one that the phase does not expect, returns the same
@@ -13,8 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
-from dlrover.python.rl.control.budgets import backoff_s, refill
-from dlrover.python.rl.control.commands import Command, KillTrainer, Place, Release
+from dlrover.python.rl.control.commands import Command, Place, Release
 from dlrover.python.rl.control.events import (
     Event,
     Failed,
@@ -39,16 +39,20 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.recovery import (
+    Failure,
+    backoff_s,
     begin_incarnation,
     end,
     failed,
     kill_members,
     member_lost,
     node_lost,
+    recover,
+    restart_trainer,
     standby_lost,
     trainer_lost,
+    within,
 )
-from dlrover.python.rl.control.resizing import resized, unplaced
 from dlrover.python.rl.control.state import (
     EndReason,
     JobState,
@@ -207,7 +211,9 @@ def _progressed(state: JobState, settings: Submitted, event: Progressed, at_s: f
     quiet = state.first_cause is None and not state.history and len(streaks) == len(state.streaks)
     if state.committed and quiet:
         return state, ()
-    state = refill(state, settings, at_s)
+    # One restart of each subject has helped.
+    recent = {subject: within(times, settings.window_s, at_s) for subject, times in state.history.items()}
+    state = replace(state, history={subject: times[1:] for subject, times in recent.items() if len(times) > 1})
     return replace(state, committed=event.step, streaks=streaks, first_cause=None, tried=()), ()
 
 
@@ -257,6 +263,69 @@ def _stop_requested(state: JobState, settings: Submitted, event: StopRequested, 
     return end(state, Phase.STOPPED, EndReason.STOPPED, event.reason)
 
 
+# -- another number of members for a stateless role -------------------------------------------------------------------
+
+
+def can_resize(state: JobState, role: str) -> bool:
+    settings = state.settings.roles.get(role) if state.settings is not None else None
+    is_open = state.phase is Phase.RUNNING and state.opened
+    return is_open and settings is not None and settings.scope is RecoveryScope.MEMBER
+
+
+def _resized(state: JobState, settings: Submitted, event: Resized, at_s: float) -> Result:
+    role, num = event.role, event.num
+    if not can_resize(state, role) or num < 1 or num == settings.roles[role].num:
+        return state, ()
+    return _resize(state, settings, role, num, event.wanted, f"{role} was resized to {num}")
+
+
+def _unplaced(state: JobState, settings: Submitted, event: Unplaced, at_s: float) -> Result:
+    """One member less, while the job may go on so; else the job fails for want of resources."""
+    role, member = event.role, state.members.get(ProcessId(event.role, event.rank))
+    is_current = member is not None and member.incarnation == event.incarnation
+    if not state.phase.live or not is_current:
+        return state, ()
+    num, least = settings.roles[role].num - 1, settings.roles[role].least
+    has_begun = state.trainer.phase is not MemberPhase.WAITING and not state.opened
+    if not least or num < least or has_begun:
+        return recover(state, settings, Failure(event.cause), at_s)
+    wanted = max(state.wanted.get(role, 0), num + 1)
+    return _resize(state, settings, role, num, wanted, f"there was no place for a member of {role}")
+
+
+def _resize(state: JobState, settings: Submitted, role: str, num: int, wanted: int, why: str) -> Result:
+    """End the role's members, start ``num``, and restart the trainer, as if all had been lost after the last commit;
+    the other members and all commits stay. A rank that comes again continues its numbers: two processes never have the
+    same one."""
+    others = {other: size for other, size in state.wanted.items() if other != role}
+    state = replace(state, wanted={**others, role: wanted} if wanted > num else others)
+    old = range(settings.roles[role].num)
+    commands = kill_members(state, role, old)
+    state = begin_incarnation(state, role, old)
+    ids = [ProcessId(role, rank) for rank in range(num)]
+    kept = {process_id: state.members[process_id] for process_id in ids if process_id in state.members}
+    first, added_ids = settings.first, [process_id for process_id in ids if process_id not in kept]
+    added = {process_id: Member(state.retired.get(process_id, first)) for process_id in added_ids}
+    unchanged = {process_id: member for process_id, member in state.members.items() if process_id.role != role}
+    gone = {ProcessId(role, rank): state.members[ProcessId(role, rank)].incarnation for rank in old[num:]}
+    roles = {**settings.roles, role: replace(settings.roles[role], num=num)}
+    state = replace(
+        state,
+        settings=replace(settings, roles=roles),
+        members=MemberMap({**unchanged, **kept, **added}),
+        retired={**{key: number for key, number in state.retired.items() if key not in added}, **gone},
+        most={**state.most, role: max(num, len(old), state.most.get(role, 0))},
+        # The back-offs of its members, not those of its standbys.
+        waits={timer: delay for timer, delay in state.waits.items() if not timer.startswith(f"{role}[")},
+    )
+    state, more = start_members(state, role, ranks_of(state, role))
+    commands += more
+    if state.trainer.phase is not MemberPhase.WAITING:  # else it starts after its back-off
+        state, more = restart_trainer(state, why)
+        commands += more
+    return state, commands
+
+
 # -- the master -------------------------------------------------------------------------------------------------------
 
 
@@ -271,25 +340,16 @@ def _master_started(state: JobState) -> Result:
         return state, ()
     commands: tuple[Command, ...] = ()
     for role, settings in state.settings.roles.items():
-        state, more = _start_again(state, role, settings.scope)
-        commands += more
+        ranks = starting_ranks(state, role)
+        if ranks and settings.scope is RecoveryScope.GROUP:
+            ranks = list(ranks_of(state, role))
+        killed = kill_members(state, role, ranks)
+        state, more = start_members(begin_incarnation(state, role, ranks), role, ranks)
+        commands += killed + more
     if state.trainer.phase is MemberPhase.STARTING:
-        killed = KillTrainer(state.epoch)
-        state = replace(state, epoch=state.epoch + 1, trainer=replace(state.trainer, fresh=False))
-        state, more = start_trainer(state)
-        commands += (killed, *more)
+        state, more = restart_trainer(state, state.trainer.reason)
+        commands += more
     return state, commands
-
-
-def _start_again(state: JobState, role: str, scope: RecoveryScope) -> Result:
-    ranks = starting_ranks(state, role)
-    if not ranks:
-        return state, ()
-    if scope is RecoveryScope.GROUP:
-        ranks = list(ranks_of(state, role))
-    killed = kill_members(state, role, ranks)
-    state, commands = start_members(begin_incarnation(state, role, ranks), role, ranks)
-    return state, killed + commands
 
 
 _HANDLERS: dict[type, Handler] = {
@@ -308,7 +368,7 @@ _HANDLERS: dict[type, Handler] = {
     Failed: failed,
     Released: _released,
     WaitOver: _wait_over,
-    Resized: resized,
-    Unplaced: unplaced,
+    Resized: _resized,
+    Unplaced: _unplaced,
     StopRequested: _stop_requested,
 }

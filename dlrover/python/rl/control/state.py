@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import chain, islice
+from itertools import chain
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, ProcessKind
 from dlrover.python.rl.control.commands import Command, StartMembers, StartStandby, StartTrainer, Wait
@@ -97,7 +97,14 @@ class MemberMap(Mapping[ProcessId, Member]):
         ranks: dict[str, dict[int, Member]] = {}
         for process_id, member in (members or {}).items():
             ranks.setdefault(process_id.role, {})[process_id.rank] = member
-        self._roles: dict[str, _Chunks] = {role: _chunks(by_rank) for role, by_rank in ranks.items()}
+        self._roles: dict[str, _Chunks] = {}
+        for role, by_rank in ranks.items():
+            if sorted(by_rank) != list(range(len(by_rank))):
+                raise ValueError(f"the ranks of a role count from 0: {sorted(by_rank)}")
+            starts = range(0, len(by_rank), _CHUNK)
+            self._roles[role] = tuple(
+                tuple(by_rank[rank] for rank in range(start, min(start + _CHUNK, len(by_rank)))) for start in starts
+            )
         self._ids = [ProcessId(role, rank) for role, by_rank in ranks.items() for rank in range(len(by_rank))]
         self.up = sum(member.phase is MemberPhase.UP for member in self.values())
 
@@ -131,15 +138,6 @@ class MemberMap(Mapping[ProcessId, Member]):
     def __getitem__(self, process_id: ProcessId) -> Member:
         return self._chunk(process_id)[process_id.rank % _CHUNK]
 
-    def __contains__(self, process_id: object) -> bool:
-        return isinstance(process_id, ProcessId) and self.get(process_id) is not None
-
-    def get(self, process_id: ProcessId, default: Member | None = None) -> Member | None:  # type: ignore[override]
-        try:
-            return self[process_id]
-        except KeyError:
-            return default
-
     def __iter__(self) -> Iterator[ProcessId]:
         return iter(self._ids)
 
@@ -166,13 +164,6 @@ class MemberMap(Mapping[ProcessId, Member]):
 
     def __repr__(self) -> str:
         return f"MemberMap({dict(self)!r})"
-
-
-def _chunks(ranks: Mapping[int, Member]) -> _Chunks:
-    if sorted(ranks) != list(range(len(ranks))):
-        raise ValueError(f"the ranks of a role count from 0: {sorted(ranks)}")
-    members = (ranks[rank] for rank in range(len(ranks)))
-    return tuple(iter(lambda: tuple(islice(members, _CHUNK)), ()))
 
 
 @dataclass(frozen=True)

@@ -76,6 +76,14 @@ class Brain:
         self.state = state
         return handled
 
+    def fail(self, error: Exception) -> None:
+        """Give the job up, whose master cannot continue because of ``error``; this is not journalled."""
+        trace = "".join(traceback.format_exception(error))
+        cause = Cause(CauseKind.INTERNAL, "master", f"{type(error).__name__}: {error}", trace)
+        causes, reason = (*self.state.causes, cause), f"master: {error}"
+        failed = Phase.FAILED
+        self.state = replace(self.state, phase=failed, outcome=failed, causes=causes, failure=cause, reason=reason)
+
     def outstanding(self) -> tuple[Command, ...]:
         return outstanding(self.state)
 
@@ -142,13 +150,6 @@ def _first_number(job: JobSpec, run: str) -> int:
     return 1 + last
 
 
-def failed(state: JobState, error: Exception) -> JobState:
-    """Of a job whose master cannot go on because of ``error``, which is being handled."""
-    cause = Cause(CauseKind.INTERNAL, "master", f"{type(error).__name__}: {error}", traceback.format_exc())
-    causes, reason = (*state.causes, cause), f"master: {error}"
-    return replace(state, phase=Phase.FAILED, outcome=Phase.FAILED, causes=causes, failure=cause, reason=reason)
-
-
 def fresh_journal(job: JobSpec) -> Path:
     """The path of a new journal in the job's claimed folder; an earlier run's journal there is renamed."""
     journal = job.job_dir / JOURNAL
@@ -163,7 +164,7 @@ def _newest_kept(job: JobSpec) -> int:
 
 
 def earlier_journal(job: JobSpec, run: str) -> Brain | None:
-    """The brain of an earlier process of this run's master, None when that had not begun. Raises JournalCorrupt."""
+    """The brain of an earlier process of the master of this run, None if that had not begun. Raises JournalCorrupt."""
     journal = job.job_dir / JOURNAL
     if not journal.exists():
         return None

@@ -63,9 +63,6 @@ class Position:
     boot: str = ""
     read: int = 0
 
-    def since(self, boot: str) -> int:
-        return self.read if boot == self.boot else 0
-
 
 @dataclass(frozen=True)
 class Update:

@@ -24,10 +24,9 @@ from ray.exceptions import (
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
+from dlrover.python.rl.control.events import CauseKind, fault_in, fault_of
 from dlrover.python.rl.runtime.member.arguments import CallHeader, encode
-from dlrover.python.rl.trainer.call_counts import BUCKETS_S, CallCounts
-from dlrover.python.rl.trainer.port import Call, Outcome, Ref
+from dlrover.python.rl.trainer.port import BUCKETS_S, Call, CallCounts, Outcome, Ref
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -183,7 +182,7 @@ def _breaks_process(error: InvocationError) -> bool:
     """Whether a device, driver or link has failed under the member: its process is of no use any more."""
     original = error.original
     fault = fault_in(str(error).partition("\n")[0]) if original is None else fault_of(original)
-    return fault in (Fault.DEVICE, Fault.LINK)
+    return fault in (CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED)
 
 
 def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> WorkloadDied:
