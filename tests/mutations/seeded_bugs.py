@@ -540,13 +540,15 @@ BUGS = {
     "a master that was paused kills everybody": Bug(
         _HANGS, "            self._listening_since_s = now_s  # this", "            pass  # this"
     ),
-    "a part of a group is ready": Bug(_MASTER, "    if whole and len(up) < len(group):\n", "    if False:\n"),
+    "a part of a group is ready": Bug(
+        _MASTER, ".scope is RecoveryScope.GROUP and len(up) < len(group):\n", ".scope is None:\n"
+    ),
     "the lost incarnation is its own replacement": Bug(
         _MASTER, "member.incarnation <= incarnation or", "member.incarnation < incarnation or"
     ),
     "a loss of another incarnation counts": Bug(_MASTER, "member.incarnation == incarnation and ", ""),
     "a job that ends replaces its members": Bug(
-        _MASTER, "    if state.phase is not Phase.RUNNING:\n", "    if False:\n"
+        _MASTER, "    if state.phase is not Phase.RUNNING or state.settings is None:\n", "    if False:\n"
     ),
     "a change of a member changes its former ones": Bug(
         "control/state.py",
@@ -600,7 +602,7 @@ BUGS = {
     # -- masters that were replaced ------------------------------------------------------------------------------------
     "a replaced master ends actors": Bug(_CLUSTER, '"start_actor", "kill_actor"', '"start_actor"'),
     "a master that is back forgets what was outstanding": Bug(
-        _MASTER, "            for command in self._brain.outstanding():\n", "            for command in ():\n"
+        _MASTER, "            for command in self._run.brain.outstanding():\n", "            for command in ():\n"
     ),
     "a master that is back looks for nothing": Bug(
         _MASTER,
@@ -609,12 +611,12 @@ BUGS = {
     ),
     "a full disk of the journal ends the job": Bug(
         _MASTER,
-        "        return await self._patiently(partial(self._brain.handle_all, events))\n",
-        "        return self._brain.handle_all(events)\n",
+        "        return await self._patiently(partial(self.brain.handle_all, events))\n",
+        "        return self.brain.handle_all(events)\n",
     ),
     "hangs are not looked for": Bug(_MASTER, "        self._spawn(self._watch_hangs())\n", ""),
     "a second resume begins again": Bug(
-        _MASTER, "            return bool(self._tasks) or await", "            return await"
+        _MASTER, "            if self._tasks:\n                return True\n            try:", "            try:"
     ),
     "lost nodes are not looked for": Bug(
         _MASTER, "        self._spawn(self._executor.watch_nodes(self._events.put_nowait))\n", ""
