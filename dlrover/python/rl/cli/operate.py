@@ -20,7 +20,6 @@ from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.master.client.jobs import (
     JobHistory,
     JobOperations,
-    JobReports,
     JobView,
     SavedRuns,
     check_name,
@@ -96,7 +95,7 @@ def list_jobs(jobs: JobOperations, as_json: bool) -> None:
 @_operation
 @click.argument("name_or_dir")
 @_JSON
-def status(jobs: JobReports, name_or_dir: str, as_json: bool) -> None:
+def status(jobs: JobOperations | SavedRuns, name_or_dir: str, as_json: bool) -> None:
     """Show the status of a job; without a cluster's answer, that of its last run in ./runs. A run's folder answers by
     itself."""
     view = jobs.get(name_or_dir)
@@ -148,7 +147,7 @@ def resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
 @click.argument("process", default="")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), default=0, help="Only the last lines of each process.")
-def logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
+def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
     """Print what the processes of a job have written, or of the run in a folder: of PROCESS, such as rollout-1 or
     trainer, or of all."""
     process = process.lower().replace("[", "-").rstrip("]")
@@ -162,7 +161,7 @@ def logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: i
 
 @_operation
 @click.argument("name_or_dir")
-def explain(jobs: JobReports, name_or_dir: str) -> None:
+def explain(jobs: JobOperations | SavedRuns, name_or_dir: str) -> None:
     """Tell in words how a job is, or the run in a folder: its state, since when, why, and what to try."""
     view = jobs.get(name_or_dir)
     echo("\n".join(explain_lines(view, jobs.history(view))))

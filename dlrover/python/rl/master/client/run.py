@@ -61,19 +61,15 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     errors += [*inspection.errors, *validate_least(job, inspection)]
     if local:
         errors += inspection.single_process_refusals
-        inspection = replace(inspection, about=(*_warn_of_device(job, inspection.config), *inspection.about))
+        if job.trainer.device_type == "GPU" and _device_of(inspection.config) == "cpu" != _device_of(job.config):
+            warning = "trainer.device_type is GPU, and this process has none: it computes on the CPU"
+            inspection = replace(inspection, about=(warning, *inspection.about))
     room = room_for(job, placement, inspection.state_bytes) if placement is not None else None
     errors += validate_room(job, room) if job.trainer.device_type == "CPU" or _GPU_DRIVER.exists() else []
     if errors or placement is None:
         raise InvalidJob(errors)
     given = job.config if inspection.given is None else from_plain(inspection.given)
     return CheckedJob(inspection.complete(job), placement, inspection, given, room)
-
-
-def _warn_of_device(job: JobSpec, config: Mapping[str, Any] | None) -> list[str]:
-    if job.trainer.device_type != "GPU" or _device_of(config) != "cpu" or _device_of(job.config) == "cpu":
-        return []
-    return ["trainer.device_type is GPU, and this process has none: it computes on the CPU"]
 
 
 def _device_of(config: Mapping[str, Any] | None) -> Any:
@@ -182,9 +178,16 @@ def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
 
 def leave_on_ray(checked: CheckedJob, address: str, announce: Announcer = announce_nothing) -> JobStatus:
     """Begin a checked job on the cluster of ``address``. Raises as :func:`run_on_ray`."""
-    from dlrover.python.rl.master.client.on_ray import begin_on  # imports Ray
+    from dlrover.python.rl.master.client.on_ray import ANSWER_S, start_master  # imports Ray
+    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+    from dlrover.python.rl.runtime.ray.processes.actors import ask
 
-    return begin_on(checked, address, announce)
+    with ray_cluster(address, checked.placement.total):
+        master = start_master(checked)
+        if checked.opening:
+            announce(checked.opening)
+        status: JobStatus = ask(master.status.remote, ANSWER_S)
+        return status
 
 
 def raise_if_failed(status: JobStatus) -> None:
