@@ -28,7 +28,7 @@ BUGS = {
         "args, kwargs = (changed if isinstance(changed, tuple) else (changed,)), {}",
         "args = changed if isinstance(changed, tuple) else (changed,)",
     ),
-    "rank 0 alone gets the item of a list": Bug(_GROUP, ' and settings.target == "ALL"', ""),
+    "rank 0 alone gets the item of a list": Bug(_GROUP, ' and self.settings.target == "ALL"', ""),
     "ranks of a replica are not consecutive": Bug(_GROUP, "*shard_args[rank // replica]", "*shard_args[rank % shards]"),
     "post_func is left out of pending results": Bug(
         _GROUP, "Pending(refs, replica, settings.post_func)", "Pending(refs, replica)"

@@ -215,8 +215,8 @@ BUGS = {
     ),
     "the source of a lost argument is not issued again": Bug(
         _DURABLE,
-        "        if isinstance(error, ResultLost):\n            self._issue_sources(call)\n        call.retry",
-        "        call.retry",
+        "                self._issue_sources(call)\n            call.retry",
+        "                pass\n            call.retry",
     ),
     "the echo of a death is a user's error": Bug(
         _DURABLE, "for outcome in self.inner.wait(questions, GRACE_S):", "for outcome in ():"

@@ -403,7 +403,12 @@ class DurablePort:
         setup = [call for call in self.log.setup if call.member in self._unbuilt]
         runs = [self._repeat(call) for call in setup]
         restored = [member for member in self._unbuilt if self.committed is not None and self._is_stateful(member)]
-        restores = [self._sender.ask(member, RESTORE, self._restore_request()) for member in restored]
+        request = None
+        if restored:
+            if self.checkpoints is None or self.committed is None:
+                raise self._abandoned(CheckpointMissing("no commits are kept"))
+            request = self.checkpoints.restore_request(self.committed)
+        restores = [self._sender.ask(member, RESTORE, request) for member in restored]
         outcomes = self._sender.finish([*(run.probe() for run in runs), *restores], patient=True)
         deaths = [outcome.error for outcome in outcomes if isinstance(outcome.error, WorkloadDied)]
         failure = deaths[0] if deaths else self._record_setup(setup, outcomes)
@@ -433,11 +438,6 @@ class DurablePort:
     def _is_stateful(self, member: ProcessId) -> bool:
         return self.roles[member.role].stateful
 
-    def _restore_request(self) -> Any:
-        if self.checkpoints is None or self.committed is None:
-            raise self._abandoned(CheckpointMissing("no commits are kept"))
-        return self.checkpoints.restore_request(self.committed)
-
     def _discard_commit(self, error: InvocationError) -> None:
         """A member cannot restore the last commit: if it is damaged, abandon the step without it."""
         if is_damage(error) and self.checkpoints is not None and self.committed is not None:
@@ -452,16 +452,14 @@ class DurablePort:
 
     def _retry_all(self, lost: _LostRuns) -> None:
         for call in self.log.sort(lost):
-            self._retry(call, *lost[call])
-
-    def _retry(self, call: LoggedCall, lost: Ref, error: InvocationError) -> None:
-        if not call.is_current(lost):
-            return  # its member is new, and the call was issued to it with all others
-        if not call.can_retry:
-            raise self._abandoned(error) if self.opened else error
-        if isinstance(error, ResultLost):
-            self._issue_sources(call)
-        call.retry(lost, self._sender.send(call, sized=True))
+            run, error = lost[call]
+            if not call.is_current(run):
+                continue  # its member is new, and the call was issued to it with all others
+            if not call.can_retry:
+                raise self._abandoned(error) if self.opened else error
+            if isinstance(error, ResultLost):
+                self._issue_sources(call)
+            call.retry(run, self._sender.send(call, sized=True))
 
     def _issue_sources(self, call: LoggedCall) -> None:
         for source in sources_of(call.call):

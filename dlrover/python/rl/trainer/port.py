@@ -16,6 +16,7 @@ from dlrover.python.rl.common.errors import (
     CheckpointMissing,
     InvocationError,
     InvocationTimeout,
+    JobFailed,
     WorkloadDied,
 )
 from dlrover.python.rl.common.log import get_logger
@@ -225,32 +226,30 @@ def members_of(roles: Mapping[str, RoleTraits], stateful_only: bool = False) -> 
     ]
 
 
-class Recovery(Protocol):
-    """Replaces lost members. ``fresh``: the members hold no state of an earlier epoch."""
+class Recovery:
+    """Replaces lost members; this one none. ``fresh``: the members hold no state of an earlier epoch."""
 
-    epoch: int
-    fresh: bool
-    restart_info: RestartInfo
+    epoch: int = 1
+    fresh: bool = True
+    restart_info: RestartInfo = RestartInfo()
 
-    def incarnations(self) -> Mapping[ProcessId, int]: ...
+    def incarnations(self) -> Mapping[ProcessId, int]:
+        return {}
 
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
         """Block until the port calls a later incarnation of the member, and of all others that restart with it. Returns
         at once if it does already. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there
         will be no replacement."""
-        ...
+        raise JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
 
     def opened(self) -> None:
         """The trainer has entered ``steps()``: failures are recovered from here on. Called once in each epoch."""
-        ...
 
     def began(self, step: int) -> None:
         """Must return at once."""
-        ...
 
     def progressed(self, step: int) -> None:
         """Must return at once."""
-        ...
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from dlrover.python.rl.common.errors import (
     CheckpointCorrupt,
     CheckpointMissing,
     InvocationError,
-    JobFailed,
     StepAbandoned,
 )
 from dlrover.python.rl.common.log import get_logger
@@ -30,8 +29,6 @@ from dlrover.python.rl.trainer.port import (
     Checkpoints,
     Port,
     Recovery,
-    Renewed,
-    RestartInfo,
     RoleTraits,
     Standing,
     Transfer,
@@ -66,27 +63,6 @@ class _Pending:
     copied: Mapping[Transfer, str] | None = None  # None: not all are written
 
 
-class NoRecovery:
-    epoch = 1
-    fresh = True
-    restart_info = RestartInfo()
-
-    def incarnations(self) -> Mapping[ProcessId, int]:
-        return {}
-
-    def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
-        raise JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
-
-    def opened(self) -> None:
-        pass
-
-    def began(self, step: int) -> None:
-        pass
-
-    def progressed(self, step: int) -> None:
-        pass
-
-
 class Steps:
     """The steps of one trainer object. Without ``recovery`` a lost member ends it; without ``checkpoints`` nothing is
     committed."""
@@ -99,7 +75,7 @@ class Steps:
         roles: Mapping[str, RoleTraits],
         attempt: Attempt,
     ) -> None:
-        self._recovery: Recovery = recovery or NoRecovery()
+        self._recovery = recovery or Recovery()
         self._recovers, self._checkpoints, self._attempt = recovery is not None, checkpoints, attempt
         # After an earlier trainer, or trainer object, members may have been replaced already.
         opened = attempt.opened or not self._recovery.fresh
@@ -152,7 +128,11 @@ class Steps:
         if self.port.log.overflowed:
             _LOG.warning("too many calls between init() and steps(): a new member repeats only those of init()")
         if self._checkpoints is not None and self._checkpoints.spread:
-            self._look_at_nodes(self._checkpoints)
+            nodes = self.port.transfers.nodes
+            self.port.transfers.locate(self.port.ask(members_of(self.port.roles), WHERE))
+            member_on = {node: member for member, node in nodes.items()}
+            answers = self.port.ask(member_on.values(), HELD, self._checkpoints.held_request())
+            self._checkpoints.found({node: answers[member] for node, member in member_on.items()})
         committed = 0
         if self._checkpoints is not None:
             committed = self._go_back()
@@ -297,12 +277,6 @@ class Steps:
         self.end(0, last=True)
         return 0
 
-    def _look_at_nodes(self, checkpoints: Checkpoints) -> None:
-        self.port.transfers.locate(self.port.ask(members_of(self.port.roles), WHERE))
-        there = {node: member for member, node in self.port.transfers.nodes.items()}
-        held = self.port.ask(there.values(), HELD, checkpoints.held_request())
-        checkpoints.found({node: held[member] for node, member in there.items()})
-
     def _send_own_part(self, checkpoints: Checkpoints) -> None:
         """The trainer's part of the last commit to another node; the trainer before may have ended before it did so."""
         self.port.transfers.make(checkpoints.trainers_copy(self.port.transfers.nodes))
@@ -348,7 +322,11 @@ class Steps:
         Raises CheckpointMissing if a member that was not replaced holds the state of a later step; StepAbandoned if a
         lost commit was partly loaded: its holders are replaced, and another trainer object begins."""
         standings = self.port.ask(members_of(self.port.roles, stateful_only=True), WHERE)
-        moved = [member for member, standing in standings.items() if not self._is_new(member, standing)]
+        moved = [
+            member
+            for member, standing in standings.items()
+            if standing.touched or not (standing.agrees_with(0) or member in self._as_new)
+        ]
         commit = self._checkpoints.last_known() if self._checkpoints is not None else None
         last = max([standing.touched for standing in standings.values()] + [commit.step if commit else 0])
         summary = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
@@ -356,7 +334,8 @@ class Steps:
         writers: Mapping[ProcessId, int] = commit.incarnations if commit is not None else {}
         survivors = [member for member in moved if member not in writers or current.get(member, 0) <= writers[member]]
         if survivors:
-            raise CheckpointMissing(f"{summary}, and {_names(survivors)} cannot begin again: they hold a later state")
+            names = ", ".join(map(str, survivors))
+            raise CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
         if moved or self._loaded:
             for member in moved:
                 self._recovery.renew(
@@ -369,19 +348,12 @@ class Steps:
                 "%s; all stateful members are new: the job begins again at step 1", summary if lost else "no commit"
             )
 
-    def _is_new(self, member: ProcessId, standing: Standing) -> bool:
-        return standing.touched == 0 and (standing.agrees_with(0) or member in self._as_new)
-
     def _asked(self, act: Callable[..., T], *args: Any) -> T:
         """``act`` of the checkpoints. Raises StepAbandoned if what it needs is lost."""
         try:
             return act(*args)
         except (CheckpointCorrupt, CheckpointMissing) as error:
             raise StepAbandoned(self.port.step, error) from error
-
-
-def _names(members: list[ProcessId]) -> str:
-    return ", ".join(map(str, members))
 
 
 def dump_state(state: Mapping[str, Any], run: str = "", left: Sequence[int] = ()) -> dict[str, Any]:
