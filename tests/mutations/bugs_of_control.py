@@ -81,7 +81,7 @@ BUGS = {
     "a lost standby holds its slot": Bug(_RECOVERY, "return state, (kill, *commands)", "return state, commands"),
     "the first commit is not noted": Bug(_MACHINE, "if state.committed and quiet:", "if quiet:"),
     "a job that is stopped before it is submitted runs": Bug(
-        _MACHINE, "    if isinstance(event, StopRequested):\n", "    if False:\n"
+        _MACHINE, "if isinstance(event, StopRequested):", "if False:"
     ),
     "a standby that becomes a member is reported as free": Bug(
         _MACHINE, " or standby.phase is not StandbyPhase.STARTING:", ":"

@@ -36,7 +36,7 @@ BUGS = {
     "every call has a deadline": Bug(_GROUP, "settings.timeout if settings.is_async else None)", "settings.timeout)"),
     "results are passed on without their post_func": Bug(_GROUP, " and pending.post_func is not None:", " and False:"),
     "calls of two threads are sent in another order than their numbers": Bug(
-        _GROUP, "        with group._counter.lock:\n", "        if True:\n"
+        _GROUP, "        with counter.lock:\n", "        if True:\n"
     ),
     "options for one call replace those of the method": Bug(
         _GROUP, "self.settings.replace(**options)", "InvocationOptions().replace(**options)"

@@ -133,8 +133,8 @@ BUGS = {
     ),
     "a rank goes back alone past an ended step": Bug(
         _DURABLE,
-        "        if self.committed is not None and self.committed < self.ended and any",
-        "        if False and any",
+        "self.committed < self.ended and is_stateful:",
+        "False:",
     ),
     "waits with a deadline never end": Bug(
         _DURABLE, "            timeout_s = None if timeout_s is None else timeout_s - pause_s\n", ""
@@ -189,9 +189,7 @@ BUGS = {
         "if 0 < death.incarnation < self._incarnations.get(ProcessId(death.role, death.rank), 0):",
         "if False:",
     ),
-    "a new member does not load the commit": Bug(
-        _DURABLE, "if self.committed is not None and self._is_stateful(member)]", "if False]"
-    ),
+    "a new member does not load the commit": Bug(_DURABLE, "if stateful and self.committed is not None:", "if False:"),
     "a new member does not get the calls of the step": Bug(
         _DURABLE, "            if call.member in self._unbuilt:\n                self._repeat(call)", "            pass"
     ),
@@ -308,8 +306,8 @@ BUGS = {
     "attempts have no limit": Bug("trainer/trainer.py", "if failures > _MAX_ATTEMPTS or not", "if not"),
     "a number is given twice": Bug(
         "trainer/role_group.py",
-        "number, self._next = self._next, self._next + 1",
-        "number, self._next = self._next, self._next",
+        "            counter.count += 1\n",
+        "",
     ),
     "each rank of a replica gives a result": Bug(
         "trainer/role_group.py",

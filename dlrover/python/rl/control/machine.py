@@ -11,7 +11,7 @@ run, and then carries out the :func:`outstanding` commands.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
 from dlrover.python.rl.control.commands import Command, Place, Release
@@ -85,7 +85,14 @@ def step(state: JobState, event: Event, at_s: float) -> Result:
     if isinstance(event, MasterStarted):
         return _master_started(state)
     if state.settings is None:
-        return _before_submission(state, event)
+        if isinstance(event, StopRequested):  # a stop before the submission ends the job at once
+            stopped = Phase.STOPPED
+            return replace(state, phase=stopped, outcome=stopped, ended_by=EndReason.STOPPED, reason=event.reason), ()
+        if not isinstance(event, Submitted):
+            return state, ()
+        ids = (ProcessId(role, rank) for role, settings in event.roles.items() for rank in range(settings.num))
+        members = MemberMap({process_id: Member(event.first) for process_id in ids})
+        return _begin(replace(state, settings=event, members=members, epoch=event.first))
     if isinstance(event, Placed | Failed | Released) and event.incarnation != state.incarnation:
         return state, ()
     return _HANDLERS[type(event)](state, state.settings, event, at_s)
@@ -110,18 +117,6 @@ def outstanding(state: JobState) -> tuple[Command, ...]:
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
-
-
-def _before_submission(state: JobState, event: Event) -> Result:
-    """Only a submission starts a job; a stop before it ends the job at once."""
-    if isinstance(event, StopRequested):
-        stopped = Phase.STOPPED
-        return replace(state, phase=stopped, outcome=stopped, ended_by=EndReason.STOPPED, reason=event.reason), ()
-    if not isinstance(event, Submitted):
-        return state, ()
-    ids = (ProcessId(role, rank) for role, settings in event.roles.items() for rank in range(settings.num))
-    members = MemberMap({process_id: Member(event.first) for process_id in ids})
-    return _begin(replace(state, settings=event, members=members, epoch=event.first))
 
 
 def _begin(state: JobState) -> Result:
@@ -183,44 +178,39 @@ def _standby_ready(state: JobState, settings: Submitted, event: StandbyReady, at
 # -- the trainer ------------------------------------------------------------------------------------------------------
 
 
-def _is_current(state: JobState, epoch: int) -> bool:
-    """Return True for the trainer's current epoch, also before the event that it has started."""
-    return state.phase.live and epoch == state.epoch and state.trainer.phase is not MemberPhase.WAITING
+_OfTrainer: TypeAlias = TrainerStarted | StepsOpened | Progressed | TrainerFinished
 
 
-def _trainer_started(state: JobState, settings: Submitted, event: TrainerStarted, at_s: float) -> Result:
-    if not _is_current(state, event.epoch) or state.trainer.phase is MemberPhase.UP:
+def _trainer_event(state: JobState, settings: Submitted, event: _OfTrainer, at_s: float) -> Result:
+    """Handle what the current epoch of the trainer reports, also before the event that it has started."""
+    is_current = state.phase.live and event.epoch == state.epoch and state.trainer.phase is not MemberPhase.WAITING
+    if not is_current:
         return state, ()
-    trainer = replace(state.trainer, phase=MemberPhase.UP, process=event.process)
-    return replace(state, phase=Phase.RUNNING, trainer=trainer), ()
+    match event:
+        case TrainerStarted() if state.trainer.phase is not MemberPhase.UP:
+            trainer = replace(state.trainer, phase=MemberPhase.UP, process=event.process)
+            return replace(state, phase=Phase.RUNNING, trainer=trainer), ()
+        case StepsOpened() if not state.opened:
+            return replace(state, phase=Phase.RUNNING, opened=True), ()
+        case Progressed() if event.step != state.committed:
+            return _progressed(state, settings, event, at_s), ()
+        case TrainerFinished():
+            return end(state, Phase.FINISHED, EndReason.FINISHED, "the trainer returned")
+    return state, ()
 
 
-def _steps_opened(state: JobState, settings: Submitted, event: StepsOpened, at_s: float) -> Result:
-    if not _is_current(state, event.epoch) or state.opened:
-        return state, ()
-    return replace(state, phase=Phase.RUNNING, opened=True), ()
-
-
-def _progressed(state: JobState, settings: Submitted, event: Progressed, at_s: float) -> Result:
+def _progressed(state: JobState, settings: Submitted, event: Progressed, at_s: float) -> JobState:
     """A committed step resets the streaks, and refills the budgets: the recoveries before it have helped. A node's
     failures still count: a faulty one lets some steps pass."""
-    if not _is_current(state, event.epoch) or event.step == state.committed:
-        return state, ()
     exhausted = [standby_subject(role) for role in settings.roles if has_lost_too_many_standbys(state, role)]
     streaks = {subject: state.streaks[subject] for subject in exhausted}
     quiet = state.first_cause is None and not state.history and len(streaks) == len(state.streaks)
     if state.committed and quiet:
-        return state, ()
+        return state
     # One restart of each subject has helped.
     recent = {subject: within(times, settings.window_s, at_s) for subject, times in state.history.items()}
     state = replace(state, history={subject: times[1:] for subject, times in recent.items() if len(times) > 1})
-    return replace(state, committed=event.step, streaks=streaks, first_cause=None, tried=()), ()
-
-
-def _trainer_finished(state: JobState, settings: Submitted, event: TrainerFinished, at_s: float) -> Result:
-    if not _is_current(state, event.epoch):
-        return state, ()
-    return end(state, Phase.FINISHED, EndReason.FINISHED, "the trainer returned")
+    return replace(state, committed=event.step, streaks=streaks, first_cause=None, tried=())
 
 
 # -- back-offs and the end --------------------------------------------------------------------------------------------
@@ -359,10 +349,10 @@ _HANDLERS: dict[type, Handler] = {
     MemberLost: member_lost,
     StandbyReady: _standby_ready,
     StandbyLost: standby_lost,
-    TrainerStarted: _trainer_started,
-    StepsOpened: _steps_opened,
-    Progressed: _progressed,
-    TrainerFinished: _trainer_finished,
+    TrainerStarted: _trainer_event,
+    StepsOpened: _trainer_event,
+    Progressed: _trainer_event,
+    TrainerFinished: _trainer_event,
     TrainerLost: trainer_lost,
     NodeLost: node_lost,
     Failed: failed,

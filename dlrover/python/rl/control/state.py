@@ -150,10 +150,6 @@ class MemberMap(Mapping[ProcessId, Member]):
     def items(self) -> Iterator[tuple[ProcessId, Member]]:  # type: ignore[override]
         return zip(self._ids, self.values(), strict=True)
 
-    def at(self, role: str, rank: int) -> Member:
-        """The same as by its id; raises KeyError or IndexError."""
-        return self._roles[role][rank // _CHUNK][rank % _CHUNK]
-
     def _chunk(self, process_id: ProcessId) -> tuple[Member, ...]:
         chunks, number = self._roles.get(process_id.role, ()), process_id.rank // _CHUNK
         if process_id.kind is not ProcessKind.MEMBER or not 0 <= number < len(chunks):
@@ -161,9 +157,6 @@ class MemberMap(Mapping[ProcessId, Member]):
         if process_id.rank % _CHUNK >= len(chunks[number]):
             raise KeyError(process_id)
         return chunks[number]
-
-    def __repr__(self) -> str:
-        return f"MemberMap({dict(self)!r})"
 
 
 @dataclass(frozen=True)
@@ -252,12 +245,11 @@ def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iter
     ready = (number for number in sorted(pool) if pool[number].phase is StandbyPhase.READY)
     in_fresh_processes = (rank for rank in ranks if rank not in left_out)
     taking = dict(zip(in_fresh_processes, ready, strict=False))
-    members = state.members
-    starting = {
-        ProcessId(role, rank): replace(members.at(role, rank), phase=MemberPhase.STARTING, standby=taking.get(rank, -1))
-        for rank in ranks
-    }
-    state = replace(state, members=members.replacing(starting))
+    starting = {}
+    for process_id in (ProcessId(role, rank) for rank in ranks):
+        standby = taking.get(process_id.rank, -1)
+        starting[process_id] = replace(state.members[process_id], phase=MemberPhase.STARTING, standby=standby)
+    state = replace(state, members=state.members.replacing(starting))
     if taking:
         used = {number: replace(pool[number], phase=StandbyPhase.TAKING) for number in taking.values()}
         state = replace(state, standbys={**state.standbys, role: {**pool, **used}})
@@ -265,7 +257,7 @@ def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iter
 
 
 def _members_command(state: JobState, role: str, ranks: Iterable[int]) -> StartMembers:
-    members = {rank: state.members.at(role, rank) for rank in ranks}
+    members = {rank: state.members[ProcessId(role, rank)] for rank in ranks}
     return StartMembers(
         role,
         tuple((rank, member.incarnation) for rank, member in members.items()),

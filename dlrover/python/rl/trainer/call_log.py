@@ -62,12 +62,6 @@ class LoggedCall:
         self._retries = 0
         self._was_raised = False
 
-    @classmethod
-    def stored(cls, ref: Ref) -> "LoggedCall":
-        value = cls("", 0, None)
-        value.ref, value.state = ref, CallState.ANSWERED
-        return value
-
     @property
     def member(self) -> ProcessId:
         return ProcessId(self.role, self.rank)
@@ -163,21 +157,17 @@ class CallLog:
         return self._open is not None
 
     def begin_setup(self) -> None:
-        self._begin(self.setup)
+        self._open, self._last = self.setup, {}
 
     def end_init(self) -> None:
         """Calls from here on are made between ``init`` and the first step."""
         self._init_count = len(self.setup)
 
     def begin_step(self) -> None:
-        self._begin(self.step)
+        self._open, self._last = self.step, {}
 
     def end(self) -> None:
-        self._begin(None)
-
-    def _begin(self, calls: list[LoggedCall] | None) -> None:
-        self._open = calls
-        self._last = {}
+        self._open, self._last = None, {}
 
     def link(self, role: str, rank: int, call: Call) -> LoggedCall:
         """Construct the record of a call; :meth:`add` it once it is under way."""

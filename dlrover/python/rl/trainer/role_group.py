@@ -26,15 +26,11 @@ class CallCounter:
     several threads are sent in the order of their numbers."""
 
     step: int = 0
-    _next: int = 0
+    count: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def open(self, step: int) -> None:
-        self.step, self._next = step, 0
-
-    def next_id(self) -> tuple[int, int]:
-        number, self._next = self._next, self._next + 1
-        return self.step, number
+        self.step, self.count = step, 0
 
 
 @dataclass(frozen=True)
@@ -118,8 +114,10 @@ class Invocation:
             (tuple(parts[shard] for parts in positional), {name: parts[shard] for name, parts in named.items()})
             for shard in range(shards)
         ]
-        with group._counter.lock:
-            call_id = group._counter.next_id()
+        counter = group._counter
+        with counter.lock:
+            call_id = counter.step, counter.count
+            counter.count += 1
             refs = [
                 port.submit(group.role, rank, Call(call_id, self.method, *shard_args[rank // replica], sized))
                 for rank in range(world_size)

@@ -159,7 +159,10 @@ class Steps:
             self.port.settle()
             self._publish(waits=True)
             if self._checkpoints is not None and is_due:
-                pending = self._capture(self._checkpoints, step, last)
+                request = self._asked(self._checkpoints.commit_request, step, last)
+                members = members_of(self.port.roles, stateful_only=True)
+                pending = _Pending(step, self.port.ask(members, COMMIT, request))
+                self._asked(self._checkpoints.save, step, dump_state(self.state, self._checkpoints.run, self._left))
                 is_whole = self._complete(self._checkpoints, pending, asks=last, waits=last)
             if self.port.recoveries == recoveries:
                 break
@@ -172,13 +175,6 @@ class Steps:
             self._publish()
         else:
             self.port.publish = self._publish_if_idle
-
-    def _capture(self, checkpoints: Checkpoints, step: int, last: bool) -> _Pending:
-        """Begin to write the states after ``step``."""
-        request = self._asked(checkpoints.commit_request, step, last)
-        answers = self.port.ask(members_of(self.port.roles, stateful_only=True), COMMIT, request)
-        self._asked(checkpoints.save, step, dump_state(self.state, checkpoints.run, self._left))
-        return _Pending(step, answers)
 
     def _complete(self, checkpoints: Checkpoints, pending: _Pending, asks: bool, waits: bool) -> bool:
         """Send the states to other nodes once all are written; returns False before. ``asks`` the members again."""

@@ -131,27 +131,21 @@ class JobOperations(Protocol):
 
     def history(self, view: JobView) -> JobHistory | None:
         """What has happened to it; None if that cannot be seen from here."""
-        ...
 
     def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
         """Whole lines with the process that wrote them; all processes for ""."""
-        ...
 
     def list_jobs(self) -> tuple[list[JobView], int]:
         """All jobs that have not ended, the newest of the others, and the number of older ones that are left out."""
-        ...
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         """Pass on steps and activities until the job has ended; return its end."""
-        ...
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
         """The job once it has ended, or as it is after ``timeout_s``."""
-        ...
 
     def stop(self, name: str, hard: bool) -> JobView:
         """Stop a job and wait for its end."""
-        ...
 
     def resize(self, name: str, role: str, num: int) -> JobView: ...
 

@@ -14,8 +14,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import lies_in
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.process.brain import fresh_journal, run_local
-from dlrover.python.rl.master.process.resize import validate_least
+from dlrover.python.rl.master.process.brain import fresh_journal, run_local, validate_least
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.checkpoint.room import Room, room_for, validate_room
 from dlrover.python.rl.runtime.checkpoint.runs import validate_archive
@@ -75,6 +74,28 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
 def _device_of(config: Mapping[str, Any] | None) -> Any:
     engine = (config or {}).get("engine")
     return engine.get("device") if isinstance(engine, Mapping) else None
+
+
+def with_limits(job: JobSpec, **values: Any) -> JobSpec:
+    """The job with other values, where they are not None, of the fields that upstream DLRover has as arguments."""
+    changes: dict[str, dict[str, Any]] = {"restart": {}, "master": {}, "": {}}
+    for name, value in values.items():
+        if value is not None:
+            section, field = _FIELDS[name]
+            changes[section][field] = value
+    restart, master = replace(job.restart, **changes["restart"]), replace(job.master, **changes["master"])
+    return replace(job, restart=restart, master=master, **changes[""])
+
+
+_FIELDS = {
+    "job_max_restart": ("restart", "job_max_restart"),
+    "trainer_max_restart": ("restart", "trainer_max_restart"),
+    "workload_max_restart": ("restart", "workload_max_restart"),
+    "master_cpu": ("master", "cpu"),
+    "master_mem": ("master", "memory"),
+    "master_max_restart": ("master", "max_restart"),
+    "scheduling_strategy_type": ("", "scheduling_strategy"),
+}
 
 
 def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:

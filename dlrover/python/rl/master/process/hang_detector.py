@@ -68,7 +68,13 @@ class HangDetector:
         if now_s - self._looked_s > 2 * self._beats.beat_s + 1.0:
             self._listening_since_s = now_s  # this process was paused: no heartbeat was received in that time
         self._looked_s = now_s
-        numbers = _numbers_up(state)
+        members = state.members.items()
+        numbers = {process_id: member.incarnation for process_id, member in members if member.phase is MemberPhase.UP}
+        if state.trainer.phase is MemberPhase.UP:
+            numbers[TRAINER_ID] = state.epoch
+        for role, pool in state.standbys.items():
+            ready = (number for number, standby in pool.items() if standby.phase is StandbyPhase.READY)
+            numbers |= {ProcessId.standby(role, number): number for number in ready}
         for process_id, number in numbers.items():
             sign = self._signs.get(process_id)
             if sign is None or sign.number != number:  # it or this master has just started: it counts as heard now
@@ -107,17 +113,6 @@ class HangDetector:
         event = make_lost_event(process_id, number, cause, process.node if process else "")
         self.condemned[event] = process
         return event
-
-
-def _numbers_up(state: JobState) -> dict[ProcessId, int]:
-    members = state.members.items()
-    up = {process_id: member.incarnation for process_id, member in members if member.phase is MemberPhase.UP}
-    if state.trainer.phase is MemberPhase.UP:
-        up[TRAINER_ID] = state.epoch
-    for role, pool in state.standbys.items():
-        ready = (number for number, standby in pool.items() if standby.phase is StandbyPhase.READY)
-        up |= {ProcessId.standby(role, number): number for number in ready}
-    return up
 
 
 def has_lost_peer(beat: Heartbeat, state: JobState) -> bool:

@@ -301,7 +301,11 @@ class TimeAccount:
         self.book(at_s)
         use = _next_use(self.use, before, after, event)
         if use is not self.use:
-            self.use, self.cause = use, _cause_of(use, after, event)
+            self.use, self.cause = use, ""
+            if use is TimeUse.ENDING and after.failure is not None:
+                self.cause = after.failure.kind.value
+            elif use in (TimeUse.RECOVERY, TimeUse.RESTART) and isinstance(event, LOSSES):
+                self.cause = event.cause.kind.value
         self.over = after.phase.terminal
 
     def book(self, now_s: float) -> None:
@@ -333,13 +337,6 @@ def _next_use(use: TimeUse, before: JobState, after: JobState, event: Event) -> 
     if isinstance(event, MemberLost | TrainerLost | NodeLost) and after is not before and use is TimeUse.USEFUL:
         return TimeUse.RECOVERY
     return use
-
-
-def _cause_of(use: TimeUse, after: JobState, event: Event) -> str:
-    if use is TimeUse.ENDING:
-        return after.failure.kind.value if after.failure is not None else ""
-    is_loss = use in (TimeUse.RECOVERY, TimeUse.RESTART)
-    return event.cause.kind.value if is_loss and isinstance(event, LOSSES) else ""
 
 
 def tls_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:

@@ -68,11 +68,12 @@ from dlrover.python.rl.master.process.brain import (
     Handled,
     earlier_journal,
     fresh_journal,
+    resizable,
+    size_of,
     submission,
 )
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
-from dlrover.python.rl.master.process.resize import resizable, size_of
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore, read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, leave
