@@ -40,6 +40,8 @@ from dlrover.rl.result import TrainResult
 LOCAL, RAY = "local", "ray"
 _MODEL_REWARD = {"module": "dlrover.python.rl.recipe.workloads", "class": "ModelRewardWorkload"}
 
+_show = partial(echo, err=True)
+
 Model: TypeAlias = str | Path
 """A folder or a hub name."""
 
@@ -195,10 +197,6 @@ def _folder(recipe: str, keys: Mapping[str, Any], below: str = "") -> Path:
     return Path(keys["job_dir"]) if "job_dir" in keys else RUNS / str(keys.get("name", recipe)) / below
 
 
-def _show(line: str) -> None:
-    echo(line, err=True)
-
-
 # -- the arguments as a configuration ---------------------------------------------------------------------------------
 
 
@@ -231,18 +229,18 @@ class Inputs:
     def _rows(self, dataset: Any, split: str) -> str:
         if isinstance(dataset, str | Path):
             return str(dataset)
-        lines = []
+        lines, argument = [], "dataset" if split == "train" else "eval_dataset"
         is_table = any(hasattr(dataset, name) for name in ("iterrows", "column_names"))  # of pandas, of datasets
         if hasattr(dataset, "iterrows"):  # the values that a ``DataFrame`` has not are NaN, NaT or NA there
             dataset = dataset.astype(object).where(dataset.notna(), None).to_dict("records")
-        for number, row in enumerate(_iterated(dataset, split), start=1):
+        for number, row in enumerate(_iterated(dataset, argument), start=1):
             if not isinstance(row, Mapping):
                 what = f"row {number} is {type(row).__name__}, not a dict"
-                raise InvalidJob([ConfigError(_argument(split), what)])
+                raise InvalidJob([ConfigError(argument, what)])
             try:
                 lines.append(_line_of_table(row) if is_table else _line(row))
             except (TypeError, ValueError) as error:
-                raise InvalidJob([ConfigError(_argument(split), f"row {number}: {error}")]) from error
+                raise InvalidJob([ConfigError(argument, f"row {number}: {error}")]) from error
         content = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")  # lone surrogates, as JSON's
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"{split}-{blake2b(content, digest_size=6).hexdigest()}.jsonl"
@@ -300,20 +298,16 @@ def _model(model: Any) -> str:
     raise InvalidJob([ConfigError("model", what + saving)])
 
 
-def _argument(split: str) -> str:
-    return "dataset" if split == "train" else "eval_dataset"
-
-
-def _iterated(rows: Any, split: str) -> Any:
+def _iterated(rows: Any, argument: str) -> Any:
     if isinstance(rows, Mapping):
         what = f"is a dict of {', '.join(map(str, rows))}: give a list of rows, [{{...}}, ...], one of its splits, or "
-        what += f"datasets.Dataset.from_dict({_argument(split)}) of its columns"
-        raise InvalidJob([ConfigError(_argument(split), what)])
+        what += f"datasets.Dataset.from_dict({argument}) of its columns"
+        raise InvalidJob([ConfigError(argument, what)])
     try:
         return iter(rows)
     except TypeError as error:
         what = f"must be a file, a hub name or rows, not {type(rows).__name__}"
-        raise InvalidJob([ConfigError(_argument(split), what)]) from error
+        raise InvalidJob([ConfigError(argument, what)]) from error
 
 
 def _line(row: Mapping[Any, Any]) -> str:

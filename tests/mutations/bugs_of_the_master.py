@@ -134,11 +134,13 @@ BUGS = {
     "a replaced master runs functions on nodes": Bug(_CLUSTER, '"remove_group", "run_on"', '"remove_group"'),
     "a job that has ended reserves again when its master is back": Bug(
         _MASTER,
-        "            if state.phase.terminal:\n                self._leave()  # nothing",
-        "            if False:\n                self._leave()  # nothing",
+        "        if state.phase.terminal:\n            self._leave()  # nothing",
+        "        if False:\n            self._leave()  # nothing",
     ),
     "a master that was replaced stays": Bug(
-        _MASTER, 'leave(f"another process of this master has taken over: {error}")  # the rest', "pass  # the rest"
+        _MASTER,
+        'leave(f"another process of this master has taken over: {error}")  # what is left',
+        "pass  # what is left",
     ),
     "a process that hangs is not killed": Bug(
         _MASTER, "            self._spawn(kill_process(self._cluster, condemned))\n", "            pass\n"

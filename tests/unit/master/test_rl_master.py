@@ -172,7 +172,8 @@ def test_master_that_was_replaced_leaves(make_master):
         master = make_master(*runs.OPEN)
         master._run.brain.handle_all = refuse
         master._events.put_nowait(StopRequested("enough"))
-        await master._handle_events()
+        master._spawn(master._handle_events())
+        await settle(master)
         return master
 
     master = asyncio.run(scenario())

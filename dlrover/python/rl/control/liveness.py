@@ -110,25 +110,19 @@ class Work:
     busy_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Slow:
-    """A member that has needed ``ratio`` times as long for a unit of work as the others of its role."""
+@dataclass
+class MemberPace:
+    """A member's work in this window; it has needed ``ratio`` times as long for a unit as the others of its role."""
 
     process_id: ProcessId
-    number: int
-    ratio: float
-
-    def __str__(self) -> str:
-        return f"{self.process_id} works {self.ratio:.1f} times slower than the others of its role"
-
-
-@dataclass
-class _Member:
     number: int
     begun: Work
     now: Work
     windows: int = 0  # in a row in which it was slow
     ratio: float = 1.0
+
+    def __str__(self) -> str:
+        return f"{self.process_id} works {self.ratio:.1f} times slower than the others of its role"
 
 
 @dataclass
@@ -136,16 +130,16 @@ class Paces:
     """Of all members of a job."""
 
     factor: float
-    _members: dict[ProcessId, _Member] = field(default_factory=dict)
+    _members: dict[ProcessId, MemberPace] = field(default_factory=dict)
 
     def note(self, process_id: ProcessId, number: int, work: Work) -> None:
         member = self._members.get(process_id)
         if member is None or member.number != number:
-            self._members[process_id] = _Member(number, work, work)
+            self._members[process_id] = MemberPace(process_id, number, work, work)
         else:
             member.now = work
 
-    def find(self, up: Mapping[ProcessId, int]) -> list[Slow]:
+    def find(self, up: Mapping[ProcessId, int]) -> list[MemberPace]:
         """Those that became slow with a window that has just ended, of the members that are ``up`` (to their
         numbers)."""
         self._members = {key: member for key, member in self._members.items() if up.get(key) == member.number}
@@ -163,5 +157,5 @@ class Paces:
                 member.windows = member.windows + 1 if member.ratio > self.factor else 0
                 member.begun = member.now
                 if member.windows == WINDOWS:
-                    slow.append(Slow(process_id, member.number, member.ratio))
+                    slow.append(member)
         return slow

@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: one handler for each event.
 """The brain: ``step(state, event, at_s) -> (state, commands)``. Pure, total and deterministic.
 
 An event of another incarnation or epoch than the current one, or one that the phase does not expect, returns the same

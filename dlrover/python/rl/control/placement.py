@@ -240,7 +240,11 @@ def sum_resources(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 def plan(job: JobSpec) -> tuple[Placement | None, list[ConfigError]]:
     """Place all members and standbys of ``job``, or explain with numbers why they can never fit its nodes."""
     resources, errors = member_resources(job)
-    errors += _validate_per_node(job) + _validate_strategy(job)
+    errors += _validate_per_node(job)
+    if job.scheduling_strategy == "SIMPLE":
+        what = "cannot share devices when nothing is reserved: scheduling_strategy is SIMPLE"
+        groups = [(index, "+".join(group)) for index, group in enumerate(job.groups) if len(group) > 1]
+        errors += [ConfigError(f"workload_group.{index}", f"{roles} {what}") for index, roles in groups]
     if errors:
         return None, errors
     shapes = list(_shapes(job, resources))
@@ -255,19 +259,6 @@ def plan(job: JobSpec) -> tuple[Placement | None, list[ConfigError]]:
         except DoesNotFit as failure:
             failures.append(failure)
     return None, [_impossible(failures[0], job)]
-
-
-def _validate_strategy(job: JobSpec) -> list[ConfigError]:
-    if job.scheduling_strategy != "SIMPLE":
-        return []
-    return [
-        ConfigError(
-            f"workload_group.{index}",
-            f"{'+'.join(group)} cannot share devices when nothing is reserved: scheduling_strategy is SIMPLE",
-        )
-        for index, group in enumerate(job.groups)
-        if len(group) > 1
-    ]
 
 
 def _validate_per_node(job: JobSpec) -> list[ConfigError]:

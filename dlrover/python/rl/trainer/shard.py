@@ -140,7 +140,9 @@ def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
         except DataError as error:
             raise ShardError(f"{label}: {error}") from error
     cuts = even_cuts(rows, shards)
-    return [_part(value, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    parts = [value[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+    # A torch view is sent with its whole storage: copy the slice.
+    return [part.clone() if hasattr(part, "untyped_storage") else part for part in parts]
 
 
 def _chunk(value: Any, shards: int, label: str) -> list[Any]:
@@ -155,12 +157,6 @@ def _chunk(value: Any, shards: int, label: str) -> list[Any]:
     if len(parts) != shards:
         raise ShardError(f"{label} is {kind}, whose chunk({shards}) gave {len(parts)} parts")
     return parts
-
-
-def _part(value: Any, start: int, stop: int) -> Any:
-    part = value[start:stop]
-    # A torch view is sent with its whole storage: copy the slice.
-    return part.clone() if hasattr(part, "untyped_storage") else part
 
 
 def _split_columns(columns: Mapping[str, Any], shards: int, label: str) -> list[Any]:

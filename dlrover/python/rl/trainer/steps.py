@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: a step from its begin to its commit, and the ways back to a commit, over one port.
 """The steps of a trainer: where they begin, and the commit at the end of each."""
 
 from collections import deque

@@ -109,7 +109,12 @@ def evaluation_name(name: str) -> str:
 
 
 def _with_secrets(job: JobSpec) -> JobSpec:
-    hidden = {where: _variable_of(where) for where in hidden_in(job)}
+    hidden = {}
+    for where in hidden_in(job):  # the environment variable of config.judge.api_key is JUDGE_API_KEY
+        if where.startswith("config."):
+            hidden[where] = re.sub(r"\W", "_", where.removeprefix("config.")).upper()
+        else:
+            hidden[where] = where.rpartition(".env.")[2] if ".env." in where else where.removeprefix("env.")
     unknown = [
         ConfigError(where, f"a secret, which was not saved: set {name} in the environment")
         for where, name in hidden.items()
@@ -118,13 +123,6 @@ def _with_secrets(job: JobSpec) -> JobSpec:
     if unknown:
         raise InvalidJob(unknown)
     return unseal(job, {where: os.environ[name] for where, name in hidden.items()})
-
-
-def _variable_of(where: str) -> str:
-    """The environment variable that has the secret: ``JUDGE_API_KEY`` for ``config.judge.api_key``."""
-    if where.startswith("config."):
-        return re.sub(r"\W", "_", where.removeprefix("config.")).upper()
-    return where.rpartition(".env.")[2] if ".env." in where else where.removeprefix("env.")
 
 
 def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:

@@ -154,14 +154,14 @@ def run_here(
             announce(checked.opening)
         status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)), announce=announce)
         claimed.end(status.phase.value)
-    return _drawn(status)
+    _redraw(status)
+    return status
 
 
-def _drawn(status: JobStatus) -> JobStatus:
-    """The trainer draws its last curve only if it finishes."""
+def _redraw(status: JobStatus) -> None:
+    """Draw the curve of a run that has not finished: only then does its trainer draw the last one."""
     if status.folder and status.phase is not Phase.FINISHED:
         redraw(Path(status.folder))
-    return status
 
 
 def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
@@ -193,8 +193,11 @@ def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
 
     checked = replace(checked, job=begin(checked.job))
     if connected or (address is not None and not supervise):
-        return _drawn(run_on_cluster(checked, report, announce, address, connected))
-    return _drawn(run_supervised(checked, report, announce, address))
+        status = run_on_cluster(checked, report, announce, address, connected)
+    else:
+        status = run_supervised(checked, report, announce, address)
+    _redraw(status)
+    return status
 
 
 def leave_on_ray(checked: CheckedJob, address: str, announce: Announcer = announce_nothing) -> JobStatus:

@@ -173,28 +173,22 @@ class RLMaster:
 
     async def _come_back(self) -> None:
         name = self._run.job.name
-        try:
-            await self._run.handle([MasterStarted(pid=os.getpid())])
-            state = self._state
-            _LOG.warning("the master of %s is back: the job is %s", name, state.phase.value)
-            if state.phase.terminal:
-                self._leave()  # nothing is left to adopt: places that it lacks would be reserved again
-                return
-            alive = await self._executor.adopt(state, self._events.put_nowait)
-            _LOG.warning("%s: %d processes found alive", name, alive)
-            until_s = time.monotonic() + _SECRETS_S
-            while self._run.lacking and self._state.phase.live:  # the job's processes send them after a heartbeat
-                if time.monotonic() > until_s:
-                    lost = ", ".join(self._run.lacking)
-                    raise JobFailed(f"{lost}: secrets, which all processes that had them took along")
-                await asyncio.sleep(_POLL_S)
-            for command in self._run.brain.outstanding():
-                self._executor.execute(command, self._events.put_nowait)
-        except StaleEpoch as error:
-            leave(f"another process of this master has taken over: {error}")
-        except Exception as error:  # noqa: BLE001 -- as in the loop
-            _LOG.exception("the master could not come back")
-            await self._fall(error)
+        await self._run.handle([MasterStarted(pid=os.getpid())])
+        state = self._state
+        _LOG.warning("the master of %s is back: the job is %s", name, state.phase.value)
+        if state.phase.terminal:
+            self._leave()  # nothing is left to adopt: places that it lacks would be reserved again
+            return
+        alive = await self._executor.adopt(state, self._events.put_nowait)
+        _LOG.warning("%s: %d processes found alive", name, alive)
+        until_s = time.monotonic() + _SECRETS_S
+        while self._run.lacking and self._state.phase.live:  # the job's processes send them after a heartbeat
+            if time.monotonic() > until_s:
+                lost = ", ".join(self._run.lacking)
+                raise JobFailed(f"{lost}: secrets, which all processes that had them took along")
+            await asyncio.sleep(_POLL_S)
+        for command in self._run.brain.outstanding():
+            self._executor.execute(command, self._events.put_nowait)
         self._live()
 
     async def reveal(self, secrets: Secrets) -> None:
@@ -214,7 +208,9 @@ class RLMaster:
         async def guarded() -> None:
             try:
                 await work
-            except Exception as error:  # noqa: BLE001 -- nothing else would notice that a watcher has ended
+            except StaleEpoch as error:
+                leave(f"another process of this master has taken over: {error}")  # what is left is the other's task
+            except Exception as error:  # noqa: BLE001 -- a broken task must not leave a job that looks alive
                 _LOG.exception("%s: a task of the master failed", self._run.job.name)
                 await self._fall(error)
 
@@ -223,20 +219,14 @@ class RLMaster:
     # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def _handle_events(self) -> None:
-        try:
-            while not self._state.phase.terminal:
-                events = [await self._events.get()]  # waits: for the next event, as long as the job runs
-                while len(events) < _MOST_EVENTS and not self._events.empty():
-                    events.append(self._events.get_nowait())
-                for handled in await self._run.handle(events):
-                    self._carry_out(handled)
-                await self._tell()
-                await asyncio.sleep(0)  # requests come in between
-        except StaleEpoch as error:
-            leave(f"another process of this master has taken over: {error}")  # the rest is the other's task
-        except Exception as error:  # noqa: BLE001 -- a broken loop must not leave a job that looks alive
-            _LOG.exception("the master's own loop failed")
-            await self._fall(error)
+        while not self._state.phase.terminal:
+            events = [await self._events.get()]  # waits: for the next event, as long as the job runs
+            while len(events) < _MOST_EVENTS and not self._events.empty():
+                events.append(self._events.get_nowait())
+            for handled in await self._run.handle(events):
+                self._carry_out(handled)
+            await self._tell()
+            await asyncio.sleep(0)  # requests come in between
         self._run.brain.close()
 
     def _carry_out(self, handled: Handled) -> None:
@@ -270,6 +260,7 @@ class RLMaster:
             async with asyncio.timeout(_RELEASE_S):
                 await released.wait()
         self._run.brain.fail(error)
+        self._run.brain.close()
         self._leave()
         await self._tell()
 
@@ -559,12 +550,13 @@ class JobObserver:
 
     def count_at(self, position: Position) -> int:
         """How many reports of this process were read at ``position``."""
-        return position.read if position.boot == self._boot else 0
+        boot, read = position
+        return read if boot == self._boot else 0
 
     def update(self, state: JobState, count: int) -> Update:
         dropped = self.count - len(self._reports)
         fresh = islice(self._reports, max(count - dropped, 0), None)
-        return Update(self.status(state), tuple(fresh), Position(self._boot, self.count))
+        return Update(self.status(state), tuple(fresh), (self._boot, self.count))
 
 
 def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member | None:

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import nan
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
@@ -56,12 +56,10 @@ class JobStatus:
     run: str = ""  #: its id; empty in the answers of masters of earlier versions
 
 
-@dataclass(frozen=True)
-class Position:
-    """How many reports of a master's process were read; a restarted one counts from 0."""
+Position: TypeAlias = tuple[str, int]
+"""A master's process, and how many of its reports were read; a restarted one counts from 0."""
 
-    boot: str = ""
-    read: int = 0
+BEGINNING: Position = ("", 0)
 
 
 @dataclass(frozen=True)
