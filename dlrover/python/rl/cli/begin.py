@@ -18,12 +18,13 @@ from rich.console import Console
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import Lookup, looking_up
-from dlrover.python.rl.common.names import check_job_name, hint, is_url
+from dlrover.python.rl.common.names import hint, is_url
 from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import OverridesCommand, load_job, load_job_text, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.client.jobs import check_name
 from dlrover.python.rl.master.client.resume import (
     archived_job,
     describe_start,
@@ -67,13 +68,9 @@ def init(name: str, cluster: Cluster) -> None:
 
 def write_skeleton(name: str, cluster: Cluster) -> Path:
     """Write the folder ``name``. Raises InvalidJob if that is no name of a job, or exists already."""
-    try:
-        check_job_name(name)
-    except ValueError as error:
-        raise InvalidJob([ConfigError("NAME", str(error))]) from error
-    folder = Path(name)
+    folder = Path(check_name(name))
     if folder.exists():
-        raise InvalidJob([ConfigError("NAME", f"{folder} exists already")])
+        raise InvalidJob([ConfigError("name", f"{folder} exists already")])
     skeleton = files(__package__) / "skeleton"
     job = folder / "base" / "files" if cluster == "kuberay" else folder
     _copy(skeleton / "common", job, name)
