@@ -37,6 +37,17 @@ _SERVER = click.option(
 _JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
+def connect(address: str, server: str | None, name: str | None) -> AbstractContextManager[JobOperations]:
+    """Where the job of this name is, or all are. Raises ClusterUnavailable or ServiceUnavailable when entered."""
+    if server:
+        from dlrover.python.rl.service.remote_jobs import service_jobs  # gRPC takes a moment
+
+        return service_jobs(server)
+    from dlrover.python.rl.master.client.on_ray import ray_jobs
+
+    return ray_jobs(address, name)
+
+
 def _operation(function: Callable[..., None]) -> click.Command:
     """A verb that is given the jobs of a cluster or of a service."""
 
@@ -51,15 +62,7 @@ def _operation(function: Callable[..., None]) -> click.Command:
         name = name if place is None else place
         if name is not None:
             check_name(name)
-        if server:
-            from dlrover.python.rl.service.remote_jobs import service_jobs  # gRPC takes a moment
-
-            place_of_jobs: AbstractContextManager[JobOperations] = service_jobs(server)
-        else:
-            from dlrover.python.rl.master.client.on_ray import ray_jobs
-
-            place_of_jobs = ray_jobs(address, name)
-        with place_of_jobs as jobs:
+        with connect(address, server, name) as jobs:
             function(jobs, **arguments)
 
     run.__doc__ = function.__doc__
