@@ -7,7 +7,7 @@ The arguments of a call become a job's configuration; rows and code become files
 import json
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, is_dataclass
 from functools import partial
 from hashlib import blake2b
@@ -39,6 +39,8 @@ from dlrover.rl.result import TrainResult
 
 LOCAL, RAY = "local", "ray"
 _MODEL_REWARD = {"module": "dlrover.python.rl.recipe.workloads", "class": "ModelRewardWorkload"}
+
+_show = partial(echo, err=True)
 
 Model: TypeAlias = str | Path
 """A folder or a hub name."""
@@ -146,15 +148,9 @@ def _run_here(recipe: str, describe: Callable[[], JobSpec], keys: Mapping[str, A
     launch = LaunchEnv.from_env(os.environ)
     configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "")
     started: list[JobSpec] = []
-
-    def check() -> JobSpec:
-        started.append(launcher.check_job(describe, launch, _show))
-        view.title = started[0].name
-        return started[0]
-
     try:
-        with ProgressView(recipe, live=not launch.rank) as view:
-            error = launcher.run_together(check, launch, view, view.announce)
+        check = partial(launcher.check_job, describe, launch, _show)
+        error = launcher.show_together(recipe, check, launch, started)
     except KeyboardInterrupt:
         for job in started:
             _show_how_to_go_on(job.job_dir)
@@ -185,33 +181,20 @@ def _show_how_to_go_on(folder: Path) -> None:
 
 
 def _describe(recipe: str, keys: Mapping[str, Any], given: Mapping[str, Any], on_ray: bool) -> JobSpec:
-    values = {**(_one_device(recipe) if on_ray else {}), **Inputs(_folder(recipe, keys) / "inputs").config(keys, given)}
+    file = launcher.recipe_file(recipe)
+    values = Inputs(_folder(recipe, keys) / "inputs").config(keys, given)
+    if on_ray:  # its roles share one device of this machine
+        roles, gpus = load_job_with(file, {}, ()).workloads, torch.cuda.device_count()
+        devices = {"device_type": "GPU" if gpus else "CPU", "device_per_node": gpus or len(roles)}
+        values = {"trainer": devices, "workload_group": [{str(role).lower(): 1 for role in roles}], **values}
     main = getattr(sys.modules.get("__main__"), "__file__", None)
     search = search_folders(*([Path(main).absolute().parent] if main else []))
-    return load_job_with(_file(recipe), values, search)
-
-
-def _one_device(recipe: str) -> dict[str, Any]:
-    """The layout of a job whose roles share one device of this machine."""
-    roles = load_job_with(_file(recipe), {}, ()).workloads
-    gpus = torch.cuda.device_count()
-    return {
-        "trainer": {"device_type": "GPU" if gpus else "CPU", "device_per_node": gpus or len(roles)},
-        "workload_group": [{str(role).lower(): 1 for role in roles}],
-    }
-
-
-def _file(recipe: str) -> Path:
-    return Path(launcher.__file__).with_name(f"{recipe}.yaml")
+    return load_job_with(file, values, search)
 
 
 def _folder(recipe: str, keys: Mapping[str, Any], below: str = "") -> Path:
     """``job_dir``, or ``below`` the folder of the runs of this name."""
     return Path(keys["job_dir"]) if "job_dir" in keys else RUNS / str(keys.get("name", recipe)) / below
-
-
-def _show(line: str) -> None:
-    echo(line, err=True)
 
 
 # -- the arguments as a configuration ---------------------------------------------------------------------------------
@@ -246,16 +229,18 @@ class Inputs:
     def _rows(self, dataset: Any, split: str) -> str:
         if isinstance(dataset, str | Path):
             return str(dataset)
-        lines = []
+        lines, argument = [], "dataset" if split == "train" else "eval_dataset"
         is_table = any(hasattr(dataset, name) for name in ("iterrows", "column_names"))  # of pandas, of datasets
-        for number, row in enumerate(_iterated(_without_missing(dataset), split), start=1):
+        if hasattr(dataset, "iterrows"):  # the values that a ``DataFrame`` has not are NaN, NaT or NA there
+            dataset = dataset.astype(object).where(dataset.notna(), None).to_dict("records")
+        for number, row in enumerate(_iterated(dataset, argument), start=1):
             if not isinstance(row, Mapping):
                 what = f"row {number} is {type(row).__name__}, not a dict"
-                raise InvalidJob([ConfigError(_argument(split), what)])
+                raise InvalidJob([ConfigError(argument, what)])
             try:
                 lines.append(_line_of_table(row) if is_table else _line(row))
             except (TypeError, ValueError) as error:
-                raise InvalidJob([ConfigError(_argument(split), f"row {number}: {error}")]) from error
+                raise InvalidJob([ConfigError(argument, f"row {number}: {error}")]) from error
         content = "".join(f"{line}\n" for line in lines).encode(errors="backslashreplace")  # lone surrogates, as JSON's
         self._folder.mkdir(parents=True, exist_ok=True)
         file = self._folder / f"{split}-{blake2b(content, digest_size=6).hexdigest()}.jsonl"
@@ -313,39 +298,16 @@ def _model(model: Any) -> str:
     raise InvalidJob([ConfigError("model", what + saving)])
 
 
-def _argument(split: str) -> str:
-    return "dataset" if split == "train" else "eval_dataset"
-
-
-def _iterated(rows: Any, split: str) -> Any:
+def _iterated(rows: Any, argument: str) -> Any:
     if isinstance(rows, Mapping):
-        if any(_is_column(values) for values in rows.values()):
-            what = f"is a dict of the columns {', '.join(map(str, rows))}: give a list of rows, each a dict, or "
-            what += f"datasets.Dataset.from_dict({_argument(split)})"
-            raise InvalidJob([ConfigError(_argument(split), what)])
-        if all(isinstance(value, str | int | float | None) for value in rows.values()):
-            raise InvalidJob([ConfigError(_argument(split), "is one row: give a list of rows, [{...}, ...]")])
-        what = f"has the splits {', '.join(map(str, rows))}: give one of them, dataset['train']"
-        raise InvalidJob([ConfigError(_argument(split), what)])
+        what = f"is a dict of {', '.join(map(str, rows))}: give a list of rows, [{{...}}, ...], one of its splits, or "
+        what += f"datasets.Dataset.from_dict({argument}) of its columns"
+        raise InvalidJob([ConfigError(argument, what)])
     try:
         return iter(rows)
     except TypeError as error:
         what = f"must be a file, a hub name or rows, not {type(rows).__name__}"
-        raise InvalidJob([ConfigError(_argument(split), what)]) from error
-
-
-def _is_column(value: Any) -> bool:
-    """Whether a value of a dict has no rows, as a split would."""
-    values = value.tolist() if hasattr(value, "tolist") else value
-    is_listed = isinstance(values, Sequence) and not isinstance(values, str)
-    return is_listed and not isinstance(next(iter(values), {}), Mapping)
-
-
-def _without_missing(dataset: Any) -> Any:
-    """Rows with None for the values that a ``DataFrame`` has not, which are NaN, NaT or NA there."""
-    if not hasattr(dataset, "iterrows"):
-        return dataset
-    return dataset.astype(object).where(dataset.notna(), None).to_dict("records")
+        raise InvalidJob([ConfigError(argument, what)]) from error
 
 
 def _line(row: Mapping[Any, Any]) -> str:

@@ -6,9 +6,8 @@ Others, which the simulation has to see, are in ``tests/simulation/mutations.py`
 
 from bug import Bug
 
-_FAULTS, _EVENTS, _STATE, _MACHINE = (f"control/{name}.py" for name in ("faults", "events", "state", "machine"))
-_BUDGETS, _RECOVERY, _RESIZING = (f"control/{name}.py" for name in ("budgets", "recovery", "resizing"))
-_LIVENESS, _PLACEMENT, _PACKING = (f"control/{name}.py" for name in ("liveness", "placement", "bin_packing"))
+_EVENTS, _STATE, _MACHINE, _RECOVERY = (f"control/{name}.py" for name in ("events", "state", "machine", "recovery"))
+_LIVENESS, _PLACEMENT = (f"control/{name}.py" for name in ("liveness", "placement"))
 
 _DECISIONS = ("control/test_recovery.py", "control/test_machine.py")
 _PLACES = (
@@ -19,26 +18,24 @@ _PLACES = (
 )
 
 TESTS = {
-    _FAULTS: ("control/test_faults.py",),
-    _EVENTS: (*_DECISIONS, "control/test_journal.py"),
+    _EVENTS: (*_DECISIONS, "control/test_journal.py", "control/test_faults.py"),
     _STATE: ("control/test_members.py", *_DECISIONS, "control/test_resizing.py"),
-    _MACHINE: _DECISIONS,
-    _BUDGETS: _DECISIONS,
+    _MACHINE: (*_DECISIONS, "control/test_resizing.py"),
     _RECOVERY: _DECISIONS,
-    _RESIZING: ("control/test_resizing.py",),
     _LIVENESS: ("control/test_liveness.py", "control/test_slow_members.py"),
     _PLACEMENT: _PLACES,
-    _PACKING: _PLACES,
 }
 
 BUGS = {
     "a bug whose words name a device is the machine's": Bug(
-        _FAULTS, "if fault is not Fault.UNKNOWN and not isinstance(error, _BUGS):", "if fault is not Fault.UNKNOWN:"
+        _EVENTS,
+        "if fault is not CauseKind.UNKNOWN_ERROR and not isinstance(error, _BUGS):",
+        "if fault is not CauseKind.UNKNOWN_ERROR:",
     ),
     "a link that a failed device has broken is at fault": Bug(
-        _FAULTS,
-        "    if _DEVICE.search(text):\n        return Fault.DEVICE\n    return Fault.LINK if _LINK.search(text)",
-        "    if _LINK.search(text):\n        return Fault.LINK\n    return Fault.DEVICE if _DEVICE.search(text)",
+        _EVENTS,
+        "    if _DEVICE.search(text):\n",
+        "    if _DEVICE.search(text) and not _LINK.search(text):\n",
     ),
     "the same error with another address is tried again": Bug(
         _EVENTS,
@@ -47,17 +44,17 @@ BUGS = {
     ),
     "secrets of a traceback are in the journal": Bug(_EVENTS, "redacted(valid_text(self.detail))", "self.detail"),
     "recoveries of last week make the back-off longer": Bug(
-        _BUDGETS, "1 if before is None or before.at_s <= at_s - settings.window_s else", "1 if before is None else"
+        _RECOVERY, "1 if before is None or before.at_s <= at_s - settings.window_s else", "1 if before is None else"
     ),
     "losses of a day count as if they were of one window": Bug(
-        _BUDGETS, "len(within(losses[node], settings.window_s, at_s)) >= limit", "len(losses[node]) >= limit"
+        _RECOVERY, "len(within(losses[node], settings.window_s, at_s)) >= limit", "len(losses[node]) >= limit"
     ),
-    "the very first cause is not kept": Bug(_BUDGETS, "(causes[0], *causes[2:])", "causes[1:]"),
+    "the very first cause is not kept": Bug(_RECOVERY, "(causes[0], *causes[2:])", "causes[1:]"),
     "the last node in use is excluded after another one": Bug(
-        _BUDGETS, '- {"", node, *state.excluded}', '- {"", node}'
+        _RECOVERY, '- {"", node, *state.excluded}', '- {"", node}'
     ),
     "nodes that lose processes slowly are excluded one after the other": Bug(
-        _BUDGETS, " and len(state.excluded) < len(in_use)", ""
+        _RECOVERY, " and len(state.excluded) < len(in_use)", ""
     ),
     "a node that is lost during a restart is used again": Bug(
         _RECOVERY,
@@ -84,7 +81,7 @@ BUGS = {
     "a lost standby holds its slot": Bug(_RECOVERY, "return state, (kill, *commands)", "return state, commands"),
     "the first commit is not noted": Bug(_MACHINE, "if state.committed and quiet:", "if quiet:"),
     "a job that is stopped before it is submitted runs": Bug(
-        _MACHINE, "    if isinstance(event, StopRequested):\n", "    if False:\n"
+        _MACHINE, "if isinstance(event, StopRequested):", "if False:"
     ),
     "a standby that becomes a member is reported as free": Bug(
         _MACHINE, " or standby.phase is not StandbyPhase.STARTING:", ":"
@@ -101,21 +98,17 @@ BUGS = {
         _STATE, "ProcessId(role, number * _CHUNK + at) for at", "ProcessId(role, at) for at"
     ),
     "a rank that comes again has a number of the past": Bug(
-        _RESIZING, "Member(state.retired.get(process_id, first))", "Member(first)"
+        _MACHINE, "Member(state.retired.get(process_id, first))", "Member(first)"
     ),
-    "a role shrinks under a trainer that has begun": Bug(
-        _RESIZING, " or num < least or has_begun:", " or num < least:"
-    ),
-    "a role may not have its least number": Bug(_RESIZING, "or num < least or", "or num <= least or"),
-    "standbys of a resized role never start": Bug(
-        _RESIZING, 'return timer.startswith(f"{role}[")', "return timer.startswith(role)"
-    ),
-    "a role that has shrunk twice grows by one": Bug(_RESIZING, "max(state.wanted.get(role, 0), num + 1)", "num + 1"),
+    "a role shrinks under a trainer that has begun": Bug(_MACHINE, " or num < least or has_begun:", " or num < least:"),
+    "a role may not have its least number": Bug(_MACHINE, "or num < least or", "or num <= least or"),
+    "standbys of a resized role never start": Bug(_MACHINE, 'timer.startswith(f"{role}[")', "timer.startswith(role)"),
+    "a role that has shrunk twice grows by one": Bug(_MACHINE, "max(state.wanted.get(role, 0), num + 1)", "num + 1"),
     "a process without a sign of life may take as long as its call": Bug(
         _LIVENESS, "max(min(limit_s, listening.silence_s),", "max(limit_s,"
     ),
     "the rank that is ahead is the odd one": Bug(
-        _LIVENESS, "min(others, key=lambda sign: (sign.step,", "max(others, key=lambda sign: (sign.step,"
+        _LIVENESS, "min(elsewhere, key=lambda sign: (sign.step,", "max(elsewhere, key=lambda sign: (sign.step,"
     ),
     "a member is slow after slow windows that are not in a row": Bug(
         _LIVENESS, "if member.ratio > self.factor else 0", "if member.ratio > self.factor else member.windows"
@@ -127,9 +120,9 @@ BUGS = {
         _PLACEMENT, "resources[role], at, len(bundles))", "resources[role], at, len(members))"
     ),
     "a standby is beside rank 0": Bug(
-        _PACKING, "[*(index for index in around if index != first_node), first_node]", "around"
+        _PLACEMENT, "[*(index for index in around if index != first_node), first_node]", "around"
     ),
     "a group that names more than a device leaves less than none": Bug(
-        _PACKING, "(max(UNITS, -(-used // UNITS) * UNITS) - used)", "(UNITS - used)"
+        _PLACEMENT, "(max(UNITS, -(-used // UNITS) * UNITS) - used)", "(UNITS - used)"
     ),
 }

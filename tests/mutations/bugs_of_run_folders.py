@@ -108,10 +108,10 @@ BUGS = {
     "changed code is not named": Bug(_SAVED, 'if changes else ""', 'if False else ""'),
     "a lost owner is waited for less than its lease": Bug(_SAVED, "owner.lease_s + BEAT_S", "BEAT_S"),
     "losses with commits between them count in a row": Bug(
-        _SUPERVISOR, "self._number + 1 if step == self._step else 1", "self._number + 1"
+        _SUPERVISOR, "losses + 1 if step == last_step else 1", "losses + 1"
     ),
     "a job may be begun again once less than it may": Bug(
-        _SUPERVISOR, "if self._number > job.restart", "if self._number >= job.restart"
+        _SUPERVISOR, "if losses > job.restart", "if losses >= job.restart"
     ),
     "the next attempt overwrites what the last one committed": Bug(
         _SUPERVISOR, "run=new_run(), overwrite=False,", "run=new_run(),"

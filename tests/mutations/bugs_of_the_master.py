@@ -10,10 +10,7 @@ _NODES, _COMMITS, _HEAD = (
     "runtime/ray/cluster/cluster.py",
 )
 _CLUSTER, _MASTER, _BRAIN = "runtime/ray/cluster/api.py", "master/process/rl_master.py", "master/process/brain.py"
-_HANGS, _RESIZER = (
-    "master/process/hang_detector.py",
-    "master/process/resize.py",
-)
+_HANGS = "master/process/hang_detector.py"
 _STATUS = "master/process/status.py"
 
 TESTS = {
@@ -21,7 +18,6 @@ TESTS = {
     _COMMITS: ("runtime/ray/test_node_commits.py",),
     _HEAD: ("runtime/ray/test_gcs_keeper.py", "runtime/ray/test_shutdown.py"),
     _BRAIN: ("master/test_brain.py", "master/test_local_run.py"),
-    _RESIZER: ("master/test_rl_master.py", "control/test_resizing.py"),
     _MASTER: ("master/test_status.py", "master/test_job_metrics.py", "master/test_run_claim.py"),
     _STATUS: ("master/test_status.py", "master/test_brain.py"),
 }
@@ -131,11 +127,13 @@ BUGS = {
     "a replaced master runs functions on nodes": Bug(_CLUSTER, '"remove_group", "run_on"', '"remove_group"'),
     "a job that has ended reserves again when its master is back": Bug(
         _MASTER,
-        "            if state.phase.terminal:\n                self._leave()  # nothing",
-        "            if False:\n                self._leave()  # nothing",
+        "        if state.phase.terminal:\n            self._leave()  # nothing",
+        "        if False:\n            self._leave()  # nothing",
     ),
     "a master that was replaced stays": Bug(
-        _MASTER, 'leave(f"another process of this master has taken over: {error}")  # the rest', "pass  # the rest"
+        _MASTER,
+        'leave(f"another process of this master has taken over: {error}")  # what is left',
+        "pass  # what is left",
     ),
     "a process that hangs is not killed": Bug(
         _MASTER, "            self._spawn(kill_process(self._cluster, condemned))\n", "            pass\n"
@@ -146,7 +144,7 @@ BUGS = {
     "members do not learn that a peer is lost": Bug(
         _MASTER, "        if has_lost_peer(beat, self._state):\n", "        if False:\n"
     ),
-    "a master whose journal is gone waits for ever": Bug(_MASTER, "            self._miss_journal()\n", ""),
+    "a master whose journal is gone waits for ever": Bug(_MASTER, "if error := self._run.miss_journal():", "if False:"),
     "a replaced trainer gets replacements": Bug(
         _MASTER, "        if epoch < self._state.epoch:\n", "        if False:\n"
     ),
@@ -159,7 +157,7 @@ BUGS = {
         "",
     ),
     "a master that has the secrets still asks for them": Bug(
-        _MASTER, "        self._lacking = hidden_in(self._job)\n        self._executor", "        self._executor"
+        _MASTER, "        self.lacking = hidden_in(self.job)\n", ""
     ),
     "a master that falls leaves commits in memory": Bug(
         _MASTER, "Release(state.incarnation, final=True)", "Release(state.incarnation, final=False)"
@@ -177,15 +175,13 @@ BUGS = {
     ),
     "a constructor that takes long hangs": Bug(_HANGS, " or beat.method == CONSTRUCTING:", ":"),
     "a resize that a restart has undone was done": Bug(
-        _RESIZER, "        if size_of(self._state(), role) != num:\n", "        if False:\n"
+        _MASTER, "        if size_of(self._state, role) != num:\n", "        if False:\n"
     ),
-    "one who follows a long job gets old reports": Bug(
-        _MASTER, "self._reports[max(since - self._dropped, 0) :]", "self._reports[since:]"
-    ),
+    "one who follows a long job gets old reports": Bug(_MASTER, "max(count - dropped, 0)", "count"),
     "metrics of a master that is back begin at 0": Bug(_MASTER, "        if resumed:\n", "        if False:\n"),
     "a standby that takes over is shown twice": Bug(_STATUS, "            if process_id not in taking\n", ""),
     "a run that was taken over by another run ends silently": Bug(
-        _MASTER, "if owner is not None and owner.run == self._job.run:", "if owner is not None:"
+        _MASTER, "if owner is not None and owner.run == self.job.run:", "if owner is not None:"
     ),
     "a master that cannot begin keeps the folder": Bug(_MASTER, "            self.leave(FAILED)\n", ""),
 }

@@ -96,7 +96,7 @@ BUGS = {
         _BEATS, "process is not None and count >= 0:", "process is not None:"
     ),
     "a full disk of a member is an unknown error": Bug(
-        _LOADING, "kind = _kind_of(error.original) if", "kind = _KINDS[fault_of(error.original)] if"
+        _LOADING, "kind = _kind_of(error.original) if", "kind = fault_of(error.original) if"
     ),
     "a device that fails while a workload starts ends the job": Bug(
         _LOADING, "        failure.fault = fault_of(error).value\n", ""

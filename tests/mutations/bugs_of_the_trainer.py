@@ -28,7 +28,7 @@ BUGS = {
         "args, kwargs = (changed if isinstance(changed, tuple) else (changed,)), {}",
         "args = changed if isinstance(changed, tuple) else (changed,)",
     ),
-    "rank 0 alone gets the item of a list": Bug(_GROUP, ' and settings.target == "ALL"', ""),
+    "rank 0 alone gets the item of a list": Bug(_GROUP, ' and self.settings.target == "ALL"', ""),
     "ranks of a replica are not consecutive": Bug(_GROUP, "*shard_args[rank // replica]", "*shard_args[rank % shards]"),
     "post_func is left out of pending results": Bug(
         _GROUP, "Pending(refs, replica, settings.post_func)", "Pending(refs, replica)"
@@ -36,7 +36,7 @@ BUGS = {
     "every call has a deadline": Bug(_GROUP, "settings.timeout if settings.is_async else None)", "settings.timeout)"),
     "results are passed on without their post_func": Bug(_GROUP, " and pending.post_func is not None:", " and False:"),
     "calls of two threads are sent in another order than their numbers": Bug(
-        _GROUP, "        with group._counter.lock:\n", "        if True:\n"
+        _GROUP, "        with counter.lock:\n", "        if True:\n"
     ),
     "options for one call replace those of the method": Bug(
         _GROUP, "self.settings.replace(**options)", "InvocationOptions().replace(**options)"

@@ -133,8 +133,8 @@ BUGS = {
     ),
     "a rank goes back alone past an ended step": Bug(
         _DURABLE,
-        "        if self.committed is not None and self.committed < self.ended and any",
-        "        if False and any",
+        "self.committed < self.ended and is_stateful:",
+        "False:",
     ),
     "waits with a deadline never end": Bug(
         _DURABLE, "            timeout_s = None if timeout_s is None else timeout_s - pause_s\n", ""
@@ -189,9 +189,7 @@ BUGS = {
         "if 0 < death.incarnation < self._incarnations.get(ProcessId(death.role, death.rank), 0):",
         "if False:",
     ),
-    "a new member does not load the commit": Bug(
-        _DURABLE, "if self.committed is not None and self._is_stateful(member)]", "if False]"
-    ),
+    "a new member does not load the commit": Bug(_DURABLE, "if stateful and self.committed is not None:", "if False:"),
     "a new member does not get the calls of the step": Bug(
         _DURABLE, "            if call.member in self._unbuilt:\n                self._repeat(call)", "            pass"
     ),
@@ -215,8 +213,8 @@ BUGS = {
     ),
     "the source of a lost argument is not issued again": Bug(
         _DURABLE,
-        "        if isinstance(error, ResultLost):\n            self._issue_sources(call)\n        call.retry",
-        "        call.retry",
+        "                self._issue_sources(call)\n            call.retry",
+        "                pass\n            call.retry",
     ),
     "the echo of a death is a user's error": Bug(
         _DURABLE, "for outcome in self.inner.wait(questions, GRACE_S):", "for outcome in ():"
@@ -308,8 +306,8 @@ BUGS = {
     "attempts have no limit": Bug("trainer/trainer.py", "if failures > _MAX_ATTEMPTS or not", "if not"),
     "a number is given twice": Bug(
         "trainer/role_group.py",
-        "number, self._next = self._next, self._next + 1",
-        "number, self._next = self._next, self._next",
+        "            counter.count += 1\n",
+        "",
     ),
     "each rank of a replica gives a result": Bug(
         "trainer/role_group.py",
@@ -530,7 +528,7 @@ BUGS = {
     ),
     "an earlier incarnation is heard": Bug(_HANGS, "return beat.number >= member.first", "return True"),
     "what is not up is watched": Bug(
-        _HANGS, "        self._signs = {process_id: self._signs[process_id] for process_id in up}\n", ""
+        _HANGS, "        self._signs = {process_id: self._signs[process_id] for process_id in numbers}\n", ""
     ),
     "all ranks that wait for one hang": Bug(
         _HANGS, "settings.scope is RecoveryScope.GROUP and len(of_role) > 1:", "False:"
@@ -538,13 +536,15 @@ BUGS = {
     "a master that was paused kills everybody": Bug(
         _HANGS, "            self._listening_since_s = now_s  # this", "            pass  # this"
     ),
-    "a part of a group is ready": Bug(_MASTER, "    if whole and len(up) < len(group):\n", "    if False:\n"),
+    "a part of a group is ready": Bug(
+        _MASTER, ".scope is RecoveryScope.GROUP and len(up) < len(group):\n", ".scope is None:\n"
+    ),
     "the lost incarnation is its own replacement": Bug(
         _MASTER, "member.incarnation <= incarnation or", "member.incarnation < incarnation or"
     ),
     "a loss of another incarnation counts": Bug(_MASTER, "member.incarnation == incarnation and ", ""),
     "a job that ends replaces its members": Bug(
-        _MASTER, "    if state.phase is not Phase.RUNNING:\n", "    if False:\n"
+        _MASTER, "    if state.phase is not Phase.RUNNING or state.settings is None:\n", "    if False:\n"
     ),
     "a change of a member changes its former ones": Bug(
         "control/state.py",
@@ -598,21 +598,21 @@ BUGS = {
     # -- masters that were replaced ------------------------------------------------------------------------------------
     "a replaced master ends actors": Bug(_CLUSTER, '"start_actor", "kill_actor"', '"start_actor"'),
     "a master that is back forgets what was outstanding": Bug(
-        _MASTER, "            for command in self._brain.outstanding():\n", "            for command in ():\n"
+        _MASTER, "        for command in self._run.brain.outstanding():\n", "        for command in ():\n"
     ),
     "a master that is back looks for nothing": Bug(
         _MASTER,
-        "            alive = await self._executor.adopt(state, self._events.put_nowait)\n",
-        "            alive = 0\n",
+        "        alive = await self._executor.adopt(state, self._events.put_nowait)\n",
+        "        alive = 0\n",
     ),
     "a full disk of the journal ends the job": Bug(
         _MASTER,
-        "        return await self._patiently(partial(self._brain.handle_all, events))\n",
-        "        return self._brain.handle_all(events)\n",
+        "        return await self._patiently(partial(self.brain.handle_all, events))\n",
+        "        return self.brain.handle_all(events)\n",
     ),
     "hangs are not looked for": Bug(_MASTER, "        self._spawn(self._watch_hangs())\n", ""),
     "a second resume begins again": Bug(
-        _MASTER, "            return bool(self._tasks) or await", "            return await"
+        _MASTER, "            if self._tasks:\n                return True\n            try:", "            try:"
     ),
     "lost nodes are not looked for": Bug(
         _MASTER, "        self._spawn(self._executor.watch_nodes(self._events.put_nowait))\n", ""

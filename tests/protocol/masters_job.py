@@ -198,7 +198,7 @@ class Job:
         """The files of masters that were killed are closed too."""
         for process in self.masters:
             if hasattr(process, "rl_master"):
-                process.rl_master._brain.close()
+                process.rl_master._run.brain.close()
 
     def _resume_later(self):
         """A master's request to itself, which goes to the current one; others may come first."""
@@ -284,9 +284,14 @@ class Job:
         patch(journal_store, os=Disk(self))
         patch(brain, Brain=its_brain)
         patch(
+            rl_master.MasterRun,
+            take=lambda run: None,
+            hold=lambda run, is_over: self._hold(is_over),
+            leave=lambda run, outcome: None,
+        )
+        patch(
             rl_master,
             configure_logging=lambda name: None,
-            RunClaim=lambda *of: mock.MagicMock(hold=self._hold),
             RayClusterApi=lambda: self.cluster,
             current_actor=lambda: self.handle,
             was_restarted=lambda: asyncio.get_running_loop().is_restarted,

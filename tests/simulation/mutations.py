@@ -60,7 +60,7 @@ MUTATIONS = {
         "control.machine", "    if state.trainer.phase is MemberPhase.STARTING:\n", "    if False:\n"
     ),
     "a master that comes back restarts a part of a group": Mutation(
-        "control.machine", "    if scope is RecoveryScope.GROUP:\n", "    if False:\n"
+        "control.machine", "if ranks and settings.scope is RecoveryScope.GROUP:", "if False:"
     ),
     "standbys share a number": Mutation(
         "control.state",
@@ -86,7 +86,7 @@ MUTATIONS = {
     ),
     "a lost node takes only members": Mutation(
         "control.recovery",
-        "trainer = process is not None and process.node == event.node",
+        "trainer = is_lost(state.trainer.process)",
         "trainer = False",
     ),
     "a lost node's members are not coalesced": Mutation(
@@ -96,7 +96,7 @@ MUTATIONS = {
     ),
     "a lost node's standbys are forgotten": Mutation(
         "control.recovery",
-        "        if phase is StandbyPhase.TAKING:\n            members",
+        "        if standby.phase is StandbyPhase.TAKING:\n            members",
         "        if True:\n            continue\n            members",
     ),
     "recovered by scope before steps are open": Mutation(
@@ -140,32 +140,34 @@ MUTATIONS = {
         "control.machine", "        return fill_standbys(state, event.role)\n", "        return state, ()\n"
     ),
     # -- budgets, back-off, nodes -----------------------------------------------------------------------------------
-    "one more restart than allowed": Mutation("control.budgets", "if len(recent) >= limit:", "if len(recent) > limit:"),
+    "one more restart than allowed": Mutation(
+        "control.recovery", "if len(recent) >= limit:", "if len(recent) > limit:"
+    ),
     "one restart less than allowed": Mutation(
-        "control.budgets", "if len(recent) >= limit:", "if len(recent) >= limit - 1:"
+        "control.recovery", "if len(recent) >= limit:", "if len(recent) >= limit - 1:"
     ),
     "the window never ends": Mutation(
-        "control.budgets", "return tuple(time_s for time_s in times if time_s > at_s - window_s)", "return times"
+        "control.recovery", "return tuple(time_s for time_s in times if time_s > at_s - window_s)", "return times"
     ),
     "a role's own limit is ignored": Mutation(
-        "control.budgets", "    if role.max_restart is not None:\n", "    if False:\n"
+        "control.recovery", "        elif role.max_restart is not None:\n", "        elif False:\n"
     ),
-    "no back-off": Mutation("control.budgets", "streak.count < 2:", "streak.count > 0:"),
-    "back-off at the first recovery": Mutation("control.budgets", "streak.count < 2:", "streak.count < 1:"),
+    "no back-off": Mutation("control.recovery", "streak.count < 2:", "streak.count > 0:"),
+    "back-off at the first recovery": Mutation("control.recovery", "streak.count < 2:", "streak.count < 1:"),
     "the back-off does not grow": Mutation(
-        "control.budgets", "2.0 ** min(streak.count - 2, MAX_DOUBLINGS)", "2.0 ** 0"
+        "control.recovery", "2.0 ** min(streak.count - 2, MAX_DOUBLINGS)", "2.0 ** 0"
     ),
-    "the back-off has no end": Mutation("control.budgets", "MAX_BACKOFF_S)\n\n", "1e9)\n\n"),
+    "the back-off has no end": Mutation("control.recovery", "MAX_BACKOFF_S)\n\n", "1e9)\n\n"),
     "progress forgives nothing": Mutation(
         "control.machine",
         "replace(state, committed=event.step, streaks=streaks, first_cause=None, tried=())",
         "replace(state, committed=event.step)",
     ),
     "progress forgives all restarts": Mutation(
-        "control.budgets", "{subject: times[1:] for subject, times in recent.items() if len(times) > 1}", "{}"
+        "control.machine", "{subject: times[1:] for subject, times in recent.items() if len(times) > 1}", "{}"
     ),
     "a large role has the limit of a small one": Mutation(
-        "control.budgets", " * (max(role.num, 1) if role.scope is RecoveryScope.MEMBER else 1)", ""
+        "control.recovery", " * (max(role.num, 1) if role.scope is RecoveryScope.MEMBER else 1)", ""
     ),
     "an unknown error is tried again for ever": Mutation(
         "control.recovery", "any(cause.is_like(earlier) for earlier in state.tried)", "False"
@@ -174,20 +176,20 @@ MUTATIONS = {
         "control.recovery", "if cause.kind in LEFT_ALIVE:", "if False:"
     ),
     "the last cause is told instead of the first": Mutation(
-        "control.budgets", "first_cause=state.first_cause or cause", "first_cause=cause"
+        "control.recovery", "first_cause=state.first_cause or cause", "first_cause=cause"
     ),
     "being ended for others is charged": Mutation(
-        "control.budgets", "if cause.kind is CauseKind.PREEMPTED:", "if False:"
+        "control.recovery", "if cause.kind is CauseKind.PREEMPTED:", "if False:"
     ),
     "a lost node is used again": Mutation("control.recovery", "    state = exclude(state, event.node)\n", ""),
     "a node that keeps failing is used on": Mutation(
-        "control.budgets", "    if not is_fast and len(losses[node]) < SLOW_FACTOR * limit:\n", "    if True:\n"
+        "control.recovery", "    if not is_fast and len(losses[node]) < SLOW_FACTOR * limit:\n", "    if True:\n"
     ),
-    "the only node is excluded": Mutation("control.budgets", "if in_use and (is_fast or", "if (is_fast or"),
+    "the only node is excluded": Mutation("control.recovery", "if in_use and (is_fast or", "if (is_fast or"),
     "a node that loses processes slowly is used on": Mutation(
-        "control.budgets", "(is_fast or _stands_out(", "(is_fast and _stands_out("
+        "control.recovery", "(is_fast or stands_out)", "(is_fast and stands_out)"
     ),
-    "nodes of a job that is at fault are excluded": Mutation("control.budgets", ">= 2 * usual and", ">= 0 and"),
+    "nodes of a job that is at fault are excluded": Mutation("control.recovery", ">= 2 * usual and", ">= 0 and"),
     "excluded nodes are forgotten by commands": Mutation(
         "control.state",
         "return StartTrainer(state.epoch, state.trainer.fresh, state.epoch - 1, state.trainer.reason, state.excluded)",
@@ -300,8 +302,8 @@ MUTATIONS = {
     "a call may take for ever": Mutation("control.liveness", "if sign.method and age_s > limit_s:", "if False:"),
     "a listener that slept kills everybody": Mutation(
         "control.liveness",
-        "silent_s = now_s - max(sign.at_s, listening.since_s)\n    if silent_s > max(",
-        "silent_s = now_s - sign.at_s\n    if silent_s > max(",
+        "silent_s = now_s - max(sign.at_s, listening.since_s)\n        #",
+        "silent_s = now_s - sign.at_s\n        #",
     ),
     "idleness is a hang": Mutation(
         "control.liveness", "if sign.method and age_s > limit_s:", "if now_s - sign.since_s > 2.0:"

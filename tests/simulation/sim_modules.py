@@ -15,7 +15,6 @@ HERE = Path(__file__).resolve().parents[2]
 
 PRIVATE = (
     "control.state",
-    "control.budgets",
     "control.recovery",
     "control.machine",
     "control.journal",

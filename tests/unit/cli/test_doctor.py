@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 
-from dlrover.python.rl.cli.doctor import doctor
+from dlrover.python.rl.cli.serve import doctor
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.common.errors import DataError, InvocationError, JobFailed, MasterLost, WorkloadStartError
-from dlrover.python.rl.control.events import CauseKind
-from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
+from dlrover.python.rl.control.events import CauseKind, fault_in, fault_of
 from dlrover.python.rl.runtime.member.loading import cause_of, starting
 
 DEVICE = [
@@ -52,23 +51,28 @@ NEITHER = [
 
 @pytest.mark.parametrize("text", DEVICE)
 def test_a_device_or_its_driver(text):
-    assert fault_in(text) is fault_of(RuntimeError(text)) is fault_of(torch.AcceleratorError(text)) is Fault.DEVICE
+    assert (
+        fault_in(text)
+        is fault_of(RuntimeError(text))
+        is fault_of(torch.AcceleratorError(text))
+        is CauseKind.DEVICE_FAILED
+    )
 
 
 @pytest.mark.parametrize("text", LINK)
 def test_a_collective_or_a_rendezvous(text):
-    assert fault_in(text) is fault_of(RuntimeError(text)) is Fault.LINK
+    assert fault_in(text) is fault_of(RuntimeError(text)) is CauseKind.LINK_FAILED
 
 
 @pytest.mark.parametrize("text", NEITHER)
 def test_what_may_be_anything(text):
-    assert fault_in(text) is fault_of(RuntimeError(text)) is fault_of(ConnectionError(text)) is Fault.UNKNOWN
+    assert fault_in(text) is fault_of(RuntimeError(text)) is fault_of(ConnectionError(text)) is CauseKind.UNKNOWN_ERROR
 
 
 def test_torchs_own_types_say_it_without_words():
-    assert fault_of(torch.distributed.DistNetworkError("failed")) is Fault.LINK
-    assert fault_of(torch.distributed.DistStoreError("failed")) is Fault.LINK
-    assert fault_of(torch.OutOfMemoryError("CUDA out of memory")) is Fault.UNKNOWN
+    assert fault_of(torch.distributed.DistNetworkError("failed")) is CauseKind.LINK_FAILED
+    assert fault_of(torch.distributed.DistStoreError("failed")) is CauseKind.LINK_FAILED
+    assert fault_of(torch.OutOfMemoryError("CUDA out of memory")) is CauseKind.UNKNOWN_ERROR
 
 
 class Retryable(RuntimeError):
@@ -90,7 +94,7 @@ class Retryable(RuntimeError):
     ids=lambda error: type(error).__name__,
 )
 def test_what_fresh_processes_cannot_help(error):
-    assert fault_of(error) is Fault.USER
+    assert fault_of(error) is CauseKind.USER_ERROR
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,6 @@ from runs import (
 )
 
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.budgets import KEPT_CAUSES, blame
 from dlrover.python.rl.control.commands import (
     KillMember,
     KillStandby,
@@ -48,7 +47,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.machine import outstanding
-from dlrover.python.rl.control.recovery import completed_recoveries
+from dlrover.python.rl.control.recovery import KEPT_CAUSES, blame, completed_recoveries
 from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, MemberPhase, Phase, processes
 
 LOOSE = replace(TERMS, job_max_restart=99, trainer_max_restart=99, node_max_failures=99)

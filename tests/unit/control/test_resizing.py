@@ -19,9 +19,8 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
     Unplaced,
 )
-from dlrover.python.rl.control.machine import outstanding, replay, step
+from dlrover.python.rl.control.machine import can_resize, outstanding, replay, step
 from dlrover.python.rl.control.placement import plan
-from dlrover.python.rl.control.resizing import can_resize
 from dlrover.python.rl.control.state import MemberPhase, Phase
 
 

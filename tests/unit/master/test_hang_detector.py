@@ -62,7 +62,7 @@ def running(job, *more, collectives=()):
 
 
 def hangs(detector, state):
-    return [condemned.event for condemned in asyncio.run(detector.hangs(state))]
+    return asyncio.run(detector.hangs(state))
 
 
 def detector_of(job):

@@ -35,7 +35,7 @@ def test_what_is_written_has_the_name_and_no_other(cluster):
 
 @pytest.mark.parametrize("name", ["My_Job", "../out", ""])
 def test_a_folder_that_is_no_name_of_a_job_is_not_written(tmp_path, name):
-    with pytest.raises(InvalidJob, match="NAME"):
+    with pytest.raises(InvalidJob, match="name: "):
         write_skeleton(name, "local")
     assert list(tmp_path.iterdir()) == []
 

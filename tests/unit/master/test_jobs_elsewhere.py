@@ -13,9 +13,8 @@ from click.testing import CliRunner
 from dlrover.python.rl.cli.operate import VERBS as COMMANDS
 from dlrover.python.rl.common.errors import ClusterUnavailable, InvalidJob
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.client import on_ray as module
-from dlrover.python.rl.master.client.jobs import RunHistory, view_of_folder
+from dlrover.python.rl.master.client.jobs import JobHistory, view_of_folder
 from dlrover.python.rl.master.client.on_ray import ray_jobs
 from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.runtime.run.folder import CLUSTER, begin, claim
@@ -184,4 +183,4 @@ def run_elsewhere(tmp_path):
     job = begin(load_job_text(text, "mine", [], (str(Path(__file__).parent),)))
     claim(job, ON_RAY, bound=False)
     (job.job_dir / CLUSTER).write_text("10.0.0.5:6379")
-    return job.job_dir, RunHistory(JobState(), 0.0, 0.0, 0.0, (), {})
+    return job.job_dir, JobHistory(0.0)

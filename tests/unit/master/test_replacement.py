@@ -36,9 +36,9 @@ def after(*events):
     return replay((float(at), event) for at, event in enumerate((*BEGUN, *events)))
 
 
-def replaced(state, role, rank, incarnation, whole):
+def replaced(state, role, rank, incarnation):
     name_of = lambda role, rank, first, standby: f"{role}-{rank}.{first}.{standby}"  # noqa: E731
-    return replacement(state, role, rank, incarnation, whole, name_of)
+    return replacement(state, role, rank, incarnation, name_of)
 
 
 def test_a_member_is_up_as_the_incarnation_that_it_is():
@@ -51,25 +51,25 @@ def test_a_member_is_up_as_the_incarnation_that_it_is():
 
 
 def test_there_is_no_replacement_before_it_is_up():
-    assert replaced(after(), "ROLLOUT", 0, 1, whole=False) is None
+    assert replaced(after(), "ROLLOUT", 0, 1) is None
     lost = (MemberLost("ROLLOUT", 0, 1, GONE),)
-    assert replaced(after(*lost), "ROLLOUT", 0, 1, whole=False) is None
+    assert replaced(after(*lost), "ROLLOUT", 0, 1) is None
     state = after(*lost, MemberStarted("ROLLOUT", 0, 2, Process("n", 7)))
-    assert replaced(state, "ROLLOUT", 0, 1, whole=False).members == {
+    assert replaced(state, "ROLLOUT", 0, 1).members == {
         0: (2, "ROLLOUT-0.2.-1"),
         1: (1, "ROLLOUT-1.1.-1"),
     }
-    assert replaced(state, "ROLLOUT", 0, 2, whole=False) is None
+    assert replaced(state, "ROLLOUT", 0, 2) is None
 
 
 def test_a_group_is_there_as_a_whole():
     lost = (MemberLost("ACTOR", 1, 1, GONE), MemberStarted("ACTOR", 1, 2, Process("n", 7)))
-    assert replaced(after(*lost), "ACTOR", 1, 1, whole=True) is None
+    assert replaced(after(*lost), "ACTOR", 1, 1) is None
     state = after(*lost, MemberStarted("ACTOR", 0, 2, Process("n", 8)))
-    assert set(replaced(state, "ACTOR", 1, 1, whole=True).members) == {0, 1}
+    assert set(replaced(state, "ACTOR", 1, 1).members) == {0, 1}
 
 
 def test_a_job_that_ends_replaces_nothing():
     state = after(MemberLost("ROLLOUT", 0, 1, GONE), StopRequested("enough"))
     with pytest.raises(JobFailed, match=r"ROLLOUT\[0\] is not replaced: the job is ending. enough"):
-        replaced(state, "ROLLOUT", 0, 1, whole=False)
+        replaced(state, "ROLLOUT", 0, 1)

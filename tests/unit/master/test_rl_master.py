@@ -15,10 +15,9 @@ from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.control.commands import Release
 from dlrover.python.rl.control.events import Cause, CauseKind, MemberLost, Process, Released, Resized, StopRequested
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.process import resize, rl_master
+from dlrover.python.rl.master.process import rl_master
 from dlrover.python.rl.master.process.brain import Brain
-from dlrover.python.rl.master.process.resize import Resizer
-from dlrover.python.rl.master.process.rl_master import RLMaster
+from dlrover.python.rl.master.process.rl_master import MasterRun, RLMaster
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, HeartbeatSettings, OomKills
 from dlrover.python.rl.runtime.member.inspection import Inspection
@@ -81,7 +80,6 @@ def make_master(tmp_path, monkeypatch):
         "configure_logging": lambda name: None,
         "RayExecutor": Executor,
         "RayClusterApi": lambda: None,
-        "RunClaim": lambda *of: SimpleNamespace(leave=notes.append),
         "current_actor": lambda: None,
         "was_restarted": lambda: False,
         "end_unless": lambda *of: None,
@@ -91,14 +89,15 @@ def make_master(tmp_path, monkeypatch):
     }
     for name, stub in stubs.items():
         monkeypatch.setattr(rl_master, name, stub)
+    monkeypatch.setattr(MasterRun, "leave", lambda self, outcome: notes.append(outcome))
 
     def make(*events, sealed=False):
         job = load_job_text(JOB.format(folder=tmp_path), "job")
         job = replace(seal(job)[0] if sealed else job, run="0a1b")
         master = RLMaster(job, None, Inspection(collectives=("ACTOR",)), claims=False)
-        master._brain = Brain(MemoryStateStore())
+        master._run.brain = Brain(MemoryStateStore())
         for event in (runs.TERMS, *events):
-            master._brain.handle(event)
+            master._run.brain.handle(event)
         master.notes = notes
         return master
 
@@ -132,7 +131,7 @@ def test_beat_of_a_member_whose_group_goes_on_says_so(make_master):
         await has_begun(master)
         stayed = replace(runs.Run(*runs.OPEN).state.members[FIRST], incarnation=2, born=1)
         state = runs.Run(*runs.OPEN).state
-        master._brain.state = replace(state, members={**state.members, FIRST: stayed})
+        master._run.brain.state = replace(state, members={**state.members, FIRST: stayed})
         return [await master.beat(Heartbeat(FIRST, number)) for number in (1, 2)]
 
     assert asyncio.run(scenario()) == [BeatAnswer.PEER_LOST, BeatAnswer.CURRENT]
@@ -171,9 +170,10 @@ def test_master_that_was_replaced_leaves(make_master):
 
     async def scenario():
         master = make_master(*runs.OPEN)
-        master._brain.handle_all = refuse
+        master._run.brain.handle_all = refuse
         master._events.put_nowait(StopRequested("enough"))
-        await master._run()
+        master._spawn(master._handle_events())
+        await settle(master)
         return master
 
     master = asyncio.run(scenario())
@@ -185,8 +185,8 @@ def test_hung_member_is_killed_and_its_successor_knows_why(make_master):
         master, process = make_master(*runs.OPEN), Process("a", 7)
         event = runs.lost("ROLLOUT", 0, kind=CauseKind.HUNG)
         for hung in (event, runs.lost("ROLLOUT", 1, incarnation=9)):  # the second one changes nothing
-            master._condemned[hung] = process
-            for handled in master._brain.handle_all([hung]):
+            master._hang_detector.condemned[hung] = process
+            for handled in master._run.brain.handle_all([hung]):
                 master._carry_out(handled)
         await settle(master)
         return master
@@ -212,7 +212,7 @@ def test_renew_after_a_failed_link_blames_the_rank_that_died(make_master):
         await has_begun(master)
         renewing = asyncio.create_task(master.renew(1, "ACTOR", 0, 1, LINK, 0.0))
         await asyncio.sleep(0)
-        master._brain.handle(runs.lost("ACTOR", 1))
+        master._run.brain.handle(runs.lost("ACTOR", 1))
         await master._tell()
         assert await renewing is None
         return master._events
@@ -241,31 +241,28 @@ def test_renew_names_the_oom_killer_of_the_members_host(make_master):
     ("outcome", "error"),
     [("done", None), ("restarted", "'job' was restarted"), ("no place", "stays as it is: the cluster is full")],
 )
-def test_resize_says_when_it_was_not_done(monkeypatch, tmp_path, outcome, error):
-    state, decided = runs.Run(*runs.OPEN), []
+def test_resize_says_when_it_was_not_done(make_master, monkeypatch, outcome, error):
+    monkeypatch.setattr(rl_master, "inspect_in_child", lambda job: Inspection())
+    monkeypatch.setattr(rl_master, "_NEXT_STEP_S", 0.0)
 
-    class Stepping(Executor):
-        open_step = property(lambda self: len(self.commands), lambda self, step: None)
+    async def enlarge(*arguments):
+        if outcome == "no place":
+            raise PlacementTimeout("the cluster is full")
 
-        async def enlarge(self, *arguments):
-            self.commands.append("enlarge")
-            if outcome == "no place":
-                raise PlacementTimeout("the cluster is full")
+    async def scenario():
+        master = make_master(*runs.OPEN)
+        await has_begun(master)
+        master._executor.reservations = SimpleNamespace(enlarge=enlarge)
+        resizing = asyncio.create_task(master.resize("ROLLOUT", 3))
+        if outcome != "no place":
+            event = await master._events.get()
+            master._run.brain.handle(event if outcome == "done" else StopRequested("restarted"))
+            await master._tell()
+        await resizing
+        return event
 
-    async def decide(event):
-        decided.append(event)
-        if outcome == "done":
-            state(event)
-
-    executor = Stepping(None, None, None)
-    executor.reservations = executor
-    monkeypatch.setattr(resize, "inspect_in_child", lambda job: Inspection())
-    monkeypatch.setattr(resize, "_NEXT_STEP_S", 0.0)
-    job = load_job_text(JOB.format(folder=tmp_path), "job")
-    resizing = Resizer(job, Inspection(), executor, lambda: state.state, decide).resize("ROLLOUT", 3)
     if error is None:
-        asyncio.run(resizing)
+        assert asyncio.run(scenario()) == Resized("ROLLOUT", 3)
     else:
         with pytest.raises(CallError, match=error):
-            asyncio.run(resizing)
-    assert decided == ([] if outcome == "no place" else [Resized("ROLLOUT", 3)])
+            asyncio.run(scenario())

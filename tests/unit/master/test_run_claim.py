@@ -11,7 +11,7 @@ import pytest
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.master.process import rl_master
-from dlrover.python.rl.master.process.rl_master import RunClaim
+from dlrover.python.rl.master.process.rl_master import MasterRun
 from dlrover.python.rl.runtime.run.owner import in_use
 
 JOB = """
@@ -25,7 +25,7 @@ def test_a_folder_that_fails_does_not_keep_the_master_from_ending(monkeypatch, c
         raise OSError(errno.EIO, "simulated", str(folder))
 
     monkeypatch.setattr(rl_master, "copy_all_rests", fail)
-    held, ended = RunClaim(load_job_text(JOB, "job"), claims=False), []
+    held, ended = MasterRun(load_job_text(JOB, "job"), claims=False), []
     held._claim = SimpleNamespace(end=ended.append)
     held.leave("failed")
     assert ended == ["failed"]
@@ -34,11 +34,15 @@ def test_a_folder_that_fails_does_not_keep_the_master_from_ending(monkeypatch, c
 
 def test_a_folder_that_cannot_be_used_is_named_before_the_job_begins_and_given_back(tmp_path, monkeypatch):
     monkeypatch.setattr(rl_master, "current_address", lambda: "127.0.0.1:1")
-    held = RunClaim(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
-    with pytest.raises(InvalidJob, match="job_dir: the master cannot use it: .*simulated"), held.opening():
-        held.take()
+    held = MasterRun(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
+
+    def fail(job):
         assert in_use(tmp_path)
-        raise OSError(errno.ENOSPC, "simulated")
+        raise OSError(errno.EACCES, "simulated")
+
+    monkeypatch.setattr(rl_master, "fresh_journal", fail)
+    with pytest.raises(InvalidJob, match="job_dir: the master cannot use it: .*simulated"):
+        asyncio.run(held.begin())
     assert not in_use(tmp_path)
     assert (tmp_path / "cluster").read_text() == "127.0.0.1:1"
 
@@ -52,7 +56,7 @@ def test_hold_of_a_run_taken_by_its_own_next_master_leaves(tmp_path, monkeypatch
     monkeypatch.setattr(rl_master, "BEAT_S", 0.0)
     monkeypatch.setattr(rl_master, "leave", departures.append)
     monkeypatch.setattr(rl_master, "newest_owner", lambda folder: SimpleNamespace(run=owner))
-    hold = RunClaim(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
+    hold = MasterRun(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
     hold._claim = SimpleNamespace(beat=refuse)
     with pytest.raises(JobConflict):
         asyncio.run(hold.hold(lambda: False))

@@ -20,7 +20,7 @@ from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Stand
 from dlrover.python.rl.master.process import rl_master
 from dlrover.python.rl.master.process.brain import Brain, fresh_journal, submission
 from dlrover.python.rl.master.process.rl_master import JobObserver
-from dlrover.python.rl.master.process.status import Position, recoveries, status_of
+from dlrover.python.rl.master.process.status import BEGINNING, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.trainer.trainer import StepReport
@@ -51,15 +51,17 @@ def test_a_first_start_and_what_changes_nothing_are_not_worth_a_line():
     assert said(MemberLost("ROLLOUT", 1, 1, GONE), after=BEFORE) == []
 
 
-def test_reports_are_read_on_where_the_reader_was_and_anew_from_a_master_that_has_restarted():
-    assert Position().since("boot") == 0
-    assert Position("boot", 7).since("boot") == 7
-    assert Position("boot", 7).since("another") == 0
+def test_position_of_another_boot_counts_from_zero(tmp_path):
+    observer = JobObserver(toy_job(tmp_path))
+    boot, _ = observer.update(AFTER, 0).position
+    assert observer.count_at(BEGINNING) == 0
+    assert observer.count_at((boot, 7)) == 7
+    assert observer.count_at(("another", 7)) == 0
 
 
 def test_update_after_reports_were_dropped_has_the_next_ones(tmp_path, monkeypatch):
     monkeypatch.setattr(rl_master, "_KEPT_REPORTS", 2)
-    observed = JobObserver(toy_job(tmp_path), "run")
+    observed = JobObserver(toy_job(tmp_path))
     for step in range(1, 5):
         observed.report(StepReport(step, 4, {}))
     fresh = [[report.step for report in observed.update(AFTER, since).reports] for since in range(5)]
@@ -72,9 +74,9 @@ def test_observer_of_a_resumed_master_replays_the_journal(tmp_path):
     for event in (MasterStarted(pid=7), submission(job, "run", Inspection(), brain)):
         brain.handle(event)
     brain.close()
-    observed = JobObserver(job, "run")
+    observed = JobObserver(job)
     observed.open(0.0, resumed=True)
-    assert observed._metrics._state == brain.state
+    assert observed.metrics._state == brain.state
 
 
 def test_status_shows_a_standby_that_takes_over_once(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 
 from dlrover.python.rl.runtime.ray.processes import port as call_times
 from dlrover.python.rl.runtime.ray.processes.port import CallWatch
-from dlrover.python.rl.trainer.call_counts import BUCKETS_S
+from dlrover.python.rl.trainer.port import BUCKETS_S
 
 
 def test_calls_are_counted_once_in_their_bucket_and_drained():

@@ -3,7 +3,7 @@
 
 import pytest
 
-from dlrover.python.rl.control.faults import Fault, fault_of
+from dlrover.python.rl.control.events import CauseKind, fault_of
 from dlrover.python.rl.runtime.run.machine import try_devices
 
 
@@ -23,7 +23,7 @@ def test_devices_that_compute_are_used_again():
 def test_devices_that_do_not_are_the_devices_fault_again(program, within_s, words):
     with pytest.raises(RuntimeError, match=words) as caught:
         try_devices([0], program, within_s)
-    assert fault_of(caught.value) is Fault.DEVICE
+    assert fault_of(caught.value) is CauseKind.DEVICE_FAILED
 
 
 @pytest.mark.slow

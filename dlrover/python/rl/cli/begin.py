@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: one function for each verb, and what they share.
 """The verbs that begin a job, or could: ``init|run|resume|eval|check|submit``."""
 
 import ast
@@ -19,12 +18,13 @@ from rich.console import Console
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import Lookup, looking_up
-from dlrover.python.rl.common.names import check_job_name, hint, is_url
+from dlrover.python.rl.common.names import hint, is_url
 from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import OverridesCommand, load_job, load_job_text, search_folders
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.client.jobs import check_name
 from dlrover.python.rl.master.client.resume import (
     archived_job,
     describe_start,
@@ -34,8 +34,15 @@ from dlrover.python.rl.master.client.resume import (
     saved_job,
     wait_for_lost_owner,
 )
-from dlrover.python.rl.master.client.run import CheckedJob, check_described, leave_on_ray, run_here, run_on_ray
-from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus
+from dlrover.python.rl.master.client.run import (
+    CheckedJob,
+    check_described,
+    leave_on_ray,
+    run_here,
+    run_on_ray,
+    with_limits,
+)
+from dlrover.python.rl.master.process.status import INTERRUPTED
 from dlrover.python.rl.runtime.checkpoint.room import describe_room
 from dlrover.python.rl.runtime.run.files import SUMMARY
 from dlrover.python.rl.runtime.run.folder import begin, superseded
@@ -61,13 +68,9 @@ def init(name: str, cluster: Cluster) -> None:
 
 def write_skeleton(name: str, cluster: Cluster) -> Path:
     """Write the folder ``name``. Raises InvalidJob if that is no name of a job, or exists already."""
-    try:
-        check_job_name(name)
-    except ValueError as error:
-        raise InvalidJob([ConfigError("NAME", str(error))]) from error
-    folder = Path(name)
+    folder = Path(check_name(name))
     if folder.exists():
-        raise InvalidJob([ConfigError("NAME", f"{folder} exists already")])
+        raise InvalidJob([ConfigError("name", f"{folder} exists already")])
     skeleton = files(__package__) / "skeleton"
     job = folder / "base" / "files" if cluster == "kuberay" else folder
     _copy(skeleton / "common", job, name)
@@ -230,10 +233,7 @@ def job_of_options(job_name: str, rl_config: str, options: dict[str, Any]) -> Jo
         siblings = [path.name for path in Path(text).parent.glob("*") if path.is_file()]
         raise InvalidJob([ConfigError("--rl_config", f"no such file: {text}{hint(Path(text).name, siblings)}")])
     search_path = search_folders(Path(rl_config).absolute().parent) if is_file else None
-    return _with_options(load_job_text(text, job_name, search_path=search_path), options)
-
-
-def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
+    job = load_job_text(text, job_name, search_path=search_path)
     limits = {str(role).upper(): limit for role, limit in options["workload_max_restart"].items()}
     unknown = [
         ConfigError("--workload_max_restart", f"the job has no role '{role}'{hint(role, job.workloads)}")
@@ -242,24 +242,8 @@ def _with_options(job: JobSpec, options: dict[str, Any]) -> JobSpec:
     ]
     if unknown:
         raise InvalidJob(unknown)
-    own = {role.upper(): limit for role, limit in job.restart.workload_max_restart.items()}
-    changes: dict[str, dict[str, Any]] = {"restart": {"workload_max_restart": {**own, **limits}}, "master": {}, "": {}}
-    for name, (section, field) in _FIELDS.items():
-        if options[name] is not None:
-            changes[section][field] = options[name]
-    restart, master = replace(job.restart, **changes["restart"]), replace(job.master, **changes["master"])
-    return replace(job, restart=restart, master=master, **changes[""])
-
-
-_FIELDS = {
-    "job_max_restart": ("restart", "job_max_restart"),
-    "trainer_max_restart": ("restart", "trainer_max_restart"),
-    "master_cpu": ("master", "cpu"),
-    "master_mem": ("master", "memory"),
-    "master_max_restart": ("master", "max_restart"),
-    "scheduling_strategy_type": ("", "scheduling_strategy"),
-}
-"""The section and the field of a job that an option of ``submit`` sets."""
+    earlier = {role.upper(): limit for role, limit in job.restart.workload_max_restart.items()}
+    return with_limits(job, **{**options, "workload_max_restart": {**earlier, **limits}})
 
 
 def describe(checked: CheckedJob) -> str:
@@ -282,12 +266,12 @@ def describe(checked: CheckedJob) -> str:
     lines += [*checked.inspection.about, *describe_room(checked.room)]
     if checked.job.run_folders:
         lines.append(f"files: each run in a folder of its own, {checked.job.run_folders}/<time>-<id>")
-        lines += _removals(checked.job)
-    return "\n".join(lines)
+    return "\n".join([*lines, *_removals(checked.job)])
 
 
 def _removals(job: JobSpec) -> list[str]:
-    return [f"  the run will remove {folder} (checkpoint.keep_runs)" for folder in superseded(job)]
+    folders = superseded(job) if job.run_folders else []
+    return [f"  the run will remove {folder} (checkpoint.keep_runs)" for folder in folders]
 
 
 @dataclass(frozen=True)
@@ -331,23 +315,19 @@ def _run(checked: CheckedJob, place: _Place) -> None:
     except (SystemExit, OSError):  # SIGTERM, or a disk
         echo(how_to_go_on(job, job.job_dir), err=True)
         raise
-    _show_end(job, ended)
-    if ended.phase is Phase.FAILED:
-        sys.exit(EXIT_FAILED)
-    if ended.phase is not Phase.FINISHED:
-        sys.exit(EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED)
-
-
-def _show_end(job: JobSpec, ended: JobStatus) -> None:
     is_finished, summary = ended.phase is Phase.FINISHED, Path(ended.folder) / SUMMARY
     if is_finished and summary.is_file():  # the trainer may have written it where it cannot be seen from here
         print_summary(ended.name, summary.read_text(encoding="utf-8"))
     echo(f"{ended.name}: {ended.phase.value}, {ended.reason}; files in {ended.folder}", err=True)
     if ended.cause is not None and ended.cause.detail:
         echo(f"\n{ended.cause.detail}", err=True)
-    if not is_finished and ended.folder:
+    if is_finished:
+        return
+    if ended.folder:
         line = how_to_go_on(job, Path(ended.folder), ended.step, ended.cause)
         echo(line, err=True, nl=bool(line))
+    stopped = EXIT_INTERRUPTED if ended.reason == INTERRUPTED else EXIT_STOPPED
+    sys.exit(EXIT_FAILED if ended.phase is Phase.FAILED else stopped)
 
 
 VERBS = (init, run, resume, evaluate, check, submit)

@@ -10,7 +10,7 @@ import sys
 
 import click
 
-from dlrover.python.rl.cli import begin, doctor, operate, remote, serve
+from dlrover.python.rl.cli import begin, operate, remote, serve
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_INVALID, EXIT_MASTER_LOST, EXIT_NO_CLUSTER
 from dlrover.python.rl.common.errors import (
     AccessDenied,
@@ -36,7 +36,7 @@ def cli() -> None:
     configure_logging()
 
 
-for command in (*begin.VERBS, *operate.VERBS, doctor.doctor, serve.serve, serve.token, remote.enqueue, remote.fetch):
+for command in (*begin.VERBS, *operate.VERBS, serve.doctor, serve.serve, serve.token, remote.enqueue, remote.fetch):
     cli.add_command(command)
 for name, describe in remote.DESCRIBE.items():
     remote.add_server(cli.commands[name], describe)

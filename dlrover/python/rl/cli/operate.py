@@ -20,7 +20,6 @@ from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.master.client.jobs import (
     JobHistory,
     JobOperations,
-    JobReports,
     JobView,
     SavedRuns,
     check_name,
@@ -96,7 +95,7 @@ def list_jobs(jobs: JobOperations, as_json: bool) -> None:
 @_operation
 @click.argument("name_or_dir")
 @_JSON
-def status(jobs: JobReports, name_or_dir: str, as_json: bool) -> None:
+def status(jobs: JobOperations | SavedRuns, name_or_dir: str, as_json: bool) -> None:
     """Show the status of a job; without a cluster's answer, that of its last run in ./runs. A run's folder answers by
     itself."""
     view = jobs.get(name_or_dir)
@@ -148,7 +147,7 @@ def resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
 @click.argument("process", default="")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the job has ended.")
 @click.option("--tail", type=click.IntRange(min=0), default=0, help="Only the last lines of each process.")
-def logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
+def logs(jobs: JobOperations | SavedRuns, name_or_dir: str, process: str, follow: bool, tail: int) -> None:
     """Print what the processes of a job have written, or of the run in a folder: of PROCESS, such as rollout-1 or
     trainer, or of all."""
     process = process.lower().replace("[", "-").rstrip("]")
@@ -162,7 +161,7 @@ def logs(jobs: JobReports, name_or_dir: str, process: str, follow: bool, tail: i
 
 @_operation
 @click.argument("name_or_dir")
-def explain(jobs: JobReports, name_or_dir: str) -> None:
+def explain(jobs: JobOperations | SavedRuns, name_or_dir: str) -> None:
     """Tell in words how a job is, or the run in a folder: its state, since when, why, and what to try."""
     view = jobs.get(name_or_dir)
     echo("\n".join(explain_lines(view, jobs.history(view))))
@@ -278,43 +277,25 @@ _REMEDIES = {
 
 
 def explain_lines(view: JobView, history: JobHistory | None) -> list[str]:
-    since_s = history.phase_since_s if history else 0.0
-    since = f" since {when(since_s)}" if since_s else ""
+    since = f" since {when(history.phase_since_s)}" if history and history.phase_since_s else ""
     lines = [f"{view.name}: {_PHASES.get(view.phase, view.phase)}{since}."]
     lines += [f"Why: {view.reason}."] if view.reason else []
     lines += [f"Now: {view.activity}."] if view.activity else []
-    lines += _progress(view)
-    lines += _failures(history) if history else []
+    of = f" of {view.total_steps}" if view.total_steps else ""
+    lines.append(f"Last step: {view.step}{of}." if view.step else "No step has been reported.")
+    if history and history.failures:
+        lines.append("What failed, the first one first:")
+        lines += [f"  {when(at_s)} {line}" for at_s, line in history.failures[:_SHOWN_FAILURES]]
+        more = len(history.failures) - _SHOWN_FAILURES
+        lines += [f"  and {more} more, in {history.source}"] if more > 0 else []
     if view.detail:
         evidence = view.detail.rstrip().splitlines()[-_DETAIL_LINES:]
         lines += ["Evidence:", *(f"  {line}" for line in evidence)]
     lines += [f"Its log: {history.log}"] if history and history.log else []
-    lines += [f"What to try: {remedy}" for remedy in _remedies(view)]
-    return lines
-
-
-def _progress(view: JobView) -> list[str]:
-    if not view.step:
-        return ["No step has been reported."]
-    of = f" of {view.total_steps}" if view.total_steps else ""
-    return [f"Last step: {view.step}{of}."]
-
-
-def _failures(history: JobHistory) -> list[str]:
-    if not history.failures:
-        return []
-    shown = history.failures[:_SHOWN_FAILURES]
-    lines = ["What failed, the first one first:"]
-    lines += [f"  {when(at_s)} {line}" for at_s, line in shown]
-    more = len(history.failures) - len(shown)
-    return lines + ([f"  and {more} more, in {history.source}"] if more else [])
-
-
-def _remedies(view: JobView) -> list[str]:
-    remedies = []
     with suppress(ValueError):
-        remedies.append(_REMEDIES[CauseKind(view.cause)])
+        lines.append(f"What to try: {_REMEDIES[CauseKind(view.cause)]}")
     if view.phase in ("failed", "stopped", "lost") and view.step:
         where = ", on the service's machine" if view.owner else ""
-        remedies.append(f"It continues after its last committed step with: {resume_command(view.folder)}{where}")
-    return remedies
+        again = f"It continues after its last committed step with: {resume_command(view.folder)}{where}"
+        lines.append(f"What to try: {again}")
+    return lines

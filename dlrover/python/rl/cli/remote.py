@@ -53,25 +53,22 @@ def add_server(command: click.Command, describe: Callable[..., dict[str, Any]]) 
         _refuse(_HERE_ONLY, "is not for --server, which chooses where a job runs")
         arguments = {name: value for name, value in arguments.items() if name not in _HERE_ONLY}
         placing = {name: arguments.pop(name) for name in ("priority", "folder")}
-        _submit(server, arguments.pop("detach"), lambda client: {**describe(client, **arguments), **placing})
+        detach = arguments.pop("detach")
+        from dlrover.python.rl.service.client import RemoteJobs, connected  # gRPC takes a moment
+
+        with connected(server) as client:
+            name = submit(client, server, **describe(client, **arguments), **placing)
+            if detach:
+                return
+            ended = follow(RemoteJobs(client), name)
+            if ended is None:
+                sys.exit(EXIT_INTERRUPTED)
+            if any(file.path == SUMMARY for file in client.artifacts(name)):
+                print_summary(name, _read(client, name, SUMMARY))
+        exit_as(ended)
 
     command.callback = begin
     command.params += [_SERVER, *options]
-
-
-def _submit(server: str, detach: bool, describe: Callable[[Any], dict[str, Any]]) -> None:
-    from dlrover.python.rl.service.client import RemoteJobs, connected  # gRPC takes a moment
-
-    with connected(server) as client:
-        name = submit(client, server, **describe(client))
-        if detach:
-            return
-        ended = follow(RemoteJobs(client), name)
-        if ended is None:
-            sys.exit(EXIT_INTERRUPTED)
-        if any(file.path == SUMMARY for file in client.artifacts(name)):
-            print_summary(name, _read(client, name, SUMMARY))
-    exit_as(ended)
 
 
 def _refuse(names: Iterable[str], what: str) -> None:

@@ -1,22 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``dlrover-rl serve`` and ``dlrover-rl token``."""
+"""The verbs of a machine: ``doctor``, which looks before a run, and the job service's ``serve`` and ``token``."""
 
 import asyncio
 import os
 import signal
-from collections.abc import Callable, Iterator
+import sys
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import click
 
-from dlrover.python.rl.common.errors import CallError, ClusterUnavailable, ConfigError, InvalidJob, JobConflict
+from dlrover.python.rl.cli.operate import EXIT_FAILED
+from dlrover.python.rl.common.errors import (
+    CallError,
+    ClusterUnavailable,
+    ConfigError,
+    DLRoverRLError,
+    InvalidJob,
+    JobConflict,
+)
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
 from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.plain import ALLOW_RESOLVERS
+from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, forget_memory
+from dlrover.python.rl.runtime.run.folder import ended_memory
+from dlrover.python.rl.runtime.run.machine import Check, examine
 from dlrover.python.rl.service.auth import default_state, write_address
 
 _LOG = get_logger(__name__)
@@ -214,3 +227,73 @@ def show(state: Path) -> None:
 
     for name, role in TokenFile(state).entries():
         echo(f"{name}\t{role}")
+
+
+# -- before a run ------------------------------------------------------------------------------------------------------
+
+
+_MARKS = {True: "ok  ", False: "BAD ", None: "    "}
+
+
+@click.command()
+@click.option("--address", help="A running Ray cluster, whose nodes are checked; by default this machine only.")
+@click.option("--folder", default="runs", show_default=True, help="Where runs write: shared by all nodes of a cluster.")
+@click.option("--server", help="A job service, host:port: whether it answers and knows your token.")
+@click.option(
+    "--port",
+    "ports",
+    multiple=True,
+    type=click.IntRange(1, 65535),
+    help="A TCP port that should be free, of metrics for example; may be repeated. On this machine also 8470.",
+)
+@click.option("--free-memory", is_flag=True, help="Remove the commits of ended runs from this machine's memory.")
+def doctor(address: str | None, folder: str, server: str | None, ports: tuple[int, ...], free_memory: bool) -> None:
+    """Check a machine or a cluster before a run. Exit code 1 if something would be in the way."""
+    if free_memory:
+        for memory in ended_memory():  # a last step that is nowhere else is saved first
+            size = _mb_of(memory)
+            forget_memory(memory.job, memory.run, if_free=True)
+            is_there = memory.root.exists()
+            echo(f"{memory.root}: {'stays, see above' if is_there else f'{size} freed'}", err=True)
+    if address is None:
+        report = examine(folder, (PORT, *ports))
+        how = "of commits, of a run that has ended; doctor --free-memory removes them"
+        left = [Check(f"memory of {each.job}-{each.run}", None, f"{_mb_of(each)} {how}") for each in ended_memory()]
+        reports, of_all = [replace(report, checks=(*report.checks, *left))], list[Check]()
+    else:
+        from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+        from dlrover.python.rl.runtime.ray.cluster.health import examine_cluster
+
+        with ray_cluster(address, {}):
+            reports, of_all = examine_cluster(str(Path(folder).absolute()), ports)
+    shown: list[tuple[str, Iterable[Check]]] = []
+    for report in reports:
+        versions = ", ".join(f"{package} {version}" for package, version in report.versions.items())
+        shown.append((f"{report.host}: {versions}", report.checks))
+    shown += [("all nodes", of_all)] if of_all else []
+    shown += [("job service", [_examine_service(server)])] if server else []
+    for title, checks in shown:
+        echo(title)
+        for check in checks:
+            echo(f"  {_MARKS[check.ok]} {check.name}: {check.found}")
+            if check.ok is False and check.advice:
+                echo(f"       {check.advice}")
+    faults = sum(check.ok is False for _, checks in shown for check in checks)
+    echo(f"{faults} to mend" if faults else "nothing to mend")
+    if faults:
+        sys.exit(EXIT_FAILED)
+
+
+def _mb_of(memory: RunMemory) -> str:
+    return f"{sum(state.st_blocks for state in memory.states()) * 512 / 2**20:.0f} MB"
+
+
+def _examine_service(server: str) -> Check:
+    from dlrover.python.rl.service.client import connected  # gRPC takes a moment
+
+    try:
+        with connected(server) as client:
+            count = len(client.list_jobs())
+    except DLRoverRLError as error:
+        return Check(server, False, str(error), "see DLROVER_RL_TOKEN_FILE, DLROVER_RL_TLS_CA, and the service's log")
+    return Check(server, True, f"answers; {count} of its jobs have not ended")

@@ -256,7 +256,7 @@ class StaleCall(InvocationError):
 class WorkloadStartError(DLRoverRLError):
     """A constructor raised. ``who`` is ``"ROLLOUT[1]"`` or ``"trainer"``, ``summary`` the exception in one line."""
 
-    fault = ""  # of the exception, as control/faults.py knows it
+    fault = ""  # of the exception, a kind of cause
 
     def __init__(self, who: str, message: str, remote_traceback: str = "") -> None:
         self.who, self.summary, self.remote_traceback = who, message, remote_traceback

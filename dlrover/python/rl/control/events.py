@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import TypeAlias, get_args
 
+from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.common.log import cut_middle, valid_text
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
 from dlrover.python.rl.common.redaction import redacted
@@ -314,3 +315,46 @@ Event: TypeAlias = (
 )
 
 EVENT_TYPES: tuple[type, ...] = get_args(Event)
+
+
+# -- whose fault an exception is --------------------------------------------------------------------------------------
+
+# The words of CUDA's error strings, of NCCL's and Gloo's errors, and of torch's rendezvous. A device, driver or link
+# that fails raises an ordinary exception in the process that uses it, and leaves that process unusable.
+_DEVICE = re.compile(
+    r"uncorrectable (ECC|NVLink)|ECC error|hardware stack error|nvlink or a hardware error|\bXid\b|fallen off the bus"
+    r"|unspecified launch failure|driver shutting down|driver.{0,40}version mismatch|system not yet initialized"
+    r"|CUDA-capable devices? (are|is) (busy|unavailable|detected)"
+    r"|^RuntimeError: device check failed|CUDA error: (unknown error|initialization error|context is destroyed)"
+    r"|(cudaError|CUDA_ERROR_?)(ECC|Hardware|Launch_?Fail|Unknown|Device_?s?Unavailable|System_?Not|Nvlink|Contained)",
+    re.IGNORECASE,
+)
+_LINK = re.compile(
+    r"\bNCCL (error|communicator was aborted)|nccl(System|Internal|Remote|UnhandledCuda)Error"
+    r"|Watchdog caught collective operation timeout|timed out after .* waiting for clients|client socket has timed out"
+    r"|\bgloo\b.*(timed out|closed|reset|refused|connectFullMesh failed)|Gloo connectFullMesh failed"
+    r"|\b(DistBackend|DistNetwork|DistStore|RendezvousTimeout)Error\b",
+    re.IGNORECASE,
+)
+_BUGS = (
+    *(ArithmeticError, AssertionError, AttributeError, EOFError, ImportError, LookupError, NameError, TypeError),
+    *(NotImplementedError, SyntaxError, SystemExit, ValueError),
+    *(FileExistsError, FileNotFoundError, IsADirectoryError, NotADirectoryError, PermissionError),
+)
+
+
+def fault_of(error: BaseException) -> CauseKind:
+    """Return whose fault an exception is, as far as its type and words tell: DEVICE_FAILED, LINK_FAILED, USER_ERROR or
+    UNKNOWN_ERROR. A ``RuntimeError`` of other words is unknown, as is every exception that a library defines."""
+    fault = fault_in(f"{type(error).__name__}: {error}")
+    if fault is not CauseKind.UNKNOWN_ERROR and not isinstance(error, _BUGS):
+        return fault
+    is_users = isinstance(error, (DLRoverRLError, *_BUGS)) or getattr(error, "retryable", False) is True
+    return CauseKind.USER_ERROR if is_users else CauseKind.UNKNOWN_ERROR
+
+
+def fault_in(text: str) -> CauseKind:
+    """DEVICE_FAILED, LINK_FAILED or UNKNOWN_ERROR, by an exception's type and message."""
+    if _DEVICE.search(text):
+        return CauseKind.DEVICE_FAILED
+    return CauseKind.LINK_FAILED if _LINK.search(text) else CauseKind.UNKNOWN_ERROR

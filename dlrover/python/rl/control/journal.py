@@ -35,25 +35,21 @@ def _plain(value: Any) -> dict[str, Any]:
 def decode(lines: Iterable[bytes]) -> list[tuple[float, Event]]:
     """Each event with its time in seconds. Raises JournalCorrupt, with the line that fails its checksum or holds no
     event of this version."""
-    return [_decode_line(number, line) for number, line in enumerate(lines, 1)]
-
-
-def _decode_line(number: int, line: bytes) -> tuple[float, Event]:
-    checksum, _, body = line.partition(b" ")
-    if checksum != b"%08x" % zlib.crc32(body):
-        raise JournalCorrupt(f"journal line {number} does not match its checksum")
-    try:
-        return _event(json.loads(body))
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise JournalCorrupt(f"journal line {number} holds no event of format {VERSION}: {error}") from error
-
-
-def _event(content: dict[str, Any]) -> tuple[float, Event]:
-    version, name, at_s = content.pop("v", None), content.pop("event", None), content.pop("at_s", None)
-    if version != VERSION:
-        raise ValueError(f"it is of format {version!r}")
-    event: Event = _reader(_BY_NAME[name])(content)
-    return _reader(float)(at_s), event
+    events = []
+    for number, line in enumerate(lines, 1):
+        checksum, _, body = line.partition(b" ")
+        if checksum != b"%08x" % zlib.crc32(body):
+            raise JournalCorrupt(f"journal line {number} does not match its checksum")
+        try:
+            content = json.loads(body)
+            version, name, at_s = content.pop("v", None), content.pop("event", None), content.pop("at_s", None)
+            if version != VERSION:
+                raise ValueError(f"it is of format {version!r}")
+            event: Event = _reader(_BY_NAME[name])(content)
+            events.append((_reader(float)(at_s), event))
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise JournalCorrupt(f"journal line {number} holds no event of format {VERSION}: {error}") from error
+    return events
 
 
 @cache

@@ -53,29 +53,22 @@ def hangs(
 
     ``hang_after_s`` maps the pool of a process id to its longest time without progress; other pools have no limit.
     """
-    limited = ((sign, hang_after_s[sign.process_id.pool]) for sign in signs if sign.process_id.pool in hang_after_s)
-    hanging = ((sign, _why(sign, limit_s, listening, now_s)) for sign, limit_s in limited)
-    return tuple(Hang(sign, why) for sign, why in hanging if why)
+    hanging = []
+    for sign in signs:
+        limit_s = hang_after_s.get(sign.process_id.pool)
+        if limit_s is None:
+            continue
+        silent_s = now_s - max(sign.at_s, listening.since_s)
+        # The age that the last heartbeat gave: a process that went silent since may have left its call.
+        age_s = sign.at_s - sign.since_s
+        if silent_s > max(min(limit_s, listening.silence_s), MIN_SILENT_BEATS * listening.beat_s):
+            hanging.append(Hang(sign, f"no sign of life for {silent_s:.1f} s"))
+        elif sign.method and age_s > limit_s:
+            hanging.append(Hang(sign, f"in {sign.method} without progress for {age_s:.1f} s"))
+    return tuple(hanging)
 
 
-def _why(sign: Sign, limit_s: float, listening: Listening, now_s: float) -> str:
-    silent_s = now_s - max(sign.at_s, listening.since_s)
-    if silent_s > max(min(limit_s, listening.silence_s), MIN_SILENT_BEATS * listening.beat_s):
-        return f"no sign of life for {silent_s:.1f} s"
-    # The age that the last heartbeat gave: a process that went silent since may have left its call.
-    age_s = sign.at_s - sign.since_s
-    if sign.method and age_s > limit_s:
-        return f"in {sign.method} without progress for {age_s:.1f} s"
-    return ""
-
-
-@dataclass(frozen=True)
-class Odd:
-    process_id: ProcessId
-    why: str
-
-
-def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Odd | None:
+def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Hang | None:
     """The rank that the others most likely wait for; None for a single rank.
 
     In this order: one that is silent while another is not; one in another call than most; the one whose last progress
@@ -83,37 +76,24 @@ def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Od
     """
     if len(signs) < 2:
         return None
-    return _silent(signs, listening, now_s) or _elsewhere(signs) or _longest(signs, now_s)
-
-
-def _silent(signs: Sequence[Sign], listening: Listening, now_s: float) -> Odd | None:
     allowed_s = MIN_SILENT_BEATS * listening.beat_s
-    silent_s = {sign.process_id: now_s - max(sign.at_s, listening.since_s) for sign in signs}
-    quietest = max(silent_s, key=lambda process_id: silent_s[process_id])
-    if silent_s[quietest] <= allowed_s or min(silent_s.values()) > allowed_s:
-        return None
-    return Odd(quietest, f"silent for {silent_s[quietest]:.1f} s while others are heard")
-
-
-def _elsewhere(signs: Sequence[Sign]) -> Odd | None:
-    places = Counter((sign.method, sign.step) for sign in signs)
-    (usual, count), *_ = places.most_common(1)
-    others = [sign for sign in signs if (sign.method, sign.step) != usual]
-    if not others or 2 * count <= len(signs):
-        return None
-    # The others wait for the one that is furthest behind.
-    odd = min(others, key=lambda sign: (sign.step, sign.method))
-    where = f"in {odd.method} of step {odd.step}" if odd.method else "in no call"
-    rest = f"{count} of {len(signs)} are in {usual[0] or 'no call'} of step {usual[1]}"
-    return Odd(odd.process_id, f"{where} while {rest}")
-
-
-def _longest(signs: Sequence[Sign], now_s: float) -> Odd | None:
+    silent_s = [now_s - max(sign.at_s, listening.since_s) for sign in signs]
+    if min(silent_s) <= allowed_s < max(silent_s):
+        quietest = signs[silent_s.index(max(silent_s))]
+        return Hang(quietest, f"silent for {max(silent_s):.1f} s while others are heard")
+    (usual, count), *_ = Counter((sign.method, sign.step) for sign in signs).most_common(1)
+    elsewhere = [sign for sign in signs if (sign.method, sign.step) != usual]
+    if elsewhere and 2 * count > len(signs):
+        # The others wait for the one that is furthest behind.
+        odd = min(elsewhere, key=lambda sign: (sign.step, sign.method))
+        where = f"in {odd.method} of step {odd.step}" if odd.method else "in no call"
+        majority = f"{count} of {len(signs)} are in {usual[0] or 'no call'} of step {usual[1]}"
+        return Hang(odd, f"{where} while {majority}")
     busy = [sign for sign in signs if sign.method]
     if not busy:
         return None
     odd = min(busy, key=lambda sign: sign.since_s)
-    return Odd(odd.process_id, f"in {odd.method} without progress for {now_s - odd.since_s:.1f} s, the longest")
+    return Hang(odd, f"in {odd.method} without progress for {now_s - odd.since_s:.1f} s, the longest")
 
 
 # -- slow members ------------------------------------------------------------------------------------------------------
@@ -130,30 +110,19 @@ class Work:
     busy_s: float = 0.0
 
 
-@dataclass(frozen=True)
-class Slow:
-    """A member that has needed ``ratio`` times as long for a unit of work as the others of its role."""
+@dataclass
+class MemberPace:
+    """A member's work in this window; it has needed ``ratio`` times as long for a unit as the others of its role."""
 
     process_id: ProcessId
-    number: int
-    ratio: float
-
-    def __str__(self) -> str:
-        return f"{self.process_id} works {self.ratio:.1f} times slower than the others of its role"
-
-
-@dataclass
-class _Member:
     number: int
     begun: Work
     now: Work
     windows: int = 0  # in a row in which it was slow
     ratio: float = 1.0
 
-    @property
-    def pace_s(self) -> float:
-        """Seconds for a unit in this window."""
-        return (self.now.busy_s - self.begun.busy_s) / max(self.now.units - self.begun.units, 1)
+    def __str__(self) -> str:
+        return f"{self.process_id} works {self.ratio:.1f} times slower than the others of its role"
 
 
 @dataclass
@@ -161,33 +130,32 @@ class Paces:
     """Of all members of a job."""
 
     factor: float
-    _members: dict[ProcessId, _Member] = field(default_factory=dict)
+    _members: dict[ProcessId, MemberPace] = field(default_factory=dict)
 
     def note(self, process_id: ProcessId, number: int, work: Work) -> None:
         member = self._members.get(process_id)
         if member is None or member.number != number:
-            self._members[process_id] = _Member(number, work, work)
+            self._members[process_id] = MemberPace(process_id, number, work, work)
         else:
             member.now = work
 
-    def find(self, up: Mapping[ProcessId, int]) -> list[Slow]:
+    def find(self, up: Mapping[ProcessId, int]) -> list[MemberPace]:
         """Those that became slow with a window that has just ended, of the members that are ``up`` (to their
         numbers)."""
         self._members = {key: member for key, member in self._members.items() if up.get(key) == member.number}
-        roles = dict.fromkeys(process_id.pool for process_id in self._members)
-        return [
-            slow for role in roles for slow in self._judge({k: m for k, m in self._members.items() if k.pool == role})
-        ]
-
-    def _judge(self, role: Mapping[ProcessId, _Member]) -> Iterable[Slow]:
-        worked_s = [member.now.busy_s - member.begun.busy_s for member in role.values()]
-        if len(role) < 2 or min(worked_s) < WINDOW_S:
-            return
-        paces_s = {process_id: member.pace_s for process_id, member in role.items()}
-        for process_id, member in role.items():
-            others_s = median(pace_s for other, pace_s in paces_s.items() if other != process_id)
-            member.ratio = paces_s[process_id] / others_s if others_s else 1.0
-            member.windows = member.windows + 1 if member.ratio > self.factor else 0
-            member.begun = member.now
-            if member.windows == WINDOWS:
-                yield Slow(process_id, member.number, member.ratio)
+        slow = []
+        for pool in dict.fromkeys(process_id.pool for process_id in self._members):
+            role = {process_id: member for process_id, member in self._members.items() if process_id.pool == pool}
+            worked_s = [member.now.busy_s - member.begun.busy_s for member in role.values()]
+            if len(role) < 2 or min(worked_s) < WINDOW_S:
+                continue
+            units = [max(member.now.units - member.begun.units, 1) for member in role.values()]
+            paces_s = {key: busy_s / count for key, busy_s, count in zip(role, worked_s, units, strict=True)}
+            for process_id, member in role.items():
+                others_s = median(pace_s for other, pace_s in paces_s.items() if other != process_id)
+                member.ratio = paces_s[process_id] / others_s if others_s else 1.0
+                member.windows = member.windows + 1 if member.ratio > self.factor else 0
+                member.begun = member.now
+                if member.windows == WINDOWS:
+                    slow.append(member)
+        return slow

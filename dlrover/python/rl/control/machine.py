@@ -10,11 +10,10 @@ run, and then carries out the :func:`outstanding` commands.
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
-from dlrover.python.rl.control.budgets import backoff_s, refill
-from dlrover.python.rl.control.commands import Command, KillTrainer, Place, Release
+from dlrover.python.rl.control.commands import Command, Place, Release
 from dlrover.python.rl.control.events import (
     Event,
     Failed,
@@ -39,16 +38,20 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.recovery import (
+    Failure,
+    backoff_s,
     begin_incarnation,
     end,
     failed,
     kill_members,
     member_lost,
     node_lost,
+    recover,
+    restart_trainer,
     standby_lost,
     trainer_lost,
+    within,
 )
-from dlrover.python.rl.control.resizing import resized, unplaced
 from dlrover.python.rl.control.state import (
     EndReason,
     JobState,
@@ -81,7 +84,14 @@ def step(state: JobState, event: Event, at_s: float) -> Result:
     if isinstance(event, MasterStarted):
         return _master_started(state)
     if state.settings is None:
-        return _before_submission(state, event)
+        if isinstance(event, StopRequested):  # a stop before the submission ends the job at once
+            stopped = Phase.STOPPED
+            return replace(state, phase=stopped, outcome=stopped, ended_by=EndReason.STOPPED, reason=event.reason), ()
+        if not isinstance(event, Submitted):
+            return state, ()
+        ids = (ProcessId(role, rank) for role, settings in event.roles.items() for rank in range(settings.num))
+        members = MemberMap({process_id: Member(event.first) for process_id in ids})
+        return _begin(replace(state, settings=event, members=members, epoch=event.first))
     if isinstance(event, Placed | Failed | Released) and event.incarnation != state.incarnation:
         return state, ()
     return _HANDLERS[type(event)](state, state.settings, event, at_s)
@@ -106,18 +116,6 @@ def outstanding(state: JobState) -> tuple[Command, ...]:
 
 
 # -- the start --------------------------------------------------------------------------------------------------------
-
-
-def _before_submission(state: JobState, event: Event) -> Result:
-    """Only a submission starts a job; a stop before it ends the job at once."""
-    if isinstance(event, StopRequested):
-        stopped = Phase.STOPPED
-        return replace(state, phase=stopped, outcome=stopped, ended_by=EndReason.STOPPED, reason=event.reason), ()
-    if not isinstance(event, Submitted):
-        return state, ()
-    ids = (ProcessId(role, rank) for role, settings in event.roles.items() for rank in range(settings.num))
-    members = MemberMap({process_id: Member(event.first) for process_id in ids})
-    return _begin(replace(state, settings=event, members=members, epoch=event.first))
 
 
 def _begin(state: JobState) -> Result:
@@ -179,42 +177,39 @@ def _standby_ready(state: JobState, settings: Submitted, event: StandbyReady, at
 # -- the trainer ------------------------------------------------------------------------------------------------------
 
 
-def _is_current(state: JobState, epoch: int) -> bool:
-    """Return True for the trainer's current epoch, also before the event that it has started."""
-    return state.phase.live and epoch == state.epoch and state.trainer.phase is not MemberPhase.WAITING
+_OfTrainer: TypeAlias = TrainerStarted | StepsOpened | Progressed | TrainerFinished
 
 
-def _trainer_started(state: JobState, settings: Submitted, event: TrainerStarted, at_s: float) -> Result:
-    if not _is_current(state, event.epoch) or state.trainer.phase is MemberPhase.UP:
+def _trainer_event(state: JobState, settings: Submitted, event: _OfTrainer, at_s: float) -> Result:
+    """Handle what the current epoch of the trainer reports, also before the event that it has started."""
+    is_current = state.phase.live and event.epoch == state.epoch and state.trainer.phase is not MemberPhase.WAITING
+    if not is_current:
         return state, ()
-    trainer = replace(state.trainer, phase=MemberPhase.UP, process=event.process)
-    return replace(state, phase=Phase.RUNNING, trainer=trainer), ()
+    match event:
+        case TrainerStarted() if state.trainer.phase is not MemberPhase.UP:
+            trainer = replace(state.trainer, phase=MemberPhase.UP, process=event.process)
+            return replace(state, phase=Phase.RUNNING, trainer=trainer), ()
+        case StepsOpened() if not state.opened:
+            return replace(state, phase=Phase.RUNNING, opened=True), ()
+        case Progressed() if event.step != state.committed:
+            return _progressed(state, settings, event, at_s), ()
+        case TrainerFinished():
+            return end(state, Phase.FINISHED, EndReason.FINISHED, "the trainer returned")
+    return state, ()
 
 
-def _steps_opened(state: JobState, settings: Submitted, event: StepsOpened, at_s: float) -> Result:
-    if not _is_current(state, event.epoch) or state.opened:
-        return state, ()
-    return replace(state, phase=Phase.RUNNING, opened=True), ()
-
-
-def _progressed(state: JobState, settings: Submitted, event: Progressed, at_s: float) -> Result:
+def _progressed(state: JobState, settings: Submitted, event: Progressed, at_s: float) -> JobState:
     """A committed step resets the streaks, and refills the budgets: the recoveries before it have helped. A node's
     failures still count: a faulty one lets some steps pass."""
-    if not _is_current(state, event.epoch) or event.step == state.committed:
-        return state, ()
     exhausted = [standby_subject(role) for role in settings.roles if has_lost_too_many_standbys(state, role)]
     streaks = {subject: state.streaks[subject] for subject in exhausted}
     quiet = state.first_cause is None and not state.history and len(streaks) == len(state.streaks)
     if state.committed and quiet:
-        return state, ()
-    state = refill(state, settings, at_s)
-    return replace(state, committed=event.step, streaks=streaks, first_cause=None, tried=()), ()
-
-
-def _trainer_finished(state: JobState, settings: Submitted, event: TrainerFinished, at_s: float) -> Result:
-    if not _is_current(state, event.epoch):
-        return state, ()
-    return end(state, Phase.FINISHED, EndReason.FINISHED, "the trainer returned")
+        return state
+    # One restart of each subject has helped.
+    recent = {subject: within(times, settings.window_s, at_s) for subject, times in state.history.items()}
+    state = replace(state, history={subject: times[1:] for subject, times in recent.items() if len(times) > 1})
+    return replace(state, committed=event.step, streaks=streaks, first_cause=None, tried=())
 
 
 # -- back-offs and the end --------------------------------------------------------------------------------------------
@@ -257,6 +252,69 @@ def _stop_requested(state: JobState, settings: Submitted, event: StopRequested, 
     return end(state, Phase.STOPPED, EndReason.STOPPED, event.reason)
 
 
+# -- another number of members for a stateless role -------------------------------------------------------------------
+
+
+def can_resize(state: JobState, role: str) -> bool:
+    settings = state.settings.roles.get(role) if state.settings is not None else None
+    is_open = state.phase is Phase.RUNNING and state.opened
+    return is_open and settings is not None and settings.scope is RecoveryScope.MEMBER
+
+
+def _resized(state: JobState, settings: Submitted, event: Resized, at_s: float) -> Result:
+    role, num = event.role, event.num
+    if not can_resize(state, role) or num < 1 or num == settings.roles[role].num:
+        return state, ()
+    return _resize(state, settings, role, num, event.wanted, f"{role} was resized to {num}")
+
+
+def _unplaced(state: JobState, settings: Submitted, event: Unplaced, at_s: float) -> Result:
+    """One member less, while the job may go on so; else the job fails for want of resources."""
+    role, member = event.role, state.members.get(ProcessId(event.role, event.rank))
+    is_current = member is not None and member.incarnation == event.incarnation
+    if not state.phase.live or not is_current:
+        return state, ()
+    num, least = settings.roles[role].num - 1, settings.roles[role].least
+    has_begun = state.trainer.phase is not MemberPhase.WAITING and not state.opened
+    if not least or num < least or has_begun:
+        return recover(state, settings, Failure(event.cause), at_s)
+    wanted = max(state.wanted.get(role, 0), num + 1)
+    return _resize(state, settings, role, num, wanted, f"there was no place for a member of {role}")
+
+
+def _resize(state: JobState, settings: Submitted, role: str, num: int, wanted: int, why: str) -> Result:
+    """End the role's members, start ``num``, and restart the trainer, as if all had been lost after the last commit;
+    the other members and all commits stay. A rank that comes again continues its numbers: two processes never have the
+    same one."""
+    others = {other: size for other, size in state.wanted.items() if other != role}
+    state = replace(state, wanted={**others, role: wanted} if wanted > num else others)
+    old = range(settings.roles[role].num)
+    commands = kill_members(state, role, old)
+    state = begin_incarnation(state, role, old)
+    ids = [ProcessId(role, rank) for rank in range(num)]
+    kept = {process_id: state.members[process_id] for process_id in ids if process_id in state.members}
+    first, added_ids = settings.first, [process_id for process_id in ids if process_id not in kept]
+    added = {process_id: Member(state.retired.get(process_id, first)) for process_id in added_ids}
+    unchanged = {process_id: member for process_id, member in state.members.items() if process_id.role != role}
+    gone = {ProcessId(role, rank): state.members[ProcessId(role, rank)].incarnation for rank in old[num:]}
+    roles = {**settings.roles, role: replace(settings.roles[role], num=num)}
+    state = replace(
+        state,
+        settings=replace(settings, roles=roles),
+        members=MemberMap({**unchanged, **kept, **added}),
+        retired={**{key: number for key, number in state.retired.items() if key not in added}, **gone},
+        most={**state.most, role: max(num, len(old), state.most.get(role, 0))},
+        # The back-offs of its members, not those of its standbys.
+        waits={timer: delay for timer, delay in state.waits.items() if not timer.startswith(f"{role}[")},
+    )
+    state, more = start_members(state, role, ranks_of(state, role))
+    commands += more
+    if state.trainer.phase is not MemberPhase.WAITING:  # else it starts after its back-off
+        state, more = restart_trainer(state, why)
+        commands += more
+    return state, commands
+
+
 # -- the master -------------------------------------------------------------------------------------------------------
 
 
@@ -271,25 +329,16 @@ def _master_started(state: JobState) -> Result:
         return state, ()
     commands: tuple[Command, ...] = ()
     for role, settings in state.settings.roles.items():
-        state, more = _start_again(state, role, settings.scope)
-        commands += more
+        ranks = starting_ranks(state, role)
+        if ranks and settings.scope is RecoveryScope.GROUP:
+            ranks = list(ranks_of(state, role))
+        killed = kill_members(state, role, ranks)
+        state, more = start_members(begin_incarnation(state, role, ranks), role, ranks)
+        commands += killed + more
     if state.trainer.phase is MemberPhase.STARTING:
-        killed = KillTrainer(state.epoch)
-        state = replace(state, epoch=state.epoch + 1, trainer=replace(state.trainer, fresh=False))
-        state, more = start_trainer(state)
-        commands += (killed, *more)
+        state, more = restart_trainer(state, state.trainer.reason)
+        commands += more
     return state, commands
-
-
-def _start_again(state: JobState, role: str, scope: RecoveryScope) -> Result:
-    ranks = starting_ranks(state, role)
-    if not ranks:
-        return state, ()
-    if scope is RecoveryScope.GROUP:
-        ranks = list(ranks_of(state, role))
-    killed = kill_members(state, role, ranks)
-    state, commands = start_members(begin_incarnation(state, role, ranks), role, ranks)
-    return state, killed + commands
 
 
 _HANDLERS: dict[type, Handler] = {
@@ -299,16 +348,16 @@ _HANDLERS: dict[type, Handler] = {
     MemberLost: member_lost,
     StandbyReady: _standby_ready,
     StandbyLost: standby_lost,
-    TrainerStarted: _trainer_started,
-    StepsOpened: _steps_opened,
-    Progressed: _progressed,
-    TrainerFinished: _trainer_finished,
+    TrainerStarted: _trainer_event,
+    StepsOpened: _trainer_event,
+    Progressed: _trainer_event,
+    TrainerFinished: _trainer_event,
     TrainerLost: trainer_lost,
     NodeLost: node_lost,
     Failed: failed,
     Released: _released,
     WaitOver: _wait_over,
-    Resized: resized,
-    Unplaced: unplaced,
+    Resized: _resized,
+    Unplaced: _unplaced,
     StopRequested: _stop_requested,
 }

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: every way to recover, and the budgets that limit it.
 """The result of a failure: a recovery by scope once steps are open, a restart of the whole job before, or its end.
 
 An event names the incarnation or epoch that it concerns. The recovery raises that number at once, so further reports
@@ -6,11 +7,12 @@ of the same death, in any order and number, concern a number of the past and cha
 """
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
+from statistics import median
 
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.budgets import backoff_s, blame, charge, exclude, lengthen, note
 from dlrover.python.rl.control.commands import Command, KillMember, KillStandby, KillTrainer, Release
 from dlrover.python.rl.control.events import (
     LEFT_ALIVE,
@@ -33,6 +35,7 @@ from dlrover.python.rl.control.state import (
     Phase,
     Result,
     StandbyPhase,
+    Streak,
     Trainer,
     add_standby,
     drop_standby,
@@ -43,6 +46,101 @@ from dlrover.python.rl.control.state import (
     start_trainer,
     wait,
 )
+
+MAX_BACKOFF_S = 60.0
+MAX_DOUBLINGS = 64
+KEPT_CAUSES = 100
+
+NODE_FAULTS = frozenset({CauseKind.PROCESS_DIED, CauseKind.OUT_OF_MEMORY, CauseKind.HUNG, CauseKind.DEVICE_FAILED})
+"""Causes that may be the node's fault."""
+
+SLOW_WINDOWS, SLOW_FACTOR = 24, 4
+"""A node is faulty, too, if it loses this many times the limit within this many windows, and others do not."""
+
+
+def charge(
+    state: JobState, settings: Submitted, cause: Cause, subjects: Iterable[str], at_s: float
+) -> tuple[JobState, str]:
+    """Record one restart of each subject; the text names the first limit that forbids it, ``""`` if none does. Limits
+    count restarts without progress; a role without one may restart as often as the job for each of its members."""
+    if cause.kind is CauseKind.PREEMPTED:
+        return state, ""
+    history = dict(state.history)
+    for subject in subjects:
+        role = settings.roles.get(subject)
+        if subject == "trainer":
+            limit = settings.trainer_max_restart
+        elif role is None:
+            limit = settings.job_max_restart
+        elif role.max_restart is not None:
+            limit = role.max_restart
+        else:  # members that restart alone fail alone
+            limit = settings.job_max_restart * (max(role.num, 1) if role.scope is RecoveryScope.MEMBER else 1)
+        recent = within(history.get(subject, ()), settings.window_s, at_s)
+        if len(recent) >= limit:
+            return state, f"the limit of {limit} restarts for {subject} is reached"
+        history[subject] = (*recent, at_s)
+    return replace(state, history=history), ""
+
+
+def within(times: tuple[float, ...], window_s: float, at_s: float) -> tuple[float, ...]:
+    if not times or times[0] > at_s - window_s:
+        return times
+    return tuple(time_s for time_s in times if time_s > at_s - window_s)
+
+
+def lengthen(state: JobState, settings: Submitted, subject: str, at_s: float) -> JobState:
+    """Count one more recovery of ``subject`` without progress; a window without one resets the count."""
+    before = state.streaks.get(subject)
+    count = 1 if before is None or before.at_s <= at_s - settings.window_s else before.count + 1
+    return replace(state, streaks={**state.streaks, subject: Streak(count, at_s)})
+
+
+def backoff_s(state: JobState, settings: Submitted, subject: str) -> float:
+    """Seconds before the recovery of ``subject``: none before the first, then doubling."""
+    streak = state.streaks.get(subject)
+    if streak is None or streak.count < 2:
+        return 0.0
+    # Bounded: a float cannot hold 2 to the power of every restart limit.
+    return min(settings.backoff_s * 2.0 ** min(streak.count - 2, MAX_DOUBLINGS), MAX_BACKOFF_S)
+
+
+def note(state: JobState, cause: Cause) -> JobState:
+    causes = (*state.causes, cause)
+    if len(causes) > KEPT_CAUSES:
+        causes = (causes[0], *causes[2:])
+    return replace(state, causes=causes, first_cause=state.first_cause or cause)
+
+
+def exclude(state: JobState, node: str) -> JobState:
+    if not node or node in state.excluded:
+        return state
+    return replace(state, excluded=(*state.excluded, node))
+
+
+def blame(state: JobState, settings: Submitted, node: str, cause: Cause, at_s: float) -> JobState:
+    """Count a process lost on ``node``, and exclude the node after too many, at once or one by one, unless it is the
+    only one in use."""
+    if not node or cause.kind not in NODE_FAULTS:
+        return state
+    limit, long_s = settings.node_max_failures, SLOW_WINDOWS * settings.window_s
+    losses = {each: within(times, long_s, at_s) for each, times in state.node_losses.items()}
+    losses[node] = (*losses.get(node, ()), at_s)[-SLOW_FACTOR * limit :]
+    state = replace(state, node_losses={each: times for each, times in losses.items() if times})
+    is_fast = len(within(losses[node], settings.window_s, at_s)) >= limit
+    if not is_fast and len(losses[node]) < SLOW_FACTOR * limit:
+        return state
+    members = (member.process for member in state.members.values())
+    standbys = (standby.process for pool in state.standbys.values() for standby in pool.values())
+    processes = chain(members, standbys, (state.trainer.process,))
+    in_use = {process.node for process in processes if process is not None} - {"", node, *state.excluded}
+    # Where all lose processes the job is at fault; where the losses move on with its processes, nodes must not run out.
+    usual = median(len(state.node_losses.get(other, ())) for other in in_use) if in_use else 0
+    stands_out = len(state.node_losses[node]) >= 2 * usual and len(state.excluded) < len(in_use)
+    return exclude(state, node) if in_use and (is_fast or stands_out) else state
+
+
+# -- failures ----------------------------------------------------------------------------------------------------------
 
 _IN_FRESH_PROCESSES = frozenset({CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED})
 
@@ -85,7 +183,10 @@ def recover(state: JobState, settings: Submitted, failure: Failure, at_s: float)
             state, more = _recover_members(state, settings, role, ranks, at_s)
         commands += more
     if failure.trainer:
-        state, more = _recover_trainer(state, settings, cause, at_s)
+        state = replace(state, recoveries=_count(state.recoveries, "trainer"))
+        state = lengthen(state, settings, "trainer", at_s)
+        delay_s = backoff_s(state, settings, "trainer")
+        state, more = restart_trainer(state, f"{cause.who}: {cause.message}", delay_s)
         commands += more
     return state, commands
 
@@ -143,16 +244,24 @@ def node_lost(state: JobState, settings: Submitted, event: NodeLost, at_s: float
     state = exclude(state, event.node)
     if not state.phase.live:
         return state, ()
-    members = _members_on(state, event.node)
+
+    def is_lost(process: Process | None) -> bool:
+        return process is not None and process.node == event.node
+
+    members: dict[str, list[int]] = {}
+    for process_id, member in state.members.items():
+        if is_lost(member.process):
+            members.setdefault(process_id.role, []).append(process_id.rank)
+    pools = state.standbys.items()
+    standbys = [(role, *entry) for role, pool in pools for entry in pool.items() if is_lost(entry[1].process)]
     commands: tuple[Command, ...] = ()
-    for role, number, phase in _standbys_on(state, event.node):
-        if phase is StandbyPhase.TAKING:
+    for role, number, standby in standbys:
+        if standby.phase is StandbyPhase.TAKING:
             members.setdefault(role, []).append(_taken_by(state, role, number))
         else:
             state, more = _replace_standby(state, settings, role, number, at_s)
             commands += more
-    process = state.trainer.process
-    trainer = process is not None and process.node == event.node
+    trainer = is_lost(state.trainer.process)
     if not members and not trainer:
         return state, commands
     state, more = recover(state, settings, Failure(event.cause, members, trainer), at_s)
@@ -167,24 +276,6 @@ def failed(state: JobState, settings: Submitted, event: Failed, at_s: float) -> 
 
 def _node(reported: str, process: Process | None) -> str:
     return reported or (process.node if process is not None else "")
-
-
-def _members_on(state: JobState, node: str) -> dict[str, list[int]]:
-    """Role to the ranks that are up on a node."""
-    ranks: dict[str, list[int]] = {}
-    for process_id, member in state.members.items():
-        if member.process is not None and member.process.node == node:
-            ranks.setdefault(process_id.role, []).append(process_id.rank)
-    return ranks
-
-
-def _standbys_on(state: JobState, node: str) -> list[tuple[str, int, StandbyPhase]]:
-    return [
-        (role, number, standby.phase)
-        for role, pool in state.standbys.items()
-        for number, standby in pool.items()
-        if standby.process is not None and standby.process.node == node
-    ]
 
 
 def _taken_by(state: JobState, role: str, number: int) -> int:
@@ -266,13 +357,11 @@ def _kept(state: JobState, settings: Submitted, role: str, survivors: Sequence[i
     return [rank for rank, process in up.items() if process is not None and process.node not in state.excluded]
 
 
-def _recover_trainer(state: JobState, settings: Submitted, cause: Cause, at_s: float) -> Result:
+def restart_trainer(state: JobState, reason: str, delay_s: float = 0.0) -> Result:
     """Restart the trainer alone; the members keep their state."""
     killed = KillTrainer(state.epoch)
-    state = lengthen(replace(state, recoveries=_count(state.recoveries, "trainer")), settings, "trainer", at_s)
-    trainer = Trainer(fresh=False, reason=f"{cause.who}: {cause.message}")
+    trainer = Trainer(fresh=False, reason=reason)
     state = replace(state, epoch=state.epoch + 1, trainer=trainer)
-    delay_s = backoff_s(state, settings, "trainer")
     state, commands = wait(state, f"trainer#{state.epoch}", delay_s) if delay_s else start_trainer(state)
     return state, (killed, *commands)
 

@@ -4,7 +4,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from itertools import chain, islice
+from itertools import chain
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, ProcessKind
 from dlrover.python.rl.control.commands import Command, StartMembers, StartStandby, StartTrainer, Wait
@@ -97,7 +97,14 @@ class MemberMap(Mapping[ProcessId, Member]):
         ranks: dict[str, dict[int, Member]] = {}
         for process_id, member in (members or {}).items():
             ranks.setdefault(process_id.role, {})[process_id.rank] = member
-        self._roles: dict[str, _Chunks] = {role: _chunks(by_rank) for role, by_rank in ranks.items()}
+        self._roles: dict[str, _Chunks] = {}
+        for role, by_rank in ranks.items():
+            if sorted(by_rank) != list(range(len(by_rank))):
+                raise ValueError(f"the ranks of a role count from 0: {sorted(by_rank)}")
+            starts = range(0, len(by_rank), _CHUNK)
+            self._roles[role] = tuple(
+                tuple(by_rank[rank] for rank in range(start, min(start + _CHUNK, len(by_rank)))) for start in starts
+            )
         self._ids = [ProcessId(role, rank) for role, by_rank in ranks.items() for rank in range(len(by_rank))]
         self.up = sum(member.phase is MemberPhase.UP for member in self.values())
 
@@ -131,15 +138,6 @@ class MemberMap(Mapping[ProcessId, Member]):
     def __getitem__(self, process_id: ProcessId) -> Member:
         return self._chunk(process_id)[process_id.rank % _CHUNK]
 
-    def __contains__(self, process_id: object) -> bool:
-        return isinstance(process_id, ProcessId) and self.get(process_id) is not None
-
-    def get(self, process_id: ProcessId, default: Member | None = None) -> Member | None:  # type: ignore[override]
-        try:
-            return self[process_id]
-        except KeyError:
-            return default
-
     def __iter__(self) -> Iterator[ProcessId]:
         return iter(self._ids)
 
@@ -152,10 +150,6 @@ class MemberMap(Mapping[ProcessId, Member]):
     def items(self) -> Iterator[tuple[ProcessId, Member]]:  # type: ignore[override]
         return zip(self._ids, self.values(), strict=True)
 
-    def at(self, role: str, rank: int) -> Member:
-        """The same as by its id; raises KeyError or IndexError."""
-        return self._roles[role][rank // _CHUNK][rank % _CHUNK]
-
     def _chunk(self, process_id: ProcessId) -> tuple[Member, ...]:
         chunks, number = self._roles.get(process_id.role, ()), process_id.rank // _CHUNK
         if process_id.kind is not ProcessKind.MEMBER or not 0 <= number < len(chunks):
@@ -163,16 +157,6 @@ class MemberMap(Mapping[ProcessId, Member]):
         if process_id.rank % _CHUNK >= len(chunks[number]):
             raise KeyError(process_id)
         return chunks[number]
-
-    def __repr__(self) -> str:
-        return f"MemberMap({dict(self)!r})"
-
-
-def _chunks(ranks: Mapping[int, Member]) -> _Chunks:
-    if sorted(ranks) != list(range(len(ranks))):
-        raise ValueError(f"the ranks of a role count from 0: {sorted(ranks)}")
-    members = (ranks[rank] for rank in range(len(ranks)))
-    return tuple(iter(lambda: tuple(islice(members, _CHUNK)), ()))
 
 
 @dataclass(frozen=True)
@@ -261,12 +245,11 @@ def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iter
     ready = (number for number in sorted(pool) if pool[number].phase is StandbyPhase.READY)
     in_fresh_processes = (rank for rank in ranks if rank not in left_out)
     taking = dict(zip(in_fresh_processes, ready, strict=False))
-    members = state.members
-    starting = {
-        ProcessId(role, rank): replace(members.at(role, rank), phase=MemberPhase.STARTING, standby=taking.get(rank, -1))
-        for rank in ranks
-    }
-    state = replace(state, members=members.replacing(starting))
+    starting = {}
+    for process_id in (ProcessId(role, rank) for rank in ranks):
+        standby = taking.get(process_id.rank, -1)
+        starting[process_id] = replace(state.members[process_id], phase=MemberPhase.STARTING, standby=standby)
+    state = replace(state, members=state.members.replacing(starting))
     if taking:
         used = {number: replace(pool[number], phase=StandbyPhase.TAKING) for number in taking.values()}
         state = replace(state, standbys={**state.standbys, role: {**pool, **used}})
@@ -274,7 +257,7 @@ def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iter
 
 
 def _members_command(state: JobState, role: str, ranks: Iterable[int]) -> StartMembers:
-    members = {rank: state.members.at(role, rank) for rank in ranks}
+    members = {rank: state.members[ProcessId(role, rank)] for rank in ranks}
     return StartMembers(
         role,
         tuple((rank, member.incarnation) for rank, member in members.items()),

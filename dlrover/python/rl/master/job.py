@@ -1,9 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Jobs from Python: describe one with :class:`RLJobBuilder`, or check and run one that is described elsewhere."""
 
-from dataclasses import replace
-from typing import Any
-
 from dlrover.python.rl.common.errors import CallError, InvalidJob
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.config.spec import JobSpec
@@ -16,6 +13,7 @@ from dlrover.python.rl.master.client.run import (
     raise_if_failed,
     run_here,
     run_on_ray,
+    with_limits,
 )
 from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus
 
@@ -58,13 +56,9 @@ class RLJob:
         """
         if not blocking and address is None:
             raise CallError("submit(blocking=False) needs address=: a cluster started here would end with this process")
-        spec = self.spec(job_name, local)
-        amounts = {"cpu": master_cpu, "memory": master_memory}
-        master: dict[str, Any] = {name: float(amount) for name, amount in amounts.items() if amount is not None}
-        spec = replace(
-            spec,
-            master=replace(spec.master, **master),
-            restart=spec.restart if job_max_restart is None else replace(spec.restart, job_max_restart=job_max_restart),
+        cpu, memory = (None if amount is None else float(amount) for amount in (master_cpu, master_memory))
+        spec = with_limits(
+            self.spec(job_name, local), master_cpu=cpu, master_mem=memory, job_max_restart=job_max_restart
         )
         checked = check_job(spec, local)
         if address is not None and not blocking:

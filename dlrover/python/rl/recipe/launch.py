@@ -64,8 +64,7 @@ class _RecipeCommand(OverridesCommand):
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
         if context.obj:
-            file = Path(__file__).with_name(f"{context.obj}.yaml")
-            trainer = load_job(file).trainer
+            trainer = load_job(recipe_file(context.obj)).trainer
             recipe = load_class(trainer.module, trainer.class_)
             keys = dict(list_keys(recipe.config_class))
             if recipe.algorithm_name:
@@ -113,11 +112,6 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     def resumes(job: JobSpec) -> bool:
         return (job.checkpoint.resume == "latest" or not _says_resume(overrides)) and has_commits(job.job_dir)
 
-    def describe() -> JobSpec:
-        jobs.append(describe_job(recipe, job_file, overrides, launch))
-        view.title = jobs[0].name
-        return jobs[0]
-
     def note_failure(error: BaseException) -> None:
         _leave_reason(error)
         cause = error.original if isinstance(error, InvocationError) else error
@@ -125,8 +119,8 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
             echo("to go on after the last committed step, run the same command again", err=True)
 
     try:
-        with ProgressView(recipe or "job", live=not launch.rank) as view:
-            error = run_together(describe, launch, view, view.announce, note_failure)
+        describe = partial(describe_job, recipe, job_file, overrides, launch)
+        error = show_together(recipe or "job", describe, launch, jobs, note_failure)
     except KeyboardInterrupt:
         what = "interrupted"
         if any(map(resumes, jobs)):
@@ -138,8 +132,29 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
     if error is not None:
         return _code_of(error)
     for job in jobs:
-        _print_summary(job)
+        summary = job.job_dir / SUMMARY
+        if summary.is_file():
+            print_summary(job.name, summary.read_text(encoding="utf-8"))
+        echo(f"{job.name}: finished; files in {job.job_dir}")
     return 0
+
+
+def show_together(
+    title: str,
+    describe: Callable[[], JobSpec],
+    launch: LaunchEnv,
+    started: list[JobSpec],
+    note_failure: Callable[[BaseException], None] = lambda error: None,
+) -> BaseException | None:
+    """Run a job as :func:`run_together`, and show it on a terminal. It is added to ``started`` once it is checked."""
+
+    def check() -> JobSpec:
+        started.append(describe())
+        view.title = started[0].name
+        return started[0]
+
+    with ProgressView(title, live=not launch.rank) as view:
+        return run_together(check, launch, view, view.announce, note_failure)
 
 
 def _code_of(error: BaseException) -> int:
@@ -191,6 +206,11 @@ def run_together(
         return Leader(job, start, launch, links, report, announce, note_failure).run()
 
 
+def recipe_file(recipe: str) -> Path:
+    """The job file of a recipe."""
+    return Path(__file__).with_name(f"{recipe}.yaml")
+
+
 def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:
     """The checked job, with one member of each role in each process; a repeated command goes on from the latest commit.
 
@@ -198,7 +218,7 @@ def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], la
     every config error."""
     if not job_file and not recipe:
         raise InvalidJob([ConfigError("--config", "is required: a job file")])
-    file = job_file or Path(__file__).with_name(f"{recipe}.yaml")
+    file = job_file or recipe_file(recipe)
     adds = [not job_file and item.split(".")[0] in JOB_KEYS for item in overrides]  # the recipe's keys need no +
     items = [f"+{item}" if may_add else item for item, may_add in zip(overrides, adds, strict=True)]
     read = partial(load_job, file, ["checkpoint.resume=latest", *items])
@@ -209,12 +229,11 @@ def _says_resume(overrides: Sequence[str]) -> bool:
     return any(item.lstrip("+").startswith("checkpoint.resume=") for item in overrides)
 
 
-def _hide(line: str) -> None:
-    pass
-
-
 def check_job(
-    read: Callable[[], JobSpec], launch: LaunchEnv, show: Callable[[str], None] = _hide, may_repeat: bool = False
+    read: Callable[[], JobSpec],
+    launch: LaunchEnv,
+    show: Callable[[str], None] = lambda line: None,
+    may_repeat: bool = False,
 ) -> JobSpec:
     """Read a job, put one member of each role in each process, and check it; InvalidJob with every config error.
     ``show`` receives lines about it. ``may_repeat``: it goes on with the last run of its name, if that was given the
@@ -280,13 +299,6 @@ def _store() -> KeyValueStore:
     else:
         store = meet_at_store(launch.address, int(os.environ["MASTER_PORT"]), rank, world_size, MEETING_S)
     return store
-
-
-def _print_summary(job: JobSpec) -> None:
-    file = job.job_dir / SUMMARY
-    if file.is_file():
-        print_summary(job.name, file.read_text(encoding="utf-8"))
-    echo(f"{job.name}: finished; files in {job.job_dir}")
 
 
 if __name__ == "__main__":

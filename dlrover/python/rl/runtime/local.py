@@ -57,7 +57,7 @@ from dlrover.python.rl.runtime.member.loading import (
     restore_environment,
     starting,
 )
-from dlrover.python.rl.trainer.port import RAW_CALL, Call, Outcome, Port, Ref, Renewed, RestartInfo
+from dlrover.python.rl.trainer.port import RAW_CALL, Call, Outcome, Port, Recovery, Ref, Renewed, RestartInfo
 from dlrover.python.rl.trainer.shard import Rows, take_rows
 from dlrover.python.rl.trainer.trainer import (
     Announcer,
@@ -225,7 +225,7 @@ def _ignore(*_: int) -> None:
 
 
 @dataclass
-class LocalRecovery:
+class LocalRecovery(Recovery):
     """Replaces killed members; ``make`` constructs one from role, rank, incarnation and reason."""
 
     port: LocalPort
@@ -256,9 +256,6 @@ class LocalRecovery:
 
     def opened(self) -> None:
         self.on_opened()
-
-    def began(self, step: int) -> None:
-        pass
 
     def progressed(self, step: int) -> None:
         self.on_progress(step)

@@ -22,8 +22,8 @@ from typing import TypeAlias
 
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceUnavailable
 from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.master.process.brain import check_new_size
 from dlrover.python.rl.master.process.metrics import ServiceCounts
-from dlrover.python.rl.master.process.resize import check_new_size
 from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, QueueLimits
 from dlrover.python.rl.service.jobs.records import (
     JobDescription,

@@ -62,12 +62,6 @@ class LoggedCall:
         self._retries = 0
         self._was_raised = False
 
-    @classmethod
-    def stored(cls, ref: Ref) -> "LoggedCall":
-        value = cls("", 0, None)
-        value.ref, value.state = ref, CallState.ANSWERED
-        return value
-
     @property
     def member(self) -> ProcessId:
         return ProcessId(self.role, self.rank)
@@ -163,21 +157,17 @@ class CallLog:
         return self._open is not None
 
     def begin_setup(self) -> None:
-        self._begin(self.setup)
+        self._open, self._last = self.setup, {}
 
     def end_init(self) -> None:
         """Calls from here on are made between ``init`` and the first step."""
         self._init_count = len(self.setup)
 
     def begin_step(self) -> None:
-        self._begin(self.step)
+        self._open, self._last = self.step, {}
 
     def end(self) -> None:
-        self._begin(None)
-
-    def _begin(self, calls: list[LoggedCall] | None) -> None:
-        self._open = calls
-        self._last = {}
+        self._open, self._last = None, {}
 
     def link(self, role: str, rank: int, call: Call) -> LoggedCall:
         """Construct the record of a call; :meth:`add` it once it is under way."""
@@ -187,37 +177,31 @@ class CallLog:
         assert self._open is not None, "the log is open"
         self._last[call.role, call.rank] = call
         self._open.append(call)
-        if self._open is self.setup and self._init_count is not None:
-            self._limit_setup(self._init_count)
-
-    def _limit_setup(self, init_count: int) -> None:
-        if len(self.setup) > init_count + _MAX_CALLS_BEFORE_STEPS:
-            del self.setup[init_count:]
+        count = self._init_count
+        if self._open is self.setup and count is not None and len(self.setup) > count + _MAX_CALLS_BEFORE_STEPS:
+            del self.setup[count:]
             self.overflowed = True
             self.end()
 
-    def drop(self, calls: Iterable[LoggedCall]) -> None:
-        """None of these will be issued again, in this step or on a new member."""
-        dropped = set(calls)
-        for listed in (self.setup, self.step):
-            listed[:] = [call for call in listed if call not in dropped]
-        for call in dropped:
-            call.forget()
-
     def drop_late(self, role: str, ranks: Collection[int], method: str, together: bool) -> None:
-        """Drop the running calls of ``method`` to these ranks, and those of the other ranks that are ``together``."""
+        """Drop the running calls of ``method`` to these ranks, and those of the other ranks that are ``together``: they
+        will not be issued again, in this step or on a new member."""
         late = {
             call.call_id
             for logged in self.running()
             if (call := logged.call) is not None and call.method == method
             if logged.role == role and logged.rank in ranks
         }
-        self.drop(
+        dropped = {
             logged
             for logged in self.all_calls()
             if logged.call is not None and logged.call.call_id in late and logged.role == role
             if logged.rank in ranks or together
-        )
+        }
+        for listed in (self.setup, self.step):
+            listed[:] = [call for call in listed if call not in dropped]
+        for logged in dropped:
+            logged.forget()
 
     def close_step(self) -> None:
         for call in self.step:
@@ -277,8 +261,10 @@ def mark_raised(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> Non
     whose results they take, for those, too."""
     failed = [call for call, outcome in zip(calls, outcomes, strict=True) if outcome.error is not None]
     passed_on = any(
-        outcome.error is not None and _is_of_source(call, outcome.error)
+        (call.call is None or (error.role, error.rank, error.method) != (call.role, call.rank, call.call.method))
+        or any(source.error is not None for source in sources_of(call.call))
         for call, outcome in zip(calls, outcomes, strict=True)
+        if (error := outcome.error) is not None
     )
     marked, waiting = set[LoggedCall](), list(calls if failed else ())
     while waiting:
@@ -287,11 +273,6 @@ def mark_raised(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> Non
             marked.add(call)
             call.mark_raised()
             waiting += sources_of(call.call) if passed_on else []
-
-
-def _is_of_source(call: LoggedCall, error: InvocationError) -> bool:
-    own = call.call is not None and (error.role, error.rank, error.method) == (call.role, call.rank, call.call.method)
-    return not own or any(source.error is not None for source in sources_of(call.call))
 
 
 def log_late(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:

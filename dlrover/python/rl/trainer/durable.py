@@ -173,7 +173,9 @@ class DurablePort:
     # -- the port -----------------------------------------------------------------------------------------------------
 
     def put(self, value: Any) -> Ref:
-        return Ref(self, LoggedCall.stored(self.inner.put(value)))
+        stored = LoggedCall("", 0, None)
+        stored.ref, stored.state = self.inner.put(value), CallState.ANSWERED
+        return Ref(self, stored)
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
         with self.lock:
@@ -317,9 +319,9 @@ class DurablePort:
             self._sender.closed = error  # another trainer has taken over: calls of this one could run out of order
             raise error
         if self.opened and isinstance(error, ReplayDiverged):
-            raise self._abandoned(error)
+            raise StepAbandoned(self.step, error)
         if not call.end(run, error):
-            raise self._abandoned(error or RuntimeError("a replay diverged"))
+            raise StepAbandoned(self.step, error or RuntimeError("a replay diverged"))
 
     def _is_lost(self, call: LoggedCall, error: InvocationError) -> bool:
         """Return True if the error is not the call's own, so that issuing it again helps."""
@@ -372,7 +374,7 @@ class DurablePort:
             if isinstance(failure, WorkloadDied):
                 self._renew(failure)
         else:
-            raise self._abandoned(failure or RuntimeError("a recovery did not end"))
+            raise StepAbandoned(self.step, failure or RuntimeError("a recovery did not end"))
         self._retry_all({**lost, **self._poll(self.log.all_calls())})
 
     def _renew(self, death: WorkloadDied) -> None:
@@ -391,8 +393,9 @@ class DurablePort:
             self._incarnations.update(fresh)
             self._unbuilt.update(fresh)
             self.renewed(renewed)
-        if self.committed is not None and self.committed < self.ended and any(map(self._is_stateful, fresh)):
-            raise self._abandoned(death)
+        is_stateful = any(self.roles[member.role].stateful for member in fresh)
+        if self.committed is not None and self.committed < self.ended and is_stateful:
+            raise StepAbandoned(self.step, death)
 
     def _rebuild(self) -> InvocationError | None:
         """Repeat the log on new members. Returns a further failure meanwhile."""
@@ -402,8 +405,13 @@ class DurablePort:
                 return lost
         setup = [call for call in self.log.setup if call.member in self._unbuilt]
         runs = [self._repeat(call) for call in setup]
-        restored = [member for member in self._unbuilt if self.committed is not None and self._is_stateful(member)]
-        restores = [self._sender.ask(member, RESTORE, self._restore_request()) for member in restored]
+        stateful = [member for member in self._unbuilt if self.roles[member.role].stateful]
+        restores: list[Ref] = []
+        if stateful and self.committed is not None:
+            if self.checkpoints is None:
+                raise StepAbandoned(self.step, CheckpointMissing("no commits are kept"))
+            request = self.checkpoints.restore_request(self.committed)
+            restores = [self._sender.ask(member, RESTORE, request) for member in stateful]
         outcomes = self._sender.finish([*(run.probe() for run in runs), *restores], patient=True)
         deaths = [outcome.error for outcome in outcomes if isinstance(outcome.error, WorkloadDied)]
         failure = deaths[0] if deaths else self._record_setup(setup, outcomes)
@@ -430,19 +438,11 @@ class DurablePort:
             self._end(call, call.latest_run, outcome.error)
         return None
 
-    def _is_stateful(self, member: ProcessId) -> bool:
-        return self.roles[member.role].stateful
-
-    def _restore_request(self) -> Any:
-        if self.checkpoints is None or self.committed is None:
-            raise self._abandoned(CheckpointMissing("no commits are kept"))
-        return self.checkpoints.restore_request(self.committed)
-
     def _discard_commit(self, error: InvocationError) -> None:
         """A member cannot restore the last commit: if it is damaged, abandon the step without it."""
         if is_damage(error) and self.checkpoints is not None and self.committed is not None:
             self.checkpoints.discard(self.committed, str(error.original))
-            raise self._abandoned(error)
+            raise StepAbandoned(self.step, error)
         raise error
 
     def _repeat(self, call: LoggedCall) -> Ref:
@@ -452,21 +452,16 @@ class DurablePort:
 
     def _retry_all(self, lost: _LostRuns) -> None:
         for call in self.log.sort(lost):
-            self._retry(call, *lost[call])
-
-    def _retry(self, call: LoggedCall, lost: Ref, error: InvocationError) -> None:
-        if not call.is_current(lost):
-            return  # its member is new, and the call was issued to it with all others
-        if not call.can_retry:
-            raise self._abandoned(error) if self.opened else error
-        if isinstance(error, ResultLost):
-            self._issue_sources(call)
-        call.retry(lost, self._sender.send(call, sized=True))
+            run, error = lost[call]
+            if not call.is_current(run):
+                continue  # its member is new, and the call was issued to it with all others
+            if not call.can_retry:
+                raise StepAbandoned(self.step, error) if self.opened else error
+            if isinstance(error, ResultLost):
+                self._issue_sources(call)
+            call.retry(run, self._sender.send(call, sized=True))
 
     def _issue_sources(self, call: LoggedCall) -> None:
         for source in sources_of(call.call):
             if source.call is not None:
                 source.issue(self._sender.send(source, sized=True))
-
-    def _abandoned(self, cause: BaseException) -> StepAbandoned:
-        return StepAbandoned(self.step, cause)

@@ -16,6 +16,7 @@ from dlrover.python.rl.common.errors import (
     CheckpointMissing,
     InvocationError,
     InvocationTimeout,
+    JobFailed,
     WorkloadDied,
 )
 from dlrover.python.rl.common.log import get_logger
@@ -114,15 +115,12 @@ class Outcome(NamedTuple):
 class Port(Protocol):
     def put(self, value: Any) -> Ref:
         """Store ``value`` once, for several calls."""
-        ...
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
         """Start ``call`` on a member and return at once."""
-        ...
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         """Wait until all refs have values, one has failed, or the time is up."""
-        ...
 
 
 class Pending(list[Ref]):
@@ -225,32 +223,30 @@ def members_of(roles: Mapping[str, RoleTraits], stateful_only: bool = False) -> 
     ]
 
 
-class Recovery(Protocol):
-    """Replaces lost members. ``fresh``: the members hold no state of an earlier epoch."""
+class Recovery:
+    """Replaces lost members; this one none. ``fresh``: the members hold no state of an earlier epoch."""
 
-    epoch: int
-    fresh: bool
-    restart_info: RestartInfo
+    epoch: int = 1
+    fresh: bool = True
+    restart_info: RestartInfo = RestartInfo()
 
-    def incarnations(self) -> Mapping[ProcessId, int]: ...
+    def incarnations(self) -> Mapping[ProcessId, int]:
+        return {}
 
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
         """Block until the port calls a later incarnation of the member, and of all others that restart with it. Returns
         at once if it does already. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there
         will be no replacement."""
-        ...
+        raise JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
 
     def opened(self) -> None:
         """The trainer has entered ``steps()``: failures are recovered from here on. Called once in each epoch."""
-        ...
 
     def began(self, step: int) -> None:
         """Must return at once."""
-        ...
 
     def progressed(self, step: int) -> None:
         """Must return at once."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -279,7 +275,6 @@ class Checkpoints(Protocol):
     @property
     def run(self) -> str:
         """The id of the run whose commits it keeps. It may begin with those of another."""
-        ...
 
     spread: bool
     """Whether commits are in the memories of several nodes: then the trainer makes the transfers, and tells what the
@@ -288,84 +283,65 @@ class Checkpoints(Protocol):
     def newest(self) -> int | None:
         """The step of the newest generation that is intact as far as can be seen from here, None before the first
         commit. Damaged ones are set aside and logged. Raises CheckpointMissing if all generations are lost."""
-        ...
 
     def last_known(self) -> LastCommit | None:
         """The last commit, None for none: even if it is lost, it tells members that hold its state from those that
         replaced them."""
-        ...
 
     def load(self, step: int) -> Mapping[str, Any]:
         """The trainer's state of the generation that :meth:`newest` returned; raises CheckpointCorrupt,
         CheckpointMissing."""
-        ...
 
     def discard(self, step: int, why: str) -> None:
         """Set the generation of ``step`` aside: a member could not read its part."""
-        ...
 
     def restore_request(self, step: int) -> Any:
         """The argument of ``RESTORE``: go back to ``step``."""
-        ...
 
     @property
     def adapts(self) -> bool:
         """Commits may be several steps apart, if the steps are deterministic."""
-        ...
 
     def set_deterministic(self, deterministic: bool) -> None:
         """Say whether repeated steps give the same results again."""
-        ...
 
     def is_due(self, step: int, last: bool) -> bool:
         """Return True if ``step``, which has just ended, is to be committed. ``last``: no step follows."""
-        ...
 
     def commit_request(self, step: int, last: bool) -> Any:
         """The argument of ``COMMIT``: begin to write the state after ``step``."""
-        ...
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         """Write the trainer's state after ``step``, whose commit was asked for."""
-        ...
 
     def written_request(self, waits: bool) -> Any:
         """The argument of ``WRITTEN``: answer like ``COMMIT``, once the state is written if it ``waits``."""
-        ...
 
     def copies(self, answers: Mapping[ProcessId, Any], nodes: Mapping[ProcessId, str]) -> list[Transfer] | None:
         """The transfers that make the commit outlive the loss of a node; None while a member still writes its
         state."""
-        ...
 
     def commit(self, step: int, answers: Mapping[ProcessId, Any], copied: Mapping[Transfer, str]) -> None:
         """Make ``step`` a generation of the members' answers; ``copied`` has the node of each transfer that has
         arrived. Raises StaleEpoch."""
-        ...
 
     def trainers_copy(self, nodes: Mapping[ProcessId, str]) -> list[Transfer]:
         """The transfer of the trainer's part of the last commit."""
-        ...
 
     def transfers_to(self, step: int, members: Collection[ProcessId], nodes: Mapping[ProcessId, str]) -> list[Transfer]:
         """What the nodes of ``members`` lack to restore ``step``."""
-        ...
 
     def held_request(self) -> Any:
         """The argument of ``HELD``: which commits a node has."""
-        ...
 
     def found(self, held: Mapping[str, Any]) -> None:
         """Take note of the answer of each node that has members, before :meth:`newest`."""
-        ...
 
     def persist_request(self) -> Any:
         """The argument of ``PERSIST``: finish the copy to the job's directory. None if there is nothing to copy."""
-        ...
 
     def persisted(self, answers: Mapping[ProcessId, Any]) -> None:
         """Publish the copy, of which every member has finished its part."""
-        ...
 
 
 def gone_incarnation(incarnation: int, role: str, rank: int, method: str) -> WorkloadDied:
@@ -378,3 +354,10 @@ def gone_incarnation(incarnation: int, role: str, rank: int, method: str) -> Wor
 def is_damage(error: BaseException) -> bool:
     original = error.original if isinstance(error, InvocationError) else error
     return isinstance(original, CheckpointCorrupt | CheckpointMissing)
+
+
+BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+"""Upper bounds in seconds; one bucket more is unbounded."""
+
+CallCounts = Mapping[tuple[str, str], tuple[float, ...]]
+"""(role, method) to the count of each bucket, and the sum of seconds as the last value."""

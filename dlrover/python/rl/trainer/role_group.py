@@ -3,7 +3,7 @@
 
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,15 +26,11 @@ class CallCounter:
     several threads are sent in the order of their numbers."""
 
     step: int = 0
-    _next: int = 0
+    count: int = 0
     lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
     def open(self, step: int) -> None:
-        self.step, self._next = step, 0
-
-    def next_id(self) -> tuple[int, int]:
-        number, self._next = self._next, self._next + 1
-        return self.step, number
+        self.step, self.count = step, 0
 
 
 @dataclass(frozen=True)
@@ -112,59 +108,48 @@ class Invocation:
         else:
             world_size, shards = group.world_size, group.data_parallel_size
         replica = world_size // shards
-        auto_shard = settings.auto_shard and settings.target == "ALL"
-        shard_args = _Arguments(port, shards, replica, auto_shard, self._label).arrange(args, kwargs)
-        with group._counter.lock:
-            call_id = group._counter.next_id()
+        positional = [self._divide(value, str(index), shards, replica) for index, value in enumerate(args)]
+        named = {name: self._divide(value, f"'{name}'", shards, replica) for name, value in kwargs.items()}
+        shard_args = [
+            (tuple(parts[shard] for parts in positional), {name: parts[shard] for name, parts in named.items()})
+            for shard in range(shards)
+        ]
+        counter = group._counter
+        with counter.lock:
+            call_id = counter.step, counter.count
+            counter.count += 1
             refs = [
                 port.submit(group.role, rank, Call(call_id, self.method, *shard_args[rank // replica], sized))
                 for rank in range(world_size)
             ]
         return refs, replica
 
-    def _label(self, argument: str) -> str:
-        return f"{self.group.role}.{self.method}: argument {argument}"
-
-
-@dataclass(frozen=True)
-class _Arguments:
-    port: Port
-    shards: int
-    replica: int
-    auto_shard: bool
-    label: Callable[[str], str]
-
-    def arrange(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        positional = [self._one(value, str(index)) for index, value in enumerate(args)]
-        named = {name: self._one(value, f"'{name}'") for name, value in kwargs.items()}
-        return [
-            (tuple(parts[shard] for parts in positional), {name: parts[shard] for name, parts in named.items()})
-            for shard in range(self.shards)
-        ]
-
-    def _one(self, value: Any, name: str) -> list[Any]:
-        pending = unwrap(value)
+    def _divide(self, value: Any, name: str, shards: int, replica: int) -> list[Any]:
+        """The part of an argument for each shard, of ``replica`` members."""
+        label = f"{self.group.role}.{self.method}: argument {name}"
+        pending, auto_shard = unwrap(value), self.settings.auto_shard and self.settings.target == "ALL"
         if isinstance(pending, Pending) and pending.post_func is not None:
-            raise CallError(f"{self.label(name)} is pending with a post_func, which runs here: pass its .result()")
-        parts = divide(value, self.shards, self.auto_shard, self.label(name))
+            raise CallError(f"{label} is pending with a post_func, which runs here: pass its .result()")
+        parts = divide(value, shards, auto_shard, label)
         if parts is None:
-            return [self._store(unwrap(value), self.shards * self.replica, name)] * self.shards
-        return [self._store(part, self.replica, name) for part in parts]
+            return [_store(pending, shards * replica, label, self.group._port)] * shards
+        return [_store(part, replica, label, self.group._port) for part in parts]
 
-    def _store(self, value: Any, readers: int, name: str) -> Any:
-        """Store a value that several members take once, and pass its ref; likewise one that may not be serializable,
-        which must show before any member begins the call."""
-        if isinstance(value, Ref | Rows) or (isinstance(value, list) and any(isinstance(item, Ref) for item in value)):
-            return value
-        if isinstance(value, _SCALARS) and sys.getsizeof(value) <= _INLINE_BYTES:
-            return value
-        if readers == 1 and _is_plain_data(value):
-            return value
-        try:
-            return self.port.put(value)
-        except Exception as error:  # noqa: BLE001 -- serialising runs the value's own code
-            root = error.__cause__ or error  # Ray wraps it in a page of advice
-            raise CallError(f"{self.label(name)} cannot be sent: {type(root).__name__}: {root}") from error
+
+def _store(value: Any, readers: int, label: str, port: Port) -> Any:
+    """Store a value that several members take once, and pass its ref; likewise one that may not be serializable, which
+    must show before any member begins the call."""
+    if isinstance(value, Ref | Rows) or (isinstance(value, list) and any(isinstance(item, Ref) for item in value)):
+        return value
+    if isinstance(value, _SCALARS) and sys.getsizeof(value) <= _INLINE_BYTES:
+        return value
+    if readers == 1 and _is_plain_data(value):
+        return value
+    try:
+        return port.put(value)
+    except Exception as error:  # noqa: BLE001 -- serialising runs the value's own code
+        root = error.__cause__ or error  # Ray wraps it in a page of advice
+        raise CallError(f"{label} cannot be sent: {type(root).__name__}: {root}") from error
 
 
 def _is_plain_data(value: Any) -> bool:

@@ -84,21 +84,18 @@ def _divide_rows(value: Shard, shards: int, label: str) -> list[Any]:
         if pending:
             return [Rows(tuple(value.value), index, shards) for index in range(shards)]
         return split(value.value, shards, label, value.by)
-    chosen = _rows_per_shard(value.rows, shards, label)
+    if len(value.rows) and isinstance(value.rows[0], Sequence | np.ndarray):
+        if len(value.rows) != shards:
+            raise ShardError(f"{label} has rows chosen for {len(value.rows)} shards, not for {shards}")
+        chosen = [[int(row) for row in part] for part in value.rows]  # type: ignore[union-attr]
+    else:
+        chosen = [list(map(int, part)) for part in split(list(value.rows), shards, label)]
     if pending:
         return [Rows(tuple(value.value), index, shards, rows) for index, rows in enumerate(chosen)]
     if not (is_sequence_of_rows(value.value) or isinstance(value.value, range)):
         raise ShardError(f"{label} is {type(value.value).__name__}, which has no rows to choose from")
     _check_rows(chosen, len(value.value), label)
     return [_select(value.value, rows) for rows in chosen]
-
-
-def _rows_per_shard(rows: Sequence[int] | Sequence[Sequence[int]], shards: int, label: str) -> list[list[int]]:
-    if len(rows) and isinstance(rows[0], Sequence | np.ndarray):
-        if len(rows) != shards:
-            raise ShardError(f"{label} has rows chosen for {len(rows)} shards, not for {shards}")
-        return [[int(row) for row in part] for part in rows]  # type: ignore[union-attr]
-    return [list(map(int, part)) for part in split(list(rows), shards, label)]
 
 
 def _check_rows(chosen: Sequence[Sequence[int]], count: int, label: str) -> None:
@@ -143,7 +140,9 @@ def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
         except DataError as error:
             raise ShardError(f"{label}: {error}") from error
     cuts = even_cuts(rows, shards)
-    return [_part(value, start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)]
+    parts = [value[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)]
+    # A torch view is sent with its whole storage: copy the slice.
+    return [part.clone() if hasattr(part, "untyped_storage") else part for part in parts]
 
 
 def _chunk(value: Any, shards: int, label: str) -> list[Any]:
@@ -158,12 +157,6 @@ def _chunk(value: Any, shards: int, label: str) -> list[Any]:
     if len(parts) != shards:
         raise ShardError(f"{label} is {kind}, whose chunk({shards}) gave {len(parts)} parts")
     return parts
-
-
-def _part(value: Any, start: int, stop: int) -> Any:
-    part = value[start:stop]
-    # A torch view is sent with its whole storage: copy the slice.
-    return part.clone() if hasattr(part, "untyped_storage") else part
 
 
 def _split_columns(columns: Mapping[str, Any], shards: int, label: str) -> list[Any]:
@@ -195,7 +188,9 @@ def take_rows(rows: Rows, sizes: Sequence[int | None], fetch: Callable[[Any], An
         start, stop = max(wanted_start - offset, 0), min(wanted_stop - offset, size)
         if start < stop:
             value = fetch(part)
-            pieces.append(value if (start, stop) == (0, size) else _slice(value, start, stop))
+            if (start, stop) != (0, size):
+                value = value.rows(start, stop) if isinstance(value, Batch) else value[start:stop]
+            pieces.append(value)
         offset += size
     return join(pieces)
 
@@ -224,10 +219,6 @@ def _select(value: Any, rows: list[int]) -> Any:
     return tuple(picked) if isinstance(value, tuple) else picked
 
 
-def _slice(value: Any, start: int, stop: int) -> Any:
-    return value.rows(start, stop) if isinstance(value, Batch) else value[start:stop]
-
-
 def join(pieces: Sequence[Any]) -> Any:
     """Concatenate parts of one kind; raises ShardError for other values."""
     first = pieces[0]
@@ -242,16 +233,11 @@ def join(pieces: Sequence[Any]) -> Any:
     if isinstance(first, np.ndarray):
         return np.concatenate(pieces)
     if hasattr(first, "new_empty"):
-        return _join_tensors(pieces)
+        try:  # torch is imported where there are tensors, and nowhere else
+            return sys.modules["torch"].cat(list(pieces))
+        except (RuntimeError, TypeError) as error:
+            raise ShardError(f"parts that are tensors cannot be joined: {error}") from error
     raise ShardError(f"parts of type {type(first).__name__} cannot be joined; return a Batch, list, array or tensor")
-
-
-def _join_tensors(pieces: Sequence[Any]) -> Any:
-    """``torch.cat``; torch is imported where there are tensors, and nowhere else."""
-    try:
-        return sys.modules["torch"].cat(list(pieces))
-    except (RuntimeError, TypeError) as error:
-        raise ShardError(f"parts that are tensors cannot be joined: {error}") from error
 
 
 def row_count(value: Any) -> int | None:

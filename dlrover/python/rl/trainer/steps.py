@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: a step from its begin to its commit, and the ways back to a commit, over one port.
 """The steps of a trainer: where they begin, and the commit at the end of each."""
 
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +12,6 @@ from dlrover.python.rl.common.errors import (
     CheckpointCorrupt,
     CheckpointMissing,
     InvocationError,
-    JobFailed,
     StepAbandoned,
 )
 from dlrover.python.rl.common.log import get_logger
@@ -29,8 +28,6 @@ from dlrover.python.rl.trainer.port import (
     Checkpoints,
     Port,
     Recovery,
-    Renewed,
-    RestartInfo,
     RoleTraits,
     Standing,
     Transfer,
@@ -65,27 +62,6 @@ class _Pending:
     copied: Mapping[Transfer, str] | None = None  # None: not all are written
 
 
-class NoRecovery:
-    epoch = 1
-    fresh = True
-    restart_info = RestartInfo()
-
-    def incarnations(self) -> Mapping[ProcessId, int]:
-        return {}
-
-    def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
-        raise JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
-
-    def opened(self) -> None:
-        pass
-
-    def began(self, step: int) -> None:
-        pass
-
-    def progressed(self, step: int) -> None:
-        pass
-
-
 class Steps:
     """The steps of one trainer object. Without ``recovery`` a lost member ends it; without ``checkpoints`` nothing is
     committed."""
@@ -98,7 +74,7 @@ class Steps:
         roles: Mapping[str, RoleTraits],
         attempt: Attempt,
     ) -> None:
-        self._recovery: Recovery = recovery or NoRecovery()
+        self._recovery = recovery or Recovery()
         self._recovers, self._checkpoints, self._attempt = recovery is not None, checkpoints, attempt
         # After an earlier trainer, or trainer object, members may have been replaced already.
         opened = attempt.opened or not self._recovery.fresh
@@ -151,7 +127,11 @@ class Steps:
         if self.port.log.overflowed:
             _LOG.warning("too many calls between init() and steps(): a new member repeats only those of init()")
         if self._checkpoints is not None and self._checkpoints.spread:
-            self._look_at_nodes(self._checkpoints)
+            nodes = self.port.transfers.nodes
+            self.port.transfers.locate(self.port.ask(members_of(self.port.roles), WHERE))
+            member_on = {node: member for member, node in nodes.items()}
+            answers = self.port.ask(member_on.values(), HELD, self._checkpoints.held_request())
+            self._checkpoints.found({node: answers[member] for node, member in member_on.items()})
         committed = 0
         if self._checkpoints is not None:
             committed = self._go_back()
@@ -178,7 +158,10 @@ class Steps:
             self.port.settle()
             self._publish(waits=True)
             if self._checkpoints is not None and is_due:
-                pending = self._capture(self._checkpoints, step, last)
+                request = self._asked(self._checkpoints.commit_request, step, last)
+                members = members_of(self.port.roles, stateful_only=True)
+                pending = _Pending(step, self.port.ask(members, COMMIT, request))
+                self._asked(self._checkpoints.save, step, dump_state(self.state, self._checkpoints.run, self._left))
                 is_whole = self._complete(self._checkpoints, pending, asks=last, waits=last)
             if self.port.recoveries == recoveries:
                 break
@@ -191,13 +174,6 @@ class Steps:
             self._publish()
         else:
             self.port.publish = self._publish_if_idle
-
-    def _capture(self, checkpoints: Checkpoints, step: int, last: bool) -> _Pending:
-        """Begin to write the states after ``step``."""
-        request = self._asked(checkpoints.commit_request, step, last)
-        answers = self.port.ask(members_of(self.port.roles, stateful_only=True), COMMIT, request)
-        self._asked(checkpoints.save, step, dump_state(self.state, checkpoints.run, self._left))
-        return _Pending(step, answers)
 
     def _complete(self, checkpoints: Checkpoints, pending: _Pending, asks: bool, waits: bool) -> bool:
         """Send the states to other nodes once all are written; returns False before. ``asks`` the members again."""
@@ -296,12 +272,6 @@ class Steps:
         self.end(0, last=True)
         return 0
 
-    def _look_at_nodes(self, checkpoints: Checkpoints) -> None:
-        self.port.transfers.locate(self.port.ask(members_of(self.port.roles), WHERE))
-        there = {node: member for member, node in self.port.transfers.nodes.items()}
-        held = self.port.ask(there.values(), HELD, checkpoints.held_request())
-        checkpoints.found({node: held[member] for node, member in there.items()})
-
     def _send_own_part(self, checkpoints: Checkpoints) -> None:
         """The trainer's part of the last commit to another node; the trainer before may have ended before it did so."""
         self.port.transfers.make(checkpoints.trainers_copy(self.port.transfers.nodes))
@@ -347,7 +317,11 @@ class Steps:
         Raises CheckpointMissing if a member that was not replaced holds the state of a later step; StepAbandoned if a
         lost commit was partly loaded: its holders are replaced, and another trainer object begins."""
         standings = self.port.ask(members_of(self.port.roles, stateful_only=True), WHERE)
-        moved = [member for member, standing in standings.items() if not self._is_new(member, standing)]
+        moved = [
+            member
+            for member, standing in standings.items()
+            if standing.touched or not (standing.agrees_with(0) or member in self._as_new)
+        ]
         commit = self._checkpoints.last_known() if self._checkpoints is not None else None
         last = max([standing.touched for standing in standings.values()] + [commit.step if commit else 0])
         summary = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
@@ -355,7 +329,8 @@ class Steps:
         writers: Mapping[ProcessId, int] = commit.incarnations if commit is not None else {}
         survivors = [member for member in moved if member not in writers or current.get(member, 0) <= writers[member]]
         if survivors:
-            raise CheckpointMissing(f"{summary}, and {_names(survivors)} cannot begin again: they hold a later state")
+            names = ", ".join(map(str, survivors))
+            raise CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
         if moved or self._loaded:
             for member in moved:
                 self._recovery.renew(
@@ -368,19 +343,12 @@ class Steps:
                 "%s; all stateful members are new: the job begins again at step 1", summary if lost else "no commit"
             )
 
-    def _is_new(self, member: ProcessId, standing: Standing) -> bool:
-        return standing.touched == 0 and (standing.agrees_with(0) or member in self._as_new)
-
     def _asked(self, act: Callable[..., T], *args: Any) -> T:
         """``act`` of the checkpoints. Raises StepAbandoned if what it needs is lost."""
         try:
             return act(*args)
         except (CheckpointCorrupt, CheckpointMissing) as error:
             raise StepAbandoned(self.port.step, error) from error
-
-
-def _names(members: list[ProcessId]) -> str:
-    return ", ".join(map(str, members))
 
 
 def dump_state(state: Mapping[str, Any], run: str = "", left: Sequence[int] = ()) -> dict[str, Any]:
@@ -407,3 +375,21 @@ def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> tuple[str, Se
         else:
             raise CallError(f"self.state['{name}'] was saved from an object: put it there in init(), before steps()")
     return left
+
+
+class StepPace:
+    """Over the last ``kept`` reports, so that a slow start or an outage does not count for long."""
+
+    def __init__(self, kept: int = 20) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=kept)
+
+    def note(self, step: int, now_s: float) -> None:
+        if self._seen and step <= self._seen[-1][0]:  # steps are repeated after a recovery
+            self._seen.clear()
+        self._seen.append((step, now_s))
+
+    @property
+    def step_s(self) -> float:
+        """0 if unknown."""
+        (first, began_s), (last, ended_s) = (self._seen[0], self._seen[-1]) if self._seen else ((0, 0.0), (0, 0.0))
+        return (ended_s - began_s) / (last - first) if last > first else 0.0

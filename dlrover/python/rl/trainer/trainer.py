@@ -18,8 +18,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.log import cut_middle, get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
-from dlrover.python.rl.trainer.call_counts import CallCounts
-from dlrover.python.rl.trainer.port import Checkpoints, Port, Recovery, Renewed, RestartInfo, RoleTraits
+from dlrover.python.rl.trainer.port import CallCounts, Checkpoints, Port, Recovery, Renewed, RestartInfo, RoleTraits
 from dlrover.python.rl.trainer.role_group import RoleGroup, replicas_of
 from dlrover.python.rl.trainer.steps import Attempt, Steps
 from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, trainer_invocation, undecorated

@@ -6,7 +6,7 @@ There are three places: a Ray cluster (``RayJobs``), the folders of runs (``Save
 
 import json
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from math import isfinite, nan
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JournalCorrupt
-from dlrover.python.rl.common.names import check_job_name, hint, is_job_name, resume_command
+from dlrover.python.rl.common.names import check_job_name, is_job_name, resume_command
 from dlrover.python.rl.common.private_files import open_file, with_real_parent
-from dlrover.python.rl.control.events import Cause, Failed, MemberLost, NodeLost, StandbyLost, TrainerLost
+from dlrover.python.rl.control.events import Failed, MemberLost, NodeLost, StandbyLost, TrainerLost
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.recovery import completed_recoveries
@@ -39,35 +39,17 @@ _FAILURES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
 
 
 @dataclass(frozen=True)
-class RunHistory:
-    """Times are Unix times in seconds."""
-
-    state: JobState
-    began_s: float
-    phase_since_s: float
-    last_s: float
-    failures: tuple[tuple[float, Cause], ...]  # with the time of each, the first one first
-    roles: Mapping[str, int]
-
-
-@dataclass(frozen=True)
 class JobHistory:
-    """What has happened to a job, for people: lines such as ``ROLLOUT[1]: process_died: ...``, each with its time."""
+    """What has happened to a job. Times are Unix times in seconds; ``failures`` are lines for people, such as
+    ``ROLLOUT[1]: process_died: ...``, each with its time."""
 
     phase_since_s: float
     failures: tuple[tuple[float, str], ...] = ()  # the first one first
     source: str = ""  # where all of them are
     log: str = ""  # where the process that failed first has written, empty if there is nothing
-
-    @classmethod
-    def of_folder(cls, folder: Path) -> "JobHistory | None":
-        """None if the run in ``folder`` has no journal. Raises JournalCorrupt, OSError."""
-        history = read_history(folder)
-        if history is None:
-            return None
-        failures = tuple((at_s, line_of(cause)) for at_s, cause in history.failures)
-        log = folder / LOGS / f"{log_of(failures)}{SUFFIX}"
-        return cls(history.phase_since_s, failures, str(folder / JOURNAL), str(log) if log.is_file() else "")
+    state: JobState = JobState()
+    began_s: float = 0.0
+    last_s: float = 0.0
 
 
 def log_of(failures: Sequence[tuple[float, str]]) -> str:
@@ -75,23 +57,22 @@ def log_of(failures: Sequence[tuple[float, str]]) -> str:
     return failures[0][1].partition(":")[0].lower().replace("[", "-").rstrip("]") if failures else ""
 
 
-def read_history(folder: Path) -> RunHistory | None:
-    """The history of the run in ``folder``, None if it has no journal. Raises JournalCorrupt."""
+def read_history(folder: Path) -> JobHistory | None:
+    """The history of the run in ``folder``, None if it has no journal. Raises JournalCorrupt, OSError."""
     journal = folder / JOURNAL
-    lines = read_lines(journal) if journal.exists() else []
-    events = decode(lines)
+    events = decode(read_lines(journal) if journal.exists() else [])
     if not events:
         return None
-    state, since_s, failures = JobState(), events[0][0], list[tuple[float, Cause]]()
+    state, since_s, failures = JobState(), events[0][0], list[tuple[float, str]]()
     for at_s, event in events:
         before, (state, _) = state, step(state, event, at_s)
         if state.phase is not before.phase:
             since_s = at_s
         if isinstance(event, _FAILURES):
-            failures.append((at_s, event.cause))
-    settings = state.settings
-    roles = {role: settings.num for role, settings in settings.roles.items()} if settings else {}
-    return RunHistory(state, events[0][0], since_s, events[-1][0], tuple(failures), roles)
+            failures.append((at_s, line_of(event.cause)))
+    log = folder / LOGS / f"{log_of(failures)}{SUFFIX}"
+    where = str(log) if log.is_file() else ""
+    return JobHistory(since_s, tuple(failures), str(journal), where, state, events[0][0], events[-1][0])
 
 
 # -- as they are shown ------------------------------------------------------------------------------------------------
@@ -143,36 +124,28 @@ class JobView:
         }
 
 
-class JobReports(Protocol):
+class JobOperations(Protocol):
     """Names that are not there are an InvalidJob or UnknownJob with the nearest one."""
 
     def get(self, name: str) -> JobView: ...
 
     def history(self, view: JobView) -> JobHistory | None:
         """What has happened to it; None if that cannot be seen from here."""
-        ...
 
     def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
         """Whole lines with the process that wrote them; all processes for ""."""
-        ...
 
-
-class JobOperations(JobReports, Protocol):
     def list_jobs(self) -> tuple[list[JobView], int]:
         """All jobs that have not ended, the newest of the others, and the number of older ones that are left out."""
-        ...
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
         """Pass on steps and activities until the job has ended; return its end."""
-        ...
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
         """The job once it has ended, or as it is after ``timeout_s``."""
-        ...
 
     def stop(self, name: str, hard: bool) -> JobView:
         """Stop a job and wait for its end."""
-        ...
 
     def resize(self, name: str, role: str, num: int) -> JobView: ...
 
@@ -193,12 +166,16 @@ def view_of_status(status: JobStatus) -> JobView:
     )
 
 
-def view_of_folder(name: str, folder: Path, history: RunHistory, asked: str = "") -> JobView:
+def view_of_folder(name: str, folder: Path, history: JobHistory, asked: str = "") -> JobView:
     """A run that the cluster at address ``asked`` does not know, or that is on none, from its files."""
     state, last = history.state, _last_metrics(folder)
     over = state.phase.terminal
     holder = None if over else holder_of(folder, asked)
-    reason = _where(holder) if holder else f"its master is gone; to resume the run: {resume_command(folder)}"
+    reason = f"its master is gone; to resume the run: {resume_command(folder)}"
+    if holder is not None:
+        alive = "" if holder.pid and holder.is_here else f", alive within the last {holder.lease_s:.0f} s"
+        reason = f"it runs elsewhere: {holder}{alive}"
+    settings = state.settings
     return JobView(
         name=name,
         phase=state.phase.value if over else "running" if holder else "lost",
@@ -212,7 +189,7 @@ def view_of_folder(name: str, folder: Path, history: RunHistory, asked: str = ""
         cause=state.failure.kind.value if state.failure else "",
         detail=state.failure.detail if state.failure else "",
         folder=str(folder),
-        roles=history.roles,
+        roles={role: each.num for role, each in settings.roles.items()} if settings else {},
         recoveries=dict(state.recoveries) if over else completed_recoveries(state),
     )
 
@@ -232,11 +209,6 @@ def address_in(folder: Path) -> str:
     return ""
 
 
-def _where(holder: Owner) -> str:
-    is_seen = holder.pid and holder.is_here
-    return f"it runs elsewhere: {holder}{'' if is_seen else f', alive within the last {holder.lease_s:.0f} s'}"
-
-
 def _last_metrics(folder: Path) -> dict[str, Any]:
     """The last whole line of ``metrics.jsonl``; empty if there is none."""
     with suppress(OSError, ValueError), open_file(folder / "metrics.jsonl") as file:
@@ -253,10 +225,6 @@ def check_name(name: str) -> str:
         return check_job_name(name)
     except ValueError as error:
         raise InvalidJob([ConfigError("name", str(error))]) from error
-
-
-def no_such_job(name: str, known: Iterable[str], where: str) -> InvalidJob:
-    return InvalidJob([ConfigError("name", f"no job named '{name}' {where}{hint(name, known)}")])
 
 
 def is_run_folder(name_or_dir: str) -> bool:
@@ -282,7 +250,7 @@ class SavedRuns:
 
     def history(self, view: JobView) -> JobHistory | None:
         with suppress(JournalCorrupt, OSError):
-            return JobHistory.of_folder(Path(view.folder)) if view.folder else None
+            return read_history(Path(view.folder)) if view.folder else None
         return None
 
     def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:

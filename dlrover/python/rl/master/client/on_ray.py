@@ -19,7 +19,7 @@ from dlrover.python.rl.common.errors import (
     MasterLost,
 )
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import master_name, nearest, resume_command
+from dlrover.python.rl.common.names import hint, master_name, nearest, resume_command
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.events import CauseKind
@@ -31,7 +31,6 @@ from dlrover.python.rl.master.client.jobs import (
     address_in,
     check_name,
     holder_of,
-    no_such_job,
     read_history,
     view_of_folder,
     view_of_run,
@@ -40,7 +39,7 @@ from dlrover.python.rl.master.client.jobs import (
 from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run, wait_for_lost_owner
 from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.rl_master import RLMaster
-from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus, Position, Update
+from dlrover.python.rl.master.process.status import BEGINNING, INTERRUPTED, JobStatus, Update
 from dlrover.python.rl.runtime.interrupts import Interrupts
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, other_addresses, ray_cluster
@@ -135,12 +134,20 @@ def start_master(
     process has done so, and is given to ``launched`` before it starts. Raises JobConflict while a job of this name is
     running or another run holds the folder, and MasterLost."""
     job = begin(checked.job)
-    _clear_the_name(job.name)
+    name = master_name(job.name)
+    earlier = find(name)
+    if earlier is not None and not ask(earlier.status.remote, ANSWER_S).phase.terminal:
+        what = f"a job named '{job.name}' is running on this cluster"
+        raise JobConflict(f"{what}: stop it first or choose another name")
+    for actor in sweep(job.name):
+        if actor != name:
+            _LOG.warning("ended %s, which a job of this name had left behind", actor)
+    wait_gone(name, ANSWER_S)
     needs = {"cpu": job.master.cpu, "memory": job.master.memory}
     sealed, secrets = seal(job)  # Ray stores the arguments of actors
     plain = replace(checked.inspection, config=None, given=None, about=())
     arguments = (sealed, checked.placement, plain, claims)
-    master = launch(RLMaster, master_name(job.name), arguments, needs, job.master.max_restart)
+    master = launch(RLMaster, name, arguments, needs, job.master.max_restart)
     launched(master)
     try:
         ask(partial(master.start.remote, secrets), max(ANSWER_S, job.liveness.start_timeout_s))
@@ -148,28 +155,6 @@ def start_master(
         end(master)
         raise
     return master
-
-
-def begin_on(checked: CheckedJob, address: str, announce: Announcer) -> JobStatus:
-    """Start a checked job on the cluster of ``address``, and leave it to its master. Raises as :func:`start_master` and
-    :func:`ray_cluster`."""
-    with ray_cluster(address, checked.placement.total):
-        master = start_master(checked)
-        if checked.opening:
-            announce(checked.opening)
-        status: JobStatus = ask(master.status.remote, ANSWER_S)
-        return status
-
-
-def _clear_the_name(name: str) -> None:
-    """Remove the remains of an earlier job of this name; a job that has not ended keeps the name."""
-    earlier = find(master_name(name))
-    if earlier is not None and not ask(earlier.status.remote, ANSWER_S).phase.terminal:
-        raise JobConflict(f"a job named '{name}' is running on this cluster: stop it first or choose another name")
-    for actor in sweep(name):
-        if actor != master_name(name):
-            _LOG.warning("ended %s, which a job of this name had left behind", actor)
-    wait_gone(master_name(name), ANSWER_S)
 
 
 def stop_master(master: Any, reason: str) -> None:
@@ -187,7 +172,7 @@ def follow(
 
     The first of ``interrupts`` stops the job, the second ends the waiting, as does ``deadline_s``.
     """
-    position, stopping, began_s, activity = Position(), False, time.monotonic(), ""
+    position, stopping, began_s, activity = BEGINNING, False, time.monotonic(), ""
     while True:
         update: Update = ask(partial(master.follow.remote, position, FOLLOW_S), ANSWER_S)
         position = update.position
@@ -213,23 +198,20 @@ def follow(
 def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
     """Jobs, or the one of this ``name``, on a cluster; ``auto`` is the one where a process of this machine runs it, or
     the newest one, and without any what ``runs/`` has of it is there. Raises ClusterUnavailable."""
+    if address == "auto" and name and (run := _last_run(name)) is not None:
+        holder = holder_of(run.folder)
+        where = address_in(run.folder) if holder is not None and holder.runtime == ON_RAY else ""
+    else:
+        where = ""
     unavailable = None
     with ExitStack() as stack:
         try:
-            stack.enter_context(ray_cluster(_cluster_of(name) if address == "auto" and name else address, {}))
+            stack.enter_context(ray_cluster(where or address, {}))
         except ClusterUnavailable as error:
             if address != "auto" or name is None:
                 raise
             unavailable = error
         yield RayJobs(unavailable)
-
-
-def _cluster_of(name: str) -> str:
-    run = _last_run(name)
-    holder = None if run is None else holder_of(run.folder)
-    if run is None or holder is None or holder.runtime != ON_RAY:
-        return "auto"
-    return address_in(run.folder) or "auto"
 
 
 def _last_run(name: str) -> SavedRun | None:
@@ -298,15 +280,13 @@ class RayJobs(SavedRuns):
         others = other_addresses()
         where = "on this cluster, and no run of it in ./runs"
         where += f"; of other clusters on this machine --address takes {', '.join(others)}" if others else ""
-        raise no_such_job(name, [*self._names(), *saved], where)
-
-    def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
-        return self._followed(name, report, announce, None)
+        near = hint(name, [*self._names(), *saved])
+        raise InvalidJob([ConfigError("name", f"no job named '{name}' {where}{near}")])
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
-        return self._followed(name, report_nothing, announce_nothing, timeout_s)
+        return self.attach(name, report_nothing, announce_nothing, timeout_s)
 
-    def _followed(self, name: str, report: Reporter, announce: Announcer, deadline_s: float | None) -> JobView:
+    def attach(self, name: str, report: Reporter, announce: Announcer, deadline_s: float | None = None) -> JobView:
         before = self.get(name)
         if before.ended:
             return before

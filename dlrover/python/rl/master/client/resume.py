@@ -109,7 +109,12 @@ def evaluation_name(name: str) -> str:
 
 
 def _with_secrets(job: JobSpec) -> JobSpec:
-    hidden = {where: _variable_of(where) for where in hidden_in(job)}
+    hidden = {}
+    for where in hidden_in(job):  # the environment variable of config.judge.api_key is JUDGE_API_KEY
+        if where.startswith("config."):
+            hidden[where] = re.sub(r"\W", "_", where.removeprefix("config.")).upper()
+        else:
+            hidden[where] = where.rpartition(".env.")[2] if ".env." in where else where.removeprefix("env.")
     unknown = [
         ConfigError(where, f"a secret, which was not saved: set {name} in the environment")
         for where, name in hidden.items()
@@ -118,13 +123,6 @@ def _with_secrets(job: JobSpec) -> JobSpec:
     if unknown:
         raise InvalidJob(unknown)
     return unseal(job, {where: os.environ[name] for where, name in hidden.items()})
-
-
-def _variable_of(where: str) -> str:
-    """The environment variable that has the secret: ``JUDGE_API_KEY`` for ``config.judge.api_key``."""
-    if where.startswith("config."):
-        return re.sub(r"\W", "_", where.removeprefix("config.")).upper()
-    return where.rpartition(".env.")[2] if ".env." in where else where.removeprefix("env.")
 
 
 def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:
@@ -150,28 +148,24 @@ def how_to_go_on(job: JobSpec, folder: Path, step: int = 0, cause: Cause | None 
 
     ``step`` is the last one that is known."""
     again = resume_command(job.archive or folder)
+    needs_change = cause is not None and cause.kind in (CauseKind.USER_ERROR, CauseKind.START_FAILED)
     try:
-        return _how_to_go_on(job, folder, step, cause, again)
+        if last_commit(job, folder, job.archive) is not None:
+            fixed = "once its cause is fixed, resume" if needs_change else "resume"
+            return f"{fixed} after its last committed step: {again}"
+        if needs_change:
+            return ""
+        if has_commits(folder):
+            place = f"its commits are in the memory of this machine only, and could not be saved to {folder}"
+            return f"{place}: make room there, and go on before the machine restarts: {again}"
+        if step or newest_owner(folder) is None:  # its files are elsewhere
+            return f"to go on, where its files are: {again}"
+        return f"no step was committed; to begin again: {again}"
     except OSError as error:
         root = memory_path(job.name, job.run)
         last = max((manifest.step for manifest in CheckpointStore(root, job.run, durable=False).manifests()), default=0)
         kept = f"step {last} is in {root}, until this machine restarts; " if last else ""
         return f"{error.filename or folder} cannot be read ({error.strerror}): {kept}once it can, resume: {again}"
-
-
-def _how_to_go_on(job: JobSpec, folder: Path, step: int, cause: Cause | None, again: str) -> str:
-    needs_change = cause is not None and cause.kind in (CauseKind.USER_ERROR, CauseKind.START_FAILED)
-    if last_commit(job, folder, job.archive) is not None:
-        fixed = "once its cause is fixed, resume" if needs_change else "resume"
-        return f"{fixed} after its last committed step: {again}"
-    if needs_change:
-        return ""
-    if has_commits(folder):
-        place = f"its commits are in the memory of this machine only, and could not be saved to {folder}"
-        return f"{place}: make room there, and go on before the machine restarts: {again}"
-    if step or newest_owner(folder) is None:  # its files are elsewhere
-        return f"to go on, where its files are: {again}"
-    return f"no step was committed; to begin again: {again}"
 
 
 def describe_start(run: SavedRun, job: JobSpec, name: str) -> str:

@@ -14,8 +14,7 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import lies_in
 from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.process.brain import fresh_journal, run_local
-from dlrover.python.rl.master.process.resize import validate_least
+from dlrover.python.rl.master.process.brain import fresh_journal, run_local, validate_least
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.checkpoint.room import Room, room_for, validate_room
 from dlrover.python.rl.runtime.checkpoint.runs import validate_archive
@@ -61,7 +60,9 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     errors += [*inspection.errors, *validate_least(job, inspection)]
     if local:
         errors += inspection.single_process_refusals
-        inspection = replace(inspection, about=(*_warn_of_device(job, inspection.config), *inspection.about))
+        if job.trainer.device_type == "GPU" and _device_of(inspection.config) == "cpu" != _device_of(job.config):
+            warning = "trainer.device_type is GPU, and this process has none: it computes on the CPU"
+            inspection = replace(inspection, about=(warning, *inspection.about))
     room = room_for(job, placement, inspection.state_bytes) if placement is not None else None
     errors += validate_room(job, room) if job.trainer.device_type == "CPU" or _GPU_DRIVER.exists() else []
     if errors or placement is None:
@@ -70,15 +71,31 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     return CheckedJob(inspection.complete(job), placement, inspection, given, room)
 
 
-def _warn_of_device(job: JobSpec, config: Mapping[str, Any] | None) -> list[str]:
-    if job.trainer.device_type != "GPU" or _device_of(config) != "cpu" or _device_of(job.config) == "cpu":
-        return []
-    return ["trainer.device_type is GPU, and this process has none: it computes on the CPU"]
-
-
 def _device_of(config: Mapping[str, Any] | None) -> Any:
     engine = (config or {}).get("engine")
     return engine.get("device") if isinstance(engine, Mapping) else None
+
+
+def with_limits(job: JobSpec, **values: Any) -> JobSpec:
+    """The job with other values, where they are not None, of the fields that upstream DLRover has as arguments."""
+    changes: dict[str, dict[str, Any]] = {"restart": {}, "master": {}, "": {}}
+    for name, value in values.items():
+        if value is not None:
+            section, field = _FIELDS[name]
+            changes[section][field] = value
+    restart, master = replace(job.restart, **changes["restart"]), replace(job.master, **changes["master"])
+    return replace(job, restart=restart, master=master, **changes[""])
+
+
+_FIELDS = {
+    "job_max_restart": ("restart", "job_max_restart"),
+    "trainer_max_restart": ("restart", "trainer_max_restart"),
+    "workload_max_restart": ("restart", "workload_max_restart"),
+    "master_cpu": ("master", "cpu"),
+    "master_mem": ("master", "memory"),
+    "master_max_restart": ("master", "max_restart"),
+    "scheduling_strategy_type": ("", "scheduling_strategy"),
+}
 
 
 def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:
@@ -137,14 +154,14 @@ def run_here(
             announce(checked.opening)
         status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)), announce=announce)
         claimed.end(status.phase.value)
-    return _drawn(status)
+    _redraw(status)
+    return status
 
 
-def _drawn(status: JobStatus) -> JobStatus:
-    """The trainer draws its last curve only if it finishes."""
+def _redraw(status: JobStatus) -> None:
+    """Draw the curve of a run that has not finished: only then does its trainer draw the last one."""
     if status.folder and status.phase is not Phase.FINISHED:
         redraw(Path(status.folder))
-    return status
 
 
 def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
@@ -176,15 +193,25 @@ def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
 
     checked = replace(checked, job=begin(checked.job))
     if connected or (address is not None and not supervise):
-        return _drawn(run_on_cluster(checked, report, announce, address, connected))
-    return _drawn(run_supervised(checked, report, announce, address))
+        status = run_on_cluster(checked, report, announce, address, connected)
+    else:
+        status = run_supervised(checked, report, announce, address)
+    _redraw(status)
+    return status
 
 
 def leave_on_ray(checked: CheckedJob, address: str, announce: Announcer = announce_nothing) -> JobStatus:
     """Begin a checked job on the cluster of ``address``. Raises as :func:`run_on_ray`."""
-    from dlrover.python.rl.master.client.on_ray import begin_on  # imports Ray
+    from dlrover.python.rl.master.client.on_ray import ANSWER_S, start_master  # imports Ray
+    from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
+    from dlrover.python.rl.runtime.ray.processes.actors import ask
 
-    return begin_on(checked, address, announce)
+    with ray_cluster(address, checked.placement.total):
+        master = start_master(checked)
+        if checked.opening:
+            announce(checked.opening)
+        status: JobStatus = ask(master.status.remote, ANSWER_S)
+        return status
 
 
 def raise_if_failed(status: JobStatus) -> None:

@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import IO, Any, TypeAlias
@@ -76,7 +77,7 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
         MasterLost: the cluster was lost more often in a row than the job may restart, without a further commit.
         ClusterUnavailable: there was none to begin with.
     """
-    job, losses, is_resumed = checked.job, _Losses(checked.job), False
+    job, is_resumed, last_step, losses = checked.job, False, -1, 0
     with Interrupts(signal.SIGINT) as interrupts, sigterm_unwinds():
         while True:
             try:
@@ -84,39 +85,32 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
             except _Lost as lost:
                 loss = lost
             if not interrupts.count:
-                announce(f"going on {losses.count(loss)}")
-                losses.pause(interrupts)
+                # What is only in memory is saved.
+                commit = retry_io(partial(last_commit, job, job.job_dir, job.archive), job.job_dir)
+                step = commit.step if commit is not None else 0
+                last_step, losses = step, losses + 1 if step == last_step else 1
+                where = f"after step {step}" if step else "from the beginning"
+                _check_losses(job, loss, losses, where)
+                announce(f"going on {where}")
+                _pause(job.restart.backoff_s * 2 ** (losses - 2) if losses > 1 else 0.0, interrupts)
             if interrupts.count:
                 return interrupted(job)
             job = replace(job, run=new_run(), overwrite=False, checkpoint=replace(job.checkpoint, resume="latest"))
             is_resumed = True
 
 
-class _Losses:
-    """Counts the losses of a job's clusters since its last commit."""
+def _check_losses(job: JobSpec, loss: _Lost, losses: int, where: str) -> None:
+    """Raises MasterLost after too many ``losses`` in a row without a commit."""
+    if losses > job.restart.job_max_restart:
+        often = f"{losses} times in a row {where}"
+        raise MasterLost(f"{loss}, {often}; to go on: {resume_command(job.job_dir)}") from loss
+    _LOG.warning("%s: %s; going on %s", job.name, loss, where)
 
-    def __init__(self, job: JobSpec) -> None:
-        self._job, self._step, self._number = job, -1, 0
 
-    def count(self, lost: _Lost) -> str:
-        """Save what is only in memory; returns where the job goes on. Raises MasterLost if that was too often."""
-        job = self._job
-        commit = retry_io(lambda: last_commit(job, job.job_dir, job.archive), job.job_dir)
-        step = commit.step if commit is not None else 0
-        self._number = self._number + 1 if step == self._step else 1
-        self._step = step
-        where = f"after step {step}" if step else "from the beginning"
-        if self._number > job.restart.job_max_restart:
-            often = f"{self._number} times in a row {where}"
-            raise MasterLost(f"{lost}, {often}; to go on: {resume_command(job.job_dir)}") from lost
-        _LOG.warning("%s: %s; going on %s", job.name, lost, where)
-        return where
-
-    def pause(self, interrupts: Interrupts) -> None:
-        seconds = self._job.restart.backoff_s * 2 ** (self._number - 2) if self._number > 1 else 0.0
-        until_s = time.monotonic() + min(seconds, _LONGEST_PAUSE_S)
-        while not interrupts.count and time.monotonic() < until_s:
-            time.sleep(_POLL_S)
+def _pause(seconds: float, interrupts: Interrupts) -> None:
+    until_s = time.monotonic() + min(seconds, _LONGEST_PAUSE_S)
+    while not interrupts.count and time.monotonic() < until_s:
+        time.sleep(_POLL_S)
 
 
 def _attempt(  # noqa: PLR0913 -- a job, its place, and who listens
@@ -267,27 +261,32 @@ def _environments() -> Iterator[tuple[int, bytes]]:
 
 def main() -> None:
     """Run the errand that the parent sends, and send it what the job reports and how it ends."""
-    _end_with(int(sys.argv[1]))
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # when the parent ends
+    if os.getppid() != int(sys.argv[1]):
+        os.kill(os.getpid(), signal.SIGKILL)
     connection, one_by_one = Connection(int(sys.argv[2])), threading.Lock()
     os.set_inheritable(connection.fileno(), False)
     configure_logging()
     # waits: for the parent, with which this process ends
     sys.path[:], sys.argv[:] = connection.recv()  # Ray's workers get them from here
-    errand: Errand = cloudpickle.loads(connection.recv_bytes())  # waits: likewise
+    checked, address, folder, is_resumed = cloudpickle.loads(connection.recv_bytes())  # waits: likewise
 
     def send(message: Any) -> None:
         with one_by_one:
             connection.send(message)
 
     threading.Thread(target=_end_if_lost, args=(send,), name="dlrover-lost", daemon=True).start()
-    send(_run(errand, send))
-
-
-def _end_with(parent: int) -> None:
-    """Let this process be killed when ``parent``, its parent, ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    if os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+    outcome: JobStatus | Exception
+    try:
+        send(_READY)
+        outcome = run_on_cluster(checked, send, send, address, folder=folder, again=is_resumed)
+    except KeyboardInterrupt:
+        outcome = interrupted(checked.job)
+    except RAYS_ERRORS as error:
+        outcome = MasterLost(f"Ray was lost: {type(error).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001 -- the parent raises it
+        outcome = error
+    send(outcome)
 
 
 def _end_if_lost(send: Callable[[Any], None]) -> None:
@@ -300,19 +299,6 @@ def _end_if_lost(send: Callable[[Any], None]) -> None:
         if lost and time.monotonic() - since_s[lost] > limits_s[lost]:
             send(MasterLost(f"Ray's {lost} has died"))
             os._exit(_LOST)
-
-
-def _run(errand: Errand, send: Callable[[Any], None]) -> Any:
-    checked, address, folder, is_resumed = errand
-    try:
-        send(_READY)
-        return run_on_cluster(checked, send, send, address, folder=folder, again=is_resumed)
-    except KeyboardInterrupt:
-        return interrupted(checked.job)
-    except RAYS_ERRORS as error:
-        return MasterLost(f"Ray was lost: {type(error).__name__}: {error}")
-    except Exception as error:  # noqa: BLE001 -- the parent raises it
-        return error
 
 
 if __name__ == "__main__":

@@ -4,20 +4,22 @@
 import time
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import closing
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 from typing import NamedTuple
 
-from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
+from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob, JobConflict, JournalCorrupt
+from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Command, Release
 from dlrover.python.rl.control.events import Cause, CauseKind, Event, RoleSettings, StopRequested, Submitted
 from dlrover.python.rl.control.journal import decode, encode
-from dlrover.python.rl.control.machine import outstanding, replay, step
+from dlrover.python.rl.control.machine import can_resize, outstanding, replay, step
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.control.state import JobState, Phase
+from dlrover.python.rl.control.state import JobState, Phase, ranks_of
 from dlrover.python.rl.master.process.status import JobStatus, status_of
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import (
     FileStateStore,
@@ -75,6 +77,14 @@ class Brain:
             self._store.append(*lines)
         self.state = state
         return handled
+
+    def fail(self, error: Exception) -> None:
+        """Give the job up, whose master cannot continue because of ``error``; this is not journalled."""
+        trace = "".join(traceback.format_exception(error))
+        cause = Cause(CauseKind.INTERNAL, "master", f"{type(error).__name__}: {error}", trace)
+        causes, reason = (*self.state.causes, cause), f"master: {error}"
+        failed = Phase.FAILED
+        self.state = replace(self.state, phase=failed, outcome=failed, causes=causes, failure=cause, reason=reason)
 
     def outstanding(self) -> tuple[Command, ...]:
         return outstanding(self.state)
@@ -142,13 +152,6 @@ def _first_number(job: JobSpec, run: str) -> int:
     return 1 + last
 
 
-def failed(state: JobState, error: Exception) -> JobState:
-    """Of a job whose master cannot go on because of ``error``, which is being handled."""
-    cause = Cause(CauseKind.INTERNAL, "master", f"{type(error).__name__}: {error}", traceback.format_exc())
-    causes, reason = (*state.causes, cause), f"master: {error}"
-    return replace(state, phase=Phase.FAILED, outcome=Phase.FAILED, causes=causes, failure=cause, reason=reason)
-
-
 def fresh_journal(job: JobSpec) -> Path:
     """The path of a new journal in the job's claimed folder; an earlier run's journal there is renamed."""
     journal = job.job_dir / JOURNAL
@@ -163,7 +166,7 @@ def _newest_kept(job: JobSpec) -> int:
 
 
 def earlier_journal(job: JobSpec, run: str) -> Brain | None:
-    """The brain of an earlier process of this run's master, None when that had not begun. Raises JournalCorrupt."""
+    """The brain of an earlier process of the master of this run, None if that had not begun. Raises JournalCorrupt."""
     journal = job.job_dir / JOURNAL
     if not journal.exists():
         return None
@@ -211,3 +214,56 @@ def run_local(
             except KeyboardInterrupt:
                 emit(StopRequested("interrupted"))
     return status_of(job, brain.state, last[0] if last else None)
+
+
+MAX_MEMBERS = 10_000
+
+
+def resizable(job: JobSpec, state: JobState, inspection: Inspection, role: str, num: int) -> JobSpec:
+    """The job as it would be. Raises InvalidJob for a role that never can, CallError for a job that cannot now."""
+    name = job.name
+    check_new_size(name, role, num, job.workloads)
+    if why := never_resized(job, inspection, role):
+        raise InvalidJob([ConfigError("role", f"{role} of '{name}' cannot be resized: {why}")])
+    if not can_resize(state, role):
+        raise CallError(f"'{name}' can be resized once it does steps, and not while it restarts or ends")
+    sizes = {other: spec.num for other, spec in state.settings.roles.items()} if state.settings else {}
+    return job.with_sizes({**sizes, role: num})
+
+
+def check_new_size(name: str, role: str, num: int, roles: Collection[str]) -> None:
+    """Raises InvalidJob unless the job ``name`` has the role, and it may have ``num`` members."""
+    if role not in roles:
+        near = get_close_matches(role, list(roles), n=1, cutoff=0.4)
+        hint = f": did you mean '{near[0]}'?" if near else f"; it has {', '.join(sorted(roles))}"
+        raise InvalidJob([ConfigError("role", f"'{name}' has no role '{role}'{hint}")])
+    if not 1 <= num <= MAX_MEMBERS:
+        raise InvalidJob([ConfigError("num", f"{num} is not between 1 and {MAX_MEMBERS}")])
+
+
+def validate_least(job: JobSpec, inspection: Inspection) -> list[ConfigError]:
+    """The roles that may not go on with fewer members."""
+    found = []
+    for role, spec in job.workloads.items():
+        why = never_resized(job, inspection, role) if spec.min else ""
+        if spec.min > spec.num:
+            why = f"num is {spec.num}"
+        if spec.min and job.scheduling_strategy == "SIMPLE":
+            why = "with scheduling_strategy SIMPLE nothing is reserved, so nobody knows what is missing"
+        found += [ConfigError(f"workload.{role.lower()}.min", f"{spec.min} cannot be: {why}")] if why else []
+    return found
+
+
+def never_resized(job: JobSpec, inspection: Inspection, role: str) -> str:
+    """Why the role cannot have another number of members while its job runs; empty if it can."""
+    if role in inspection.stateful:
+        return "its members hold a state that is committed for each rank"
+    if role in inspection.collectives:
+        return "its members meet in collectives"
+    if together := [other for other in job.collocation_of(RLRoleType(role)) if other != role]:
+        return f"it shares devices with {', '.join(together)}"
+    return ""
+
+
+def size_of(state: JobState, role: str) -> int:
+    return len(ranks_of(state, role))

@@ -4,10 +4,9 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, ProcessKind
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import (
     Cause,
@@ -27,16 +26,9 @@ _MOST_STACKS = 8
 """Processes of a role whose stacks are read: enough to see which waits for which."""
 
 
-@dataclass(frozen=True)
-class Condemned:
-    """The event of a hung process, and the process, which is killed once the event is journalled."""
-
-    event: Event
-    process: Process | None
-
-
 class HangDetector:
-    """Takes heartbeats and finds the processes that hang longer than the limits of ``job``."""
+    """Takes heartbeats and finds the processes that hang longer than the limits of ``job``. ``condemned`` maps the
+    event of each to its process, which is to be killed once the event is journalled."""
 
     def __init__(
         self,
@@ -55,12 +47,14 @@ class HangDetector:
         self._signs: dict[ProcessId, Sign] = {}
         self._listening_since_s = self._looked_s = self._now_s()
         self._paces, self._replace_slow = Paces(job.liveness.slow_factor), job.liveness.replace_slow
+        self.condemned: dict[Event, Process | None] = {}
 
     def take(self, beat: Heartbeat, state: JobState) -> bool:
         """Record a heartbeat; False when the state has a later process in its place."""
-        if not _is_current(beat, state):
+        is_current, is_up = _standing(beat, state)
+        if not is_current:
             return False
-        if not _is_up(beat.process_id, state) or beat.method == CONSTRUCTING:
+        if not is_up or beat.method == CONSTRUCTING:
             return True  # starting has a separate limit, also when the event of its end has come first
         now_s = self._now_s()
         self._paces.note(beat.process_id, beat.number, beat.work)
@@ -68,82 +62,57 @@ class HangDetector:
         self._signs[beat.process_id] = Sign(beat.process_id, beat.number, beat.method, since_s, beat.step, now_s)
         return True
 
-    async def hangs(self, state: JobState) -> list[Condemned]:
+    async def hangs(self, state: JobState) -> list[Event]:
+        """The losses of processes that hang, and of members that are slower than their peers and to be replaced."""
         now_s = self._now_s()
         if now_s - self._looked_s > 2 * self._beats.beat_s + 1.0:
-            self._listening_since_s = now_s  # this process was paused: it has received no heartbeat meanwhile
+            self._listening_since_s = now_s  # this process was paused: no heartbeat was received in that time
         self._looked_s = now_s
-        up = self._signs_of(state, now_s)
+        members = state.members.items()
+        numbers = {process_id: member.incarnation for process_id, member in members if member.phase is MemberPhase.UP}
+        if state.trainer.phase is MemberPhase.UP:
+            numbers[TRAINER_ID] = state.epoch
+        for role, pool in state.standbys.items():
+            ready = (number for number, standby in pool.items() if standby.phase is StandbyPhase.READY)
+            numbers |= {ProcessId.standby(role, number): number for number in ready}
+        for process_id, number in numbers.items():
+            sign = self._signs.get(process_id)
+            if sign is None or sign.number != number:  # it or this master has just started: it counts as heard now
+                self._signs[process_id] = Sign(process_id, number, "", now_s, -1, now_s)
+        self._signs = {process_id: self._signs[process_id] for process_id in numbers}
+        up = list(self._signs.values())
         listening = Listening(self._beats.beat_s, self._listening_since_s, self._beats.lease_s)
         culprits = _culprits(hangs(up, self._limits_s, listening, now_s), state, listening, now_s)
-        condemned = await asyncio.gather(*(self._condemn(hang, up, listening, now_s) for hang in culprits))
-        self._looked_s = self._now_s()  # reading stacks is not a pause: heartbeats came in meanwhile
-        return [*condemned, *self._slow(state)]
-
-    def _slow(self, state: JobState) -> list[Condemned]:
-        """Reports members that are slower than their peers; returns those that are to be replaced."""
-        condemned = []
-        for slow in self._paces.find(_numbers_up(state)):
+        events = list(await asyncio.gather(*(self._condemn(hang, up, listening, now_s) for hang in culprits)))
+        self._looked_s = self._now_s()  # reading stacks is not a pause: heartbeats came in all the time
+        for slow in self._paces.find(numbers):
             _LOG.warning("%s", slow)
-            process = self._process_of(slow.process_id)
-            cause = Cause(CauseKind.HUNG, str(slow.process_id), str(slow))
-            event = make_lost_event(slow.process_id, slow.number, cause, process.node if process else "")
-            condemned += [Condemned(event, process)] if self._replace_slow else []
-        return condemned
+            if self._replace_slow:
+                events.append(self._lost(slow.process_id, slow.number, str(slow)))
+        return events
 
-    def _signs_of(self, state: JobState, now_s: float) -> list[Sign]:
-        """The newest heartbeat of each process that is up. One without any, because it or this master has just started,
-        counts as heard now."""
-        up = _numbers_up(state)
-        for process_id, number in up.items():
-            sign = self._signs.get(process_id)
-            if sign is None or sign.number != number:
-                self._signs[process_id] = Sign(process_id, number, "", now_s, -1, now_s)
-        self._signs = {process_id: self._signs[process_id] for process_id in up}
-        return list(self._signs.values())
-
-    async def _condemn(self, hang: Hang, up: list[Sign], listening: Listening, now_s: float) -> Condemned:
+    async def _condemn(self, hang: Hang, up: list[Sign], listening: Listening, now_s: float) -> Event:
         sign, process_id = hang.sign, hang.sign.process_id
         peers = [peer for peer in up if peer.process_id.pool == process_id.pool]
         odd = odd_one_out(peers, listening, now_s)
-        message = hang.why + (f"; odd one out: {odd.process_id}, {odd.why}" if odd else "")
-        detail = await self._stacks([sign, *(peer for peer in peers if peer is not sign)])
+        message = hang.why + (f"; odd one out: {odd.sign.process_id}, {odd.why}" if odd else "")
+        looked_at = [sign, *(peer for peer in peers if peer is not sign)][:_MOST_STACKS]
+        located = [(each.process_id, self._process_of(each.process_id)) for each in looked_at]
+        running = [(peer_id, process) for peer_id, process in located if process is not None]
+        texts = await asyncio.gather(*(self._read_stacks(process) for _, process in running))
+        detail = "\n\n".join(
+            f"{peer_id} (pid {process.pid}):\n{text}" for (peer_id, process), text in zip(running, texts, strict=True)
+        )
         _LOG.error("%s hangs: %s\n%s", process_id, message, detail)
         del self._signs[process_id]
+        return self._lost(process_id, sign.number, message, detail)
+
+    def _lost(self, process_id: ProcessId, number: int, message: str, detail: str = "") -> Event:
         process = self._process_of(process_id)
         cause = Cause(CauseKind.HUNG, str(process_id), message, detail)
-        return Condemned(make_lost_event(process_id, sign.number, cause, process.node if process else ""), process)
-
-    async def _stacks(self, signs: list[Sign]) -> str:
-        located = [(sign.process_id, self._process_of(sign.process_id)) for sign in signs[:_MOST_STACKS]]
-        running = [(process_id, process) for process_id, process in located if process is not None]
-        texts = await asyncio.gather(*(self._read_stacks(process) for _, process in running))
-        return "\n\n".join(
-            f"{process_id} (pid {process.pid}):\n{text}"
-            for (process_id, process), text in zip(running, texts, strict=True)
-        )
-
-
-def _numbers_up(state: JobState) -> dict[ProcessId, int]:
-    members = state.members.items()
-    up = {process_id: member.incarnation for process_id, member in members if member.phase is MemberPhase.UP}
-    if state.trainer.phase is MemberPhase.UP:
-        up[TRAINER_ID] = state.epoch
-    for role, pool in state.standbys.items():
-        ready = (number for number, standby in pool.items() if standby.phase is StandbyPhase.READY)
-        up |= {ProcessId.standby(role, number): number for number in ready}
-    return up
-
-
-def _is_up(process_id: ProcessId, state: JobState) -> bool:
-    match process_id.kind:
-        case ProcessKind.TRAINER:
-            return state.trainer.phase is MemberPhase.UP
-        case ProcessKind.STANDBY:
-            standby = state.standbys.get(process_id.role, {}).get(process_id.rank)
-            return standby is not None and standby.phase is StandbyPhase.READY
-    member = state.members.get(process_id)
-    return member is not None and member.phase is MemberPhase.UP
+        event = make_lost_event(process_id, number, cause, process.node if process else "")
+        self.condemned[event] = process
+        return event
 
 
 def has_lost_peer(beat: Heartbeat, state: JobState) -> bool:
@@ -152,13 +121,16 @@ def has_lost_peer(beat: Heartbeat, state: JobState) -> bool:
     return member is not None and member.first <= beat.number < member.incarnation
 
 
-def _is_current(beat: Heartbeat, state: JobState) -> bool:
-    if beat.process_id == TRAINER_ID:
-        return beat.number >= state.epoch
-    member = state.members.get(beat.process_id)
+def _standing(beat: Heartbeat, state: JobState) -> tuple[bool, bool]:
+    """Return whether the state has no later process in the place of the one that sent ``beat``, and if that is up."""
+    process_id = beat.process_id
+    if process_id == TRAINER_ID:
+        return beat.number >= state.epoch, state.trainer.phase is MemberPhase.UP
+    member = state.members.get(process_id)
     if member is not None:
-        return beat.number >= member.first
-    return beat.number in state.standbys.get(beat.process_id.role, {})
+        return beat.number >= member.first, member.phase is MemberPhase.UP
+    standby = state.standbys.get(process_id.role, {}).get(beat.number)
+    return standby is not None, standby is not None and standby.phase is StandbyPhase.READY
 
 
 def _culprits(hanging: tuple[Hang, ...], state: JobState, listening: Listening, now_s: float) -> list[Hang]:
@@ -169,6 +141,6 @@ def _culprits(hanging: tuple[Hang, ...], state: JobState, listening: Listening, 
         settings = state.settings.roles.get(pool) if state.settings else None
         if settings is not None and settings.scope is RecoveryScope.GROUP and len(of_role) > 1:
             odd = odd_one_out([hang.sign for hang in of_role], listening, now_s)
-            of_role = [hang for hang in of_role if odd is None or hang.sign.process_id == odd.process_id]
+            of_role = [hang for hang in of_role if odd is None or hang.sign is odd.sign]
         culprits += of_role
     return culprits

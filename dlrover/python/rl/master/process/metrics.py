@@ -20,22 +20,24 @@ out pages whose names were rebound to loopback. Beyond loopback it needs a beare
 import hmac
 import ssl
 import threading
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from itertools import islice
+from itertools import accumulate, islice
 from math import isfinite, nan
+from operator import add
 from pathlib import Path
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+import prometheus_client
+from prometheus_client import CollectorRegistry, Histogram, Info
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
     HistogramMetricFamily,
-    InfoMetricFamily,
     Metric,
 )
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -54,12 +56,11 @@ from dlrover.python.rl.control.events import (
     StandbyLost,
     StepsOpened,
     TrainerLost,
-    TrainerStarted,
     Unplaced,
 )
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
-from dlrover.python.rl.trainer.call_counts import BUCKETS_S
+from dlrover.python.rl.trainer.port import BUCKETS_S
 from dlrover.python.rl.trainer.trainer import StepReport
 
 MAX_CALL_SERIES = 200
@@ -100,52 +101,53 @@ _CLOSING_S = 0.05
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
 
-class _Buckets:
-    """Counts of a histogram."""
-
-    def __init__(self, bounds: tuple[float, ...]) -> None:
-        self._bounds, self._counts, self._sum = bounds, [0.0] * (len(bounds) + 1), 0.0
-
-    def add(self, value: float) -> None:
-        at = sum(value > bound for bound in self._bounds)
-        self._counts[at] += 1
-        self._sum += value
-
-    def merge(self, counts: tuple[float, ...]) -> None:
-        """Counts of each bucket, and the sum as the last value."""
-        for at, count in enumerate(counts[:-1]):
-            self._counts[at] += count
-        self._sum += counts[-1]
-
-    def add_to(self, family: HistogramMetricFamily, labels: list[str]) -> None:
-        total, rows = 0.0, []
-        for bound, count in zip([*map(str, self._bounds), "+Inf"], self._counts, strict=True):
-            total += count
-            rows.append((bound, total))
-        family.add_metric(labels, rows, self._sum)
+_FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
+    "phase": (GaugeMetricFamily, "1 for the phase that the job is in.", ("phase",)),
+    "step": (GaugeMetricFamily, "The last reported step.", ()),
+    "total_steps": (GaugeMetricFamily, "Steps that the job is to take, 0: unknown.", ()),
+    "committed_step": (GaugeMetricFamily, "The last step that the journal knows to be committed.", ()),
+    "last_report_timestamp_seconds": (GaugeMetricFamily, "When the last step was reported.", ()),
+    "members": (GaugeMetricFamily, "Members that are up.", ("role",)),
+    "members_wanted": (GaugeMetricFamily, "Members that the job has.", ("role",)),
+    "member_up": (GaugeMetricFamily, "1 for a member that is up.", ("role", "rank")),
+    "member_heartbeat_age_seconds": (GaugeMetricFamily, "Since a member that is up was heard.", ("role", "rank")),
+    "pending_calls": (GaugeMetricFamily, "Calls under way.", ("role",)),
+    "restarts": (CounterMetricFamily, "Restarts of the whole job.", ("cause",)),
+    "moved_bytes": (CounterMetricFamily, "Weights that each rollout received, and commits written.", ("of",)),
+    "master_starts": (CounterMetricFamily, "Processes that the master has had.", ()),
+    "failures": (CounterMetricFamily, "Lost processes.", ("role", "cause")),
+    "time_seconds": (CounterMetricFamily, "Time of the job by its use, and why it was lost.", ("use", "cause")),
+    "goodput_ratio": (GaugeMetricFamily, "Useful time / wall time.", ()),
+    "step_seconds": (HistogramMetricFamily, "Duration of steps.", ()),
+    "commit_seconds": (HistogramMetricFamily, "Commits, as the trainer waits.", ()),
+    "recovery_seconds": (HistogramMetricFamily, "From a loss to the replacement.", ("role",)),
+    "call_seconds": (HistogramMetricFamily, "Calls to members.", ("role", "method")),
+    "sandbox_members": (GaugeMetricFamily, "Members that confine programs of the model.", ("level",)),
+    **{
+        name: (GaugeMetricFamily, f"Of the last step: {' or '.join(sources)}.", ())
+        for name, sources in STEP_METRICS.items()
+    },
+}
+"""What is exported as ``rl_job_<name>``: its kind, its help, and its labels beside the job's name."""
 
 
 class JobMetrics:
     """Collected by ``registry``. Labels are the job's name, roles, ranks, methods and causes: a bounded number."""
 
-    def __init__(self, job: str, run: str, wall_s: Any) -> None:
-        self._job, self._run, self._wall_s = job, run, wall_s
+    def __init__(self, job: str, run: str, wall_s: Callable[[], float]) -> None:
+        self._job, self._wall_s = job, wall_s
         self._state = JobState()
         self.account = TimeAccount()
-        self.failures: dict[tuple[str, str], int] = {}  # (role, cause)
-        self._restarts = dict.fromkeys(CauseKind, 0)
-        self._moved = {"weights": 0.0, "commits": 0.0}  # bytes
+        self._counts: dict[tuple[str, ...], float] = defaultdict(float)  # by family and labels
+        self._durations: dict[tuple[str, ...], list[float]] = {}  # likewise: counts of each bucket, and the sum
+        self._gauges = {"step": 0.0, "total_steps": 0.0, "last_report_timestamp_seconds": 0.0}
         self._beats: dict[ProcessId, float] = {}  # when each process was heard last
-        self._pending: Mapping[str, int] = {}
-        self._commits = _Buckets(BUCKETS_S)
         self._recovering: dict[ProcessId, float] = {}
-        self._recovery = dict[str, _Buckets]()
-        self._calls: dict[tuple[str, str], _Buckets] = {}
-        self._steps = _Buckets(BUCKETS_S)
+        self._pending: Mapping[str, int] = {}
         self._report: StepReport | None = None
-        self._reported_s = 0.0
-        self._values: dict[str, float] = {}
         self.registry = CollectorRegistry(auto_describe=False)
+        about = Info("rl_job", "The job and its run.", ["job_name"], registry=self.registry)
+        about.labels(job).info({"run": run, "version": package_version()})
         self.registry.register(self)
 
     # -- what happens -------------------------------------------------------------------------------------------------
@@ -163,15 +165,17 @@ class JobMetrics:
         if after is before:
             return
         if isinstance(event, LOSSES):
-            self._restarts[event.cause.kind] += after.restarts - before.restarts
-            key = (event.cause.role if not isinstance(event, Failed) else "job", event.cause.kind.value)
-            self.failures[key] = self.failures.get(key, 0) + 1
-        for process_id in _lost(before, after):
-            self._recovering.setdefault(process_id, at_s)
-        started = _started(event)
+            cause = event.cause
+            self._counts["restarts", cause.kind.value] += after.restarts - before.restarts
+            self._counts["failures", "job" if isinstance(event, Failed) else cause.role, cause.kind.value] += 1
+        for process_id in after.members.changed_since(before.members) if before.members.up else ():
+            now = after.members.get(process_id)
+            is_up = now is not None and now.phase is MemberPhase.UP
+            if before.members[process_id].phase is MemberPhase.UP and not is_up:
+                self._recovering.setdefault(process_id, at_s)
+        started = ProcessId(event.role, event.rank) if isinstance(event, MemberStarted) else None
         if started in self._recovering:
-            took_s = at_s - self._recovering.pop(started)
-            self._recovery.setdefault(started.role, _Buckets(_RECOVERY_BUCKETS_S)).add(took_s)
+            self._time("recovery_seconds", started.role, seconds=at_s - self._recovering.pop(started))
 
     def beat(self, process_id: ProcessId, pending: Mapping[str, int]) -> None:
         """A process was heard; ``pending`` are the calls that a trainer waits for, by role."""
@@ -181,149 +185,91 @@ class JobMetrics:
             self._beats[process_id] = self._wall_s()
 
     def report(self, report: StepReport) -> None:
-        now_s = self._wall_s()
+        metrics, now_s = report.metrics, self._wall_s()
         if self._report is not None and report.step > self._report.step:
-            self._steps.add(report.metrics.get("time/step", now_s - self._reported_s))
-        commit_s, sync_bytes = (report.metrics.get(name, nan) for name in (COMMIT_SECONDS, SYNC_BYTES))
+            since_s = now_s - self._gauges["last_report_timestamp_seconds"]
+            self._time("step_seconds", seconds=metrics.get("time/step", since_s))
+        commit_s, sync_bytes = (metrics.get(name, nan) for name in (COMMIT_SECONDS, SYNC_BYTES))
         if isfinite(commit_s):
-            self._commits.add(commit_s)
-        self._moved["weights"] += max(sync_bytes, 0.0) if isfinite(sync_bytes) else 0.0
-        self._moved["commits"] += report.commit_bytes
-        self._report, self._reported_s, self._pending = report, now_s, report.pending
+            self._time("commit_seconds", seconds=commit_s)
+        self._counts["moved_bytes", "weights"] += max(sync_bytes, 0.0) if isfinite(sync_bytes) else 0.0
+        self._counts["moved_bytes", "commits"] += report.commit_bytes
+        self._report, self._pending = report, report.pending
+        self._gauges |= {"step": report.step, "total_steps": report.total_steps, "last_report_timestamp_seconds": now_s}
         for name, sources in STEP_METRICS.items():
-            value = next((report.metrics[source] for source in sources if source in report.metrics), None)
-            if value is not None and isfinite(value):
-                self._values[name] = value
-        for key, counts in report.calls.items():
-            known = key in self._calls or len(self._calls) < MAX_CALL_SERIES
-            self._calls.setdefault(key if known else (key[0], "other"), _Buckets(BUCKETS_S)).merge(counts)
+            value = next((metrics[source] for source in sources if source in metrics), nan)
+            if isfinite(value):
+                self._gauges[name] = value
+        methods = sum(family == "call_seconds" for family, *_ in self._durations)
+        for (role, method), counts in report.calls.items():
+            if ("call_seconds", role, method) not in self._durations:
+                methods += 1
+                method = method if methods <= MAX_CALL_SERIES else "other"
+            series = self._durations.setdefault(("call_seconds", role, method), [0.0] * len(counts))
+            series[:] = map(add, series, counts)
+
+    def _time(self, *series: str, seconds: float) -> None:
+        bounds = _bounds(series[0])
+        counts = self._durations.setdefault(series, [0.0] * (len(bounds) + 2))
+        counts[sum(seconds > bound for bound in bounds)] += 1
+        counts[-1] += seconds
 
     # -- what is exported ---------------------------------------------------------------------------------------------
 
     def collect(self) -> Iterator[Metric]:
-        state, job = self._state, [self._job]
-        info = InfoMetricFamily("rl_job", "The job and its run.", labels=["job_name"])
-        info.add_metric(job, {"run": self._run, "version": package_version()})
-        yield info
-        yield self._gauge(
-            "phase", "1 for the phase that the job is in.", {p.value: float(p is state.phase) for p in Phase}, "phase"
-        )
-        step_now, total = (self._report.step, self._report.total_steps) if self._report else (0, 0)
-        yield self._gauge("step", "The last reported step.", float(step_now))
-        yield self._gauge("total_steps", "Steps that the job is to take, 0: unknown.", float(total))
-        yield self._gauge(
-            "committed_step", "The last step that the journal knows to be committed.", float(state.committed)
-        )
-        yield self._gauge("last_report_timestamp_seconds", "When the last step was reported.", self._reported_s)
-        yield self._gauge("members", "Members that are up.", _members(state, up=True), "role")
-        yield self._gauge("members_wanted", "Members that the job has.", _members(state, up=False), "role")
-        yield from self._of_members()
-        pending = {role: float(self._pending.get(role, 0)) for role in self._roles()}
-        yield self._gauge("pending_calls", "Calls under way.", pending, "role")
-        restarts = {kind.value: float(count) for kind, count in self._restarts.items()}
-        yield self._counter("restarts", "Restarts of the whole job.", restarts, "cause")
-        yield self._counter(
-            "moved_bytes", "Weights that each rollout received, and commits written.", self._moved, "of"
-        )
-        yield self._counter("master_starts", "Processes that the master has had.", float(state.master_starts))
-        failures = CounterMetricFamily("rl_job_failures", "Lost processes.", labels=["job_name", "role", "cause"])
-        for (role, cause), count in self.failures.items():
-            failures.add_metric([self._job, role, cause], count)
-        yield failures
-        yield from self._times()
-        yield from self._histograms()
-        reported = self._report.metrics if self._report else {}
-        levels = {level: reported.get(f"sandbox/{level}", 0.0) for level in SANDBOX_LEVELS}
-        yield self._gauge("sandbox_members", "Members that confine programs of the model.", levels, "level")
-        for name, value in self._values.items():
-            yield self._gauge(name, f"Of the last step: {' or '.join(STEP_METRICS[name])}.", value)
+        samples = self._samples()
+        for name, (kind, text, labels) in _FAMILIES.items():
+            if name in STEP_METRICS and name not in self._gauges:
+                continue
+            family = kind(f"rl_job_{name}", text, labels=["job_name", *labels])
+            for values, amount in samples.get(name, {}).items():
+                if kind is HistogramMetricFamily:
+                    rows = zip([*map(str, _bounds(name)), "+Inf"], accumulate(amount[:-1]), strict=True)
+                    family.add_metric([self._job, *values], list(rows), amount[-1])
+                else:
+                    family.add_metric([self._job, *values], amount)
+            yield family
 
-    def _roles(self) -> list[str]:
-        return list(self._state.settings.roles) if self._state.settings is not None else []
-
-    def _times(self) -> Iterator[Metric]:
+    def _samples(self) -> dict[str, dict[tuple[str, ...], Any]]:
+        """The values of each family by their labels."""
+        state, now_s = self._state, self._wall_s()
+        roles = list(state.settings.roles) if state.settings is not None else []
+        ids = {process_id: member.phase is MemberPhase.UP for process_id, member in state.members.items()}
+        shown = {each: ids[each] for each in islice(sorted(ids), MAX_MEMBER_SERIES)}
+        wanted, up = (Counter[str](dict.fromkeys(roles, 0)) for _ in range(2))
+        wanted.update(each.role for each in ids)
+        up.update(each.role for each, is_up in ids.items() if is_up)
+        heard = {each: now_s - self._beats[each] for each, is_up in shown.items() if is_up and each in self._beats}
         account = replace(self.account, seconds=dict(self.account.seconds))
-        account.book(self._wall_s())
-        family = CounterMetricFamily(
-            "rl_job_time_seconds",
-            "Time of the job by its use, and why it was lost.",
-            labels=["job_name", "use", "cause"],
-        )
-        for (use, cause), seconds in ({(use, ""): 0.0 for use in TimeUse} | account.seconds).items():
-            family.add_metric([self._job, use.value, cause], seconds)
-        yield family
-        yield self._gauge("goodput_ratio", "Useful time / wall time.", account.goodput)
-
-    def _of_members(self) -> Iterator[Metric]:
-        labels, now_s = ["job_name", "role", "rank"], self._wall_s()
-        up = GaugeMetricFamily("rl_job_member_up", "1 for a member that is up.", labels=labels)
-        age = GaugeMetricFamily(
-            "rl_job_member_heartbeat_age_seconds", "Since a member that is up was heard.", labels=labels
-        )
-        for process_id, member in islice(sorted(self._state.members.items()), MAX_MEMBER_SERIES):
-            names = [self._job, process_id.role, str(process_id.rank)]
-            is_up = member.phase is MemberPhase.UP
-            up.add_metric(names, float(is_up))
-            if is_up and process_id in self._beats:
-                age.add_metric(names, max(now_s - self._beats[process_id], 0.0))
-        yield from (up, age)
-
-    def _histograms(self) -> Iterator[Metric]:
-        steps = HistogramMetricFamily("rl_job_step_seconds", "Duration of steps.", labels=["job_name"])
-        self._steps.add_to(steps, [self._job])
-        yield steps
-        commits = HistogramMetricFamily("rl_job_commit_seconds", "Commits, as the trainer waits.", labels=["job_name"])
-        self._commits.add_to(commits, [self._job])
-        yield commits
-        recovery = HistogramMetricFamily(
-            "rl_job_recovery_seconds", "From a loss to the replacement.", labels=["job_name", "role"]
-        )
-        for role, buckets in self._recovery.items():
-            buckets.add_to(recovery, [self._job, role])
-        yield recovery
-        calls = HistogramMetricFamily("rl_job_call_seconds", "Calls to members.", labels=["job_name", "role", "method"])
-        for (role, method), buckets in list(self._calls.items()):
-            buckets.add_to(calls, [self._job, role, method])
-        yield calls
-
-    def _gauge(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-        return self._family(GaugeMetricFamily, name, text, value, label)
-
-    def _counter(self, name: str, text: str, value: float | Mapping[str, float], label: str = "") -> Metric:
-        return self._family(CounterMetricFamily, name, text, value, label)
-
-    def _family(self, kind: Any, name: str, text: str, value: float | Mapping[str, float], label: str) -> Metric:
-        labelled = value if isinstance(value, Mapping) else {"": value}
-        family: Metric = kind(f"rl_job_{name}", text, labels=["job_name", label] if label else ["job_name"])
-        for which, amount in labelled.items():
-            family.add_metric([self._job, which] if label else [self._job], amount)  # type: ignore[attr-defined]
-        return family
+        account.book(now_s)
+        times = {(use, ""): 0.0 for use in TimeUse} | account.seconds
+        reported = self._report.metrics if self._report else {}
+        samples: dict[str, dict[tuple[str, ...], Any]] = {
+            "phase": {(phase.value,): float(phase is state.phase) for phase in Phase},
+            "committed_step": {(): state.committed},
+            "members": {(role,): up[role] for role in wanted},
+            "members_wanted": {(role,): number for role, number in wanted.items()},
+            "member_up": {(each.role, str(each.rank)): float(is_up) for each, is_up in shown.items()},
+            "member_heartbeat_age_seconds": {(each.role, str(each.rank)): max(age, 0.0) for each, age in heard.items()},
+            "pending_calls": {(role,): self._pending.get(role, 0) for role in roles},
+            "restarts": {(kind.value,): 0 for kind in CauseKind},
+            "moved_bytes": {("weights",): 0, ("commits",): 0},
+            "master_starts": {(): state.master_starts},
+            "time_seconds": {(use.value, cause): seconds for (use, cause), seconds in times.items()},
+            "goodput_ratio": {(): account.goodput},
+            "step_seconds": {(): [0.0] * (len(BUCKETS_S) + 2)},
+            "commit_seconds": {(): [0.0] * (len(BUCKETS_S) + 2)},
+            "sandbox_members": {(level,): reported.get(f"sandbox/{level}", 0.0) for level in SANDBOX_LEVELS},
+            **{name: {(): value} for name, value in dict(self._gauges).items()},
+        }
+        for counted in (self._counts, self._durations):
+            for (name, *labels), value in list(counted.items()):
+                samples.setdefault(name, {})[tuple(labels)] = value
+        return samples
 
 
-def _lost(before: JobState, after: JobState) -> Iterator[ProcessId]:
-    """The processes that were up before and are not any more."""
-    if not before.members.up:
-        return
-    for process_id in after.members.changed_since(before.members):
-        now = after.members.get(process_id)
-        if before.members[process_id].phase is MemberPhase.UP and (now is None or now.phase is not MemberPhase.UP):
-            yield process_id
-
-
-def _started(event: Event) -> ProcessId:
-    match event:
-        case MemberStarted(role=role, rank=rank):
-            return ProcessId(role, rank)
-        case TrainerStarted():
-            return ProcessId("trainer", 0)
-    return ProcessId("", 0)
-
-
-def _members(state: JobState, up: bool) -> dict[str, float]:
-    counts = {role: 0.0 for role in (state.settings.roles if state.settings else ())}
-    for process_id, member in state.members.items():
-        counts[process_id.role] = counts.get(process_id.role, 0.0) + float(not up or member.phase is MemberPhase.UP)
-    return counts
+def _bounds(family: str) -> tuple[float, ...]:
+    return _RECOVERY_BUCKETS_S if family == "recovery_seconds" else BUCKETS_S
 
 
 LOSSES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Unplaced, Failed)
@@ -355,7 +301,11 @@ class TimeAccount:
         self.book(at_s)
         use = _next_use(self.use, before, after, event)
         if use is not self.use:
-            self.use, self.cause = use, _cause_of(use, after, event)
+            self.use, self.cause = use, ""
+            if use is TimeUse.ENDING and after.failure is not None:
+                self.cause = after.failure.kind.value
+            elif use in (TimeUse.RECOVERY, TimeUse.RESTART) and isinstance(event, LOSSES):
+                self.cause = event.cause.kind.value
         self.over = after.phase.terminal
 
     def book(self, now_s: float) -> None:
@@ -387,13 +337,6 @@ def _next_use(use: TimeUse, before: JobState, after: JobState, event: Event) -> 
     if isinstance(event, MemberLost | TrainerLost | NodeLost) and after is not before and use is TimeUse.USEFUL:
         return TimeUse.RECOVERY
     return use
-
-
-def _cause_of(use: TimeUse, after: JobState, event: Event) -> str:
-    if use is TimeUse.ENDING:
-        return after.failure.kind.value if after.failure is not None else ""
-    is_loss = use in (TimeUse.RECOVERY, TimeUse.RESTART)
-    return event.cause.kind.value if is_loss and isinstance(event, LOSSES) else ""
 
 
 def tls_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
@@ -510,7 +453,7 @@ class ServiceMetrics:
     def __init__(self, counts: Callable[[], ServiceCounts]) -> None:
         self._counts = counts
         self.registry = CollectorRegistry(auto_describe=False)
-        self._requests = Counter(
+        self._requests = prometheus_client.Counter(
             "rl_service_requests", "Requests that have ended.", ["method", "code"], registry=self.registry
         )
         self._seconds = Histogram(

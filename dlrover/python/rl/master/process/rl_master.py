@@ -18,10 +18,12 @@ import asyncio
 import json
 import os
 import time
-from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections import deque
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,10 +35,11 @@ from dlrover.python.rl.common.errors import (
     JobConflict,
     JobFailed,
     JournalCorrupt,
+    PlacementTimeout,
     StaleEpoch,
 )
 from dlrover.python.rl.common.log import configure_logging, get_logger
-from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.redaction import hide_values
 from dlrover.python.rl.config.secrets import Secrets, hidden_in, unseal
@@ -48,7 +51,6 @@ from dlrover.python.rl.control.events import (
     Event,
     MasterStarted,
     MemberLost,
-    Process,
     Progressed,
     RecoveryScope,
     Resized,
@@ -57,6 +59,7 @@ from dlrover.python.rl.control.events import (
     Unplaced,
 )
 from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.control.machine import can_resize
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase, ranks_of
 from dlrover.python.rl.master.process.brain import (
@@ -64,17 +67,17 @@ from dlrover.python.rl.master.process.brain import (
     Brain,
     Handled,
     earlier_journal,
-    failed,
     fresh_journal,
+    resizable,
+    size_of,
     submission,
 )
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
-from dlrover.python.rl.master.process.resize import Resizer, size_of
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore, read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, leave
-from dlrover.python.rl.runtime.member.inspection import Inspection
+from dlrover.python.rl.runtime.member.inspection import Inspection, inspect_in_child
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, fenced, kill_process, read_stacks
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
@@ -84,7 +87,7 @@ from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests, copy_output
 from dlrover.python.rl.runtime.run.folder import BEAT_S, CLUSTER, Claim, claim
 from dlrover.python.rl.runtime.run.owner import FAILED, ON_RAY, newest_owner, write_shared
-from dlrover.python.rl.trainer.step_pace import StepPace
+from dlrover.python.rl.trainer.steps import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)
@@ -95,6 +98,7 @@ ADDRESS = "metrics.json"
 _KEPT_REPORTS = 1000  # some 15 kB each
 
 _RELEASE_S = 30.0
+_NEXT_STEP_S, _PLACES_S, _LOOK_S = 10.0, 20.0, 1.0
 _TAKEN_S = 60.0
 _SECRETS_S = 30.0
 _LINGER_S = 60.0
@@ -110,29 +114,24 @@ class RLMaster:
 
     def __init__(self, job: JobSpec, placement: Placement, inspection: Inspection, claims: bool = True) -> None:
         configure_logging("master")
-        self._job, self._run_id, self._inspection = job, job.run, inspection
-        self._lacking = hidden_in(job)  # secrets
-        self._claim = RunClaim(job, claims)
-        self._brain = Brain(MemoryStateStore())
-        self._fallen: JobState | None = None
+        self._run, self._inspection = MasterRun(job, claims), inspection
         self._cluster = fenced(RayClusterApi(), self._check_current)
         plan = RunPlan(job, job.run, placement, inspection.methods)
         self._executor = RayExecutor(plan, current_actor(), self._cluster)
-        self._resizer = Resizer(job, inspection, self._executor, lambda: self._state, self._decide)
         self._events: asyncio.Queue[Event] = asyncio.Queue()
         self._news = asyncio.Condition()
-        self._hang_detector = HangDetector(
-            job, self._executor.beats, self._executor.process_of, partial(read_stacks, self._cluster)
-        )
-        self._condemned: dict[Event, Process | None] = {}
-        self._observer = JobObserver(job, job.run)
+        stacks = partial(read_stacks, self._cluster)
+        self._hang_detector = HangDetector(job, self._executor.beats, self._executor.process_of, stacks)
+        self._observer = JobObserver(job)
         self._tasks: list[asyncio.Task[None]] = []
-        self._beginning = asyncio.Lock()
-        self._missed_s = 0.0
-        self._restarted = was_restarted()
-        if self._restarted:
+        self._beginning, self._resizing = asyncio.Lock(), asyncio.Lock()
+        if was_restarted():
             current_actor().resume.remote()
         end_unless(lambda: bool(self._tasks), _BEGIN_S, f"{job.name}: nobody has started this job")
+
+    @property
+    def _state(self) -> JobState:
+        return self._run.brain.state
 
     # -- beginning ----------------------------------------------------------------------------------------------------
 
@@ -143,173 +142,131 @@ class RLMaster:
         if await self._awake():
             return
         async with self._beginning:
-            if not self._tasks:
-                await self._begin()
-
-    async def _begin(self) -> None:
-        with self._claim.opening():
-            self._claim.take()
-            journal = await self._patiently(partial(fresh_journal, self._job))
-            self._brain = Brain(await self._patiently(partial(FileStateStore, journal)))
+            if self._tasks:
+                return
+            await self._run.begin()
             self._observer.open(time.time())
-        self._events.put_nowait(MasterStarted(pid=os.getpid()))
-        self._events.put_nowait(submission(self._job, self._run_id, self._inspection, self._brain))
-        self._live()
+            self._events.put_nowait(MasterStarted(pid=os.getpid()))
+            self._events.put_nowait(submission(self._run.job, self._run.job.run, self._inspection, self._run.brain))
+            self._live()
 
     async def resume(self) -> bool:
         """Continue an earlier process of this master; False when that had not begun."""
         async with self._beginning:
-            return bool(self._tasks) or await self._resume()
-
-    async def _resume(self) -> bool:
-        try:
-            brain = await self._patiently(partial(earlier_journal, self._job, self._run_id))
-            if brain is not None:
-                self._claim.take()
-        except (JournalCorrupt, JobConflict, OSError) as error:
-            _LOG.error("%s: %s", self._job.name, error)
-            self._spawn(self._fall(error))
+            if self._tasks:
+                return True
+            try:
+                if not await self._run.recover():
+                    return False
+            except (JournalCorrupt, JobConflict, OSError) as error:
+                _LOG.error("%s: %s", self._run.job.name, error)
+                self._spawn(self._fall(error))
+                return True
+            self._observer.open(self._run.brain.began_s, resumed=True)
+            self._spawn(self._come_back())
             return True
-        if brain is None:
-            return False
-        self._brain = brain
-        self._observer.open(brain.began_s, resumed=True)
-        self._spawn(self._come_back())
-        return True
-
-    def _miss_journal(self) -> None:
-        """A process of this run is alive, so an earlier process of this master had begun it: its journal is gone, or
-        cannot be seen from here. The job has no state to go on from; it fails, and gives back what it holds."""
-        self._missed_s = self._missed_s or time.monotonic()
-        if time.monotonic() - self._missed_s > _JOURNAL_S:
-            error = JournalCorrupt(f"the journal of this run is not in {self._job.job_dir} any more")
-            _LOG.error("%s: %s", self._job.name, error)
-            self._spawn(self._fall(error))
 
     async def _awake(self) -> bool:
         """Return True if the job has begun. A restarted master resumes at the first request, in case its request to
         itself was lost."""
-        return bool(self._tasks) or (self._restarted and await self.resume())
+        return bool(self._tasks) or (was_restarted() and await self.resume())
 
     async def _come_back(self) -> None:
-        try:
-            await self._journalled([MasterStarted(pid=os.getpid())])
-            state = self._state
-            _LOG.warning("the master of %s is back: the job is %s", self._job.name, state.phase.value)
-            if state.phase.terminal:
-                self._leave()  # nothing is left to adopt: places that it lacks would be reserved again
-                return
-            alive = await self._executor.adopt(state, self._events.put_nowait)
-            _LOG.warning("%s: %d processes found alive", self._job.name, alive)
-            await self._secrets_of_others()
-            for command in self._brain.outstanding():
-                self._executor.execute(command, self._events.put_nowait)
-        except StaleEpoch as error:
-            leave(f"another process of this master has taken over: {error}")
-        except Exception as error:  # noqa: BLE001 -- as in the loop
-            _LOG.exception("the master could not come back")
-            await self._fall(error)
+        name = self._run.job.name
+        await self._run.handle([MasterStarted(pid=os.getpid())])
+        state = self._state
+        _LOG.warning("the master of %s is back: the job is %s", name, state.phase.value)
+        if state.phase.terminal:
+            self._leave()  # nothing is left to adopt: places that it lacks would be reserved again
+            return
+        alive = await self._executor.adopt(state, self._events.put_nowait)
+        _LOG.warning("%s: %d processes found alive", name, alive)
+        until_s = time.monotonic() + _SECRETS_S
+        while self._run.lacking and self._state.phase.live:  # the job's processes send them after a heartbeat
+            if time.monotonic() > until_s:
+                lost = ", ".join(self._run.lacking)
+                raise JobFailed(f"{lost}: secrets, which all processes that had them took along")
+            await asyncio.sleep(_POLL_S)
+        for command in self._run.brain.outstanding():
+            self._executor.execute(command, self._events.put_nowait)
         self._live()
 
     async def reveal(self, secrets: Secrets) -> None:
         """The job's secrets, which neither Ray nor a disk keeps."""
         hide_values(secrets.values())
-        self._job = unseal(self._job, secrets)
-        self._lacking = hidden_in(self._job)
+        self._run.reveal(secrets)
         self._executor.reveal(secrets)
 
-    async def _secrets_of_others(self) -> None:
-        """A restarted master has the secrets from the job's processes, with their next heartbeats. Raises JobFailed if
-        none is left that has them."""
-        until_s = time.monotonic() + _SECRETS_S
-        while self._lacking:
-            if not self._state.phase.live:
-                return
-            if time.monotonic() > until_s:
-                raise JobFailed(f"{', '.join(self._lacking)}: secrets, which all processes that had them took along")
-            await asyncio.sleep(_POLL_S)
-
     def _live(self) -> None:
-        self._spawn(self._claim.hold(lambda: self._state.phase.terminal))
-        self._spawn(self._run())
+        self._spawn(self._run.hold(lambda: self._state.phase.terminal))
+        self._spawn(self._handle_events())
         self._spawn(self._watch_hangs())
-        self._spawn(self._resizer.watch_places())
+        self._spawn(self._watch_places())
         self._spawn(self._executor.watch_nodes(self._events.put_nowait))
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> None:
         async def guarded() -> None:
             try:
                 await work
-            except Exception as error:  # noqa: BLE001 -- nothing else would notice that a watcher has ended
-                _LOG.exception("%s: a task of the master failed", self._job.name)
+            except StaleEpoch as error:
+                leave(f"another process of this master has taken over: {error}")  # what is left is the other's task
+            except Exception as error:  # noqa: BLE001 -- a broken task must not leave a job that looks alive
+                _LOG.exception("%s: a task of the master failed", self._run.job.name)
                 await self._fall(error)
 
         self._tasks.append(asyncio.get_running_loop().create_task(guarded()))
 
     # -- the loop -----------------------------------------------------------------------------------------------------
 
-    async def _run(self) -> None:
-        try:
-            while not self._state.phase.terminal:
-                events = [await self._events.get()]  # waits: for the next event, as long as the job runs
-                while len(events) < _MOST_EVENTS and not self._events.empty():
-                    events.append(self._events.get_nowait())
-                for handled in await self._journalled(events):
-                    self._carry_out(handled)
-                await self._tell()
-                await asyncio.sleep(0)  # requests come in between
-        except StaleEpoch as error:
-            leave(f"another process of this master has taken over: {error}")  # the rest is the other's task
-        except Exception as error:  # noqa: BLE001 -- a broken loop must not leave a job that looks alive
-            _LOG.exception("the master's own loop failed")
-            await self._fall(error)
-        self._brain.close()
+    async def _handle_events(self) -> None:
+        while not self._state.phase.terminal:
+            events = [await self._events.get()]  # waits: for the next event, as long as the job runs
+            while len(events) < _MOST_EVENTS and not self._events.empty():
+                events.append(self._events.get_nowait())
+            for handled in await self._run.handle(events):
+                self._carry_out(handled)
+            await self._tell()
+            await asyncio.sleep(0)  # requests come in between
+        self._run.brain.close()
 
     def _carry_out(self, handled: Handled) -> None:
         event, before, after = handled.event, handled.before, handled.after
         if isinstance(event, Resized | Unplaced) and after is not before:
             self._executor.resize(after)
-            _LOG.warning("%s: %s has %d members", self._job.name, event.role, size_of(after, event.role))
+            _LOG.warning("%s: %s has %d members", self._run.job.name, event.role, size_of(after, event.role))
         if isinstance(event, MemberLost) and after is not before:
             self._executor.last_causes[ProcessId(event.role, event.rank)] = f"{event.cause.kind}: {event.cause.message}"
         for command in handled.commands:
             self._executor.execute(command, self._events.put_nowait)
-        self._observer.take(before, after, event)
+        self._observer.metrics.take(time.time(), before, after, event)
         if after.phase is not before.phase:
             reason = f": {after.reason}" if after.reason else ""
-            _LOG.info("%s is %s%s", self._job.name, after.phase.value, reason)
+            _LOG.info("%s is %s%s", self._run.job.name, after.phase.value, reason)
         for line in recoveries(before, after, event):
-            _LOG.warning("%s: %s", self._job.name, line)
+            _LOG.warning("%s: %s", self._run.job.name, line)
         if after.phase.terminal and not before.phase.terminal:
             self._leave()  # before it is told: this process may be ended then
-        condemned = self._condemned.pop(event, None)
+        condemned = self._hang_detector.condemned.pop(event, None)
         if condemned is not None and after is not before:
             # Only after the event is journalled: a master that has been replaced must not act.
             self._spawn(kill_process(self._cluster, condemned))
 
-    async def _journalled(self, events: Sequence[Event]) -> list[Handled]:
-        """What the brain decides. While the journal cannot be written, for example on a full disk, that is nothing."""
-        return await self._patiently(partial(self._brain.handle_all, events))
-
-    async def _patiently(self, use_journal: Callable[[], T]) -> T:
-        """Retry as commits do. Raises OSError."""
-        return await retry_io_async(use_journal, self._job.job_dir / JOURNAL, now_s=time.monotonic)
-
     async def _fall(self, error: Exception) -> None:
         """End the job when the loop cannot go on: release it, then report the failure."""
-        state = self._brain.state
+        state = self._state
         released = asyncio.Event()
         self._executor.execute(Release(state.incarnation, final=True), lambda event: released.set())
-        with suppress(TimeoutError):  # the executor logs the rest
+        with suppress(TimeoutError):  # the executor logs what is left
             async with asyncio.timeout(_RELEASE_S):
                 await released.wait()
-        self._fallen = failed(state, error)
+        self._run.brain.fail(error)
+        self._run.brain.close()
         self._leave()
         await self._tell()
 
     def _check_current(self) -> None:
         try:
-            self._brain.check()
+            self._run.brain.check()
         except StaleEpoch as error:
             leave(f"another process of this master has taken over: {error}")
         except (OSError, JournalCorrupt):
@@ -317,33 +274,30 @@ class RLMaster:
 
     def _leave(self) -> None:
         self._spawn(end_later(current_actor(), _LINGER_S))  # if nobody follows the job
-        self._claim.leave(self._state.phase.value)
+        self._run.leave(self._state.phase.value)
 
     async def _watch_hangs(self) -> None:
         while not self._state.phase.terminal:
-            await asyncio.sleep(self._job.liveness.beat_s)
-            for condemned in await self._hang_detector.hangs(self._state):
-                self._condemned[condemned.event] = condemned.process
-                self._events.put_nowait(condemned.event)
-
-    @property
-    def _state(self) -> JobState:
-        return self._fallen or self._brain.state
+            await asyncio.sleep(self._run.job.liveness.beat_s)
+            for event in await self._hang_detector.hangs(self._state):
+                self._events.put_nowait(event)
 
     # -- requests of the job's processes -------------------------------------------------------------------------------
 
     async def beat(self, beat: Heartbeat) -> BeatAnswer:
         """Record a heartbeat."""
         if not await self._awake():
-            self._miss_journal()
+            if error := self._run.miss_journal():
+                _LOG.error("%s: %s", self._run.job.name, error)
+                self._spawn(self._fall(error))
             return BeatAnswer.CURRENT
         self._executor.take_beat(beat)
         if not self._hang_detector.take(beat, self._state):
             return BeatAnswer.REPLACED
-        self._observer.beat(beat)
+        self._observer.metrics.beat(beat.process_id, dict(beat.pending))
         if has_lost_peer(beat, self._state):
             return BeatAnswer.PEER_LOST
-        return BeatAnswer.WITHOUT_SECRETS if self._lacking else BeatAnswer.CURRENT
+        return BeatAnswer.WITHOUT_SECRETS if self._run.lacking else BeatAnswer.CURRENT
 
     async def opened(self, epoch: int) -> None:
         """The trainer has entered ``steps()``. Returns once that is journalled, since the trainer relies on it."""
@@ -370,18 +324,18 @@ class RLMaster:
             node = member.process.node if member.process else ""
             cause = self._executor.nodes.oom_kills.explain(ProcessId(role, rank), member.process, cause)
             self._events.put_nowait(MemberLost(role, rank, incarnation, cause, node))
-        await self._wait_for_news(lambda: self._replaced(role, rank, incarnation) is not None, wait_s)
-        return self._replaced(role, rank, incarnation)
+
+        def replaced() -> Replaced | None:
+            return replacement(self._state, role, rank, incarnation, self._executor.name_of)
+
+        await self._wait_for_news(lambda: replaced() is not None, wait_s)
+        return replaced()
 
     async def _wait_for_news(self, that: Callable[[], bool], timeout_s: float) -> None:
         async with self._news:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
                     await self._news.wait_for(that)
-
-    def _replaced(self, role: str, rank: int, incarnation: int) -> Replaced | None:
-        whole = self._inspection.scope_of(role) is RecoveryScope.GROUP
-        return replacement(self._state, role, rank, incarnation, whole, self._executor.name_of)
 
     async def report(self, report: StepReport) -> None:
         self._observer.report(report)
@@ -402,15 +356,44 @@ class RLMaster:
         """Give a stateless ``role`` another number of members, at the beginning of the next step if that is near.
         Raises CallError or InvalidJob if it cannot be, and then nothing has changed."""
         await self._awake()
-        await self._resizer.resize(role, num)
+        async with self._resizing:
+            job = resizable(self._run.job, self._state, self._inspection, role, num)
+            if errors := (await asyncio.to_thread(inspect_in_child, job)).errors:
+                raise InvalidJob(list(errors))
+            try:
+                await self._executor.reservations.enlarge(self._state, role, num, _PLACES_S)
+            except PlacementTimeout as error:
+                raise CallError(f"{role} of '{job.name}' stays as it is: {error}") from error
+            await self._resize_at_next_step(Resized(role, num))
+        if size_of(self._state, role) != num:
+            raise CallError(f"'{job.name}' was restarted meanwhile: try again")
 
-    async def _decide(self, event: Resized) -> None:
+    async def _watch_places(self) -> None:
+        """Roles that have fewer members for want of places get them back, until the job ends."""
+        while not self._state.phase.terminal:
+            await asyncio.sleep(_LOOK_S)
+            for role, wanted in self._state.wanted.items():
+                await self._grow(role, wanted)
+
+    async def _grow(self, role: str, wanted: int) -> None:
+        num = await self._executor.reservations.places(RLRoleType(role), wanted)
+        async with self._resizing:
+            if num > size_of(self._state, role) and can_resize(self._state, role):
+                await self._resize_at_next_step(Resized(role, num, wanted))
+
+    async def _resize_at_next_step(self, event: Resized) -> None:
+        """What the trainer has done of a step would be lost with it; but a long step is not waited for."""
+        began, until_s = self._executor.open_step, time.monotonic() + _NEXT_STEP_S
+        while self._executor.open_step == began and time.monotonic() < until_s:
+            await asyncio.sleep(_POLL_S)
         self._events.put_nowait(event)
-        async with self._news, asyncio.timeout(_TAKEN_S):
-            await self._news.wait_for(lambda: size_of(self._state, event.role) == event.num or not self._takes_steps())
 
-    def _takes_steps(self) -> bool:
-        return self._state.opened and self._state.phase.live
+        def is_over() -> bool:
+            takes_steps = self._state.opened and self._state.phase.live
+            return size_of(self._state, event.role) == event.num or not takes_steps
+
+        async with self._news, asyncio.timeout(_TAKEN_S):
+            await self._news.wait_for(is_over)
 
     async def status(self) -> JobStatus:
         await self._awake()
@@ -420,45 +403,80 @@ class RLMaster:
         """Wait up to ``timeout_s`` seconds for news after ``position``."""
         await self._awake()
         observer = self._observer
-        state, since, activity = self._state, observer.since(position), observer.activity
+        state, count, activity = self._state, observer.count_at(position), observer.activity
 
-        def news() -> bool:
+        def is_news() -> bool:
             is_new = self._state is not state or observer.activity is not activity
-            return is_new or observer.end() > since or self._state.phase.terminal
+            return is_new or observer.count > count or self._state.phase.terminal
 
-        await self._wait_for_news(news, timeout_s)
-        return observer.update(self._state, since)
+        await self._wait_for_news(is_news, timeout_s)
+        return observer.update(self._state, count)
 
     async def _tell(self) -> None:
         async with self._news:
             self._news.notify_all()
 
 
-class RunClaim:
-    """Without ``claims`` the process that started the job holds the folder."""
+class MasterRun:
+    """A run as its master holds it: the job, the claim on its folder, and the log and the journal there. Without
+    ``claims`` the process that started the job holds the folder."""
 
     def __init__(self, job: JobSpec, claims: bool) -> None:
-        self._job, self._claims = job, claims
+        self.job, self.lacking = job, hidden_in(job)  # its secrets that are not here yet
+        self.brain = Brain(MemoryStateStore())
+        self._claims = claims
         self._claim: Claim | None = None
         self._log: LogCopier | None = None
+        self._missed_s = 0.0
+
+    def reveal(self, secrets: Secrets) -> None:
+        self.job = unseal(self.job, secrets)
+        self.lacking = hidden_in(self.job)
+
+    async def begin(self) -> None:
+        """Take the folder, and open a new journal. Raises JobConflict, and InvalidJob if a file there cannot be
+        written, which gives the folder back."""
+        try:
+            self.take()
+            journal = await self._patiently(partial(fresh_journal, self.job))
+            self.brain = Brain(await self._patiently(partial(FileStateStore, journal)))
+        except OSError as error:
+            self.leave(FAILED)
+            raise InvalidJob([ConfigError("job_dir", f"the master cannot use it: {error}")]) from error
+
+    async def recover(self) -> bool:
+        """Take the folder and the journal over from an earlier process of this master; return False if that had not
+        begun. Raises JournalCorrupt, JobConflict, OSError."""
+        brain = await self._patiently(partial(earlier_journal, self.job, self.job.run))
+        if brain is not None:
+            self.take()
+            self.brain = brain
+        return brain is not None
 
     def take(self) -> None:
         """Not in a thread: until it is done, no other request may resume too. Raises JobConflict."""
         if self._claims:
-            self._claim = claim(self._job, ON_RAY, bound=False)
+            self._claim = claim(self.job, ON_RAY, bound=False)
             with suppress(OSError):
-                write_shared(self._job.job_dir / CLUSTER, current_address().encode())
+                write_shared(self.job.job_dir / CLUSTER, current_address().encode())
         if self._log is None:
-            self._log = copy_output(self._job.job_dir, "master", "master")
+            self._log = copy_output(self.job.job_dir, "master", "master")
 
-    @contextmanager
-    def opening(self) -> Iterator[None]:
-        """Raises InvalidJob, and gives the folder back, if a file in it cannot be written."""
-        try:
-            yield
-        except OSError as error:
-            self.leave(FAILED)
-            raise InvalidJob([ConfigError("job_dir", f"the master cannot use it: {error}")]) from error
+    async def handle(self, events: Sequence[Event]) -> list[Handled]:
+        """What the brain decides. While the journal cannot be written, for example on a full disk, that is nothing."""
+        return await self._patiently(partial(self.brain.handle_all, events))
+
+    async def _patiently(self, use_journal: Callable[[], T]) -> T:
+        """Retry as commits do. Raises OSError."""
+        return await retry_io_async(use_journal, self.job.job_dir / JOURNAL, now_s=time.monotonic)
+
+    def miss_journal(self) -> JournalCorrupt | None:
+        """A process of this run is alive, so an earlier process of this master had begun it: its journal is gone, or
+        cannot be seen from here. Returns the error once that is sure: the job has no state to go on from."""
+        self._missed_s = self._missed_s or time.monotonic()
+        if time.monotonic() - self._missed_s > _JOURNAL_S:
+            return JournalCorrupt(f"the journal of this run is not in {self.job.job_dir} any more")
+        return None
 
     async def hold(self, is_over: Callable[[], bool]) -> None:
         """Show life until the job ``is_over``. Raises JobConflict if another run has the folder."""
@@ -467,8 +485,8 @@ class RunClaim:
             try:
                 await asyncio.to_thread(self._claim.beat)
             except JobConflict as error:
-                owner = newest_owner(self._job.job_dir)
-                if owner is not None and owner.run == self._job.run:
+                owner = newest_owner(self.job.job_dir)
+                if owner is not None and owner.run == self.job.run:
                     leave(f"another process of this master has taken over: {error}")
                 raise
 
@@ -478,33 +496,34 @@ class RunClaim:
             try:
                 if self._log is not None:
                     self._log.copy()
-                copy_all_rests(self._job.job_dir)
+                copy_all_rests(self.job.job_dir)
             finally:
                 if self._claim is not None:
                     self._claim.end(outcome)
         except OSError as error:
-            _LOG.error("how %s has ended is not in its folder: %s", self._job.name, error)
+            _LOG.error("how %s has ended is not in its folder: %s", self.job.name, error)
 
 
 class JobObserver:
-    """Told of all events and reports. Metrics that cannot be served do not fail the job."""
+    """Takes all events and reports, for the status and the metrics of a job. Metrics that cannot be served do not
+    fail it."""
 
-    def __init__(self, job: JobSpec, run: str) -> None:
-        self._reports: list[StepReport] = []
-        self._dropped = 0
+    def __init__(self, job: JobSpec) -> None:
+        self._job = job
+        self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
+        self.count = 0  # of the reports that this process has received
         self._boot = os.urandom(4).hex()
         self._pace, self._began_s = StepPace(), 0.0
         self.activity = ""  # of the trainer
-        self._metrics = JobMetrics(job.name, run, time.time)
+        self.metrics = JobMetrics(job.name, job.run, time.time)
         self._endpoint: MetricsEndpoint | None = None
-        self._job = job
 
     def open(self, began_s: float, resumed: bool = False) -> None:
         """Begin to serve; a master that was ``resumed`` goes on with what its journal says."""
         self._began_s = began_s
         master, folder = self._job.master, self._job.job_dir
         if resumed:
-            self._metrics.replay(decode(read_lines(folder / JOURNAL)))
+            self.metrics.replay(decode(read_lines(folder / JOURNAL)))
         if master.metrics_port < 0 or self._endpoint is not None:
             return
         try:
@@ -512,43 +531,32 @@ class JobObserver:
             pair = Path(master.metrics_tls_cert), Path(master.metrics_tls_key)
             tls = tls_context(*pair) if master.metrics_tls_cert or master.metrics_tls_key else None
             self._endpoint = MetricsEndpoint(
-                self._metrics.registry, master.metrics_host, master.metrics_port, token, tls
+                self.metrics.registry, master.metrics_host, master.metrics_port, token, tls
             )
             (folder / ADDRESS).write_text(json.dumps({"address": self._endpoint.address}))
         except (OSError, CallError) as error:
             _LOG.error("%s: no metrics are served: %s", self._job.name, error)
 
-    def take(self, before: JobState, after: JobState, event: Event) -> None:
-        self._metrics.take(time.time(), before, after, event)
-
-    def beat(self, beat: Heartbeat) -> None:
-        self._metrics.beat(beat.process_id, dict(beat.pending))
-
     def report(self, report: StepReport) -> None:
-        self._metrics.report(report)
+        self.metrics.report(report)
         self._pace.note(report.step, time.monotonic())
         self.activity = ""
         self._reports.append(report)
-        if len(self._reports) > _KEPT_REPORTS:
-            del self._reports[0]
-            self._dropped += 1
-
-    # -- what people ask ----------------------------------------------------------------------------------------------
+        self.count += 1
 
     def status(self, state: JobState) -> JobStatus:
         status = status_of(self._job, state, self._reports[-1] if self._reports else None, self.activity)
         return replace(status, step_s=self._pace.step_s, started_s=self._began_s)
 
-    def end(self) -> int:
-        """How many steps this process was told of."""
-        return self._dropped + len(self._reports)
+    def count_at(self, position: Position) -> int:
+        """How many reports of this process were read at ``position``."""
+        boot, read = position
+        return read if boot == self._boot else 0
 
-    def since(self, position: Position) -> int:
-        return position.since(self._boot)
-
-    def update(self, state: JobState, since: int) -> Update:
-        fresh = self._reports[max(since - self._dropped, 0) :]
-        return Update(self.status(state), tuple(fresh), Position(self._boot, self.end()))
+    def update(self, state: JobState, count: int) -> Update:
+        dropped = self.count - len(self._reports)
+        fresh = islice(self._reports, max(count - dropped, 0), None)
+        return Update(self.status(state), tuple(fresh), (self._boot, self.count))
 
 
 def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member | None:
@@ -557,12 +565,12 @@ def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member |
     return member if is_up else None
 
 
-def replacement(  # noqa: PLR0913 -- one decision
-    state: JobState, role: str, rank: int, incarnation: int, whole: bool, name_of: Callable[[str, int, int, int], str]
+def replacement(
+    state: JobState, role: str, rank: int, incarnation: int, name_of: Callable[[str, int, int, int], str]
 ) -> Replaced | None:
-    """The process after ``incarnation`` of a member, with its group if that is replaced as a ``whole``; None while it
-    is not there yet. Raises JobFailed if there will be none."""
-    if state.phase is not Phase.RUNNING:
+    """The process after ``incarnation`` of a member, with its group if that is replaced as a whole; None while it is
+    not there yet. Raises JobFailed if there will be none."""
+    if state.phase is not Phase.RUNNING or state.settings is None:
         lost = ProcessId(role, rank)
         raise JobFailed(f"{lost} is not replaced: the job is {state.phase.value}. {state.reason}".strip())
     group = {at: state.members.get(ProcessId(role, at)) for at in ranks_of(state, role)}
@@ -570,6 +578,6 @@ def replacement(  # noqa: PLR0913 -- one decision
     if member is None or member.incarnation <= incarnation or member.phase is not MemberPhase.UP:
         return None
     up = {at: peer for at, peer in group.items() if peer is not None and peer.phase is MemberPhase.UP}
-    if whole and len(up) < len(group):
+    if state.settings.roles[role].scope is RecoveryScope.GROUP and len(up) < len(group):
         return None
     return Replaced({at: (peer.incarnation, name_of(role, at, peer.first, peer.standby)) for at, peer in up.items()})

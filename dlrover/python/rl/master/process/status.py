@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import nan
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
@@ -56,15 +56,10 @@ class JobStatus:
     run: str = ""  #: its id; empty in the answers of masters of earlier versions
 
 
-@dataclass(frozen=True)
-class Position:
-    """How many reports of a master's process were read; a restarted one counts from 0."""
+Position: TypeAlias = tuple[str, int]
+"""A master's process, and how many of its reports were read; a restarted one counts from 0."""
 
-    boot: str = ""
-    read: int = 0
-
-    def since(self, boot: str) -> int:
-        return self.read if boot == self.boot else 0
+BEGINNING: Position = ("", 0)
 
 
 @dataclass(frozen=True)
@@ -89,25 +84,18 @@ _ACTIVITIES = {
 }
 
 
-def _activity_of(job: JobSpec, state: JobState, announced: str, does_steps: bool) -> str:
-    if state.phase is Phase.PLACED:
-        count = sum(_sizes(job, state).values())
-        ready = len(processes(state))
-        return f"starting {count} processes" + (f", {ready} are up" if ready else "")
-    default = _ACTIVITIES.get(state.phase, "")
-    if state.phase is not Phase.RUNNING:
-        return default
-    return announced or ("" if does_steps else default)
-
-
-def _sizes(job: JobSpec, state: JobState) -> dict[str, int]:
-    if state.settings is None:
-        return {str(role): spec.num for role, spec in job.workloads.items()}
-    return {role: settings.num for role, settings in state.settings.roles.items()}
-
-
 def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced: str = "") -> JobStatus:
     """``announced`` is what the trainer says it does."""
+    if state.settings is None:
+        roles = {str(role): spec.num for role, spec in job.workloads.items()}
+    else:
+        roles = {role: settings.num for role, settings in state.settings.roles.items()}
+    activity = _ACTIVITIES.get(state.phase, "")
+    if state.phase is Phase.PLACED:
+        ready = len(processes(state))
+        activity = f"starting {sum(roles.values())} processes" + (f", {ready} are up" if ready else "")
+    elif state.phase is Phase.RUNNING:
+        activity = announced or ("" if last else activity)
     taking = {
         ProcessId.standby(role, number)
         for role, standbys in state.standbys.items()
@@ -134,8 +122,8 @@ def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced:
         folder=str(job.job_dir),
         run=job.run,
         reward=reward_of(last.metrics) if last else nan,
-        roles=_sizes(job, state),
-        activity=_activity_of(job, state, announced, last is not None),
+        roles=roles,
+        activity=activity,
     )
 
 

@@ -28,8 +28,16 @@ from dlrover.python.rl.common.names import ProcessId, hint
 from dlrover.python.rl.common.redaction import hide_values
 from dlrover.python.rl.config.secrets import Secrets, seal, variables_of
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import COULD_NOT_START, LEFT_ALIVE, Cause, CauseKind, Event, Process
-from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
+from dlrover.python.rl.control.events import (
+    COULD_NOT_START,
+    LEFT_ALIVE,
+    Cause,
+    CauseKind,
+    Event,
+    Process,
+    fault_in,
+    fault_of,
+)
 from dlrover.python.rl.trainer.port import Port
 from dlrover.python.rl.trainer.workload import undecorated
 
@@ -79,14 +87,6 @@ class Hosting(Protocol):
     def close(self) -> None: ...
 
 
-_KINDS = {
-    Fault.DEVICE: CauseKind.DEVICE_FAILED,
-    Fault.LINK: CauseKind.LINK_FAILED,
-    Fault.USER: CauseKind.USER_ERROR,
-    Fault.UNKNOWN: CauseKind.UNKNOWN_ERROR,
-}
-
-
 def cause_of(error: BaseException, who: str, remote_traceback: str = "", alone: bool = False) -> Cause:
     """The cause of an error that ended a process's code; ``alone``, no fresh process can be tried."""
     cause = _cause_of(error, who, remote_traceback)
@@ -95,20 +95,20 @@ def cause_of(error: BaseException, who: str, remote_traceback: str = "", alone: 
 
 def death_kind(why: str) -> CauseKind:
     """The kind of a member's death, by the words that it was found dead with."""
-    fault = fault_in(why)
-    return CauseKind.PROCESS_DIED if fault is Fault.UNKNOWN else _KINDS[fault]
+    kind = fault_in(why)
+    return CauseKind.PROCESS_DIED if kind is CauseKind.UNKNOWN_ERROR else kind
 
 
 def _cause_of(error: BaseException, who: str, remote_traceback: str) -> Cause:
     if isinstance(error, WorkloadDied):
         return Cause(death_kind(_first_line(error)), str(ProcessId(error.role, error.rank)), _first_line(error))
     if isinstance(error, WorkloadStartError):
-        kind = _KINDS[Fault(error.fault or Fault.USER)]
+        kind = CauseKind(error.fault or CauseKind.USER_ERROR)
         kind = CauseKind.START_FAILED if kind is CauseKind.USER_ERROR else kind
         return Cause(kind, error.who, f"{COULD_NOT_START}{error.summary}", error.remote_traceback)
     if isinstance(error, InvocationError):
         member, detail = str(ProcessId(error.role, error.rank)), error.remote_traceback or remote_traceback
-        kind = _kind_of(error.original) if error.original is not None else _KINDS[fault_in(_first_line(error))]
+        kind = _kind_of(error.original) if error.original is not None else fault_in(_first_line(error))
         return Cause(kind, member, _first_line(error), _detail(error.original, detail))
     message = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
     return Cause(_kind_of(error), who, message, _detail(error, remote_traceback))
@@ -130,7 +130,7 @@ def _kind_of(error: BaseException) -> CauseKind:
         return CauseKind.NO_SPACE
     if isinstance(error, JobFailed | MasterLost):
         return CauseKind.RETRYABLE_ERROR
-    return _KINDS[fault_of(error)]
+    return fault_of(error)
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from dlrover.python.rl.common.disk_space import DiskWait, replace
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.terminal import inert
 from dlrover.python.rl.runtime.run.files import METRICS
-from dlrover.python.rl.trainer.step_pace import StepPace
+from dlrover.python.rl.trainer.steps import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
 _LOG = get_logger(__name__)

@@ -24,10 +24,9 @@ from ray.exceptions import (
 
 from dlrover.python.rl.common.errors import DLRoverRLError, InvocationError, ResultLost, Scope, WorkloadDied
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
-from dlrover.python.rl.control.faults import Fault, fault_in, fault_of
+from dlrover.python.rl.control.events import CauseKind, fault_in, fault_of
 from dlrover.python.rl.runtime.member.arguments import CallHeader, encode
-from dlrover.python.rl.trainer.call_counts import BUCKETS_S, CallCounts
-from dlrover.python.rl.trainer.port import Call, Outcome, Ref
+from dlrover.python.rl.trainer.port import BUCKETS_S, Call, CallCounts, Outcome, Ref
 
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -184,7 +183,7 @@ def _needs_new_process(error: InvocationError) -> bool:
     one, or a device, driver or link has failed under it."""
     original = error.original
     fault = fault_in(str(error).partition("\n")[0]) if original is None else fault_of(original)
-    if fault in (Fault.DEVICE, Fault.LINK):
+    if fault in (CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED):
         return True
     if not isinstance(original, DLRoverRLError) or isinstance(original, InvocationError):
         return False

@@ -35,7 +35,7 @@ from dlrover.python.rl.runtime.ray.processes.member import locate, send_to
 from dlrover.python.rl.runtime.ray.processes.port import CallWatch, WatchedPort, is_loss
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
 from dlrover.python.rl.runtime.run.progress import format_step
-from dlrover.python.rl.trainer.port import Renewed, RestartInfo
+from dlrover.python.rl.trainer.port import Recovery, Renewed, RestartInfo
 from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLink, run_trainer
 
 _LOG = get_logger(__name__)
@@ -72,9 +72,9 @@ class TrainerStart:
     full_sizes: Mapping[str, int] = field(default_factory=dict)
 
 
-class RayRecovery:
-    """Implements :class:`~dlrover.python.rl.trainer.port.Recovery` by asking the master. The first ``members`` without
-    a handle are waited for, and each replacement up to ``timeout_s``."""
+class RayRecovery(Recovery):
+    """Replaces lost members by asking the master. The first ``members`` without a handle are waited for, and each
+    replacement up to ``timeout_s``."""
 
     def __init__(
         self,
