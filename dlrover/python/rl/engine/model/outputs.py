@@ -208,7 +208,12 @@ class OutputReader:
         self, model: Any, micro: MicroBatch, part: "_Part", temperature: float, entropy: bool
     ) -> tuple[Any, ...]:
         likely: tuple[Any, ...] = ()
-        logits = self._packed(model, part) if self.packs else self._padded(model, micro)
+        if self.packs:
+            logits = self._packed(model, part)
+        else:
+            ids, reads = micro.padded(self.fill)
+            logits = model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).logits
+            logits = logits.flatten(0, 1)[torch.from_numpy(reads).to(self.device)]
         if self.head == "token":
             return logits.squeeze(-1).float(), None
         targets = torch.from_numpy(part.targets).to(self.device)
@@ -241,11 +246,6 @@ class OutputReader:
         if self.head == "causal":
             return model(**arguments, logits_to_keep=0 if everything else keep).logits[0]
         return model(**arguments).logits[0, keep]
-
-    def _padded(self, model: Any, micro: MicroBatch) -> Any:
-        ids, reads = micro.padded(self.fill)
-        logits = model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).logits
-        return logits.flatten(0, 1)[torch.from_numpy(reads).to(self.device)]
 
     def _part(self, micro: MicroBatch) -> "_Part":
         if self.context is None:

@@ -68,8 +68,13 @@ def select_columns(batch: Batch, flat: Ids, device: str) -> dict[str, Any]:
     tokens = batch.ragged("tokens")
     row_of = np.searchsorted(tokens.offsets, flat, side="right") - 1
     columns = {"unit": np.arange(len(batch)), **batch.columns}
-    picked = {name: _at(column, tokens, flat, row_of) for name, column in columns.items()}
-    return {name: _to_torch(values, device) for name, values in picked.items() if values is not None}
+    picked: dict[str, Any] = {}
+    for name, column in columns.items():
+        values = _at(column, tokens, flat, row_of)
+        if values is not None:
+            tensor = torch.from_numpy(values)
+            picked[name] = tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    return picked
 
 
 def _at(column: Column, tokens: Ragged, flat: Array, row_of: Array) -> Array | None:
@@ -78,11 +83,6 @@ def _at(column: Column, tokens: Ragged, flat: Array, row_of: Array) -> Array | N
     if isinstance(column, Ragged):
         return column.values[flat] if np.array_equal(column.offsets, tokens.offsets) else None
     return column[row_of] if column.dtype.kind in "biuf" else None
-
-
-def _to_torch(values: Array, device: str) -> Any:
-    tensor = torch.from_numpy(values)
-    return tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
 
 
 def check_actions(batch: Batch, head: Head = "causal") -> None:
@@ -119,10 +119,14 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
         at_least: minimum number of micro-batches, the last ones perhaps empty: ranks in lockstep need equally many.
     """
     tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
-    spans = np.array([_count_needed(mask, head) for mask in actions], dtype=np.int64)
+    positions = [np.flatnonzero(mask) for mask in actions]
+    # A document ends with the token before its last action, or with the action itself if scores are read.
+    spans = np.array([int(at[-1]) + (head == "token") if len(at) else 0 for at in positions], dtype=np.int64)
     rows = np.flatnonzero(spans)
-    if "unit" in batch:
-        units = _units(batch.dense("unit")[rows])
+    if "unit" in batch and len(rows):
+        _, of_row = np.unique(batch.dense("unit")[rows], return_inverse=True)
+        order = np.argsort(of_row, kind="stable")
+        units = np.split(order, np.flatnonzero(np.diff(of_row[order])) + 1)
         shares = [
             sorted((row for unit in share for row in units[unit]), key=lambda row: -int(spans[rows[row]]))
             for share in balance_by_tokens([int(spans[rows[unit]].sum()) for unit in units], token_budget, at_least)
@@ -136,17 +140,6 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
     if not np.array_equal(candidates.offsets, tokens.offsets) or candidates.values.ndim != 2:
         raise EngineError("'candidates' and 'tokens' have rows of different lengths")
     return [replace(micro, candidates=candidates.values[micro.flat]) for micro in micros]
-
-
-def _units(numbers: Ids) -> list[Ids]:
-    _, of_row = np.unique(numbers, return_inverse=True)
-    order = np.argsort(of_row, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(of_row[order])) + 1) if len(order) else []
-
-
-def _count_needed(mask: Array, head: Head) -> int:
-    actions = np.flatnonzero(mask)
-    return int(actions[-1]) + (head == "token") if len(actions) else 0
 
 
 def balance_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
@@ -204,18 +197,7 @@ def gather_outputs(
     None, and the most likely ids if requested.
     """
     tokens, name = batch.ragged("tokens"), "logprobs" if head == "causal" else "scores"
-    columns = _make_columns(batch, name, entropy, top)
-    for micro, (outputs, entropies, *likely) in results:
-        values = {name: outputs if outputs.ndim == 1 else outputs[:, 0], "entropy": entropies}
-        if outputs.ndim == 2:
-            values |= {"candidate_logprobs": outputs[:, 1:], "candidates": likely[0] if likely else None}
-        for key, column in columns.items():
-            column[micro.flat] = values[key].cpu().numpy()
-    return Batch({key: tokens.like(values) for key, values in columns.items()})
-
-
-def _make_columns(batch: Batch, name: str, entropy: bool, top: int) -> dict[str, Array]:
-    total = len(batch.ragged("tokens").values)
+    total = len(tokens.values)
     columns: dict[str, Array] = {name: np.zeros(total, dtype=np.float32)}
     if entropy:
         columns["entropy"] = np.zeros(total, dtype=np.float32)
@@ -224,4 +206,10 @@ def _make_columns(batch: Batch, name: str, entropy: bool, top: int) -> dict[str,
         columns["candidate_logprobs"] = np.zeros((total, top), dtype=np.float32)
     elif name == "logprobs" and "candidates" in batch:
         columns["candidate_logprobs"] = np.zeros(batch.ragged("candidates").values.shape, dtype=np.float32)
-    return columns
+    for micro, (outputs, entropies, *likely) in results:
+        values = {name: outputs if outputs.ndim == 1 else outputs[:, 0], "entropy": entropies}
+        if outputs.ndim == 2:
+            values |= {"candidate_logprobs": outputs[:, 1:], "candidates": likely[0] if likely else None}
+        for key, column in columns.items():
+            column[micro.flat] = values[key].cpu().numpy()
+    return Batch({key: tokens.like(values) for key, values in columns.items()})
