@@ -69,7 +69,11 @@ def materialize(
         vocabulary, summed = split_matrices(module, grid.tensors)
     if grid.shards is not None:
         _shard(module, grid, options)
-    _allocate(module, options.device)
+    if empty := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
+        raise EngineError(f"buffers without values: {', '.join(empty)}; build the module with empty_weights()")
+    with _keeping_ties(module):
+        device = options.device
+        module._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     shards = Shards.of(module, grid, summed, options.on_host)
     buffers = list_saved_buffers(module)
     if source is not None:
@@ -88,13 +92,6 @@ def _shard(module: Any, grid: Grid, options: MaterializeOptions) -> None:
         if isinstance(part, FSDPModule):  # Gradients add up: the loss carries the normaliser.
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)
-
-
-def _allocate(module: Any, device: str) -> None:
-    if empty := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
-        raise EngineError(f"buffers without values: {', '.join(empty)}; build the module with empty_weights()")
-    with _keeping_ties(module):
-        module._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
 
 
 def _fill(shards: Shards, buffers: Mapping[str, Any], source: WeightReader, options: MaterializeOptions) -> None:
@@ -142,7 +139,15 @@ def split_matrices(module: Any, mesh: Any) -> tuple[VocabularyShard | None, list
         EngineError: heads or widths cannot be divided (gives the numbers), or the plan has an unknown style.
     """
     config, ranks = module.config.get_text_config(), mesh.size()
-    _check_divisible(config, ranks)
+    names = {
+        "num_attention_heads": "attention heads",
+        "num_key_value_heads": "key-value heads",
+        "intermediate_size": "feed-forward columns",
+    }
+    sizes = {label: getattr(config, name, None) for name, label in names.items()}
+    odd = [f"{size} {label}" for label, size in sizes.items() if size is not None and size % ranks]
+    if odd:
+        raise EngineError(f"{ranks} tensor-parallel ranks cannot share {' or '.join(odd)}")
     plan = _plan(module)
     summed = [name for name, style in plan.items() if style == _SUMMED]
     styles = {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES}
@@ -164,18 +169,6 @@ def _keeping_ties(module: Any) -> Iterator[None]:
     yield
     for first, *others in ties:
         tie_parameter(module, others, module.get_parameter(first))
-
-
-def _check_divisible(config: Any, ranks: int) -> None:
-    names = {
-        "num_attention_heads": "attention heads",
-        "num_key_value_heads": "key-value heads",
-        "intermediate_size": "feed-forward columns",
-    }
-    sizes = {label: getattr(config, name, None) for name, label in names.items()}
-    odd = [f"{size} {label}" for label, size in sizes.items() if size is not None and size % ranks]
-    if odd:
-        raise EngineError(f"{ranks} tensor-parallel ranks cannot share {' or '.join(odd)}")
 
 
 def _plan(module: Any) -> dict[str, str]:

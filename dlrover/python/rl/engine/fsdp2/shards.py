@@ -102,11 +102,6 @@ class ParameterShard:
             self.master.grad = gradient
 
     @property
-    def is_copied(self) -> bool:
-        """The parameter has memory of its own, and is a copy of the master."""
-        return self.on_host or self.master.dtype != self.parameter.dtype
-
-    @property
     def trained(self) -> bool:
         return bool(self.parameter.requires_grad)
 
@@ -182,8 +177,8 @@ class ParameterShard:
 
     @torch.no_grad()
     def refresh(self, locate: Callable[[Any], Any] = torch.Tensor.detach) -> None:
-        """Copy the master to the parameter; ``locate`` gives the memory of both."""
-        if self.is_copied:
+        """Copy the master to the parameter, if that has other memory; ``locate`` gives the memory of both."""
+        if self.on_host or self.master.dtype != self.parameter.dtype:
             target = locate(to_local_tensor(self.parameter))
             target.copy_(locate(self.master).to(target.device))  # cast there
 

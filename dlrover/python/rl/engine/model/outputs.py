@@ -195,19 +195,24 @@ class OutputReader:
         outputs of the whole micro-batch; gradients flow to the rank that computed them.
         """
         part = self._part(micro)
-        rows = self.chunked.rows_at_a_time(len(part.reads)) if self.chunked is not None and not micro.top else None
-        if self.chunked is not None and rows is not None:
-            columns = self._chunks(model, part, self.chunked, rows, temperature, entropy)
-        else:
-            columns = self._whole(model, micro, part, temperature, entropy)
+        columns = self._score(model, micro, part, temperature, entropy)
         if self.context is None:
             return columns
         return tuple(None if values is None else _Join.apply(values, part.counts, self.context) for values in columns)
 
-    def _whole(
+    def _score(
         self, model: Any, micro: MicroBatch, part: "_Part", temperature: float, entropy: bool
     ) -> tuple[Any, ...]:
-        likely: tuple[Any, ...] = ()
+        targets = torch.from_numpy(part.targets).to(self.device)
+        rows = self.chunked.rows_at_a_time(len(part.reads)) if self.chunked is not None and not micro.top else None
+        if self.chunked is not None and rows is not None:
+
+            def score(logits: Any, targets: Any) -> tuple[Any, Any]:
+                return token_logprobs(logits, targets, temperature, entropy, known_ids=self.known_ids)
+
+            with self.chunked.scoring(targets if targets.ndim > 1 else targets[:, None], score, rows):
+                logprobs = self._packed(model, part)
+                return logprobs if targets.ndim > 1 else logprobs[:, 0], self.chunked.entropies
         if self.packs:
             logits = self._packed(model, part)
         else:
@@ -216,23 +221,11 @@ class OutputReader:
             logits = logits.flatten(0, 1)[torch.from_numpy(reads).to(self.device)]
         if self.head == "token":
             return logits.squeeze(-1).float(), None
-        targets = torch.from_numpy(part.targets).to(self.device)
+        likely: tuple[Any, ...] = ()
         if micro.top:
             likely = (top_token_ids(logits, micro.top, self.shard, self.known_ids),)
             targets = torch.cat([targets[:, None], *likely], dim=1)
         return *token_logprobs(logits, targets, temperature, entropy, self.shard, self.known_ids), *likely
-
-    def _chunks(  # noqa: PLR0913 - what is read, and how
-        self, model: Any, part: "_Part", head: ChunkedHead, rows: int, temperature: float, entropy: bool
-    ) -> tuple[Any, ...]:
-        targets = torch.from_numpy(part.targets).to(self.device)
-
-        def score(logits: Any, targets: Any) -> tuple[Any, Any]:
-            return token_logprobs(logits, targets, temperature, entropy, known_ids=self.known_ids)
-
-        with head.scoring(targets if targets.ndim > 1 else targets[:, None], score, rows):
-            logprobs = self._packed(model, part)
-            return logprobs if targets.ndim > 1 else logprobs[:, 0], head.entropies
 
     def _packed(self, model: Any, part: "_Part") -> Any:
         everything = len(part.reads) == len(part.inputs)
