@@ -111,7 +111,7 @@ class DeviceLock:
 
     def _enqueue(self) -> tuple[Path, int]:
         with self._ordering():
-            last = max((int(path.stem) for path in self._list_entries()), default=0)
+            last = max((int(path.stem) for path in self._folder.glob(f"*{_SUFFIX}")), default=0)
             path = self._folder / f"{last + 1:09}{_SUFFIX}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -129,13 +129,10 @@ class DeviceLock:
         finally:
             os.close(entry[1])
 
-    def _list_entries(self) -> list[Path]:
-        return sorted(self._folder.glob(f"*{_SUFFIX}"))
-
     def _list_ahead(self, own: Path) -> list[dict[str, Any]]:
         """The entries of the living processes before this one; an entry of a dead one is removed."""
         ahead = []
-        for path in self._list_entries():
+        for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
             if path.name >= own.name:
                 continue
             with suppress(FileNotFoundError):  # released just now

@@ -133,9 +133,6 @@ class OffloadState:
         self._present.clear()
         self.place = place
 
-    def has(self, kind: Kind) -> bool:
-        return kind in self._present
-
     def footprint(self) -> dict[str, int]:
         return {kind: self._nbytes[kind] for kind in self._present if self._nbytes[kind]}
 
@@ -196,7 +193,9 @@ class SleepingEngine(ABC):
         return self._offload.footprint()
 
     def _check_ready(self) -> None:
-        raise_unless_ready(self._offload.place, self._offload.unready_reason, self._offload.has("kv_cache"))
+        raise_unless_ready(
+            self._offload.place, self._offload.unready_reason, not self._offload.missing_kinds("kv_cache")
+        )
 
 
 @dataclass(eq=False)

@@ -3,7 +3,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -27,6 +26,7 @@ class MicroBatch:
     """
 
     inputs: Ids  # [tokens]
+    positions: Ids  # [tokens]: of each input in its document, from 0
     lengths: Ids  # [documents]
     reads: Ids  # [actions]: where in `inputs` the outputs of the action tokens are, rising
     targets: Ids  # [actions]: the action tokens
@@ -37,12 +37,6 @@ class MicroBatch:
     @property
     def target_ids(self) -> Ids:
         return self.targets if self.candidates is None else np.column_stack([self.targets, self.candidates])
-
-    @cached_property
-    def positions(self) -> Ids:
-        """``[tokens]``: position of each input in its document, from 0."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        return np.arange(len(self.inputs)) - np.repeat(starts, self.lengths)
 
     def padded(self, fill: int) -> tuple[Ids, Ids]:
         """One document per row, padded on the right; causal attention needs no mask for that.
@@ -161,7 +155,8 @@ def balance_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 0) ->
 def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatch:
     if not len(rows):
         empty = np.empty(0, dtype=np.int64)
-        return MicroBatch(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64), empty, empty, empty)
+        zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+        return MicroBatch(zero, zero, one, empty, empty, empty)
     lengths, starts = spans[rows], tokens.offsets[:-1][rows]
     inputs = [tokens.values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     positions = [np.flatnonzero(actions[row]) for row in rows]
@@ -171,7 +166,8 @@ def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatc
     begins = np.cumsum(lengths) - lengths
     shift = [begin + length - 1 - at[-1] for begin, length, at in zip(begins, lengths, positions, strict=True)]
     reads = np.concatenate([at + by for at, by in zip(positions, shift, strict=True)])
-    return MicroBatch(np.concatenate(inputs), lengths, reads, tokens.values[flat], flat)
+    places = np.arange(lengths.sum()) - np.repeat(begins, lengths)
+    return MicroBatch(np.concatenate(inputs), places, lengths, reads, tokens.values[flat], flat)
 
 
 def check_requested_outputs(batch: Batch, head: Head, entropy: bool, top: int) -> None:
