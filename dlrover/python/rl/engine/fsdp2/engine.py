@@ -186,7 +186,8 @@ class Fsdp2Backend(TrainBackend):
         model = {shard.name: locate(shard.master) for shard in (self.shards.trained if adapted else self.shards)}
         model |= {} if adapted else {name: locate(buffer) for name, buffer in self.buffers.items()}
         places = {shard.name: place(shard.shape, shard.ranges(grid)) for shard in self.shards if shard.name in model}
-        return {"layout": list(grid.layout.shape), "places": places, "model": model, "optimizer": self._moments()}
+        moments = None if self.optimizer is None else self.optimizer.moments(locate)
+        return {"layout": list(grid.layout.shape), "places": places, "model": model, "optimizer": moments}
 
     def _checkpoint_tensors(self) -> dict[str, Any]:
         """The live tensors by name, in a form that tells which part of the whole each is. Beside a quantized model its

@@ -259,7 +259,8 @@ class MegatronBackend(TrainBackend):
 
     def local_state(self) -> dict[str, Any]:
         model = {shard.name: self.parked.locate(shard.master) for shard in self.shards}
-        return {"layout": list(self._stage.layout.shape), "model": model, "optimizer": self._moments()}
+        moments = None if self.optimizer is None else self.optimizer.moments(self.parked.locate)
+        return {"layout": list(self._stage.layout.shape), "model": model, "optimizer": moments}
 
     def write_checkpoint(self, path: Path, version: int) -> None:
         copies = CheckpointTensors(self._shape, self._stage, self.shards, self.optimizer)

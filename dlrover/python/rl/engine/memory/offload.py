@@ -193,9 +193,8 @@ class SleepingEngine(ABC):
         return self._offload.footprint()
 
     def _check_ready(self) -> None:
-        raise_unless_ready(
-            self._offload.place, self._offload.unready_reason, not self._offload.missing_kinds("kv_cache")
-        )
+        has_cache = not self._offload.missing_kinds("kv_cache")
+        raise_unless_ready(self._offload.place, self._offload.unready_reason, has_cache)
 
 
 @dataclass(eq=False)

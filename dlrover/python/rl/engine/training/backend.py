@@ -184,9 +184,6 @@ class TrainBackend(ABC):
         """``layout``, ``model`` and ``optimizer`` (None if frozen): the live tensors. With adapters, those alone: the
         rest of the model does not change."""
 
-    def _moments(self) -> dict[str, Any] | None:
-        return None if self.optimizer is None else self.optimizer.moments(self.parked.locate)
-
     def restore_local_state(self, state: Mapping[str, Any]) -> None:
         """See :func:`restore_state`."""
         restore_state(self.local_state(), state)
