@@ -10,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data.batch import Array, Batch, Column, Ragged
+from dlrover.python.rl.data.batch import Array, Batch, Ragged
 from dlrover.python.rl.data.sampler import lightest_first
 
 Ids = npt.NDArray[np.int64]
@@ -64,19 +64,15 @@ def select_columns(batch: Batch, flat: Ids, device: str) -> dict[str, Any]:
     columns = {"unit": np.arange(len(batch)), **batch.columns}
     picked: dict[str, Any] = {}
     for name, column in columns.items():
-        values = _at(column, tokens, flat, row_of)
-        if values is not None:
-            tensor = torch.from_numpy(values)
-            picked[name] = tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+        if isinstance(column, Ragged) and np.array_equal(column.offsets, tokens.offsets):
+            values = column.values[flat]
+        elif isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
+            values = column[row_of]
+        else:
+            continue
+        tensor = torch.from_numpy(values)
+        picked[name] = tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
     return picked
-
-
-def _at(column: Column, tokens: Ragged, flat: Array, row_of: Array) -> Array | None:
-    if isinstance(column, list):
-        return None
-    if isinstance(column, Ragged):
-        return column.values[flat] if np.array_equal(column.offsets, tokens.offsets) else None
-    return column[row_of] if column.dtype.kind in "biuf" else None
 
 
 def check_actions(batch: Batch, head: Head = "causal") -> None:
@@ -168,16 +164,6 @@ def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatc
     reads = np.concatenate([at + by for at, by in zip(positions, shift, strict=True)])
     places = np.arange(lengths.sum()) - np.repeat(begins, lengths)
     return MicroBatch(np.concatenate(inputs), places, lengths, reads, tokens.values[flat], flat)
-
-
-def check_requested_outputs(batch: Batch, head: Head, entropy: bool, top: int) -> None:
-    """Raise an ``EngineError`` if a model of this head cannot compute the requested outputs."""
-    if entropy and head != "causal":
-        raise EngineError("scores have no entropy: only a causal head has one")
-    if top and head != "causal":
-        raise EngineError("scores have no most likely ids: only a causal head has them")
-    if top and "candidates" in batch:
-        raise EngineError("use either the batch's 'candidates' or 'top'")
 
 
 def gather_outputs(

@@ -42,7 +42,6 @@ from dlrover.python.rl.engine.model.loading import DTYPES, fingerprint_files
 from dlrover.python.rl.engine.model.packing import (
     MicroBatch,
     check_actions,
-    check_requested_outputs,
     check_tokens,
     gather_outputs,
     pack,
@@ -134,7 +133,10 @@ class BackendTrainEngine(ABC):
 
     def evaluate(self, batch: Batch, temperature: float = 1.0, entropy: bool = False, top: int = 0) -> Batch:
         backend, head = self._require_ready("evaluate"), self._setup.settings.head
-        check_requested_outputs(batch, head, entropy, top)
+        if (entropy or top) and head != "causal":
+            raise EngineError(f"scores have no {'entropy' if entropy else 'most likely ids'}: only a causal head has")
+        if top and "candidates" in batch:
+            raise EngineError("use either the batch's 'candidates' or 'top'")
         micros = [replace(micro, top=top) for micro in self._pack(batch, backend, needs_actions=False)]
         with torch.no_grad(), self._memory.computing(self._owner):
             outputs = backend.outputs(micros, temperature, entropy)
