@@ -103,11 +103,10 @@ class ModuleEngine:
         memory: DeviceMemory | None = None,
     ) -> None:
         self.version, self.training = 0, True
-        self._label, self._payload, self._settings = label, payload, settings
-        self._memory = memory or DeviceMemory(settings.device)
+        self._payload, self._settings = payload, settings
+        self._parked = ParkedTensors(label, memory or DeviceMemory(settings.device))
         self._made: MaterializedModule | None = None
         self._gradients: Any = None  # as long as there are weights
-        self._parked: ParkedTensors | None = None
         self._expects_weights = False
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
         self._ranks = Ranks.connect(rendezvous, settings.device)
@@ -156,9 +155,11 @@ class ModuleEngine:
 
     def _ready(self, caller: str) -> MaterializedModule:
         if self._made is None:
-            raise EngineError(f"{self._label} has released its weights: call cuda() and sync weights before {caller}")
-        if self._parked is not None:
-            raise EngineError(f"{self._label} is in host memory: call cuda() before {caller}")
+            raise EngineError(
+                f"{self._parked.owner} has released its weights: call cuda() and sync weights before {caller}"
+            )
+        if not self._parked.on_device:
+            raise EngineError(f"{self._parked.owner} is in host memory: call cuda() before {caller}")
         return self._made
 
     def _count_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -182,7 +183,7 @@ class ModuleEngine:
             EngineError: the weights are released, or two are exported under one name.
         """
         if self._made is None:
-            raise EngineError(f"{self._label} has released its weights: there is nothing to export")
+            raise EngineError(f"{self._parked.owner} has released its weights: there is nothing to export")
         module, shards = self._made.module, {shard.name: shard for shard in self._made.shards}
         exported_names: set[str] = set()
 
@@ -192,7 +193,7 @@ class ModuleEngine:
             return self._whole(shards[name])
 
         own = ((shard.name, self._whole(shard)) for shard in self._made.shards)
-        buffers = ((name, self._locate(buffer)) for name, buffer in self._made.buffers.items())
+        buffers = ((name, self._parked.locate(buffer)) for name, buffer in self._made.buffers.items())
         for name, tensor in chain(own, buffers):
             exported = module.export_weight(name, tensor, whole)
             if exported is None:
@@ -204,10 +205,7 @@ class ModuleEngine:
 
     @torch.no_grad()
     def _whole(self, shard: ParameterShard) -> Any:
-        return shard.whole(self._locate(shard.master).to(self._settings.device), self._grid)
-
-    def _locate(self, tensor: Any) -> Any:
-        return tensor.detach() if self._parked is None else self._parked.locate(tensor)
+        return shard.whole(self._parked.locate(shard.master).to(self._settings.device), self._grid)
 
     def publish(self) -> WeightSnapshot | None:
         """The exported weights in host memory; None on all ranks but the first. A collective."""
@@ -229,7 +227,7 @@ class ModuleEngine:
         else:
             made = self._ready("a weight sync")
             if self._find_optimizers(made.module):
-                raise EngineError(f"{self._label} has an optimizer: its weights change by its own steps only")
+                raise EngineError(f"{self._parked.owner} has an optimizer: its weights change by its own steps only")
             verify_snapshot(weights, self._expected(made.module), serving=-1)
             self._write(made, weights)
         self.version = weights.version
@@ -264,38 +262,40 @@ class ModuleEngine:
 
     def cpu(self) -> None:
         """Move parameters, gradients, optimizer states and buffers to host memory."""
-        if self._parked is not None:
+        if not self._parked.on_device:
             return
         made = self._ready("cpu()")
-        parked = ParkedTensors(self._label, self._memory)
         for kind, tensors in self._tensors(made).items():
-            parked.hold(kind, tensors)
-        parked.to_host()
-        self._parked = parked
+            self._parked.hold(kind, tensors)
+        self._parked.to_host()
 
     def cuda(self, part: Part = "all") -> None:
         """Bring them back; released ones come with the next weights."""
         if part == "kv_cache":
-            raise EngineError(f"{self._label} trains: it has no key-value cache")
+            raise EngineError(f"{self._parked.owner} trains: it has no key-value cache")
         self._expects_weights = self._made is None
-        if self._parked is not None:
+        if not self._parked.on_device:
             self._parked.to_device()
-            self._parked = None
+            self._forget_tensors()
+
+    def _forget_tensors(self) -> None:
+        self._parked = ParkedTensors(self._parked.owner, self._parked.memory)
 
     def meta(self) -> None:
         """Release the module with everything that it made."""
-        self._made, self._parked, self._expects_weights = None, None, False
+        self._made, self._expects_weights = None, False
+        self._forget_tensors()
         self._gradients = None
         gc.collect()  # A module and its hooks refer to each other.
-        self._memory.release_cache()
+        self._parked.memory.release_cache()
 
     def place(self) -> DeviceKind:
         if self._made is None:
             return "meta"
-        return "cuda" if self._parked is None else "cpu"
+        return "cuda" if self._parked.on_device else "cpu"
 
     def footprint(self) -> dict[str, int]:
-        return self._memory.bytes_of(self._label)
+        return self._parked.memory.bytes_of(self._parked.owner)
 
     def close(self) -> None:
         self._hook.remove()
@@ -305,7 +305,7 @@ class ModuleEngine:
     def _account(self) -> None:
         if self._made is not None:
             for kind, tensors in self._tensors(self._made).items():
-                self._memory.hold(self._label, kind, tensors)
+                self._parked.memory.hold(self._parked.owner, kind, tensors)
 
     def _tensors(self, made: MaterializedModule) -> dict[Kind, list[Any]]:
         parameters = [shard.parameter for shard in made.shards]
