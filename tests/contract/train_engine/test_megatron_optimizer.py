@@ -37,7 +37,7 @@ def two_steps(rank, world_size, port, case, path, precision, checkpoint):
     dtype = torch.bfloat16 if precision == "bf16" else torch.float32
     train(engine, rank, range(2))
     masters = [(shard.master.numel(), shard.tensor.numel()) for shard in engine._model.shards]
-    passes, counts = engine._model._passes, []
+    passes, counts = engine._model.passes, []
     for _ in range(2):
         with (
             patch.object(dist, "broadcast", wraps=dist.broadcast) as broadcast,

@@ -17,7 +17,7 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model import chunked_head
-from dlrover.python.rl.engine.model.chunked_head import ChunkedHead, chunked_logprobs
+from dlrover.python.rl.engine.model.chunked_head import ChunkedHead, ChunkedLogprobs
 from dlrover.python.rl.engine.model.outputs import token_logprobs
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
@@ -53,7 +53,7 @@ def test_values_and_gradients_are_those_of_all_logits_at_once(count, trains, has
     whole = outcome(lambda *leaves: score(functional.linear(*leaves), targets))
 
     def compute(*leaves):
-        logprobs, entropies = chunked_logprobs(*leaves, targets, score, rows)
+        logprobs, entropies = ChunkedLogprobs.apply(*leaves, targets, score, rows)
         return logprobs[0], entropies
 
     chunks = outcome(compute)
@@ -134,7 +134,7 @@ def test_an_entropy_that_is_only_measured_has_no_gradient(tmp_path, monkeypatch)
     """Else each step computes one of zeros."""
     model = write_tiny_model(tmp_path / "T", hidden=32, layers=1, max_positions=64)
     monkeypatch.setattr(chunked_head, "CHUNK_ELEMENTS", 7 * 300)
-    given, backward = [], chunked_head._ChunkedLogprobs.backward
+    given, backward = [], chunked_head.ChunkedLogprobs.backward
 
     def noting(ctx, by_logprob, by_entropy):
         given.append((by_logprob is not None, by_entropy is not None))
@@ -144,7 +144,7 @@ def test_an_entropy_that_is_only_measured_has_no_gradient(tmp_path, monkeypatch)
         def __call__(self, logprobs, columns):
             return -(columns["weight"] * logprobs).sum(), {"entropy": columns["entropy"].sum()}
 
-    monkeypatch.setattr(chunked_head._ChunkedLogprobs, "backward", staticmethod(noting))
+    monkeypatch.setattr(chunked_head.ChunkedLogprobs, "backward", staticmethod(noting))
     engine = Fsdp2TrainEngine(model, OptimizerConfig(lr=1e-3))
     assert engine.step(batch_of(), Measuring()).metrics["entropy"] > 0
     engine.step(batch_of(), Loss())

@@ -14,8 +14,7 @@ from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.settings import ParallelSizes
-from dlrover.python.rl.engine.fsdp2.compiled_layers import compile_layers
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine, compile_layers
 from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 

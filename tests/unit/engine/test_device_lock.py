@@ -13,7 +13,7 @@ import torch
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock
-from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, LedgerRecord, MemoryLedger
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, MemoryLedger
 
 LATEST_S = 240.0
 
@@ -210,7 +210,7 @@ def test_what_a_dead_process_held_is_forgotten(tmp_path, start):
     child, pipe = start("ACTOR[0]")
     assert hear(pipe) == "has it"
     ledger = MemoryLedger(tmp_path)
-    assert list(ledger.others().values()) == [LedgerRecord(child.pid, {"ACTOR[0]": {"weights": 1000}})]
+    assert list(ledger.others().values()) == [(child.pid, {"ACTOR[0]": {"weights": 1000}})]
     os.kill(child.pid, signal.SIGKILL)
     child.join(LATEST_S)
     assert ledger.others() == {}
@@ -222,7 +222,7 @@ def test_a_closed_lock_tells_no_more_also_when_its_memory_is_used_on(tmp_path):
     lock = DeviceLock(tmp_path, "ACTOR[0]", memory)
     with lock.acquired():
         kept = [memory.bring("actor", "weights", torch.zeros(10))]
-    assert [told.owners for told in other.others().values()] == [{"actor": {"weights": 40}}]
+    assert [owners for _, owners in other.others().values()] == [{"actor": {"weights": 40}}]
     lock.close()
     kept.append(memory.bring("actor", "weights", torch.zeros(10)))
     assert other.others() == {}
@@ -236,7 +236,7 @@ def test_of_several_devices_each_is_told_what_a_process_holds(tmp_path):
     with locks[0].acquired(), locks[1].acquired():
         kept = memory.bring("actor", "weights", torch.zeros(10))
     told = [each for ledger in ledgers for each in ledger.others().values()]
-    assert told == [LedgerRecord(os.getpid(), {"actor": {"weights": 40}})] * 2
+    assert told == [(os.getpid(), {"actor": {"weights": 40}})] * 2
     assert kept is not None
     for lock in locks:
         lock.close()
@@ -246,7 +246,7 @@ def test_a_ledger_tells_the_last_that_was_published_until_it_is_closed(tmp_path)
     mine, other = MemoryLedger(tmp_path), MemoryLedger(tmp_path)
     mine.publish({"a": {"weights": 10_000}})
     mine.publish({"a": {"weights": 1}})
-    assert list(other.others().values()) == [LedgerRecord(os.getpid(), {"a": {"weights": 1}})]
+    assert list(other.others().values()) == [(os.getpid(), {"a": {"weights": 1}})]
     assert mine.others() == {}
     mine.close()
     assert other.others() == {}
@@ -277,5 +277,5 @@ def test_a_ledger_tells_of_any_number_of_owners(tmp_path):
     many = {f"engine {number}": {"weights": 10**9} for number in range(2000)}
     for held in (many, {"a": {"weights": 1}}, many):
         mine.publish(held)
-        assert [told.owners for told in other.others().values()] == [held]
+        assert [owners for _, owners in other.others().values()] == [held]
     mine.close()

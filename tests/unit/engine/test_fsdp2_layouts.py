@@ -22,7 +22,7 @@ from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
-from dlrover.python.rl.engine.fsdp2 import copy_sums
+from dlrover.python.rl.engine.fsdp2 import shards
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.fsdp2.shards import Grid
 from dlrover.python.rl.engine.model.ranks import Ranks
@@ -237,7 +237,7 @@ def overlapped(rank, world_size, port, path, precision):
     Then the norms of that step, and of another one after two that fail: in the last pass, and on one copy."""
     events, all_reduce, backward, long = [], dist.all_reduce, torch.Tensor.backward, make_batch(0, TWO_PASSES)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(copy_sums, "LARGE", 1000)
+        patched.setattr(shards, "LARGE", 1000)
         engine = make_engine(rank, world_size, port, path, settings(COPIES, precision=precision))
         copies = engine._grid.copies
 

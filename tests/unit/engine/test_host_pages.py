@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from dlrover.python.rl.engine.memory import host_pages
-from dlrover.python.rl.engine.memory.host_pages import HostBlock, HostPages
+from dlrover.python.rl.engine.memory import offload
+from dlrover.python.rl.engine.memory.offload import HostBlock, HostPages
 
 NBYTES = 3 * mmap.PAGESIZE
 CUDA = torch.device("cuda", 0)
@@ -38,8 +38,8 @@ def driver(monkeypatch):
     runtime = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
     monkeypatch.setattr(torch.cuda, "device", nullcontext)
-    monkeypatch.setattr(host_pages, "_forget_error", lambda device: None)
-    host_pages._warn.cache_clear()
+    monkeypatch.setattr(offload, "_forget_error", lambda device: None)
+    offload._warn.cache_clear()
     return made
 
 
@@ -123,7 +123,7 @@ def test_cuda_takes_locked_memory_for_page_locked(writable):
 
 @needs_cuda
 def test_on_cuda_a_refusal_is_of_no_consequence(caplog):
-    host_pages._warn.cache_clear()
+    offload._warn.cache_clear()
     pages = HostPages(read_only())  # without the flag that CUDA needs
     assert not pages.lock(CUDA)
     assert "cannot be locked" in caplog.text

@@ -70,7 +70,7 @@ def gradients(mine):
         for rows, divide_by in group:
             mine.call("train_step", NeedParallel(rows, pad=True), divide_by)
         found.append(mine.call("gradients_now"))
-        mine.engine._made.shards.drop_gradients()
+        mine.engine._made.module.zero_grad()
     mine.call("train_step", ROWS)
     return [*found, mine.call("gradients_now")]
 
@@ -93,7 +93,7 @@ def learned_from(mine, type):
     ids, labels = ([row[at : at + 8] for row in LONG] for at in (0, 1))
     loss = mine.call("train_step", NeedParallel(ids, type=type), NeedParallel(labels, type=type), 4 * 8)
     found = mine.call("gradients_now")
-    mine.engine._made.shards.drop_gradients()
+    mine.engine._made.module.zero_grad()
     return loss, found
 
 

@@ -14,7 +14,7 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.engine.training.quantized import BLOCK, QuantizedLinear
+from dlrover.python.rl.engine.training.adapters import BLOCK, QuantizedLinear
 
 LORA = LoraSettings(rank=4, alpha=8.0, quantize_base="nf4")
 CONFIG = OptimizerConfig(lr=1e-2, max_grad_norm=None)

@@ -5,7 +5,7 @@ import pytest
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import RolloutSettings
-from dlrover.python.rl.engine.model.visible_devices import device_environment
+from dlrover.python.rl.engine.model.ranks import device_environment
 
 
 @pytest.mark.parametrize(

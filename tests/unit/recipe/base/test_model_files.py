@@ -79,7 +79,13 @@ def test_a_file_that_is_cut_off_is_named_by_the_check_and_by_the_engines(model, 
         assert said == f"{file} is not whole: it has {len(content) - 1:,} bytes, and by its header {len(content):,}"
     else:
         assert said.startswith(f"{file} is no whole file of safetensors: its header cannot be read: ")
-    for read in (SafetensorsSource, fingerprint_files, lambda folder: ModelSpec.of(folder).source, load_causal_lm):
+    readers = (
+        SafetensorsSource,
+        fingerprint_files,
+        lambda folder: ModelSpec.of(folder).source_of({}, ""),
+        load_causal_lm,
+    )
+    for read in readers:
         with pytest.raises(EngineError, match=f"^'{file}' is no whole file of safetensors: "):
             read(model)
 

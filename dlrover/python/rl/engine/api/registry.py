@@ -124,28 +124,24 @@ def engine_class(point: ExtensionPoint, name: str) -> Any:
         raise EngineError(str(error)) from error
     if not callable(made):
         raise EngineError(f"{name} is a {type(made).__name__}, which makes no engine")
-    return made if inspect.isclass(made) else _checked(point, name, made)
+    if inspect.isclass(made):
+        return made
 
-
-def _checked(point: ExtensionPoint, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @wraps(function)
+    @wraps(made)
     def make(*arguments: Any, **options: Any) -> Any:
-        engine = function(*arguments, **options)
-        if not _resembles_one(point, engine):
-            raise EngineError(f"{name} returned a {type(engine).__name__}, which {_has_none(point)}")
+        engine = made(*arguments, **options)
+        if fault := _find_missing_methods(point, engine):
+            raise EngineError(f"{name} returned a {type(engine).__name__}, which {fault}")
         return engine
 
     return make
 
 
-def _resembles_one(point: ExtensionPoint, engine: Any) -> bool:
-    """Whether an engine, or a class, has a method of an engine, or finds its methods itself."""
+def _find_missing_methods(point: ExtensionPoint, engine: Any) -> str:
+    """Say that an engine, or a class, has no method of an engine, nor finds its methods itself; "" if it has one."""
     methods, _ = _INTERFACES[point.group]
-    return any(hasattr(engine, name) for name in (*methods, "__getattr__"))
-
-
-def _has_none(point: ExtensionPoint) -> str:
-    return f"has none of {', '.join(_INTERFACES[point.group][0])}"
+    has_one = any(hasattr(engine, name) for name in (*methods, "__getattr__"))
+    return "" if has_one else f"has none of {', '.join(methods)}"
 
 
 def _find_fault(point: ExtensionPoint, name: str) -> str:
@@ -153,8 +149,8 @@ def _find_fault(point: ExtensionPoint, name: str) -> str:
     if (place := point.place(name)).startswith(f"{_ENGINES}."):
         return ""
     made, (_, arguments) = _import(place), _INTERFACES[point.group]
-    if inspect.isclass(made) and not _resembles_one(point, made):
-        return f"{name} is no engine: it {_has_none(point)}"
+    if inspect.isclass(made) and (fault := _find_missing_methods(point, made)):
+        return f"{name} is no engine: it {fault}"
     if not callable(made):
         return f"{name} is a {type(made).__name__}, which makes no engine"
     try:

@@ -100,7 +100,9 @@ class WeightSnapshot:
         for name in sorted(self.fingerprints):
             whole.update(f"{name}|{self.dtypes[name]}|{self.shapes[name]}|{self.fingerprints[name]}\n".encode())
         stamp = WeightStamp(self.version, whole.hexdigest())
-        return self.adapters.stamp(stamp) if self.adapters is not None else stamp
+        if self.adapters is None:
+            return stamp
+        return adapted_stamp(stamp, self.adapters.factors.stamp, self.adapters.scale)
 
     @property
     def nbytes(self) -> int:
@@ -169,12 +171,9 @@ class Adapters:
         down, up = self.factors.tensor(name + DOWN), self.factors.tensor(name + UP)
         return add_adapter(base, down, up, self.scale, device, base.dtype)
 
-    def stamp(self, base: WeightStamp) -> WeightStamp:
-        """That of the weights with these adapters added."""
-        return adapted_stamp(base, self.factors.stamp, self.scale)
-
 
 def adapted_stamp(base: WeightStamp, factors: WeightStamp, scale: float) -> WeightStamp:
+    """The stamp of weights with adapters added."""
     both = f"{base.fingerprint}|{factors.fingerprint}|{scale!r}"
     return WeightStamp(factors.version, blake2b(both.encode(), digest_size=8).hexdigest())
 
@@ -203,20 +202,16 @@ def verify_snapshot(snapshot: WeightSnapshot, expected: Mapping[str, tuple[int, 
     faults += describe_shape_mismatches(expected, arrived)
     faults += filter(None, (_find_damage(snapshot, name) for name in arrived if name in expected))
     if snapshot.adapters is not None:
-        faults += _find_bad_adapters(snapshot, snapshot.adapters.factors)
+        factors = snapshot.adapters.factors
+        for name in {name.removesuffix(DOWN).removesuffix(UP): None for name in factors.buffers}:
+            base, down, up = snapshot.shapes.get(name), factors.shapes.get(name + DOWN), factors.shapes.get(name + UP)
+            if not (base and down and up) or (*up[:1], *down[1:]) != base or up[1:] != down[:1]:
+                faults.append(f"the adapter of '{name}' has shapes {up} and {down}, which do not give {base}")
+        faults += filter(None, (_find_damage(factors, name) for name in factors.buffers))
     if snapshot.version < serving:
         faults.append(f"version {snapshot.version} is older than {serving}, which is being served")
     if faults:
         raise WeightSyncError(f"weights of version {snapshot.version} refused: " + "; ".join(faults))
-
-
-def _find_bad_adapters(weights: WeightSnapshot, factors: WeightSnapshot) -> list[str]:
-    faults = []
-    for name in {name.removesuffix(DOWN).removesuffix(UP): None for name in factors.buffers}:
-        base, down, up = weights.shapes.get(name), factors.shapes.get(name + DOWN), factors.shapes.get(name + UP)
-        if not (base and down and up) or (*up[:1], *down[1:]) != base or up[1:] != down[:1]:
-            faults.append(f"the adapter of '{name}' has shapes {up} and {down}, which do not give {base}")
-    return faults + list(filter(None, (_find_damage(factors, name) for name in factors.buffers)))
 
 
 def _find_damage(snapshot: WeightSnapshot, name: str) -> str:

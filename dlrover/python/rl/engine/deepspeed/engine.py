@@ -1,18 +1,43 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A train engine on DeepSpeed: ZeRO 1 to 3 over any Hugging Face model."""
+"""A train engine on DeepSpeed: ZeRO 1 to 3 over any Hugging Face model, and its checkpoints.
+
+Each rank writes its own file, for the same layout.
+"""
 
 import logging
+import math
 import os
 import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import Any
 
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra
-from dlrover.python.rl.engine.api.base import Rendezvous
+from dlrover.python.rl.common.progress import note_progress
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.engine.api.base import OptimizerConfig, Rendezvous, TokenLoss
 from dlrover.python.rl.engine.api.settings import Layout
-from dlrover.python.rl.engine.deepspeed import INFO, DeepSpeedOptions
+from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.deepspeed import INFO
+from dlrover.python.rl.engine.deepspeed.parts import ZeroParameter, allocate, list_parameters, make_reader
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
-from dlrover.python.rl.engine.model.ranks import Ranks
+from dlrover.python.rl.engine.model import attention
+from dlrover.python.rl.engine.model.loading import DTYPES, find_known_ids, find_limits, list_saved_buffers, sync_to_disk
+from dlrover.python.rl.engine.model.outputs import OutputReader
+from dlrover.python.rl.engine.model.packing import MicroBatch
+from dlrover.python.rl.engine.model.ranks import Ranks, pack_random_state, unpack_random_state
+from dlrover.python.rl.engine.training.backend import TrainBackend, TrainSetup, present, write_folder
+from dlrover.python.rl.engine.training.redivide import restore_state
+from dlrover.python.rl.engine.training.stepping import (
+    accumulate_gradients,
+    build_optimizer,
+    compute_learning_rate,
+    find_nonfinite,
+    make_state,
+)
 from dlrover.python.rl.engine.training.train_engine_base import BackendTrainEngine
 
 if not torch.cuda.is_available():
@@ -24,12 +49,267 @@ except ImportError as error:
 
 from deepspeed.accelerator import get_accelerator
 from deepspeed.ops import __compatible_ops__
-from deepspeed.utils import groups
-
-from dlrover.python.rl.engine.deepspeed.backend import DeepSpeedBackend
+from deepspeed.runtime.utils import combine_grad_norm_groups, is_invalid_grad_norm
+from deepspeed.utils import groups, safe_get_full_grad
 
 # DeepSpeed calls torch's collectives by deprecated names, at every step.
 warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
+
+_BUCKET = 1 << 27
+"""Maximum elements of one reduction."""
+
+
+class DeepSpeedBackend(TrainBackend):
+    """A Hugging Face model with its optimizer under DeepSpeed's ZeRO."""
+
+    shards: list[ZeroParameter]
+    _zero: Any
+    """DeepSpeed's optimizer; None for a frozen model that the ranks do not divide."""
+
+    def __init__(self, setup: TrainSetup, parked: ParkedTensors, loaded: bool) -> None:
+        super().__init__(setup, parked)
+        config, settings, stage = setup.config, setup.settings, setup.options.zero_stage
+        self._has_gradients, self._is_divided = False, stage == 3
+        self._on_host = setup.options.optimizer_on_host and config is not None
+        # Recomputing activations gathers divided parameters again.
+        self.module = module = setup.empty_module(reentrant=self._is_divided)
+        read = make_reader(module, setup.spec) if loaded else None
+        # Configured to sum gradients in float32, DeepSpeed would take another optimizer for ZeRO 1.
+        on_device = config is not None and not self._on_host
+        sums_otherwise = on_device and stage == 1 and settings.precision == "bf16"
+        ds_config = self._make_config(sums_otherwise)
+        divide: Callable[[list[Any]], object] = lambda parameters: None  # noqa: E731
+        if self._is_divided:
+            dividing = deepspeed.zero.Init(config_dict_or_path=ds_config, mem_efficient_linear=False)
+            divide = dividing._convert_to_zero_parameters
+        allocate(module, settings.device, DTYPES[settings.precision], divide)
+        self.packs, self.limits = attention.can_pack(module), find_limits(module)
+        self.passes, self._zero = module, None
+        if config is not None or self._is_divided:
+            self.passes, self._zero, *_ = deepspeed.initialize(
+                model=module, optimizer=None if config is None else _make_optimizer(module, config), config=ds_config
+            )
+        if sums_otherwise:  # let ZeRO 1 over bf16 weights do it, as it does with an optimizer on the host
+            self._zero.gradient_accumulation_dtype = torch.float32
+            self._zero.use_separate_grad_accum = self._zero.use_grad_accum_attribute = True
+        known_ids = find_known_ids(setup.spec.tokenizer, self.limits[0], settings.mask_unknown_ids)
+        self.reader = OutputReader(settings.head, settings.device, self.packs, known_ids=known_ids)
+        self._masters = self._init_optimizer(config) if config is not None else []
+        self.shards = list_parameters(module, None if config is None else self._zero, setup.ranks.rank)
+        self.buffers = list_saved_buffers(module)
+        self._track_memory()
+        if read is not None:
+            self._write(read)
+
+    # -- making -------------------------------------------------------------------------------------------------------
+
+    def _make_config(self, sums_otherwise: bool) -> dict[str, Any]:
+        """DeepSpeed's configuration. The loss carries the normaliser, so nothing is averaged over steps or ranks."""
+        config, settings = self.setup.config, self.setup.settings
+        on_cuda = torch.device(settings.device).type == "cuda"
+        trained = sum(parameter.numel() for parameter in self.module.parameters() if parameter.requires_grad)
+        zero = {
+            "stage": self.setup.options.zero_stage,
+            "reduce_bucket_size": min(trained or _BUCKET, _BUCKET),
+            "overlap_comm": on_cuda,
+            "memory_efficient_linear": False,
+            "stage3_param_persistence_threshold": 0,  # small ones kept whole could not be offloaded
+        }
+        if self._on_host:
+            zero["offload_optimizer"] = {"device": "cpu", "pin_memory": on_cuda}
+        return {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_accumulation_steps": 1,
+            "gradient_clipping": (config.max_grad_norm if config else None) or 0.0,
+            "zero_allow_untested_optimizer": True,
+            "zero_force_ds_cpu_optimizer": False,  # torch's gives the same bits wherever it steps
+            "steps_per_print": 1 << 62,
+            # Non-finite gradients are refused before a step.
+            "bf16": {"enabled": settings.precision == "bf16", "check_grad_overflow": False},
+            "data_types": {"grad_accum_dtype": None if sums_otherwise else "fp32"},
+            "communication_data_type": "fp32",
+            "zero_optimization": zero,
+        }
+
+    def _init_optimizer(self, config: OptimizerConfig) -> list[Any]:
+        """This rank's masters, each the parts of many parameters; their moments start as zeros."""
+        zero = self._zero
+        masters = list(zero.fp32_partitioned_groups_flat if self._is_divided else zero.single_partition_of_fp32_groups)
+        for number, master in enumerate(masters):
+            group = zero.optimizer.param_groups[zero.sub_group_to_group_id[number] if self._is_divided else number]
+            zero.optimizer.state[master] = make_state(config, master, group["of_matrices"])
+        return masters
+
+    def _track_memory(self) -> None:
+        """Account for what is on the device."""
+        zero, parked = self._zero, self.parked
+        parked.hold("weights", [shard.local for shard in self.shards])
+        parked.hold("weights", self.module.buffers())
+        if self.setup.config is None:
+            return
+        if not self._on_host:
+            parked.hold("weights", self._masters)
+            for master in self._masters:
+                parked.hold("optimizer", zero.optimizer.state[master].values())
+        if self._is_divided:  # buffers that stay on the device between steps
+            buckets = [bucket.buffer for bucket in zero.ipg_buckets.values() if bucket.buffer is not None]
+            parked.hold("gradients", buckets if self._on_host else [zero.grad_partitions_flat_buffer, *buckets])
+        elif self._on_host:
+            parked.hold("gradients", [zero.temp_grad_buffer_for_gpu_offload])
+
+    # -- passes -------------------------------------------------------------------------------------------------------
+
+    def add_gradients(
+        self, micros: Sequence[MicroBatch], batch: Batch, loss: TokenLoss, temperature: float
+    ) -> dict[str, float]:
+        engine, last = self.passes, micros[-1]
+        self._has_gradients = True
+
+        def read(micro: MicroBatch, wants_entropy: bool) -> tuple[Any, ...]:
+            engine.set_gradient_accumulation_boundary(micro is last)
+            return self.reader.read(engine, micro, temperature, wants_entropy)
+
+        def backward(value: Any) -> None:
+            engine.backward(value * self.setup.ranks.world_size)  # DeepSpeed takes the mean over the ranks
+
+        return accumulate_gradients(micros, batch, loss, read, backward, self.setup.settings.device)
+
+    def reduce_gradients(self) -> list[Any]:
+        groups = self._zero.averaged_gradients.values()
+        return [gradient for group in groups for gradient in group or ()]
+
+    def gradient_norm(self) -> float:
+        zero = self._zero
+        norm = combine_grad_norm_groups(zero._get_norm_groups()) if self._is_divided else zero.scaled_global_norm()
+        return math.nan if is_invalid_grad_norm(norm) else float(norm)
+
+    def first_bad_gradient(self) -> str:
+        return find_nonfinite({shard.name: safe_get_full_grad(shard.parameter) for shard in self.shards})
+
+    def update(self, version: int, norm: float) -> float:
+        assert self.setup.config is not None
+        lr = compute_learning_rate(self.setup.config, version)
+        for group in self._zero.optimizer.param_groups:
+            group["lr"] = lr
+        self.passes.step()
+        self._has_gradients = False
+        return lr
+
+    def drop_gradients(self) -> None:
+        if not self._has_gradients:
+            return
+        # DeepSpeed drops gradients in a step that it skips because they are not finite.
+        skipped: dict[str, Any] = {"_get_norm_groups": lambda: [math.nan]}
+        if not self._is_divided:
+            skipped = {"check_overflow": lambda **_: setattr(self._zero, "overflow", True)}
+            self._zero.check_grad_overflow = True
+        vars(self._zero).update(skipped)
+        try:
+            self.passes.set_gradient_accumulation_boundary(True)
+            self.passes.step()
+        finally:
+            for name in skipped:
+                delattr(self._zero, name)
+            self._zero.check_grad_overflow = False
+        self._zero.averaged_gradients.update(dict.fromkeys(self._zero.averaged_gradients))
+        self._has_gradients = False
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _whole(self, shard: ZeroParameter, dtype: Any = None) -> Any:
+        return shard.whole(dtype, self.setup.settings.device, self.setup.ranks, self.parked.locate)
+
+    def write_weights(self, weights: WeightSnapshot) -> None:
+        self._write(weights.tensor)
+
+    @torch.no_grad()
+    def _write(self, read: Callable[[str], Any]) -> None:
+        for shard in self.shards:
+            note_progress()
+            shard.write(read(shard.name), self.setup.ranks.rank, self.parked.locate)
+        for name, buffer in self.buffers.items():
+            self.parked.locate(buffer).copy_(read(name))
+
+    # -- states -------------------------------------------------------------------------------------------------------
+
+    def local_state(self) -> dict[str, Any]:
+        """Weights by name, masters by number."""
+        setup, locate, moments = self.setup, self.parked.locate, None
+        adapted = setup.settings.lora is not None
+        model = {each.name: locate(each.local) for each in self.shards if each.master is not None or not adapted}
+        model |= {} if adapted else {name: locate(buffer) for name, buffer in self.buffers.items()}
+        masters = {f"master {number}": master for number, master in enumerate(self._masters)}
+        model |= {name: locate(master) for name, master in masters.items()}
+        if setup.config is not None:
+            state = self._zero.optimizer.state
+            moments = {
+                name: {kind: locate(tensor) for kind, tensor in state[master].items()}
+                for name, master in masters.items()
+            }
+        layout = [*Layout(shard=setup.ranks.world_size).shape, setup.options.zero_stage]
+        return {"layout": layout, "model": model, "optimizer": moments}
+
+    def restore_local_state(self, state: Mapping[str, Any]) -> None:
+        precision = self.setup.settings.precision
+        parts = (state["model"][shard.name] for shard in self.shards if shard.name in state["model"])
+        if other := {str(part.dtype) for part in parts} - {str(DTYPES[precision])}:
+            raise EngineError(
+                f"the state has weights of {', '.join(sorted(other))}, and the engine is of precision {precision}:"
+                " save the model in Hugging Face format to continue in another one"
+            )
+        restore_state(self.local_state(), state)
+
+    def write_checkpoint(self, path: Path, version: int) -> None:
+        def write(folder: Path) -> None:
+            file = folder / f"rank-{self.setup.ranks.rank}.pt"
+            torch.save({"version": version, **self.local_state(), "random": pack_random_state()}, file)
+            sync_to_disk(file)
+
+        write_folder(path, self.setup.ranks, write)
+
+    def read_checkpoint(self, path: Path) -> int:
+        state, own_error = dict[str, Any](), ""
+        try:
+            state = _read(path, self.setup.ranks.rank, self.local_state()["layout"])
+        except EngineError as error:
+            own_error = str(error)
+        self.setup.ranks.raise_any(own_error)
+        self.restore_local_state(state)
+        unpack_random_state(state["random"])
+        return int(state["version"])
+
+    def release(self) -> None:
+        if isinstance(self.passes, deepspeed.DeepSpeedEngine):
+            self.passes.destroy()
+
+
+def _make_optimizer(module: Any, config: OptimizerConfig) -> Any:
+    matrices: list[Any] = []
+    others: list[Any] = []
+    for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters()):
+        (matrices if len(getattr(parameter, "ds_shape", parameter.shape)) >= 2 else others).append(parameter)
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay, "of_matrices": True},
+        {"params": others, "weight_decay": 0.0, "of_matrices": False},
+    ]
+    return build_optimizer(config, groups)
+
+
+def _read(path: Path, rank: int, layout: list[int]) -> dict[str, Any]:
+    folder = present(path)
+    first = folder / "rank-0.pt"
+    if not first.is_file():
+        raise EngineError(f"no checkpoint at '{path}'")
+    try:
+        written = torch.load(first, map_location="cpu", weights_only=True, mmap=True)["layout"]
+        if written == layout:
+            return dict(torch.load(folder / f"rank-{rank}.pt", map_location="cpu", weights_only=True))
+    except (OSError, RuntimeError, UnpicklingError, LookupError) as error:
+        raise EngineError(f"the checkpoint '{path}' cannot be read: {error}") from error
+    raise EngineError(
+        f"the checkpoint '{path}' is of layout {written} (the ranks' grid and the ZeRO stage), not {layout}:"
+        " save the model in Hugging Face format to continue in another one"
+    )
 
 
 class DeepSpeedTrainEngine(BackendTrainEngine):
@@ -45,7 +325,7 @@ class DeepSpeedTrainEngine(BackendTrainEngine):
     name, info = "deepspeed", INFO
 
     def _connect(self, rendezvous: Rendezvous) -> Ranks:
-        settings = self._settings
+        settings = self._setup.settings
         device = torch.device(settings.device)
         if get_accelerator().device_name() != device.type:
             raise EngineError(
@@ -63,12 +343,10 @@ class DeepSpeedTrainEngine(BackendTrainEngine):
         ranks.set_timeout(groups._get_data_parallel_group())
         return ranks
 
-    def _make(self, loaded: bool) -> DeepSpeedBackend:
-        parked = ParkedTensors(self._owner, self._memory)
-        assert isinstance(self._options, DeepSpeedOptions)
-        return DeepSpeedBackend(self._spec, self._config, self._settings, self._options, self._ranks, parked, loaded)
+    def _make(self, parked: ParkedTensors, loaded: bool) -> DeepSpeedBackend:
+        return DeepSpeedBackend(self._setup, parked, loaded)
 
     def _leave(self) -> None:
-        if self._ranks.owns_group:
+        if self._setup.ranks.owns_group:
             deepspeed.comm.destroy_process_group()
         super()._leave()

@@ -2,16 +2,21 @@
 """A module's parameters under ZeRO: what a rank has of each, for the passes and of its float32 master."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from dlrover.python.rl.engine.model.loading import list_aliases, list_saved_buffers, tie_parameter
+from dlrover.python.rl.engine.model.loading import bind_weights, list_aliases, list_saved_buffers, tie_parameter
 from dlrover.python.rl.engine.model.ranks import Ranks, all_gather_single, sum_tensors
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.training.adapters import fresh_adapter, is_adapter, model_name
-from dlrover.python.rl.engine.training.quantized import QuantizedLinear, quantized_layers
+from dlrover.python.rl.engine.training.adapters import (
+    QuantizedLinear,
+    fresh_adapter,
+    is_adapter,
+    model_name,
+    quantized_layers,
+)
 
 
 def allocate(module: Any, device: str, dtype: torch.dtype, divide: Callable[[list[Any]], object]) -> None:
@@ -30,7 +35,7 @@ def allocate(module: Any, device: str, dtype: torch.dtype, divide: Callable[[lis
 
 def make_reader(module: Any, spec: ModelSpec) -> Callable[[str], Any]:
     """A function from the first name of a parameter or saved buffer of a module, whose parameters are on the meta
-    device, to the whole tensor on the host. Raises as ``ModelSpec.reader``.
+    device, to the whole tensor on the host. Raises as :func:`bind_weights`.
     """
     aliases, buffers, quantized = list_aliases(module), list_saved_buffers(module), quantized_layers(module)
     shapes = {names[0]: tuple(module.get_parameter(names[0]).shape) for names in aliases}
@@ -38,8 +43,9 @@ def make_reader(module: Any, spec: ModelSpec) -> Callable[[str], Any]:
     shapes |= {name: tuple(buffer.shape) for name, buffer in buffers.items()}
     wanted = {names[0]: tuple(map(model_name, names)) for names in aliases if not is_adapter(names[0])}
     wanted |= {name: (name,) for name in buffers}
-    read = spec.reader(wanted, shapes, module.base_model_prefix)
-    return lambda name: fresh_adapter(name, shapes[name]) if is_adapter(name) else read(name)
+    prefix = module.base_model_prefix
+    read = bind_weights(spec.source_of(wanted, prefix), wanted, shapes, spec.absent, prefix)
+    return lambda name: fresh_adapter(name, shapes[name]) if is_adapter(name) else read(name, ())
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,20 +71,19 @@ class ZeroParameter:
         return self.parameter.ds_tensor if self.is_divided else self.parameter
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return self._shape if self.quantized is None else tuple(self.quantized.shape)
+    def stored_shape(self) -> tuple[int, ...]:
+        return tuple(self.parameter.ds_shape if self.is_divided else self.parameter.shape)
 
     @property
-    def _shape(self) -> tuple[int, ...]:
-        """As it is stored."""
-        return tuple(self.parameter.ds_shape if self.is_divided else self.parameter.shape)
+    def shape(self) -> tuple[int, ...]:
+        return self.stored_shape if self.quantized is None else tuple(self.quantized.shape)
 
     @torch.no_grad()
     def write(self, whole: Any, rank: int, locate: Callable[[Any], Any]) -> None:
         """Copy in this rank's part of a whole tensor; ``locate`` gives the memory of a tensor."""
         local = self.local
         if self.quantized is not None:
-            memory = local.new_empty(self._shape)
+            memory = local.new_empty(self.stored_shape)
             self.quantized.store(whole, memory)
             whole = memory
         flat = whole.reshape(-1)
@@ -112,7 +117,7 @@ class ZeroParameter:
     def _gather(self, local: Any, ranks: Ranks) -> Any:
         flat = local.new_empty(local.numel() * ranks.world_size)
         all_gather_single(flat, local.contiguous())
-        return flat[: self.parameter.ds_numel].view(self._shape)
+        return flat[: self.parameter.ds_numel].view(self.stored_shape)
 
 
 def _copy_part(target: Any, flat: Any, start: int) -> None:
@@ -122,20 +127,22 @@ def _copy_part(target: Any, flat: Any, start: int) -> None:
 
 def list_parameters(module: Any, zero: Any, rank: int) -> list[ZeroParameter]:
     """All parameters of a module; those that DeepSpeed's optimizer ``zero`` steps, if there is one, with masters."""
-    quantized = quantized_layers(module)
-    parts = (_with_master(name, parameter, zero, rank) for name, parameter in module.named_parameters())
-    return [replace(part, quantized=quantized.get(part.name)) for part in parts]
+    quantized, shards = quantized_layers(module), []
+    for name, parameter in module.named_parameters():
+        master, start = None, 0
+        if zero is not None and parameter.requires_grad:
+            master, start = _find_master(parameter, zero, rank)
+        shards.append(ZeroParameter(name, parameter, master, start, quantized.get(name)))
+    return shards
 
 
-def _with_master(name: str, parameter: Any, zero: Any, rank: int) -> ZeroParameter:
-    if zero is None or not parameter.requires_grad:
-        return ZeroParameter(name, parameter)
+def _find_master(parameter: Any, zero: Any, rank: int) -> tuple[Any, int]:
+    """This rank's part of the master of a flat parameter, and where it starts."""
     if hasattr(parameter, "ds_tensor"):
         group, offset, _ = zero.grad_position[zero.get_param_id(parameter)]
         size = parameter.ds_tensor.numel()
-        master = zero.fp32_partitioned_groups_flat[group].detach().narrow(0, offset, size)
-        return ZeroParameter(name, parameter, master, size * rank)
+        return zero.fp32_partitioned_groups_flat[group].detach().narrow(0, offset, size), size * rank
     mapping = parameter._hp_mapping
     if mapping is None:  # other ranks step it
-        return ZeroParameter(name, parameter, zero.single_partition_of_fp32_groups[0].detach()[:0])
-    return ZeroParameter(name, parameter, mapping.hp_fragment.detach(), mapping.lp_fragment_address.start)
+        return zero.single_partition_of_fp32_groups[0].detach()[:0], 0
+    return mapping.hp_fragment.detach(), mapping.lp_fragment_address.start

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """From a module on the meta device and a source of weights to a rank's part of the module."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -15,10 +16,10 @@ from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.fsdp2.shards import Grid, Shards
 from dlrover.python.rl.engine.model.loading import (
     WeightReader,
+    bind_weights,
     layers_of,
     list_aliases,
     list_saved_buffers,
-    match_names,
     tie_parameter,
 )
 from dlrover.python.rl.engine.model.outputs import VocabularyShard
@@ -61,23 +62,23 @@ def materialize(
     """
     vocabulary: VocabularyShard | None = None
     summed: list[str] = []
-    _set_precision(module, options.precision, whole=grid.shards is None)
+    for parameter in module.parameters():
+        if parameter.is_floating_point() and (grid.shards is None or not parameter.requires_grad):
+            parameter.data = parameter.data.to(options.precision)
     if grid.tensors is not None:
         vocabulary, summed = split_matrices(module, grid.tensors)
     if grid.shards is not None:
         _shard(module, grid, options)
-    _allocate(module, options.device)
+    if empty := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
+        raise EngineError(f"buffers without values: {', '.join(empty)}; build the module with empty_weights()")
+    with _keeping_ties(module):
+        device = options.device
+        module._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
     shards = Shards.of(module, grid, summed, options.on_host)
     buffers = list_saved_buffers(module)
     if source is not None:
         _fill(shards, buffers, source, options)
     return MaterializedModule(module, shards, buffers, vocabulary)
-
-
-def _set_precision(module: Any, precision: torch.dtype, whole: bool) -> None:
-    for parameter in module.parameters():
-        if parameter.is_floating_point() and (whole or not parameter.requires_grad):
-            parameter.data = parameter.data.to(precision)
 
 
 def _shard(module: Any, grid: Grid, options: MaterializeOptions) -> None:
@@ -93,37 +94,22 @@ def _shard(module: Any, grid: Grid, options: MaterializeOptions) -> None:
             part.set_force_sum_reduction_for_comms(True)
 
 
-def _allocate(module: Any, device: str) -> None:
-    if empty := [name for name, buffer in module.named_buffers() if buffer.is_meta]:
-        raise EngineError(f"buffers without values: {', '.join(empty)}; build the module with empty_weights()")
-    tied = _list_ties(module)
-    module._apply(lambda tensor: torch.zeros_like(tensor, device=device) if tensor.is_meta else tensor.to(device))
-    _restore_ties(module, tied)
-
-
 def _fill(shards: Shards, buffers: Mapping[str, Any], source: WeightReader, options: MaterializeOptions) -> None:
-    shapes = source.shapes()
     wanted = {shard.name: shard.names for shard in shards} | {name: (name,) for name in buffers}
-    matches = match_names(wanted, shapes, options.prefix, options.rename)
-    initial = {shard.name: options.absent(shard.name, shard.shape) for shard in shards if shard.name not in matches}
-    lacking = [name for name, tensor in initial.items() if tensor is None]
-    lacking += [
-        f"{shard.name} of shape {shard.shape} (it has {shapes[matches[shard.name]]})"
-        for shard in shards
-        if shard.name in matches and tuple(shapes[matches[shard.name]]) != shard.shape
-    ]
-    if lacking:
-        raise EngineError(f"the checkpoint lacks {', '.join(sorted(lacking))}")
+    shapes = {shard.name: shard.shape for shard in shards} | {name: tuple(buffers[name].shape) for name in buffers}
+
+    def absent(name: str, shape: tuple[int, ...]) -> Any:
+        return buffers[name] if name in buffers else options.absent(name, shape)
+
+    read = bind_weights(source, wanted, shapes, absent, options.prefix, options.rename)
     with torch.no_grad():
         for shard in shards:
             note_progress()
             if shard.master.numel():
-                ranges, name = shard.ranges(shards.grid), matches.get(shard.name)
-                shard.fill(initial[shard.name][ranges] if name is None else source.read(name, ranges))
+                shard.fill(read(shard.name, shard.ranges(shards.grid)), shards.grid)
             shard.refresh()
         for name, buffer in buffers.items():
-            if name in matches:
-                buffer.copy_(source.read(matches[name], (slice(None),) * buffer.ndim))
+            buffer.copy_(read(name, ()))
 
 
 OWN_PLAN = {
@@ -153,23 +139,6 @@ def split_matrices(module: Any, mesh: Any) -> tuple[VocabularyShard | None, list
         EngineError: heads or widths cannot be divided (gives the numbers), or the plan has an unknown style.
     """
     config, ranks = module.config.get_text_config(), mesh.size()
-    check_divisible(config, ranks)
-    plan = _plan(module)
-    summed = [name for name, style in plan.items() if style == _SUMMED]
-    styles = {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES}
-    if unknown := {style for style in plan.values() if style not in {*_STYLES, _SUMMED}}:
-        raise EngineError(
-            f"{type(module).__name__} splits by {', '.join(sorted(unknown))}, which fsdp2 does not support"
-        )
-    tied = _list_ties(module)
-    parallelize_module(module, mesh, styles)
-    shard = _split_vocabulary(module, mesh) if config.vocab_size % ranks == 0 else None
-    _restore_ties(module, tied)
-    patterns = [name.split(".") for name in summed]
-    return shard, [name for name, _ in module.named_parameters() if any(_fits(name, one) for one in patterns)]
-
-
-def check_divisible(config: Any, ranks: int) -> None:
     names = {
         "num_attention_heads": "attention heads",
         "num_key_value_heads": "key-value heads",
@@ -179,6 +148,27 @@ def check_divisible(config: Any, ranks: int) -> None:
     odd = [f"{size} {label}" for label, size in sizes.items() if size is not None and size % ranks]
     if odd:
         raise EngineError(f"{ranks} tensor-parallel ranks cannot share {' or '.join(odd)}")
+    plan = _plan(module)
+    summed = [name for name, style in plan.items() if style == _SUMMED]
+    styles = {name: _STYLES[style]() for name, style in plan.items() if style in _STYLES}
+    if unknown := {style for style in plan.values() if style not in {*_STYLES, _SUMMED}}:
+        raise EngineError(
+            f"{type(module).__name__} splits by {', '.join(sorted(unknown))}, which fsdp2 does not support"
+        )
+    with _keeping_ties(module):
+        parallelize_module(module, mesh, styles)
+        shard = _split_vocabulary(module, mesh) if config.vocab_size % ranks == 0 else None
+    patterns = [name.split(".") for name in summed]
+    return shard, [name for name, _ in module.named_parameters() if any(_fits(name, one) for one in patterns)]
+
+
+@contextmanager
+def _keeping_ties(module: Any) -> Iterator[None]:
+    """Afterwards the parameter of a tied one's first name is under the other names again."""
+    ties = [names for names in list_aliases(module) if len(names) > 1]
+    yield
+    for first, *others in ties:
+        tie_parameter(module, others, module.get_parameter(first))
 
 
 def _plan(module: Any) -> dict[str, str]:
@@ -206,13 +196,3 @@ def _split_vocabulary(module: Any, mesh: Any) -> VocabularyShard | None:
         return None
     parallelize_module(outputs, mesh, ColwiseParallel())
     return VocabularyShard(mesh.get_local_rank() * (outputs.out_features // mesh.size()), mesh.get_group())
-
-
-def _list_ties(module: Any) -> list[tuple[str, ...]]:
-    return [names for names in list_aliases(module) if len(names) > 1]
-
-
-def _restore_ties(module: Any, ties: list[tuple[str, ...]]) -> None:
-    """Put the parameter of each first name under the others."""
-    for first, *others in ties:
-        tie_parameter(module, others, module.get_parameter(first))

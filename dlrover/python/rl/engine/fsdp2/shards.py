@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The ranks as process groups, and a model's parameters on this rank: shards, gradients, and whole tensors again."""
+"""The ranks as process groups, and a model's parameters on this rank: shards, gradients and their sums, and whole
+tensors again."""
 
-import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -12,13 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
-from dlrover.python.rl.common.progress import note_progress
+from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.device_bytes import copy_to_host
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.loading import Ranges, list_aliases
 from dlrover.python.rl.engine.model.ranks import Ranks, gather_padded, sum_tensors
-from dlrover.python.rl.engine.training.quantized import QuantizedLinear, quantized_layers
-from dlrover.python.rl.engine.training.stepping import find_first_nonfinite
+from dlrover.python.rl.engine.training.adapters import QuantizedLinear, quantized_layers
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,11 +58,6 @@ class Grid:
         )
 
     @property
-    def reports(self) -> bool:
-        """This rank reports for its model replica, whose ranks all compute the same loss."""
-        return self.place.context == 0 and self.place.tensor == 0
-
-    @property
     def shard_size(self) -> int:
         return self.layout.shard * self.layout.context
 
@@ -75,8 +70,7 @@ class Grid:
 class ParameterShard:
     """This rank's part of one parameter."""
 
-    name: str  # in the module, the first one if it is tied
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # in the module, several if it is tied
     parameter: Any  # the module's: plain, or a DTensor
     master: Any
     """Plain tensor of this rank's part, which is loaded, trained and saved. It shares the parameter's memory, unless a
@@ -88,9 +82,12 @@ class ParameterShard:
     summed: bool = False  # its gradients on the ranks of `Grid.tensors` add up
     on_host: bool = False  # the master and the step are in the host's memory, wherever the parameter is
     quantized: QuantizedLinear | None = None  # the layer whose frozen weight it is; parameter and master are packed
-    part: int = 0  # of a quantized weight, on this rank
     _gradient: Any = None  # of a master on the host, where the parameter is
     _handed_over: Any = None  # the same on the host; kept, since new memory is slow
+
+    @property
+    def name(self) -> str:
+        return self.names[0]
 
     @property
     def gradient(self) -> Any:
@@ -105,11 +102,6 @@ class ParameterShard:
             self.master.grad = gradient
 
     @property
-    def is_copied(self) -> bool:
-        """The parameter has memory of its own, and is a copy of the master."""
-        return self.on_host or self.master.dtype != self.parameter.dtype
-
-    @property
     def trained(self) -> bool:
         return bool(self.parameter.requires_grad)
 
@@ -117,17 +109,17 @@ class ParameterShard:
     def decays(self) -> bool:
         return len(self.shape) >= 2
 
-    def fill(self, part: Any) -> None:
-        """Copy this rank's part of the whole parameter to the master."""
+    def fill(self, part: Any, grid: Grid) -> None:
+        """Copy :meth:`ranges` of the whole parameter to the master."""
         if self.quantized is None:
             self.master.copy_(part)
         else:
-            self.quantized.store(part, self.master, self.part)
+            self.quantized.store(part, self.master, grid.shard_rank)
 
     def ranges(self, grid: Grid) -> Ranges:
         """This rank's part of the whole parameter; of a quantized one the rows that it lies in."""
         if self.quantized is not None:
-            return self.quantized.rows_of(self.part), slice(None)
+            return self.quantized.rows_of(grid.shard_rank), slice(None)
         bounds = [(0, size) for size in self.shape]
         if self.tensor_dim is not None:
             bounds[self.tensor_dim] = _chunk(bounds[self.tensor_dim], grid.layout.tensor, grid.place.tensor)
@@ -185,8 +177,8 @@ class ParameterShard:
 
     @torch.no_grad()
     def refresh(self, locate: Callable[[Any], Any] = torch.Tensor.detach) -> None:
-        """Copy the master to the parameter; ``locate`` gives the memory of both."""
-        if self.is_copied:
+        """Copy the master to the parameter, if that has other memory; ``locate`` gives the memory of both."""
+        if self.on_host or self.master.dtype != self.parameter.dtype:
             target = locate(to_local_tensor(self.parameter))
             target.copy_(locate(self.master).to(target.device))  # cast there
 
@@ -215,14 +207,15 @@ class Shards:
     def of(cls, module: Any, grid: Grid, summed: Collection[str], on_host: bool = False) -> "Shards":
         """Those of a module whose parameters are divided and allocated; the masters of trained ones may be
         ``on_host``."""
-        quantized = quantized_layers(module)
-        aliases = list_aliases(module)
-        items = (
-            _make_shard(module, names, summed, on_host)
-            if names[0] not in quantized
-            else _make_quantized(names, quantized[names[0]], grid.shard_rank)
-            for names in aliases
-        )
+        quantized, items = quantized_layers(module), []
+        for names in list_aliases(module):
+            layer = quantized.get(names[0])
+            if layer is None:
+                items.append(_make_shard(module, names, summed, on_host))
+                continue
+            packed, is_divided = to_local_tensor(layer.weight), isinstance(layer.weight, DTensor)
+            shape = tuple(layer.shape)
+            items.append(ParameterShard(names, layer.weight, packed, shape, is_divided, quantized=layer))
         return cls(grid, tuple(items))
 
     def __iter__(self) -> Iterator[ParameterShard]:
@@ -234,46 +227,19 @@ class Shards:
 
     def take_gradients(self, sum_copies: Callable[[], None] | None = None) -> list[Any]:
         """The masters' gradients, summed over copies of the model; zeros for unused parameters."""
-        for shard in self.trained:
+        trained = self.trained
+        for shard in trained:
             shard.take_gradient()
             if shard.gradient is None:
                 shard.gradient = torch.zeros_like(to_local_tensor(shard.parameter), dtype=shard.master.dtype)
-        if summed := [shard.gradient for shard in self.trained if shard.summed]:
+        if summed := [shard.gradient for shard in trained if shard.summed]:
             sum_tensors(summed, self.grid.tensors.get_group())
-        gradients = [shard.gradient for shard in self.trained]
+        gradients = [shard.gradient for shard in trained]
         if sum_copies is not None:
             sum_copies()
         elif self.grid.copies is not None:
             sum_tensors(gradients, self.grid.copies)
         return gradients
-
-    def gradient_norm(self, ranks: Ranks) -> float:
-        """Of the whole model's gradient, to the same bit on every rank: summed in the ranks' order."""
-        norms = torch.stack([torch.linalg.vector_norm(shard.gradient) for shard in self.trained]).double()
-        # Parameters that tensor-parallel ranks share count once.
-        tensor = self.grid.layout.tensor
-        copies = [tensor if shard.tensor_dim is None else 1 for shard in self.trained]
-        squares = sum(norm * norm / count for norm, count in zip(norms.tolist(), copies, strict=True))
-        return math.sqrt(sum(ranks.gather(squares if self.grid.place.ddp == 0 else 0.0)))
-
-    def first_bad_gradient(self, ranks: Ranks) -> str:
-        gradients = {shard.name: shard.gradient for shard in self.trained}
-        return find_first_nonfinite(ranks, gradients, list(gradients))
-
-    def drop_gradients(self) -> None:
-        for shard in self.items:
-            shard.parameter.grad = shard.master.grad = shard.gradient = None
-
-    def hand_over(self) -> None:
-        """Bring the gradients to where the masters are."""
-        for shard in self.trained:
-            shard.hand_over()
-            note_progress()
-
-
-def _make_quantized(names: tuple[str, ...], layer: QuantizedLinear, part: int) -> ParameterShard:
-    local, shape, is_divided = to_local_tensor(layer.weight), tuple(layer.shape), isinstance(layer.weight, DTensor)
-    return ParameterShard(names[0], names, layer.weight, local, shape, is_divided, quantized=layer, part=part)
 
 
 def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on_host: bool) -> ParameterShard:
@@ -294,9 +260,113 @@ def _make_shard(module: Any, names: tuple[str, ...], summed: Collection[str], on
     elif parameter.requires_grad and parameter.dtype != torch.float32:
         master = torch.empty_like(to_local_tensor(parameter), dtype=torch.float32)
     shard = ParameterShard(
-        names[0], names, parameter, master, tuple(parameter.shape), sharded, tensor_dim, names[0] in summed, on_host
+        names, parameter, master, tuple(parameter.shape), sharded, tensor_dim, names[0] in summed, on_host
     )
     if master.dtype != parameter.dtype:
         # Gradients of micro-batches add up in float32.
         parameter.register_post_accumulate_grad_hook(lambda _: shard.take_gradient())
     return shard
+
+
+LARGE = 1 << 18
+"""Elements of a gradient that is summed where it is; smaller ones are joined up to as many, since each sum has a
+latency."""
+
+T = TypeVar("T")
+
+
+class CopySums:
+    """Gradients summed over the copies of a model while the backward pass still makes others.
+
+    ::
+
+        last backward pass of a step --> a part's gradients are there --> its sum over the copies begins -,
+        the pass is over             --> the sums of what it did not reach begin -------------------------+-> waited for
+
+    Parts are summed in one order, which is the order of a backward pass, on every rank, whichever gradients come first.
+    A step sums all of them, also if it fails on some ranks: the sums of the next one would meet what is left of this
+    one."""
+
+    def __init__(self, shards: Sequence[ParameterShard], group: Any) -> None:
+        self._group = group
+        self._parts = list(_join_small(shard for shard in reversed(shards) if not shard.summed))
+        if summed := [shard for shard in shards if shard.summed]:  # over tensor-parallel ranks first, after the pass
+            self._parts.append(summed)
+        self._reset()
+        for index, part in enumerate(self._parts):
+            for shard in part if not part[0].summed else ():
+                shard.parameter.register_post_accumulate_grad_hook(partial(self._take, shard, index))
+
+    def _reset(self) -> None:
+        self._is_stepping = self._is_last_pass = False
+        self._begun: list[tuple[Any, Any, list[Any]]] = []  # of a part: its sum under way, the memory, the gradients
+        self._missing = [{shard.name for shard in part} for part in self._parts]
+
+    def begin_at_last(self, micros: Sequence[T]) -> Iterator[T]:
+        """The micro-batches of a step: the backward pass of the last one completes the gradients."""
+        self._is_stepping = True
+        for number, micro in enumerate(micros, start=1):
+            self._is_last_pass = number == len(micros)
+            yield micro
+
+    def _take(self, shard: ParameterShard, index: int, _parameter: Any) -> None:
+        if not self._is_last_pass:
+            return
+        if shard.name not in self._missing[index]:
+            raise EngineError(f"one backward pass gave '{shard.name}' two gradients: copies of it cannot be summed")
+        shard.take_gradient()
+        self._missing[index].remove(shard.name)
+        while len(self._begun) < len(self._parts) and not self._missing[len(self._begun)]:
+            self._begin_next()
+
+    def _begin_next(self) -> None:
+        gradients = [shard.gradient for shard in self._parts[len(self._begun)]]
+        flat = gradients[0]  # a single one is summed in place
+        if len(gradients) > 1 or not flat.is_contiguous():
+            flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        self._begun.append((dist.all_reduce(flat, group=self._group, async_op=True), flat, gradients))
+
+    def finish(self) -> None:
+        """The gradients of all shards, each of which has one by now, are sums over the copies."""
+        self._is_last_pass = False
+        while len(self._begun) < len(self._parts):
+            self._begin_next()
+        for work, flat, gradients in self._begun:
+            work.wait()  # waits: for the process group's timeout
+            if flat is gradients[0]:
+                continue
+            if flat.is_cuda:  # FSDP may have begun the sum on another stream
+                flat.record_stream(torch.cuda.current_stream())
+            parts = flat.split([gradient.numel() for gradient in gradients])
+            for gradient, part in zip(gradients, parts, strict=True):
+                gradient.copy_(part.view_as(gradient))
+        self._reset()
+
+    def forget(self) -> None:
+        """The step that has begun, if any, has failed: let the other ranks' sums end."""
+        works = [work for work, *_ in self._begun]
+        missing = self._parts[len(works) :] if self._is_stepping else []
+        self._reset()
+        for part in missing:
+            size, local = sum(shard.master.numel() for shard in part), to_local_tensor(part[0].parameter)
+            zeros = local.new_zeros(size, dtype=part[0].master.dtype)
+            works.append(dist.all_reduce(zeros, group=self._group, async_op=True))
+        for work in works:
+            work.wait()  # waits: for the process group's timeout
+
+
+def _join_small(shards: Iterable[ParameterShard]) -> Iterator[list[ParameterShard]]:
+    small: list[ParameterShard] = []
+    elements = 0
+    for shard in shards:
+        size = shard.master.numel()
+        if size >= LARGE:
+            yield [shard]
+            continue
+        small.append(shard)
+        elements += size
+        if elements >= LARGE:
+            yield small
+            small, elements = [], 0
+    if small:
+        yield small

@@ -4,7 +4,7 @@ their order, and the part of a tensor-parallel rank. Arithmetic on tensors; noth
 """
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
@@ -173,54 +173,42 @@ def _list_layer(shape: TransformerShape, layer: int) -> list[Parameter]:
 
 
 def split(parameter: Parameter, tensors: Sequence[Any], shape: TransformerShape, rank: int, ranks: int) -> Any:
-    return _SPLITS[parameter.form](tensors, shape, rank, ranks)
+    """A tensor-parallel rank's part of a parameter, from whole Hugging Face tensors."""
+    first = tensors[0]
+    match parameter.form:
+        case "whole":
+            return first
+        case "vocab":
+            padding = first.new_zeros(pad_vocab(len(first), ranks) - len(first), *first.shape[1:])
+            return torch.cat([first, padding]).chunk(ranks)[rank]
+        case "columns":
+            return first.chunk(ranks, dim=1)[rank]
+        case "qkv":
+            by_group = [tensor.reshape(shape.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
+            return torch.cat(by_group, dim=1).chunk(ranks)[rank].reshape(-1, *first.shape[1:])
+        case "gate_up":
+            return torch.cat([tensor.chunk(ranks)[rank] for tensor in tensors])
 
 
 def join(parameter: Parameter, parts: Sequence[Any], shape: TransformerShape) -> list[Any]:
     """The Hugging Face tensors of a parameter from the ``parts`` of all tensor-parallel ranks, in their order."""
-    return _JOINS[parameter.form](parts, shape)
+    match parameter.form:
+        case "whole":
+            return [parts[0]]
+        case "vocab":
+            return [torch.cat(list(parts))[: shape.vocab]]
+        case "columns":
+            return [torch.cat(list(parts), dim=1)]
+        case "qkv":
+            rows = torch.cat(list(parts))
+            groups = rows.reshape(shape.kv_heads, -1, *rows.shape[1:])
+            sizes = [shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim, shape.head_dim]
+            return [piece.reshape(-1, *rows.shape[1:]) for piece in groups.split(sizes, dim=1)]
+        case "gate_up":
+            halves = [part.chunk(2) for part in parts]
+            return [torch.cat([half[which] for half in halves]) for which in (0, 1)]
 
 
 def pad_vocab(vocab: int, ranks: int) -> int:
     """Rows of the embedding that tensor-parallel ranks divide."""
     return math.ceil(vocab / ranks) * ranks
-
-
-def _split_vocab(tensors: Sequence[Any], shape: TransformerShape, rank: int, ranks: int) -> Any:
-    (rows,) = tensors
-    padding = rows.new_zeros(pad_vocab(len(rows), ranks) - len(rows), *rows.shape[1:])
-    return torch.cat([rows, padding]).chunk(ranks)[rank]
-
-
-def _split_qkv(tensors: Sequence[Any], shape: TransformerShape, rank: int, ranks: int) -> Any:
-    by_group = [tensor.reshape(shape.kv_heads, -1, *tensor.shape[1:]) for tensor in tensors]
-    mine = torch.cat(by_group, dim=1).chunk(ranks)[rank]
-    return mine.reshape(-1, *tensors[0].shape[1:])
-
-
-def _join_qkv(parts: Sequence[Any], shape: TransformerShape) -> list[Any]:
-    rows = torch.cat(list(parts))
-    groups = rows.reshape(shape.kv_heads, -1, *rows.shape[1:])
-    sizes = [shape.heads // shape.kv_heads * shape.head_dim, shape.head_dim, shape.head_dim]
-    return [piece.reshape(-1, *rows.shape[1:]) for piece in groups.split(sizes, dim=1)]
-
-
-def _join_gate_up(parts: Sequence[Any], shape: TransformerShape) -> list[Any]:
-    halves = [part.chunk(2) for part in parts]
-    return [torch.cat([half[which] for half in halves]) for which in (0, 1)]
-
-
-_SPLITS: dict[Form, Callable[[Sequence[Any], TransformerShape, int, int], Any]] = {
-    "whole": lambda tensors, shape, rank, ranks: tensors[0],
-    "vocab": _split_vocab,
-    "columns": lambda tensors, shape, rank, ranks: tensors[0].chunk(ranks, dim=1)[rank],
-    "qkv": _split_qkv,
-    "gate_up": lambda tensors, shape, rank, ranks: torch.cat([tensor.chunk(ranks)[rank] for tensor in tensors]),
-}
-_JOINS: dict[Form, Callable[[Sequence[Any], TransformerShape], list[Any]]] = {
-    "whole": lambda parts, shape: [parts[0]],
-    "vocab": lambda parts, shape: [torch.cat(list(parts))[: shape.vocab]],
-    "columns": lambda parts, shape: [torch.cat(list(parts), dim=1)],
-    "qkv": _join_qkv,
-    "gate_up": _join_gate_up,
-}

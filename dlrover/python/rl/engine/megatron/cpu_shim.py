@@ -19,18 +19,13 @@ _LOG = get_logger(__name__)
 _HOST = torch.device("cpu")
 
 
-def load_shim() -> "CpuShim":
-    """Raises an ``EngineError`` on a machine with CUDA."""
-    if torch.cuda.is_available():
-        raise EngineError("cpu_shim is for machines without CUDA: remove the option")
-    _LOG.warning("cpu_shim is on: megatron-core computes on the host, for tests only")
-    return CpuShim()
-
-
 class CpuShim(TorchFunctionMode):
-    """A reentrant ``with`` block in which CUDA is the host."""
+    """A reentrant ``with`` block in which CUDA is the host. Raises an ``EngineError`` on a machine with CUDA."""
 
     def __init__(self) -> None:
+        if torch.cuda.is_available():
+            raise EngineError("cpu_shim is for machines without CUDA: remove the option")
+        _LOG.warning("cpu_shim is on: megatron-core computes on the host, for tests only")
         super().__init__()
         self._depth = 0
         self._originals: list[tuple[Any, str, Any]] = []
@@ -70,24 +65,13 @@ def _names_cuda(device: Any) -> bool:
     return isinstance(device, str) and device.startswith("cuda")
 
 
-def _do_nothing(*args: Any, **options: Any) -> None: ...
-
-
-def _random_state(*devices: Any, **options: Any) -> Any:
-    return torch.get_rng_state()
-
-
-def _set_random_state(state: Any, *devices: Any, **options: Any) -> None:
-    torch.set_rng_state(state)
-
-
 _ANSWERS: list[tuple[Any, str, Callable[..., Any]]] = [
     (torch.cuda, "current_device", lambda: _HOST),
     (torch.cuda, "manual_seed", torch.manual_seed),
-    (torch.cuda, "synchronize", _do_nothing),
-    (torch.cuda, "empty_cache", _do_nothing),
-    (torch.cuda, "get_rng_state", _random_state),
-    (torch.cuda, "set_rng_state", _set_random_state),
-    (megatron_random, "_get_cuda_rng_state", _random_state),
-    (megatron_random, "_set_cuda_rng_state", _set_random_state),
+    (torch.cuda, "synchronize", lambda *args, **options: None),
+    (torch.cuda, "empty_cache", lambda *args, **options: None),
+    (torch.cuda, "get_rng_state", lambda *devices, **options: torch.get_rng_state()),
+    (torch.cuda, "set_rng_state", lambda state, *devices, **options: torch.set_rng_state(state)),
+    (megatron_random, "_get_cuda_rng_state", lambda *devices, **options: torch.get_rng_state()),
+    (megatron_random, "_set_cuda_rng_state", lambda state, *devices, **options: torch.set_rng_state(state)),
 ]

@@ -7,7 +7,6 @@ import torch
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -70,9 +69,15 @@ def build_gpt(
     Its forward pass takes ``packed_seq_params`` and gives logits ``[1, tokens, vocab / tensor]`` on the last stage.
     """
     config = _config(shape, layout, precision, checkpointing, on_host=torch.device(device).type == "cpu")
+    layer = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    if config.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = Norm
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
     module = GPTModel(
         config,
-        _block(config),
+        TransformerBlockSubmodules([layer] * get_num_layers_to_build(config), Norm),
         vocab_size=pad_vocab(shape.vocab, layout.tensor),
         max_sequence_length=shape.max_positions,
         pre_process=place.pipeline == 0,
@@ -88,23 +93,6 @@ def build_gpt(
     elif module.post_process:
         module.output_layer.sequence_parallel = False  # it gets whole rows, and sums the gradient over its parts
     return module.to(device=device, dtype=precision)
-
-
-def gather_tokens(module: Any, hidden: Any) -> Any:
-    """``[tokens, 1, hidden]`` for the output layer, from the ranks that share the row (sequence parallel)."""
-    if not module.config.sequence_parallel:
-        return hidden
-    return gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-
-
-def _block(config: TransformerConfig) -> TransformerBlockSubmodules:
-    spec = get_gpt_layer_local_spec(qk_layernorm=config.qk_layernorm, normalization="RMSNorm")
-    attention = spec.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = Norm
-    spec.submodules.input_layernorm = spec.submodules.pre_mlp_layernorm = Norm
-    return TransformerBlockSubmodules([spec] * get_num_layers_to_build(config), Norm)
 
 
 def _config(

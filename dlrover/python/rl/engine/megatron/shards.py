@@ -10,7 +10,6 @@ A checkpoint has them under Hugging Face's names, each rank its part: any layout
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -30,9 +29,8 @@ from dlrover.python.rl.engine.megatron.conversion import (
     pad_vocab,
     split,
 )
-from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.training.backend import model_tensor, optimizer_tensor
-from dlrover.python.rl.engine.training.stepping import MasterOptimizer, find_first_nonfinite
+from dlrover.python.rl.engine.training.stepping import MasterOptimizer
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,11 +46,6 @@ class Stage:
     @property
     def is_last(self) -> bool:
         return self.place.pipeline == self.layout.pipeline - 1
-
-    @property
-    def reports(self) -> bool:
-        """This rank reports for its model replica, whose last ranks all compute the same loss."""
-        return self.is_last and self.place.tensor == 0
 
     def from_stage(self, tensor: Any, stage: int) -> Any:
         """Replace ``tensor`` by that of another pipeline stage, in place. A collective of all stages."""
@@ -146,10 +139,6 @@ class MegatronShards:
         yield from self._own.values()
         yield from self._copies
 
-    @property
-    def trained(self) -> list[MegatronShard]:
-        return list(self)
-
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """Name to shape of every tensor of the whole model."""
         return dict(pair for item in self._table for pair in zip(item.sources, item.shapes, strict=True))
@@ -158,9 +147,6 @@ class MegatronShards:
     def part(self, shard: MegatronShard, tensors: list[Any]) -> Any:
         """This rank's part of whole Hugging Face tensors."""
         return split(shard.parameter, tensors, self._shape, self._stage.place.tensor, self._stage.layout.tensor)
-
-    def whole(self, shard: MegatronShard, own: Any) -> Any:
-        return shard.whole(own, self._stage.data)
 
     @torch.no_grad()
     def named_weights(
@@ -172,37 +158,16 @@ class MegatronShards:
         for index, item in enumerate(self._table):
             stage = item.stage(self._shape, layout.pipeline)
             if stage == self._stage.place.pipeline:
-                tensors = join(item, self._gather(item, read(self._own[index], dtype)), self._shape)
+                part = read(self._own[index], dtype)
+                parts = [part]
+                if item.form != "whole" and layout.tensor > 1:
+                    parts = [torch.empty_like(part) for _ in range(layout.tensor)]
+                    dist.all_gather(parts, part.contiguous(), group=self._stage.tensors)
+                tensors = join(item, parts, self._shape)
             else:
                 tensors = [torch.empty(size, dtype=dtype, device=device) for size in item.shapes]
             for name, tensor in zip(item.sources, tensors, strict=True):
                 yield name, self._stage.from_stage(tensor.contiguous(), stage)
-
-    def _gather(self, item: Parameter, part: Any) -> list[Any]:
-        if item.form == "whole" or self._stage.layout.tensor == 1:
-            return [part]
-        parts = [torch.empty_like(part) for _ in range(self._stage.layout.tensor)]
-        dist.all_gather(parts, part.contiguous(), group=self._stage.tensors)
-        return parts
-
-    def take_gradients(self) -> list[Any]:
-        """Hand each master its gradient, which Megatron has summed in float32."""
-        for shard in self:
-            shard.master.grad = shard.own(shard.tensor.main_grad)
-        return [shard.master.grad for shard in self]
-
-    def drop_gradients(self) -> None:
-        for shard in self:
-            shard.master.grad = shard.tensor.grad = None
-
-    def gradient_norm(self, ranks: Ranks) -> float:
-        """Of the whole model's gradient, to the same bit on every rank: summed in the ranks' order."""
-        norms = [torch.linalg.vector_norm(shard.master.grad).double() for shard in self if shard.counts]
-        return math.sqrt(sum(ranks.gather(sum(float(norm * norm) for norm in norms))))
-
-    def first_bad_gradient(self, ranks: Ranks) -> str:
-        gradients = {shard.parameter.sources[0]: shard.master.grad for shard in self}
-        return find_first_nonfinite(ranks, gradients, [item.sources[0] for item in self._table])
 
 
 def _divide(passes: Any, stage: Stage) -> dict[Any, tuple[slice, ...]]:
@@ -227,9 +192,17 @@ class CheckpointTensors:
     """Copies of a rank's masters and moments in host memory, split into Hugging Face's tensors."""
 
     def __init__(
-        self, shape: TransformerShape, stage: Stage, shards: MegatronShards, optimizer: MasterOptimizer[Any] | None
+        self, shape: TransformerShape, stage: Stage, shards: MegatronShards, optimizer: MasterOptimizer | None
     ) -> None:
-        self._shape, self._stage, self._local = shape, stage, _local_shape(shape, stage)
+        self._shape, self._stage, ranks = shape, stage, stage.layout.tensor
+        rows = pad_vocab(shape.vocab, ranks) // ranks
+        self._local = dataclasses.replace(  # the numbers of this rank's part
+            shape,
+            heads=shape.heads // ranks,
+            kv_heads=shape.kv_heads // ranks,
+            intermediate=shape.intermediate // ranks,
+            vocab=min(rows, shape.vocab - rows * stage.place.tensor),
+        )
         self._shards, self._optimizer = shards, optimizer
         self._mesh = DeviceMesh.from_group(stage.tensors, "cpu") if stage.layout.tensor > 1 else None
         self.tensors: dict[str, Any] = {}
@@ -245,21 +218,14 @@ class CheckpointTensors:
                 self.tensors[optimizer_tensor(source, "step")] = state["step"].to("cpu", copy=True)
 
     def _copy_parts(self, shard: MegatronShard, own: Any, rename: Any) -> None:
-        item, tensor = shard.parameter, self._shards.whole(shard, own)
+        item, tensor = shard.parameter, shard.whole(own, self._stage.data)
         for source, whole, part in zip(item.sources, item.shapes, join(item, [tensor], self._local), strict=True):
-            self.tensors[rename(source)] = self._divided(part.to("cpu", copy=True).contiguous(), whole, item.form)
-
-    def _divided(self, part: Any, whole: tuple[int, ...], form: Form) -> Any:
-        if self._mesh is None or form == "whole":
-            return part
-        return DTensor.from_local(
-            part,
-            self._mesh,
-            [Shard(_DIVIDED[form])],
-            run_check=False,
-            shape=torch.Size(whole),
-            stride=torch.empty(whole, device="meta").stride(),
-        )
+            copy = part.to("cpu", copy=True).contiguous()
+            if self._mesh is not None and item.form != "whole":
+                dimensions, stride = [Shard(_DIVIDED[item.form])], torch.empty(whole, device="meta").stride()
+                shape = torch.Size(whole)
+                copy = DTensor.from_local(copy, self._mesh, dimensions, run_check=False, shape=shape, stride=stride)
+            self.tensors[rename(source)] = copy
 
     def all_names(self) -> list[str]:
         """Names of the whole model's tensors, other stages' too."""
@@ -286,15 +252,3 @@ class CheckpointTensors:
         joined = split(shard.parameter, parts, self._local, 0, 1)
         missing = len(shard.tensor) - len(joined)  # rows that fill up the vocabulary
         return torch.cat([joined, joined.new_zeros(missing, *joined.shape[1:])]) if missing else joined
-
-
-def _local_shape(shape: TransformerShape, stage: Stage) -> TransformerShape:
-    ranks = stage.layout.tensor
-    rows = pad_vocab(shape.vocab, ranks) // ranks
-    return dataclasses.replace(
-        shape,
-        heads=shape.heads // ranks,
-        kv_heads=shape.kv_heads // ranks,
-        intermediate=shape.intermediate // ranks,
-        vocab=min(rows, shape.vocab - rows * stage.place.tensor),
-    )

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, MemoryLedger, count_bytes, format_owner_bytes
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, MemoryLedger, format_owner_bytes, read_living
 
 _SUFFIX = ".wait"
 _POLL_S = 0.002
@@ -111,7 +111,7 @@ class DeviceLock:
 
     def _enqueue(self) -> tuple[Path, int]:
         with self._ordering():
-            last = max((int(path.stem) for path in self._list_entries()), default=0)
+            last = max((int(path.stem) for path in self._folder.glob(f"*{_SUFFIX}")), default=0)
             path = self._folder / f"{last + 1:09}{_SUFFIX}"
             descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             try:
@@ -129,27 +129,20 @@ class DeviceLock:
         finally:
             os.close(entry[1])
 
-    def _list_entries(self) -> list[Path]:
-        return sorted(self._folder.glob(f"*{_SUFFIX}"))
-
     def _list_ahead(self, own: Path) -> list[dict[str, Any]]:
+        """The entries of the living processes before this one; an entry of a dead one is removed."""
         ahead = []
-        for path in self._list_entries():
-            if path.name < own.name:
-                with suppress(FileNotFoundError):  # released just now
-                    ahead.append(self._read_living(path))
-        return [entry for entry in ahead if entry is not None]
-
-    def _read_living(self, path: Path) -> dict[str, Any] | None:
-        with path.open("rb") as file:
-            try:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            except BlockingIOError:
-                entry: dict[str, Any] = json.loads(file.read() or "{}")
-                return entry
-        with self._ordering():
-            path.unlink(missing_ok=True)
-        return None
+        for path in sorted(self._folder.glob(f"*{_SUFFIX}")):
+            if path.name >= own.name:
+                continue
+            with suppress(FileNotFoundError):  # released just now
+                entry = read_living(path)
+                if entry is not None:
+                    ahead.append(entry)
+                    continue
+                with self._ordering():
+                    path.unlink(missing_ok=True)
+        return ahead
 
     def _format_timeout(self, ahead: list[dict[str, Any]], timeout_s: float) -> str:
         first, *others = ahead
@@ -158,7 +151,8 @@ class DeviceLock:
         record = self._ledger.others().get(first.get("ledger", ""))
         usage = "no reported bytes"
         if record:
-            usage = f"{count_bytes(record.owners):,} bytes: {format_owner_bytes(record.owners)}"
+            total = sum(sum(kinds.values()) for kinds in record[1].values())
+            usage = f"{total:,} bytes: {format_owner_bytes(record[1])}"
         names = ", ".join(each.get("owner", "an unknown role") for each in others)
         waiting = f"; waiting before it: {names}" if others else ""
         return (

@@ -27,12 +27,6 @@ OwnerBytes: TypeAlias = Mapping[str, Mapping[str, int]]
 _SUFFIX = ".memory"
 
 
-@dataclass(frozen=True)
-class LedgerRecord:
-    pid: int
-    owners: OwnerBytes
-
-
 class MemoryLedger:
     """What each process of a node has on a device: a file per holder. For messages, never for decisions.
 
@@ -48,27 +42,27 @@ class MemoryLedger:
 
     def publish(self, owners: OwnerBytes) -> None:
         if self._descriptor is None:
-            self._descriptor = self._create()
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # readers lock no empty file
         record = json.dumps({"pid": os.getpid(), "owners": owners}).encode().ljust(self._length)
         self._length = len(record)  # a shorter record has to cover a longer one
         os.pwrite(self._descriptor, record, 0)
 
-    def _create(self) -> int:
-        self._folder.mkdir(parents=True, exist_ok=True)
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)  # readers lock no empty file
-        return descriptor
-
-    def others(self) -> dict[str, LedgerRecord]:
-        """The other holders' last records, by name. Files of dead processes are removed."""
-        records: dict[str, LedgerRecord] = {}
+    def others(self) -> dict[str, tuple[int, OwnerBytes]]:
+        """The other holders' last records, by name: process and bytes. Files of dead processes are removed."""
+        records: dict[str, tuple[int, OwnerBytes]] = {}
         for path in self._folder.glob(f"*{_SUFFIX}"):
             if path == self._path:
                 continue
             with suppress(OSError, ValueError, KeyError):  # being removed or written
-                record = _read_living(path)
-                if record is not None and record["owners"]:
-                    records[path.stem] = LedgerRecord(record["pid"], record["owners"])
+                if not path.stat().st_size:
+                    continue
+                record = read_living(path)
+                if record is None:
+                    path.unlink()
+                elif record["owners"]:
+                    records[path.stem] = record["pid"], record["owners"]
         return records
 
     def close(self) -> None:
@@ -78,17 +72,14 @@ class MemoryLedger:
             self._descriptor = None
 
 
-def _read_living(path: Path) -> dict[str, Any] | None:
+def read_living(path: Path) -> dict[str, Any] | None:
+    """The content of a file that a living process has locked; None if that process is dead."""
     with path.open("rb") as file:
-        content = file.read()
-        if not content:
-            return None
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
-            record: dict[str, Any] = json.loads(content)
+            record: dict[str, Any] = json.loads(file.read() or "{}")
             return record
-        path.unlink()
     return None
 
 
@@ -98,10 +89,6 @@ def format_owner_bytes(owners: OwnerBytes) -> str:
         f"{owner}: " + " + ".join(f"{size:,} of {kind}" for kind, size in kinds.items())
         for owner, kinds in owners.items()
     )
-
-
-def count_bytes(owners: OwnerBytes) -> int:
-    return sum(sum(kinds.values()) for kinds in owners.values())
 
 
 Kind: TypeAlias = Literal["weights", "gradients", "optimizer", "kv_cache", "buffer"]
@@ -118,7 +105,7 @@ class DeviceMemory:
     capacity: int | None = None  # bytes; None: the device's own limit
     peak: int = 0  # most bytes at a time, sampled at every call of hold()
     ledger: MemoryLedger | None = field(default=None, repr=False)  # shows the account to other processes
-    _storages: dict[int, "_TrackedStorage"] = field(default_factory=dict, repr=False)
+    _storages: dict[int, tuple[StorageWeakRef, str, Kind]] = field(default_factory=dict, repr=False)
     _owners: dict[str, int] = field(default_factory=dict, repr=False)
 
     def owner(self, name: str) -> str:
@@ -162,9 +149,9 @@ class DeviceMemory:
         for tensor in tensors:
             storage = tensor.untyped_storage()
             tracked = self._storages.get(storage._cdata)
-            if tracked is None or not tracked.nbytes:
+            if tracked is None or not _count_bytes(tracked[0]):
                 self.require(owner, kind, storage.nbytes())
-                self._storages[storage._cdata] = _TrackedStorage(StorageWeakRef(storage), owner, kind)
+                self._storages[storage._cdata] = StorageWeakRef(storage), owner, kind
         self.peak = max(self.peak, self.total())
         if self.ledger is not None:  # freeing memory does not update it
             with suppress(OSError):  # a full disk costs a message
@@ -175,21 +162,20 @@ class DeviceMemory:
         self._storages.pop(tensor.untyped_storage()._cdata, None)
 
     def total(self) -> int:
-        return sum(storage.nbytes for storage in self._live().values())
+        return sum(nbytes for kinds in self.by_owner().values() for nbytes in kinds.values())
 
     def bytes_of(self, owner: str) -> dict[str, int]:
         return self.by_owner().get(owner, {})
 
     def by_owner(self) -> dict[str, dict[str, int]]:
         owners: dict[str, dict[str, int]] = {}
-        for storage in self._live().values():
-            kinds = owners.setdefault(storage.owner, {})
-            kinds[storage.kind] = kinds.get(storage.kind, 0) + storage.nbytes
+        for key, (storage, owner, kind) in list(self._storages.items()):
+            if nbytes := _count_bytes(storage):
+                kinds = owners.setdefault(owner, {})
+                kinds[kind] = kinds.get(kind, 0) + nbytes
+            else:
+                del self._storages[key]
         return owners
-
-    def _live(self) -> dict[int, "_TrackedStorage"]:
-        self._storages = {key: storage for key, storage in self._storages.items() if storage.nbytes}
-        return self._storages
 
     def require(self, owner: str, kind: Kind, nbytes: int) -> None:
         """Raise ``OutOfDeviceMemory``, which lists the bytes of every owner, if ``nbytes`` more exceed ``capacity``."""
@@ -218,7 +204,7 @@ class DeviceMemory:
     def _format_usage(self) -> str:
         capacity = "" if self.capacity is None else f" of {self.capacity:,}"
         others = {} if self.ledger is None else self.ledger.others()
-        reports = "".join(f"; process {each.pid} reports {format_owner_bytes(each.owners)}" for each in others.values())
+        reports = "".join(f"; process {pid} reports {format_owner_bytes(owners)}" for pid, owners in others.values())
         own = format_owner_bytes(self.by_owner()) or "none by this process"
         return f"{self.total():,}{capacity} bytes are in use ({own}{reports})"
 
@@ -231,13 +217,7 @@ def _is_out_of_memory(error: BaseException | None) -> bool:
     return False
 
 
-@dataclass(frozen=True)
-class _TrackedStorage:
-    storage: StorageWeakRef
-    owner: str
-    kind: Kind
-
-    @property
-    def nbytes(self) -> int:
-        storage = torch.UntypedStorage._new_with_weak_ptr(self.storage.cdata)
-        return 0 if storage is None else int(storage.nbytes())
+def _count_bytes(reference: StorageWeakRef) -> int:
+    """Bytes of a storage, 0 once it is garbage."""
+    storage = torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+    return 0 if storage is None else int(storage.nbytes())

@@ -1,21 +1,94 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Offload: tensors that move between device and host, and the state of an engine whose tensors another library moves.
+"""Offload: tensors that move between device and host, through host memory whose pages are locked, and the state of an
+engine whose tensors another library moves.
 
 A tensor that moves stays the same object, with its views, ties and wrappers: its storage is emptied on the device.
 """
 
+import mmap
+import os
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.engine.api.weights import DeviceKind, Part
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
-from dlrover.python.rl.engine.memory.host_pages import HostBlock
+
+_LOG = get_logger(__name__)
+
+_READ_ONLY = 0x08  # cudaHostRegisterReadOnly: CUDA refuses a mapping without write access otherwise
+
+
+class HostPages:
+    """A mapping of memory, whose pages are locked from :meth:`lock` until this object is garbage. It keeps the mapping
+    and not the other way round: views of the mapping stay valid."""
+
+    def __init__(self, mapping: mmap.mmap, *, read_only: bool = False) -> None:
+        self.mapping, self.is_locked = mapping, False
+        self._flags, self._is_refused = _READ_ONLY if read_only else 0, False
+
+    def lock(self, device: torch.device) -> bool:
+        """Lock the pages for a device, if that is CUDA; returns True if they are. If the driver refuses, copies are
+        slower, which a process logs once."""
+        if device.type == "cuda" and not (self.is_locked or self._is_refused):
+            address = np.frombuffer(self.mapping, dtype=np.uint8).ctypes.data
+            with torch.cuda.device(device):
+                error = torch.cuda.cudart().cudaHostRegister(address, len(self.mapping), self._flags)
+            self.is_locked, self._is_refused = not int(error), bool(int(error))
+            if self._is_refused:
+                _forget_error(device)
+                _warn(f"cudaHostRegister gives {error}")
+            else:
+                weakref.finalize(self, _unregister, os.getpid(), address, device).atexit = False
+        return self.is_locked
+
+
+def _unregister(process: int, address: int, device: torch.device) -> None:
+    if process == os.getpid():  # and not forked from it
+        with torch.cuda.device(device):
+            if int(torch.cuda.cudart().cudaHostUnregister(address)):
+                _forget_error(device)
+
+
+@cache
+def _warn(error: str) -> None:
+    _LOG.warning("copies between host and device are slow, because memory cannot be locked: %s", error)
+
+
+def _forget_error(device: torch.device) -> None:
+    """CUDA reports an error a second time, with the next kernel."""
+    with suppress(RuntimeError):
+        torch.zeros(1, device=device)
+
+
+class HostBlock:
+    """Memory for copies of a device's tensors: ``bytes``, ``uint8 [nbytes]``, zeros at first.
+
+    Page-locked if the device is CUDA, and no larger: torch rounds its own page-locked memory up to a power of two.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.is_for_cuda = device.type == "cuda"
+        if not self.is_for_cuda:
+            self.bytes: Any = torch.zeros(nbytes, dtype=torch.uint8)
+            return
+        mapping = mmap.mmap(-1, max(nbytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        with suppress(OSError):  # a kernel without large pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        mapping.madvise(mmap.MADV_DONTFORK)  # the kernel copies locked pages for a forked process at once
+        self._pages = HostPages(mapping)
+        self._pages.lock(device)
+        self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)[:nbytes]
+
 
 _KINDS: dict[Part, tuple[Kind, ...]] = {
     "all": ("weights", "kv_cache"),
@@ -59,9 +132,6 @@ class OffloadState:
     def leave(self, place: DeviceKind) -> None:
         self._present.clear()
         self.place = place
-
-    def has(self, kind: Kind) -> bool:
-        return kind in self._present
 
     def footprint(self) -> dict[str, int]:
         return {kind: self._nbytes[kind] for kind in self._present if self._nbytes[kind]}
@@ -123,7 +193,8 @@ class SleepingEngine(ABC):
         return self._offload.footprint()
 
     def _check_ready(self) -> None:
-        raise_unless_ready(self._offload.place, self._offload.unready_reason, self._offload.has("kv_cache"))
+        has_cache = not self._offload.missing_kinds("kv_cache")
+        raise_unless_ready(self._offload.place, self._offload.unready_reason, has_cache)
 
 
 @dataclass(eq=False)
@@ -156,28 +227,36 @@ class ParkedTensors:
             )
         self.on_device = False
         for each in self._storages.values():
-            each.move_to_host()
+            if each.host is None:
+                each.block = each.block or HostBlock(each.nbytes, each.storage.device)
+                each.host = each.block.bytes.copy_(each.bytes())
+            if each.storage.nbytes():
+                each.storage.resize_(0)
         self.memory.release_cache()
 
     def to_device(self) -> None:
         """Bring all back; if they do not fit (``OutOfDeviceMemory``), all of them stay in host memory."""
-        absent: dict[Kind, list[_MovableStorage]] = {}
-        for each in self._storages.values():
-            if each.host is not None:
-                absent.setdefault(each.kind, []).append(each)
         try:
             with self.memory.computing(self.owner):
-                self._bring(absent)
+                self._bring()
         except OutOfDeviceMemory:
             self.to_host()
             raise
         self.on_device = True
 
-    def _bring(self, absent: Mapping[Kind, Sequence["_MovableStorage"]]) -> None:
+    def _bring(self) -> None:
+        absent: dict[Kind, list[_MovableStorage]] = {}
+        for each in self._storages.values():
+            if each.host is not None:
+                absent.setdefault(each.kind, []).append(each)
         for kind, storages in absent.items():
             self.memory.require(self.owner, kind, sum(each.nbytes for each in storages))
             for each in storages:
-                each.move_to_device()
+                each.storage.resize_(each.nbytes)
+                each.bytes().copy_(each.host)
+                each.host = None
+                if each.block is not None and not each.block.is_for_cuda:
+                    each.block = None
             self.memory.hold(self.owner, kind, [each.bytes() for each in storages])
 
     def release(self) -> None:
@@ -207,17 +286,3 @@ class _MovableStorage:
 
     def bytes(self) -> Any:
         return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
-
-    def move_to_host(self) -> None:
-        if self.host is None:
-            self.block = self.block or HostBlock(self.nbytes, self.storage.device)
-            self.host = self.block.bytes.copy_(self.bytes())
-        if self.storage.nbytes():
-            self.storage.resize_(0)
-
-    def move_to_device(self) -> None:
-        self.storage.resize_(self.nbytes)
-        self.bytes().copy_(self.host)
-        self.host = None
-        if self.block is not None and not self.block.is_for_cuda:
-            self.block = None

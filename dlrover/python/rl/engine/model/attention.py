@@ -42,10 +42,6 @@ class Documents:
         """int32 ``[documents + 1]``: cumulative lengths, from 0."""
         return torch.tensor([0, *accumulate(self.lengths)], dtype=torch.int32, device=self.device)
 
-    def runs(self) -> list[tuple[int, int]]:
-        """Count and length of each run of neighbours of equal length."""
-        return [(len(list(run)), length) for length, run in groupby(self.lengths)]
-
 
 def can_pack(model: Any) -> bool:
     """Return True if every layer is attention of a supported kind that ``attn_implementation`` chooses, and rotary
@@ -140,7 +136,7 @@ def attend(  # noqa: PLR0913 - three tensors and how they attend
             window_size=(-1 if window is None else window - 1, 0),
             **({"enable_gqa": grouped} if _HAS_GQA else {}),
         )[None]
-    runs = documents.runs()
+    runs = [(len(list(run)), length) for length, run in groupby(documents.lengths)]  # neighbours of equal length
     # Split, not sliced: one concatenation then joins the gradients of the parts.
     parts = zip(
         *(tensor[0].split([count * length for count, length in runs], dim=1) for tensor in (query, key, value)),

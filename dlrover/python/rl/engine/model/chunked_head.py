@@ -30,13 +30,10 @@ Score: TypeAlias = Callable[[Any, Any], tuple[Any, Any]]
 """From logits ``[tokens, vocab]`` and targets to log-probs ``[tokens, n]`` and entropies ``[tokens]``, or None."""
 
 
-def chunked_logprobs(hidden: Any, weight: Any, bias: Any, targets: Any, score: Score, rows: int) -> tuple[Any, Any]:
+class ChunkedLogprobs(torch.autograd.Function):
     """``score`` of the logits of ``hidden`` (``[tokens, width]``), of ``rows`` tokens at a time: log-probs ``[1,
     tokens, n]``, and entropies. The gradient of ``weight`` is summed in float32 (float64 for float64)."""
-    return _ChunkedLogprobs.apply(hidden, weight, bias, targets, score, rows)
 
-
-class _ChunkedLogprobs(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0913 - autograd takes no keywords
         ctx: Any, hidden: Any, weight: Any, bias: Any, targets: Any, score: Score, rows: int
@@ -114,7 +111,7 @@ class ChunkedHead:
         weight, bias = self._layer.weight, self._layer.bias
         if self._request is None:
             return functional.linear(hidden, weight, bias)
-        logprobs, self.entropies = chunked_logprobs(hidden[0], weight, bias, *self._request)
+        logprobs, self.entropies = ChunkedLogprobs.apply(hidden[0], weight, bias, *self._request)
         return logprobs
 
 

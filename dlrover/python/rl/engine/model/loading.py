@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import huggingface_hub
 import torch
@@ -36,15 +36,6 @@ _SAMPLED = 1024
 """Numbers of each tensor that a fingerprint covers."""
 
 
-class WeightReader(Protocol):
-    """Tensors by name."""
-
-    def shapes(self) -> Mapping[str, tuple[int, ...]]: ...
-
-    def read(self, name: str, ranges: Ranges) -> Any:
-        """The part ``ranges`` of a tensor, on the host, in its stored precision."""
-
-
 class TensorSource:
     """Tensors in memory; a value may be a function of no arguments that makes the tensor, of a known shape."""
 
@@ -52,19 +43,16 @@ class TensorSource:
         self._tensors, self._shapes = tensors, shapes
 
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self._shapes or {name: tuple(self._whole(name).shape) for name in self._tensors}
+        return self._shapes or {name: tuple(self.read(name, ()).shape) for name in self._tensors}
 
     def read(self, name: str, ranges: Ranges) -> Any:
-        return self._whole(name)[ranges]
-
-    def _whole(self, name: str) -> Any:
         tensor = self._tensors[name]
-        return tensor if isinstance(tensor, torch.Tensor) else tensor()
+        return (tensor if isinstance(tensor, torch.Tensor) else tensor())[ranges]
 
 
 class SafetensorsSource:
-    """The ``*.safetensors`` files of a folder, of which only the requested bytes are read; an EngineError if one is not
-    there or not whole."""
+    """The ``*.safetensors`` files of a folder, of which only the requested bytes are read: the part ``ranges`` of a
+    tensor, on the host, in its stored precision. Raises an EngineError if a file is not there or not whole."""
 
     def __init__(self, folder: Path) -> None:
         index = folder / "model.safetensors.index.json"
@@ -74,8 +62,13 @@ class SafetensorsSource:
             names = sorted(path.name for path in folder.glob("*.safetensors"))
         if absent := [name for name in names if not (folder / name).is_file()]:
             raise EngineError(f"'{folder}' lacks {', '.join(absent)}")
-        self._files = [_open(folder / name) for name in names]
-        self._file_of = {name: file for file in self._files for name in file.keys()}  # noqa: SIM118 - no mapping
+        self._file_of: dict[str, Any] = {}
+        for path in (folder / name for name in names):
+            try:
+                file = safe_open(path, framework="pt")
+            except SafetensorError as error:
+                raise EngineError(f"'{path}' is no whole file of safetensors: {error}") from error
+            self._file_of |= dict.fromkeys(file.keys(), file)
 
     def shapes(self) -> dict[str, tuple[int, ...]]:
         return {name: tuple(file.get_slice(name).get_shape()) for name, file in self._file_of.items()}
@@ -84,28 +77,22 @@ class SafetensorsSource:
         file = self._file_of[name]
         return file.get_slice(name)[ranges] if ranges else file.get_tensor(name)
 
-    def fingerprint(self) -> str:
-        """16 hex digits over the names, the shapes and the first numbers of all tensors, however files divide them."""
-        whole = blake2b(digest_size=8)
-        for name, shape in sorted(self.shapes().items()):
-            first = tuple(slice(0, 1) for _ in shape[:-1]) + tuple(slice(0, _SAMPLED) for _ in shape[-1:])
-            part = self.read(name, first).reshape(-1)
-            whole.update(f"{name}|{shape}|{part.dtype}|{zlib.crc32(part.view(torch.uint8).numpy().data)}\n".encode())
-        return whole.hexdigest()
 
-
-def _open(file: Path) -> Any:
-    try:
-        return safe_open(file, framework="pt")
-    except SafetensorError as error:
-        raise EngineError(f"'{file}' is no whole file of safetensors: {error}") from error
+WeightReader: TypeAlias = TensorSource | SafetensorsSource
+"""Tensors by name."""
 
 
 def fingerprint_files(folder: Path | None) -> str:
-    """Tells the files of a model from those of another one; empty without safetensors files."""
+    """Return 16 hex digits over the names, the shapes and the first numbers of all tensors of a model's files, however
+    files divide them; empty without safetensors files."""
     if folder is None or not any(folder.glob("*.safetensors")):
         return ""
-    return SafetensorsSource(folder).fingerprint()
+    source, whole = SafetensorsSource(folder), blake2b(digest_size=8)
+    for name, shape in sorted(source.shapes().items()):
+        first = tuple(slice(0, 1) for _ in shape[:-1]) + tuple(slice(0, _SAMPLED) for _ in shape[-1:])
+        part = source.read(name, first).reshape(-1)
+        whole.update(f"{name}|{shape}|{part.dtype}|{zlib.crc32(part.view(torch.uint8).numpy().data)}\n".encode())
+    return whole.hexdigest()
 
 
 def match_names(
@@ -132,6 +119,42 @@ def match_names(
         if match is not None:
             matches[first] = match
     return matches
+
+
+def bind_weights(  # noqa: PLR0913 - two sides, and how their names differ
+    source: WeightReader,
+    wanted: Mapping[str, tuple[str, ...]],
+    shapes: Mapping[str, tuple[int, ...]],
+    absent: Callable[[str, tuple[int, ...]], Any],
+    prefix: str = "",
+    rename: Callable[[str], str] | None = None,
+) -> Callable[[str, Ranges], Any]:
+    """Return a function from a tensor's first name in a module and ``ranges`` (empty: all) to its values.
+
+    Args:
+        shapes: of the whole tensors, by first name.
+        absent: ``absent(name, shape)`` makes a tensor that the source may lack; it returns None for others.
+        wanted, prefix, rename: see :func:`match_names`.
+
+    Raises:
+        EngineError: the source lacks tensors, or has them in other shapes.
+    """
+    available = source.shapes()
+    matches = match_names(wanted, available, prefix, rename)
+    initial = {name: absent(name, shapes[name]) for name in wanted if name not in matches}
+    faults = [name for name, tensor in initial.items() if tensor is None]
+    faults += [
+        f"{name} of shape {shapes[name]} (it has {tuple(available[at])})"
+        for name, at in matches.items()
+        if tuple(available[at]) != shapes[name]
+    ]
+    if faults:
+        raise EngineError(f"the checkpoint lacks {', '.join(sorted(faults))}")
+
+    def read(name: str, ranges: Ranges) -> Any:
+        return initial[name][ranges] if name in initial else source.read(matches[name], ranges)
+
+    return read
 
 
 def list_saved_tensors(module: Any) -> dict[str, Any]:
@@ -226,7 +249,10 @@ def as_causal_lm(model: Any, tokenizer: Any, device: str = "cpu") -> CausalLM:
 
 def merge_eos_ids(tokenizer: Any, configured: int | list[int] | None) -> tuple[int, ...]:
     """The ids that end a sequence: the tokenizer's first, then those of a generation config."""
-    return tuple(dict.fromkeys(_as_ids(tokenizer.eos_token_id) + _as_ids(configured)))
+    ids: list[int] = []
+    for value in (tokenizer.eos_token_id, configured):
+        ids += value if isinstance(value, list | tuple) else [] if value is None else [value]
+    return tuple(dict.fromkeys(ids))
 
 
 def read_eos_ids(model: str | Path, tokenizer: Any) -> tuple[int, ...]:
@@ -256,17 +282,13 @@ def find_known_ids(tokenizer: Any, rows: int, is_masked: bool) -> int | None:
     return count if count < rows else None
 
 
-def is_hub_name(text: str) -> bool:
-    return _HUB_NAME.fullmatch(text) is not None
-
-
 def find_model_folder(model: str | Path) -> Path:
     """The folder with a model's files; downloads those of a hub name, or raises an ``EngineError``."""
     text = str(Path(model).expanduser()) if str(model).startswith("~") else str(model)
     if Path(text).is_dir():
         return Path(text)
     message = f"no model at '{text}': it is no folder"
-    if isinstance(model, Path) or not is_hub_name(text):
+    if isinstance(model, Path) or _HUB_NAME.fullmatch(text) is None:
         raise EngineError(message)
     wanted = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]
     try:
@@ -286,12 +308,6 @@ def load_tokenizer(model: str | Path) -> Any:
 def load_auto(kind: str, folder: Path) -> Any:
     """Imported on demand: that takes longer than torch, and of a job's processes only those with a model need it."""
     return getattr(importlib.import_module("transformers"), kind).from_pretrained(folder)
-
-
-def _as_ids(value: int | list[int] | None) -> list[int]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, list | tuple) else [value]
 
 
 _RANDOM = re.compile("drop|jitter")
@@ -326,15 +342,17 @@ def prepare_training(module: Any, trained: bool, recompute: bool, reentrant: boo
 def write_atomically(
     path: Path, model: Any, tokenizer: Any, tensors: Mapping[str, Any] | None = None, add: FileWriter | None = None
 ) -> Path:
-    """Write model, tokenizer and what ``add`` writes to the folder ``path``; a reader sees the old folder or the new
-    one, never a part.
+    """Write model and tokenizer, if any, and what ``add`` writes to the folder ``path``; a reader sees the old folder
+    or the new one, never a part.
 
     Between the two there is an instant without either: a folder that is not empty cannot be replaced in one step.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     new, old = (path.with_name(f".{path.name}.{kind}-{uuid.uuid4().hex}") for kind in ("new", "old"))
     try:
-        model.save_pretrained(new, state_dict=tensors)
+        new.mkdir()
+        if model is not None:
+            model.save_pretrained(new, state_dict=tensors)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
         if add is not None:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Outputs of a model at the action tokens: log-probs and entropy, or scores."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -194,87 +194,71 @@ class OutputReader:
         The vocabulary projection runs only where the next token is an action. With context parallel every rank gets the
         outputs of the whole micro-batch; gradients flow to the rank that computed them.
         """
-        part = self._part(micro)
-        rows = self.chunked.rows_at_a_time(len(part.reads)) if self.chunked is not None and not micro.top else None
-        if self.chunked is not None and rows is not None:
-            columns = self._chunks(model, part, self.chunked, rows, temperature, entropy)
-        else:
-            columns = self._whole(model, micro, part, temperature, entropy)
+        part, counts = self._divide(micro)
+        columns = self._score(model, part, temperature, entropy)
         if self.context is None:
             return columns
-        return tuple(None if values is None else _Join.apply(values, part.counts, self.context) for values in columns)
+        return tuple(None if values is None else _Join.apply(values, counts, self.context) for values in columns)
 
-    def _whole(
-        self, model: Any, micro: MicroBatch, part: "_Part", temperature: float, entropy: bool
-    ) -> tuple[Any, ...]:
-        likely: tuple[Any, ...] = ()
-        logits = self._packed(model, part) if self.packs else self._padded(model, micro)
+    def _score(self, model: Any, part: MicroBatch, temperature: float, entropy: bool) -> tuple[Any, ...]:
+        targets = torch.from_numpy(part.target_ids).to(self.device)
+        rows = self.chunked.rows_at_a_time(len(part.reads)) if self.chunked is not None and not part.top else None
+        if self.chunked is not None and rows is not None:
+
+            def score(logits: Any, targets: Any) -> tuple[Any, Any]:
+                return token_logprobs(logits, targets, temperature, entropy, known_ids=self.known_ids)
+
+            with self.chunked.scoring(targets if targets.ndim > 1 else targets[:, None], score, rows):
+                logprobs = self._packed(model, part)
+                return logprobs if targets.ndim > 1 else logprobs[:, 0], self.chunked.entropies
+        if self.packs:
+            logits = self._packed(model, part)
+        else:
+            ids, reads = part.padded(self.fill)
+            logits = model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).logits
+            logits = logits.flatten(0, 1)[torch.from_numpy(reads).to(self.device)]
         if self.head == "token":
             return logits.squeeze(-1).float(), None
-        targets = torch.from_numpy(part.targets).to(self.device)
-        if micro.top:
-            likely = (top_token_ids(logits, micro.top, self.shard, self.known_ids),)
+        likely: tuple[Any, ...] = ()
+        if part.top:
+            likely = (top_token_ids(logits, part.top, self.shard, self.known_ids),)
             targets = torch.cat([targets[:, None], *likely], dim=1)
         return *token_logprobs(logits, targets, temperature, entropy, self.shard, self.known_ids), *likely
 
-    def _chunks(  # noqa: PLR0913 - what is read, and how
-        self, model: Any, part: "_Part", head: ChunkedHead, rows: int, temperature: float, entropy: bool
-    ) -> tuple[Any, ...]:
-        targets = torch.from_numpy(part.targets).to(self.device)
-
-        def score(logits: Any, targets: Any) -> tuple[Any, Any]:
-            return token_logprobs(logits, targets, temperature, entropy, known_ids=self.known_ids)
-
-        with head.scoring(targets if targets.ndim > 1 else targets[:, None], score, rows):
-            logprobs = self._packed(model, part)
-            return logprobs if targets.ndim > 1 else logprobs[:, 0], head.entropies
-
-    def _packed(self, model: Any, part: "_Part") -> Any:
+    def _packed(self, model: Any, part: MicroBatch) -> Any:
         everything = len(part.reads) == len(part.inputs)
         keep = slice(None) if everything else torch.from_numpy(part.reads).to(self.device)
         arguments = {
             "input_ids": torch.from_numpy(part.inputs).to(self.device)[None],
             "position_ids": torch.from_numpy(part.positions).to(self.device)[None],
-            "documents": Documents(part.lengths, self.device, self.context),
+            "documents": Documents(tuple(part.lengths.tolist()), self.device, self.context),
             "use_cache": False,
         }
         if self.head == "causal":
             return model(**arguments, logits_to_keep=0 if everything else keep).logits[0]
         return model(**arguments).logits[0, keep]
 
-    def _padded(self, model: Any, micro: MicroBatch) -> Any:
-        ids, reads = micro.padded(self.fill)
-        logits = model(input_ids=torch.from_numpy(ids).to(self.device), use_cache=False).logits
-        return logits.flatten(0, 1)[torch.from_numpy(reads).to(self.device)]
-
-    def _part(self, micro: MicroBatch) -> "_Part":
+    def _divide(self, micro: MicroBatch) -> tuple[MicroBatch, list[int]]:
+        """The part of a micro-batch that this rank computes; ``lengths`` are of the whole. Also the number of actions
+        that each rank reads."""
         if self.context is None:
-            lengths = tuple(micro.lengths.tolist())
-            return _Part(micro.inputs, micro.positions, lengths, micro.reads, micro.target_ids, [len(micro.reads)])
+            return micro, [len(micro.reads)]
         rank, ranks = dist.get_rank(self.context), dist.get_world_size(self.context)
         size = -(-len(micro.inputs) // ranks)
         spare = size * ranks - len(micro.inputs)  # A separate document at the end, whose outputs are not read.
         mine = slice(rank * size, (rank + 1) * size)
         counts = np.bincount(micro.reads // size, minlength=ranks).tolist()
         chosen = slice(sum(counts[:rank]), sum(counts[: rank + 1]))
-        return _Part(
-            np.pad(micro.inputs, (0, spare), constant_values=self.fill)[mine],
-            np.concatenate([micro.positions, np.arange(spare)])[mine],
-            (*micro.lengths.tolist(), *([spare] if spare else [])),
-            micro.reads[chosen] - rank * size,
-            micro.target_ids[chosen],
-            counts,
+        part = replace(
+            micro,
+            inputs=np.pad(micro.inputs, (0, spare), constant_values=self.fill)[mine],
+            positions=np.concatenate([micro.positions, np.arange(spare)])[mine],
+            lengths=np.append(micro.lengths, spare) if spare else micro.lengths,
+            reads=micro.reads[chosen] - rank * size,
+            targets=micro.targets[chosen],
+            candidates=None if micro.candidates is None else micro.candidates[chosen],
         )
-
-
-@dataclass(frozen=True, eq=False)
-class _Part:
-    inputs: Any
-    positions: Any
-    lengths: tuple[int, ...]
-    reads: Any
-    targets: Any
-    counts: list[int]  # actions that each of the ranks reads
+        return part, counts
 
 
 class _Join(torch.autograd.Function):

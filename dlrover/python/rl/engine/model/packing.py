@@ -3,7 +3,6 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 from typing import Any, Literal
 
 import numpy as np
@@ -11,7 +10,7 @@ import numpy.typing as npt
 import torch
 
 from dlrover.python.rl.common.errors import EngineError
-from dlrover.python.rl.data.batch import Array, Batch, Column, Ragged
+from dlrover.python.rl.data.batch import Array, Batch, Ragged
 from dlrover.python.rl.data.sampler import lightest_first
 
 Ids = npt.NDArray[np.int64]
@@ -27,6 +26,7 @@ class MicroBatch:
     """
 
     inputs: Ids  # [tokens]
+    positions: Ids  # [tokens]: of each input in its document, from 0
     lengths: Ids  # [documents]
     reads: Ids  # [actions]: where in `inputs` the outputs of the action tokens are, rising
     targets: Ids  # [actions]: the action tokens
@@ -37,12 +37,6 @@ class MicroBatch:
     @property
     def target_ids(self) -> Ids:
         return self.targets if self.candidates is None else np.column_stack([self.targets, self.candidates])
-
-    @cached_property
-    def positions(self) -> Ids:
-        """``[tokens]``: position of each input in its document, from 0."""
-        starts = np.cumsum(self.lengths) - self.lengths
-        return np.arange(len(self.inputs)) - np.repeat(starts, self.lengths)
 
     def padded(self, fill: int) -> tuple[Ids, Ids]:
         """One document per row, padded on the right; causal attention needs no mask for that.
@@ -68,21 +62,17 @@ def select_columns(batch: Batch, flat: Ids, device: str) -> dict[str, Any]:
     tokens = batch.ragged("tokens")
     row_of = np.searchsorted(tokens.offsets, flat, side="right") - 1
     columns = {"unit": np.arange(len(batch)), **batch.columns}
-    picked = {name: _at(column, tokens, flat, row_of) for name, column in columns.items()}
-    return {name: _to_torch(values, device) for name, values in picked.items() if values is not None}
-
-
-def _at(column: Column, tokens: Ragged, flat: Array, row_of: Array) -> Array | None:
-    if isinstance(column, list):
-        return None
-    if isinstance(column, Ragged):
-        return column.values[flat] if np.array_equal(column.offsets, tokens.offsets) else None
-    return column[row_of] if column.dtype.kind in "biuf" else None
-
-
-def _to_torch(values: Array, device: str) -> Any:
-    tensor = torch.from_numpy(values)
-    return tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    picked: dict[str, Any] = {}
+    for name, column in columns.items():
+        if isinstance(column, Ragged) and np.array_equal(column.offsets, tokens.offsets):
+            values = column.values[flat]
+        elif isinstance(column, np.ndarray) and column.dtype.kind in "biuf":
+            values = column[row_of]
+        else:
+            continue
+        tensor = torch.from_numpy(values)
+        picked[name] = tensor.to(device, torch.float32 if tensor.is_floating_point() else tensor.dtype)
+    return picked
 
 
 def check_actions(batch: Batch, head: Head = "causal") -> None:
@@ -119,10 +109,14 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
         at_least: minimum number of micro-batches, the last ones perhaps empty: ranks in lockstep need equally many.
     """
     tokens, actions = batch.ragged("tokens"), batch.ragged("action_mask")
-    spans = np.array([_count_needed(mask, head) for mask in actions], dtype=np.int64)
+    positions = [np.flatnonzero(mask) for mask in actions]
+    # A document ends with the token before its last action, or with the action itself if scores are read.
+    spans = np.array([int(at[-1]) + (head == "token") if len(at) else 0 for at in positions], dtype=np.int64)
     rows = np.flatnonzero(spans)
-    if "unit" in batch:
-        units = _units(batch.dense("unit")[rows])
+    if "unit" in batch and len(rows):
+        _, of_row = np.unique(batch.dense("unit")[rows], return_inverse=True)
+        order = np.argsort(of_row, kind="stable")
+        units = np.split(order, np.flatnonzero(np.diff(of_row[order])) + 1)
         shares = [
             sorted((row for unit in share for row in units[unit]), key=lambda row: -int(spans[rows[row]]))
             for share in balance_by_tokens([int(spans[rows[unit]].sum()) for unit in units], token_budget, at_least)
@@ -136,17 +130,6 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
     if not np.array_equal(candidates.offsets, tokens.offsets) or candidates.values.ndim != 2:
         raise EngineError("'candidates' and 'tokens' have rows of different lengths")
     return [replace(micro, candidates=candidates.values[micro.flat]) for micro in micros]
-
-
-def _units(numbers: Ids) -> list[Ids]:
-    _, of_row = np.unique(numbers, return_inverse=True)
-    order = np.argsort(of_row, kind="stable")
-    return np.split(order, np.flatnonzero(np.diff(of_row[order])) + 1) if len(order) else []
-
-
-def _count_needed(mask: Array, head: Head) -> int:
-    actions = np.flatnonzero(mask)
-    return int(actions[-1]) + (head == "token") if len(actions) else 0
 
 
 def balance_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
@@ -168,7 +151,8 @@ def balance_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 0) ->
 def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatch:
     if not len(rows):
         empty = np.empty(0, dtype=np.int64)
-        return MicroBatch(np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64), empty, empty, empty)
+        zero, one = np.zeros(1, dtype=np.int64), np.ones(1, dtype=np.int64)
+        return MicroBatch(zero, zero, one, empty, empty, empty)
     lengths, starts = spans[rows], tokens.offsets[:-1][rows]
     inputs = [tokens.values[start : start + length] for start, length in zip(starts, lengths, strict=True)]
     positions = [np.flatnonzero(actions[row]) for row in rows]
@@ -178,17 +162,8 @@ def _join(tokens: Ragged, actions: Ragged, rows: Array, spans: Ids) -> MicroBatc
     begins = np.cumsum(lengths) - lengths
     shift = [begin + length - 1 - at[-1] for begin, length, at in zip(begins, lengths, positions, strict=True)]
     reads = np.concatenate([at + by for at, by in zip(positions, shift, strict=True)])
-    return MicroBatch(np.concatenate(inputs), lengths, reads, tokens.values[flat], flat)
-
-
-def check_requested_outputs(batch: Batch, head: Head, entropy: bool, top: int) -> None:
-    """Raise an ``EngineError`` if a model of this head cannot compute the requested outputs."""
-    if entropy and head != "causal":
-        raise EngineError("scores have no entropy: only a causal head has one")
-    if top and head != "causal":
-        raise EngineError("scores have no most likely ids: only a causal head has them")
-    if top and "candidates" in batch:
-        raise EngineError("use either the batch's 'candidates' or 'top'")
+    places = np.arange(lengths.sum()) - np.repeat(begins, lengths)
+    return MicroBatch(np.concatenate(inputs), places, lengths, reads, tokens.values[flat], flat)
 
 
 def gather_outputs(
@@ -204,18 +179,7 @@ def gather_outputs(
     None, and the most likely ids if requested.
     """
     tokens, name = batch.ragged("tokens"), "logprobs" if head == "causal" else "scores"
-    columns = _make_columns(batch, name, entropy, top)
-    for micro, (outputs, entropies, *likely) in results:
-        values = {name: outputs if outputs.ndim == 1 else outputs[:, 0], "entropy": entropies}
-        if outputs.ndim == 2:
-            values |= {"candidate_logprobs": outputs[:, 1:], "candidates": likely[0] if likely else None}
-        for key, column in columns.items():
-            column[micro.flat] = values[key].cpu().numpy()
-    return Batch({key: tokens.like(values) for key, values in columns.items()})
-
-
-def _make_columns(batch: Batch, name: str, entropy: bool, top: int) -> dict[str, Array]:
-    total = len(batch.ragged("tokens").values)
+    total = len(tokens.values)
     columns: dict[str, Array] = {name: np.zeros(total, dtype=np.float32)}
     if entropy:
         columns["entropy"] = np.zeros(total, dtype=np.float32)
@@ -224,4 +188,10 @@ def _make_columns(batch: Batch, name: str, entropy: bool, top: int) -> dict[str,
         columns["candidate_logprobs"] = np.zeros((total, top), dtype=np.float32)
     elif name == "logprobs" and "candidates" in batch:
         columns["candidate_logprobs"] = np.zeros(batch.ragged("candidates").values.shape, dtype=np.float32)
-    return columns
+    for micro, (outputs, entropies, *likely) in results:
+        values = {name: outputs if outputs.ndim == 1 else outputs[:, 0], "entropy": entropies}
+        if outputs.ndim == 2:
+            values |= {"candidate_logprobs": outputs[:, 1:], "candidates": likely[0] if likely else None}
+        for key, column in columns.items():
+            column[micro.flat] = values[key].cpu().numpy()
+    return Batch({key: tokens.like(values) for key, values in columns.items()})

@@ -2,9 +2,8 @@
 """A Hugging Face model without its weights: configuration, tokenizer, and the module on the meta device."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -30,9 +29,7 @@ from dlrover.python.rl.engine.model.loading import (
     WeightReader,
     as_causal_lm,
     disable_dropout,
-    find_known_ids,
     find_model_folder,
-    fingerprint_files,
     init_normal,
     match_names,
     write_atomically,
@@ -85,55 +82,17 @@ class ModelSpec:
         disable_dropout(module)
         return module.eval()
 
-    @property
-    def source(self) -> WeightReader:
-        if self.weights is not None:
-            return self.weights
-        assert self.folder is not None
-        if not list(self.folder.glob("*.safetensors")):
-            return self._library_source()
-        return SafetensorsSource(self.folder)
-
-    def known_ids(self, rows: int, is_masked: bool) -> int | None:
-        """See :func:`~dlrover.python.rl.engine.model.loading.find_known_ids`."""
-        return find_known_ids(self.tokenizer, rows, is_masked)
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """See :func:`~dlrover.python.rl.engine.model.loading.fingerprint_files`; empty of weights that are given."""
-        return fingerprint_files(self.folder) if self.weights is None else ""
-
     def source_of(self, wanted: Mapping[str, tuple[str, ...]], prefix: str) -> WeightReader:
-        """The model's files, or the library's loader if it renames tensors."""
-        source = self.source
-        matches = match_names(wanted, source.shapes(), prefix)
-        lacking = [name for name in wanted if name not in matches and not name.startswith("score.")]
-        return self._library_source() if lacking else source
-
-    def reader(
-        self, wanted: Mapping[str, tuple[str, ...]], shapes: Mapping[str, tuple[int, ...]], prefix: str
-    ) -> Callable[[str], Any]:
-        """A function from a tensor's first name in the module to the whole tensor on the host. Raises an
-        ``EngineError`` if the weights lack tensors, or have them in other shapes.
-        """
-        source = self.source_of(wanted, prefix)
-        available = source.shapes()
-        matches = match_names(wanted, available, prefix)
-        faults = [name for name in wanted if name not in matches and self.absent(name, shapes[name]) is None]
-        faults += [
-            f"{name} of shape {shapes[name]} (it has {tuple(available[at])})"
-            for name, at in matches.items()
-            if tuple(available[at]) != shapes[name]
-        ]
-        if faults:
-            raise EngineError(f"the checkpoint '{self.name}' lacks {', '.join(sorted(faults))}")
-
-        def read(name: str) -> Any:
-            if name not in matches:
-                return self.absent(name, shapes[name])
-            return source.read(matches[name], (slice(None),) * len(shapes[name]))
-
-        return read
+        """The model's files, or the library's loader if it renames tensors or the files are not safetensors."""
+        source = self.weights
+        if source is None and self.folder is not None and any(self.folder.glob("*.safetensors")):
+            source = SafetensorsSource(self.folder)
+        if source is not None:
+            matches = match_names(wanted, source.shapes(), prefix)
+            if all(name in matches or name.startswith("score.") for name in wanted):
+                return source
+        module, absent = self.load()
+        return TensorSource({name: tensor for name, tensor in module.state_dict().items() if name not in absent})
 
     def load(self, **options: Any) -> tuple[Any, set[str]]:
         """The module as Transformers loads it, float32 and in host memory, whatever the format and names of its files;
@@ -156,10 +115,6 @@ class ModelSpec:
             raise EngineError(f"the checkpoint '{self.name}' lacks {', '.join(needed)}")
         return module, absent
 
-    def _library_source(self) -> WeightReader:
-        module, absent = self.load()
-        return TensorSource({name: tensor for name, tensor in module.state_dict().items() if name not in absent})
-
     def absent(self, name: str, shape: tuple[int, ...]) -> Any:
         """Initial value of a tensor that a source may lack: a new token head is random. None for others."""
         if self.head != "token" or not name.startswith("score."):
@@ -174,7 +129,13 @@ class ModelSpec:
         """Write the model with these weights in ``dtype``, by default that of the model's files, and the tokenizer, in
         Hugging Face format, atomically, with the files that ``add`` writes into the folder."""
         dtype = dtype or self.dtype
-        module = self._classifier() if self.head == "token" and not self.head_bias else self._build()
+        module = self._build()
+        if self.head == "token" and not self.head_bias:
+            config = copy.deepcopy(self.config)
+            if config.pad_token_id is None:
+                config.pad_token_id = self.tokenizer.pad_token_id
+            with empty_weights():
+                module = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
         if self.folder is not None and (self.folder / "generation_config.json").is_file() and module.can_generate():
             module.generation_config = GenerationConfig.from_pretrained(self.folder)
         cast = {name: tensor.to(dtype) if tensor.is_floating_point() else tensor for name, tensor in tensors.items()}
@@ -189,13 +150,6 @@ class ModelSpec:
         if not self.head_bias and self.head == "token":
             module.score.bias = None
         return module
-
-    def _classifier(self) -> Any:
-        config = copy.deepcopy(self.config)
-        if config.pad_token_id is None:
-            config.pad_token_id = self.tokenizer.pad_token_id
-        with empty_weights():
-            return AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
 
 
 def load_causal_lm(source: str | Path, device: str = "cpu") -> CausalLM:

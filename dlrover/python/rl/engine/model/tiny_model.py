@@ -30,7 +30,11 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
 
     End of sequence is ``<|im_end|>``, padding is ``<|endoftext|>``, and the chat template is ChatML.
     """
-    tokenizer = Tokenizer(models.BPE(vocab={symbol: byte for byte, symbol in enumerate(_byte_symbols())}, merges=[]))
+    # The printable character that byte-level tokenizers write for each byte, as GPT-2 defined them.
+    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+    spare = iter(range(0x100, 0x200))
+    vocabulary = {chr(byte) if byte in printable else chr(next(spare)): byte for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS])
@@ -42,13 +46,6 @@ def make_byte_tokenizer() -> PreTrainedTokenizerFast:
         chat_template=CHAT_TEMPLATE,
         clean_up_tokenization_spaces=False,
     )
-
-
-def _byte_symbols() -> list[str]:
-    """The printable character that byte-level tokenizers write for each byte, as GPT-2 defined them."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = iter(range(0x100, 0x200))
-    return [chr(byte) if byte in printable else chr(next(others)) for byte in range(256)]
 
 
 def write_tiny_model(  # noqa: PLR0913 - a model's shape is this many numbers

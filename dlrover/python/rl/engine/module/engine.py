@@ -4,16 +4,19 @@
 import gc
 import weakref
 from collections import deque
-from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as hf_logging
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.names import hint
@@ -30,11 +33,56 @@ from dlrover.python.rl.engine.fsdp2.materialize import MaterializedModule, Mater
 from dlrover.python.rl.engine.fsdp2.shards import Grid, ParameterShard, to_local_tensor
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import ParkedTensors
-from dlrover.python.rl.engine.model.loading import TensorSource, WeightReader, list_saved_tensors
+from dlrover.python.rl.engine.model.loading import (
+    SafetensorsSource,
+    TensorSource,
+    WeightReader,
+    find_model_folder,
+    list_saved_tensors,
+    write_atomically,
+)
 from dlrover.python.rl.engine.model.ranks import Ranks
-from dlrover.python.rl.engine.model.train_module import CallShare
-from dlrover.python.rl.engine.module.files import find_weight_source, write_module
-from dlrover.python.rl.engine.module.parallel import Gradients, SharedSequences, compute_gradient_weight
+from dlrover.python.rl.engine.model.train_module import CallShare, empty_weights
+from dlrover.python.rl.engine.module.parallel import Gradients, SharedSequences
+
+
+def find_weight_source(module: Any) -> WeightReader:
+    """The source that a :class:`TrainModule` names."""
+    origin = module.materialization_source()
+    if isinstance(origin, Mapping):
+        return TensorSource(origin)
+    if callable(origin):
+        shapes = {module.source_name(name): tuple(tensor.shape) for name, tensor in list_saved_tensors(module).items()}
+        return TensorSource({name: partial(_make, origin, name, shape) for name, shape in shapes.items()}, shapes)
+    return SafetensorsSource(find_model_folder(origin))
+
+
+def _make(make: Callable[[str, tuple[int, ...]], Any], name: str, shape: tuple[int, ...]) -> Any:
+    tensor = make(name, shape)
+    if tuple(tensor.shape) != shape:
+        raise EngineError(f"materialization_source() made '{name}' as {tuple(tensor.shape)}, not {shape}")
+    return tensor
+
+
+def write_module(path: Path, module: Any, tensors: Mapping[str, Any]) -> None:
+    """Write what a module exports to the folder ``path``, atomically.
+
+    A Hugging Face model is written in its format, as the library's own class, with the tokenizer of its source; any
+    other as ``model.safetensors``.
+    """
+    if not isinstance(module, PreTrainedModel):
+        named = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        write_atomically(path, None, None, add=lambda folder: save_file(named, folder / "model.safetensors"))
+        return
+    hf_logging.disable_progress_bar()
+    kind = next(cls for cls in type(module).__mro__ if cls.__module__.startswith("transformers."))
+    with empty_weights():
+        model = kind(module.config)
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(find_model_folder(module.config.name_or_path))
+    except (OSError, ValueError, EngineError):
+        tokenizer = None  # A new model, or one without text inputs, has none.
+    write_atomically(path, model, tokenizer, tensors)
 
 
 class ModuleEngine:
@@ -55,14 +103,12 @@ class ModuleEngine:
         memory: DeviceMemory | None = None,
     ) -> None:
         self.version, self.training = 0, True
-        self._label, self._payload, self._settings = label, payload, settings
-        self._memory = memory or DeviceMemory(settings.device)
+        self._payload, self._settings = payload, settings
+        self._parked = ParkedTensors(label, memory or DeviceMemory(settings.device))
         self._made: MaterializedModule | None = None
         self._gradients: Any = None  # as long as there are weights
-        self._parked: ParkedTensors | None = None
         self._expects_weights = False
         self._optimizers: weakref.WeakSet[Any] = weakref.WeakSet()
-        self._sequences: SharedSequences | None = None
         self._ranks = Ranks.connect(rendezvous, settings.device)
         # Of any optimizer, whenever the module makes it.
         self._hook = register_optimizer_step_post_hook(self._count_step)
@@ -75,11 +121,17 @@ class ModuleEngine:
 
     def _materialize(self, source: WeightReader | None) -> None:
         module = cloudpickle.loads(self._payload)
-        if self._grid.context is not None:
-            self._sequences = SharedSequences(module, self._grid)
-        source = source or find_weight_source(module)
-        self._made = made = materialize(module, source, self._grid, self._make_options(module))
-        self._gradients = Gradients(module, made.shards)
+        sequences = SharedSequences(module, self._grid) if self._grid.context is not None else None
+        # A user's optimizer needs float32 parameters. Without FSDP's casts, autocast computes in less.
+        low = self._settings.precision == "bf16" and self._grid.shards is not None
+        options = MaterializeOptions(
+            device=self._settings.device,
+            precision=torch.bfloat16 if low else torch.float32,
+            rename=module.source_name,
+            absent=module.initial_weight,
+        )
+        self._made = made = materialize(module, source or find_weight_source(module), self._grid, options)
+        self._gradients = Gradients(module, made.shards, sequences)
         if made.vocabulary is not None:
             group = self._grid.tensors.get_group()
             head = module.get_output_embeddings()
@@ -89,43 +141,25 @@ class ModuleEngine:
         module.on_weights_materialized()
         self._account()
 
-    def _make_options(self, module: Any) -> MaterializeOptions:
-        # A user's optimizer needs float32 parameters. Without FSDP's casts, autocast computes in less.
-        low = self._settings.precision == "bf16" and self._grid.shards is not None
-        return MaterializeOptions(
-            device=self._settings.device,
-            precision=torch.bfloat16 if low else torch.float32,
-            rename=module.source_name,
-            absent=module.initial_weight,
-        )
-
     # -- calls --------------------------------------------------------------------------------------------------------
 
     def call(self, method: str, share: CallShare, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         """Call a method of the module. Raises an ``EngineError`` if the weights are not on the device."""
         made = self._ready(method)
-        layout, shared = self._grid.layout, self._sequences
-        self._gradients.weight = compute_gradient_weight(
-            made.module.gradients, share, layout.data_parallel_size, layout.context
-        )
         low = self._settings.precision == "bf16" and self._grid.shards is None
-        kind = torch.device(self._settings.device).type
-        try:
-            with (
-                torch.autocast(kind, torch.bfloat16, enabled=low),
-                nullcontext() if shared is None else shared.divided(share.sequences),
-            ):
-                result = getattr(made.module, method)(*args, **kwargs)
-        finally:
-            self._gradients.forget()
+        autocast = torch.autocast(torch.device(self._settings.device).type, torch.bfloat16, enabled=low)
+        with self._gradients.calling(made.module.gradients, share), autocast:
+            result = getattr(made.module, method)(*args, **kwargs)
         self._account()
         return result
 
     def _ready(self, caller: str) -> MaterializedModule:
         if self._made is None:
-            raise EngineError(f"{self._label} has released its weights: call cuda() and sync weights before {caller}")
-        if self._parked is not None:
-            raise EngineError(f"{self._label} is in host memory: call cuda() before {caller}")
+            raise EngineError(
+                f"{self._parked.owner} has released its weights: call cuda() and sync weights before {caller}"
+            )
+        if not self._parked.on_device:
+            raise EngineError(f"{self._parked.owner} is in host memory: call cuda() before {caller}")
         return self._made
 
     def _count_step(self, optimizer: Any, _args: Any, _kwargs: Any) -> None:
@@ -149,7 +183,7 @@ class ModuleEngine:
             EngineError: the weights are released, or two are exported under one name.
         """
         if self._made is None:
-            raise EngineError(f"{self._label} has released its weights: there is nothing to export")
+            raise EngineError(f"{self._parked.owner} has released its weights: there is nothing to export")
         module, shards = self._made.module, {shard.name: shard for shard in self._made.shards}
         exported_names: set[str] = set()
 
@@ -158,7 +192,9 @@ class ModuleEngine:
                 raise EngineError(f"the module has no parameter '{name}'{hint(name, shards)}")
             return self._whole(shards[name])
 
-        for name, tensor in self._own_weights(self._made):
+        own = ((shard.name, self._whole(shard)) for shard in self._made.shards)
+        buffers = ((name, self._parked.locate(buffer)) for name, buffer in self._made.buffers.items())
+        for name, tensor in chain(own, buffers):
             exported = module.export_weight(name, tensor, whole)
             if exported is None:
                 continue
@@ -167,17 +203,9 @@ class ModuleEngine:
             exported_names.add(exported[0])
             yield exported[0], exported[1].to(dtype)
 
-    def _own_weights(self, made: MaterializedModule) -> Iterator[tuple[str, Any]]:
-        for shard in made.shards:
-            yield shard.name, self._whole(shard)
-        yield from ((name, self._locate(buffer)) for name, buffer in made.buffers.items())
-
     @torch.no_grad()
     def _whole(self, shard: ParameterShard) -> Any:
-        return shard.whole(self._locate(shard.master).to(self._settings.device), self._grid)
-
-    def _locate(self, tensor: Any) -> Any:
-        return tensor.detach() if self._parked is None else self._parked.locate(tensor)
+        return shard.whole(self._parked.locate(shard.master).to(self._settings.device), self._grid)
 
     def publish(self) -> WeightSnapshot | None:
         """The exported weights in host memory; None on all ranks but the first. A collective."""
@@ -199,7 +227,7 @@ class ModuleEngine:
         else:
             made = self._ready("a weight sync")
             if self._find_optimizers(made.module):
-                raise EngineError(f"{self._label} has an optimizer: its weights change by its own steps only")
+                raise EngineError(f"{self._parked.owner} has an optimizer: its weights change by its own steps only")
             verify_snapshot(weights, self._expected(made.module), serving=-1)
             self._write(made, weights)
         self.version = weights.version
@@ -234,38 +262,40 @@ class ModuleEngine:
 
     def cpu(self) -> None:
         """Move parameters, gradients, optimizer states and buffers to host memory."""
-        if self._parked is not None:
+        if not self._parked.on_device:
             return
         made = self._ready("cpu()")
-        parked = ParkedTensors(self._label, self._memory)
         for kind, tensors in self._tensors(made).items():
-            parked.hold(kind, tensors)
-        parked.to_host()
-        self._parked = parked
+            self._parked.hold(kind, tensors)
+        self._parked.to_host()
 
     def cuda(self, part: Part = "all") -> None:
         """Bring them back; released ones come with the next weights."""
         if part == "kv_cache":
-            raise EngineError(f"{self._label} trains: it has no key-value cache")
+            raise EngineError(f"{self._parked.owner} trains: it has no key-value cache")
         self._expects_weights = self._made is None
-        if self._parked is not None:
+        if not self._parked.on_device:
             self._parked.to_device()
-            self._parked = None
+            self._forget_tensors()
+
+    def _forget_tensors(self) -> None:
+        self._parked = ParkedTensors(self._parked.owner, self._parked.memory)
 
     def meta(self) -> None:
         """Release the module with everything that it made."""
-        self._made, self._parked, self._expects_weights, self._sequences = None, None, False, None
+        self._made, self._expects_weights = None, False
+        self._forget_tensors()
         self._gradients = None
         gc.collect()  # A module and its hooks refer to each other.
-        self._memory.release_cache()
+        self._parked.memory.release_cache()
 
     def place(self) -> DeviceKind:
         if self._made is None:
             return "meta"
-        return "cuda" if self._parked is None else "cpu"
+        return "cuda" if self._parked.on_device else "cpu"
 
     def footprint(self) -> dict[str, int]:
-        return self._memory.bytes_of(self._label)
+        return self._parked.memory.bytes_of(self._parked.owner)
 
     def close(self) -> None:
         self._hook.remove()
@@ -275,7 +305,7 @@ class ModuleEngine:
     def _account(self) -> None:
         if self._made is not None:
             for kind, tensors in self._tensors(self._made).items():
-                self._memory.hold(self._label, kind, tensors)
+                self._parked.memory.hold(self._parked.owner, kind, tensors)
 
     def _tensors(self, made: MaterializedModule) -> dict[Kind, list[Any]]:
         parameters = [shard.parameter for shard in made.shards]

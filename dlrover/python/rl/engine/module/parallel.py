@@ -10,7 +10,7 @@ weighted on the way, and summed over the ranks that FSDP does not reach.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -27,21 +27,35 @@ from dlrover.python.rl.engine.model.train_module import CallShare
 class Gradients:
     """Makes ``.grad`` of a module's parameters the sum over all ranks, whatever starts the backward pass.
 
-    Earlier values of ``.grad`` stay. ``weight`` is this rank's factor in the sum.
+    Earlier values of ``.grad`` stay. ``weight`` is this rank's factor in the sum. FSDP calls this object where it sums
+    a layer's gradients.
     """
 
-    def __init__(self, module: Any, shards: Shards) -> None:
-        self.weight = 1.0
+    def __init__(self, module: Any, shards: Shards, sequences: "SharedSequences | None") -> None:
+        self._sequences, self.weight = sequences, 1.0
         self._shards = shards
         self._sums = shards.grid.tensors is not None or shards.grid.copies is not None
         self._earlier: list[Any] | None = None
         units = [part for part in module.modules() if isinstance(part, FSDPModule)]
         for unit in units:
-            unit.set_custom_reduce_scatter(_WeightedSum(self))
+            unit.set_custom_reduce_scatter(self)
         for shard in shards.trained if self._sums and not units else ():
             shard.parameter.register_hook(self._apply_weight)
 
-    def begin(self) -> None:
+    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
+        self._begin()
+        if self.weight != 1.0:
+            input_tensor.mul_(self.weight)
+        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
+
+    def _apply_weight(self, gradient: Any) -> Any:
+        self._begin()
+        return gradient if self.weight == 1.0 else gradient * self.weight
+
+    def _begin(self) -> None:
         """Before the first gradient of a pass arrives: set aside what is summed over ranks already."""
         if not self._sums or self._earlier is not None:
             return
@@ -51,16 +65,19 @@ class Gradients:
             shard.parameter.grad = None
         torch.autograd.Variable._execution_engine.queue_callback(self._end)  # when the pass is over
 
-    def forget(self) -> None:
-        """Drop what a failed pass left."""
-        if self._earlier is not None:
-            for shard, before in zip(self._shards.trained, self._earlier, strict=True):
-                shard.parameter.grad = before
-            self._earlier = None
-
-    def _apply_weight(self, gradient: Any) -> Any:
-        self.begin()
-        return gradient if self.weight == 1.0 else gradient * self.weight
+    @contextmanager
+    def calling(self, combine: str, share: CallShare) -> Iterator[None]:
+        """Around a call of the module; see :func:`compute_gradient_weight`. What a failed pass left is dropped."""
+        layout, sequences = self._shards.grid.layout, self._sequences
+        self.weight = compute_gradient_weight(combine, share, layout.data_parallel_size, layout.context)
+        try:
+            with nullcontext() if sequences is None else sequences.divided(share.sequences):
+                yield
+        finally:
+            if self._earlier is not None:
+                for shard, before in zip(self._shards.trained, self._earlier, strict=True):
+                    shard.parameter.grad = before
+                self._earlier = None
 
     def _end(self) -> None:
         self._shards.take_gradients()
@@ -70,22 +87,6 @@ class Gradients:
             if before is not None:
                 shard.parameter.grad += before
         self._earlier = None
-
-
-class _WeightedSum:
-    """FSDP's hook that sums a layer's gradients, here each rank's times its weight."""
-
-    def __init__(self, gradients: Gradients) -> None:
-        self._gradients = gradients
-
-    def allocate(self, size: Any, *, dtype: Any, device: Any) -> Any:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(self, output_tensor: Any, input_tensor: Any, group: Any, op: Any, async_op: bool = False) -> Any:
-        self._gradients.begin()
-        if self._gradients.weight != 1.0:
-            input_tensor.mul_(self._gradients.weight)
-        return reduce_scatter_single(output_tensor, input_tensor, op, group, async_op)
 
 
 def compute_gradient_weight(combine: str, share: CallShare, replicas: int, context: int = 1) -> float:

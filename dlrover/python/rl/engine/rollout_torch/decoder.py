@@ -19,7 +19,7 @@ from transformers import DynamicCache
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.memory.host_pages import HostBlock
+from dlrover.python.rl.engine.memory.offload import HostBlock
 from dlrover.python.rl.engine.model.loading import CausalLM
 from dlrover.python.rl.engine.model.model_shape import find_state_fault
 from dlrover.python.rl.engine.model.spec import count_cache_bytes_per_token

@@ -25,13 +25,13 @@ from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
 from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
+from dlrover.python.rl.engine.model.ranks import device_environment
 from dlrover.python.rl.engine.model.spec import (
     count_cache_bytes_per_token,
     count_weight_bytes,
     get_head_width,
     load_meta_causal_lm,
 )
-from dlrover.python.rl.engine.model.visible_devices import device_environment
 from dlrover.python.rl.engine.rollout.requests import NewToken, RolloutEngineBase, RunningRequest, RunningRequests
 from dlrover.python.rl.engine.sglang import INFO, SglangOptions, launch_arguments
 from dlrover.python.rl.engine.sglang.server import RequestRefused, SglangServer

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Low-rank adapters through peft: ``W' = W + B A alpha / rank`` (Hu et al., arXiv:2106.09685, equation 3)."""
+"""Low-rank adapters through peft: ``W' = W + B A alpha / rank`` (Hu et al., arXiv:2106.09685, equation 3), and frozen
+matrices below them in 4 bits through bitsandbytes."""
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import save_file
+from torch.nn import functional
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra, WeightSyncError
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.engine.api.base import LoraSettings
-from dlrover.python.rl.engine.api.weights import DOWN, UP, add_adapter
-from dlrover.python.rl.engine.model.loading import FileWriter, init_normal, list_aliases
+from dlrover.python.rl.engine.api.registry import require_bitsandbytes
+from dlrover.python.rl.engine.api.weights import DOWN, UP
+from dlrover.python.rl.engine.model.loading import init_normal, layers_of, list_aliases
 from dlrover.python.rl.engine.model.train_module import empty_weights
 
 ADAPTER = "adapter"
@@ -39,9 +40,10 @@ def add_adapters(module: Any, settings: LoraSettings) -> None:
         raise MissingExtra("peft", "lora") from error
     targets = _targets(module, settings)
     config = LoraConfig(r=settings.rank, lora_alpha=settings.alpha, target_modules=targets, lora_dropout=0.0)
-    lost = [name for names in list_aliases(module) if len(names) > 1 for name in names if _ends_in(name, targets)]
-    if lost:
-        raise EngineError(f"no adapters can be added to '{lost[0]}': it has the weight of another layer")
+    ends = tuple(f".{target}.weight" for target in targets)
+    for name in (name for names in list_aliases(module) if len(names) > 1 for name in names):
+        if f".{name}".endswith(ends):
+            raise EngineError(f"no adapters can be added to '{name}': it has the weight of another layer")
     try:
         with empty_weights():
             inject_adapter_in_model(config, module)
@@ -62,10 +64,6 @@ def _targets(module: Any, settings: LoraSettings) -> list[str]:
             near = hint(target, {name.rpartition(".")[2] for name in layers})
             raise EngineError(f"no adapters can be added to '{target}': no linear layer has this name{near}")
     return list(settings.targets)
-
-
-def _ends_in(name: str, targets: Collection[str]) -> bool:
-    return any(f".{name}".endswith(f".{target}.weight") for target in targets)
 
 
 @contextmanager
@@ -100,22 +98,18 @@ def is_adapter(name: str) -> bool:
     return _DOWN in name or _UP in name
 
 
-def adapter_name(name: str) -> str:
+def synced_name(name: str) -> str:
     """An adapter's name in weight sync."""
     return model_name(name.replace(_DOWN, ".").replace(_UP, ".")) + (DOWN if _DOWN in name else UP)
-
-
-def describe_adapters(settings: LoraSettings, model: str) -> dict[str, Any]:
-    """What a state says of its adapters; ``model``: the fingerprint of that which they are added to."""
-    return {**asdict(settings), "targets": settings.sorted_targets, "model": model}
 
 
 def check_adapters(
     own: Mapping[str, Any] | None, state: Mapping[str, Any], model: str, names: Callable[[], Collection[str]]
 ) -> None:
-    """Raise WeightSyncError if a state is of adapters that mean other weights: of other settings, or of another model
-    than that at ``model``. ``names``: of the weights that the engine trains, which say whether a list of targets has
-    the same layers as ``all-linear``."""
+    """Raise WeightSyncError if a state has adapters of other settings, or of another model than the one at ``model``.
+
+    ``own`` is what states of this engine say of its adapters; ``names()`` gives the weights that it trains, which show
+    whether a list of targets has the same layers as ``all-linear``."""
     was = state.get("lora")
     if was is None or was == own:  # states of earlier versions do not say it
         return
@@ -132,36 +126,17 @@ def check_adapters(
         raise WeightSyncError(f"the state is of other adapters: {'; '.join(faults)}")
 
 
-def merge(name: str, names: Collection[str], whole: Callable[[str], Any], settings: LoraSettings) -> Any:
-    """The whole tensor of a parameter with its adapter, if any, added. A collective.
-
-    Args:
-        name: in the module.
-        names: of all parameters of the module.
-        whole: gives the whole tensor of each.
-    """
-    base, pair = whole(name), [name.replace(_BASE, kind) for kind in (_DOWN, _UP)]
-    if _BASE not in name or not all(part in names for part in pair):
-        return base
-    down, up = map(whole, pair)
-    return add_adapter(base, down, up, settings.scale, base.device, torch.float32)
+def find_pair(name: str, names: Collection[str]) -> tuple[str, str] | None:
+    """The names of ``A`` and ``B`` of a parameter that has an adapter, among the ``names`` of all parameters."""
+    down, up = name.replace(_BASE, _DOWN), name.replace(_BASE, _UP)
+    return (down, up) if _BASE in name and down in names and up in names else None
 
 
-def take_adapters(
-    tensors: Mapping[str, Any], settings: LoraSettings | None, base: str
-) -> tuple[Mapping[str, Any], FileWriter | None]:
-    """Split ``tensors``, by names in weight sync: the weights, and a function that writes the adapters, if any, to
-    the folder of a saved model, in PEFT's format, for ``PeftModel.from_pretrained`` on the model at ``base``."""
-    adapters = {name: tensor for name, tensor in tensors.items() if name.endswith((DOWN, UP))}
-    if settings is None or not adapters:
-        return tensors, None
-    weights = {name: tensor for name, tensor in tensors.items() if name not in adapters}
-    return weights, partial(_write_adapters, weights, adapters, settings, base)
-
-
-def _write_adapters(
+def write_adapters(
     weights: Mapping[str, Any], adapters: Mapping[str, Any], settings: LoraSettings, base: str, folder: Path
 ) -> None:
+    """Write adapters, by names in weight sync, to the folder of a saved model with these ``weights``: in PEFT's format,
+    for ``PeftModel.from_pretrained`` on the model at ``base``."""
     from peft import LoraConfig
 
     whole = {name: weights[name] for name in weights if name.startswith("score.")}  # a head is trained beside them
@@ -183,3 +158,113 @@ def _write_adapters(
     )
     config.save_pretrained(folder / ADAPTER)
     save_file(named, folder / ADAPTER / "adapter_model.safetensors")
+
+
+BLOCK = 64
+"""Numbers with one scale in float32."""
+
+_PACKED = BLOCK // 2  # bytes
+
+
+class QuantizedLinear(torch.nn.Linear):
+    """A linear layer that is not trained, in 4-bit NormalFloat (Dettmers et al., arXiv:2305.14314, section 3); its bias
+    stays as it is, and the scales are not quantized again.
+
+    ::
+
+        weight      a row for each of the ``parts``, of equal size, which ranks divide; its bytes as numbers of the
+                    passes' precision, which FSDP and ZeRO gather as they are
+        a row       its share of the blocks, 32 bytes each | their scales, 4 bytes each
+    """
+
+    def __init__(self, plain: torch.nn.Linear, precision: torch.dtype, parts: int = 1) -> None:
+        """``plain`` is on the meta device, and so is ``weight``, which :meth:`store` fills. The numbers have
+        ``precision`` before and after."""
+        super().__init__(plain.in_features, plain.out_features, bias=False, device="meta")
+        self.bias, self.shape = plain.bias, plain.weight.shape
+        blocks = -(-plain.weight.numel() // (parts * BLOCK))
+        self.numbers = blocks * BLOCK  # of a part, the last ones of which may have fewer
+        row = torch.empty(parts, blocks * (_PACKED + 4) // precision.itemsize, dtype=precision, device="meta")
+        self.weight = torch.nn.Parameter(row, requires_grad=False)
+
+    def rows_of(self, part: int) -> slice:
+        """The rows of the whole weight that have a part's numbers."""
+        start, stop = self._span(part)
+        return slice(start // self.in_features, -(-stop // self.in_features))
+
+    def _span(self, part: int) -> tuple[int, int]:
+        count = self.shape.numel()
+        return min(part * self.numbers, count), min((part + 1) * self.numbers, count)
+
+    @torch.no_grad()
+    def store(self, rows: Any, memory: Any, part: int = 0) -> None:
+        """Quantize a part, given its :meth:`rows_of`, into its row of ``weight``. The same weight, precision and kind
+        of device give the same bits, in any number of parts."""
+        from bitsandbytes.functional import quantize_4bit
+
+        start, stop = (bound - self.rows_of(part).start * self.in_features for bound in self._span(part))
+        packed, scales = _views(memory.zero_())
+        if start == stop:
+            return
+        there = rows.to(memory.device, memory.dtype).flatten()[start:stop].contiguous()
+        quantized, state = quantize_4bit(there, blocksize=BLOCK, quant_type="nf4")
+        packed[: len(quantized)].copy_(quantized.flatten())
+        scales[: len(state.absmax)].copy_(state.absmax)
+
+    def restored(self, weight: Any) -> Any:
+        """The matrix that the layer computes with, from all parts of its ``weight``."""
+        from bitsandbytes.functional import QuantState, dequantize_4bit
+
+        packed, scales = _views(weight)
+        # Rows of one block each: the kernel for AVX-512 gives wrong values where a row ends within a block.
+        blocks = torch.Size((len(scales), BLOCK))
+        state = QuantState(scales, blocks, blocksize=BLOCK, quant_type="nf4", dtype=weight.dtype)
+        return dequantize_4bit(packed.unsqueeze(1), state).flatten()[: self.shape.numel()].view(self.shape)
+
+    def forward(self, input: Any) -> Any:
+        return _Product.apply(input, self.weight, self.bias, self)
+
+
+def _views(weight: Any) -> tuple[Any, Any]:
+    """The packed numbers and the scales of all parts, each in one row; of a single part both share its memory."""
+    content = weight.detach().view(torch.uint8)
+    cut = content.shape[-1] // (_PACKED + 4) * _PACKED
+    return content[..., :cut].reshape(-1), content[..., cut:].reshape(-1).view(torch.float32)
+
+
+class _Product(torch.autograd.Function):
+    """``input @ weight.T + bias`` of a weight that each pass restores."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Any, weight: Any, bias: Any, layer: QuantizedLinear) -> Any:  # type: ignore[override]
+        ctx.save_for_backward(weight)
+        ctx.layer = layer
+        return functional.linear(input, layer.restored(weight), bias)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Any) -> Any:  # type: ignore[override]
+        (weight,) = ctx.saved_tensors
+        return gradient @ ctx.layer.restored(weight), None, None, None
+
+
+def quantize_linear_layers(module: Any, precision: torch.dtype, parts: int = 1) -> None:
+    """Replace the linear layers inside the decoder layers of a module on the meta device, for as many ranks to divide
+    as there are ``parts``.
+
+    Raises:
+        MissingExtra: bitsandbytes is not installed, or is too old.
+        EngineError: the module does not name its layers.
+    """
+    require_bitsandbytes()
+    if not (layers := layers_of(module)):
+        raise EngineError(f"{type(module).__name__} does not name its layers: they cannot be quantized")
+    for owner in (part for layer in layers for part in layer.modules()):
+        for name, part in owner.named_children():
+            if type(part) is torch.nn.Linear:
+                setattr(owner, name, QuantizedLinear(part, precision, parts))
+
+
+def quantized_layers(module: Any) -> dict[str, QuantizedLinear]:
+    """Those of a module by the names of their weights."""
+    parts = module.named_modules()
+    return {f"{name}.weight": part for name, part in parts if isinstance(part, QuantizedLinear)}

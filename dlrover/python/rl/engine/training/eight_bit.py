@@ -90,18 +90,14 @@ class AdamW8bit(torch.optim.Optimizer):
                 self._round(*each)
         state["step"] += 1
 
-    def _values_on(self, kind: str, device: Any) -> Any:
-        self._values[kind] = self._values[kind].to(device)  # the masters are on one
-        return self._values[kind]
-
     def _restore(self, kind: str, codes: Any, scales: Any) -> Any:
-        values = self._values_on(kind, codes.device)
+        values = self._values[kind] = self._values[kind].to(codes.device)  # the masters are on one
         rounding = self._functional.QuantState(scales.reshape(-1), code=values, blocksize=BLOCK, dtype=torch.float32)
         blocks = self._functional.dequantize_blockwise(_in_blocks(codes), rounding)
         return _out_of_blocks(blocks, codes.shape)
 
     def _round(self, kind: str, moment: Any, codes: Any, scales: Any) -> None:
-        values = self._values_on(kind, moment.device)
+        values = self._values[kind] = self._values[kind].to(moment.device)
         blocks, rounding = self._functional.quantize_blockwise(_in_blocks(moment), code=values, blocksize=BLOCK)
         codes.copy_(_out_of_blocks(blocks, codes.shape))
         scales.copy_(rounding.absmax.view_as(scales))

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rank's part of a model and its optimizer, out of the states of ranks that divided it otherwise.
+"""A rank's part of a model and its optimizer: out of its own state, or out of the states of ranks that divided it
+otherwise.
 
-A state has ``model`` and ``optimizer`` as for ``restore_state``, and ``places``: of each divided parameter the shape of
-the whole, and where the rank's part starts.
+A state has ``layout``, ``model`` (tensors by name) and ``optimizer`` (None if frozen; else by name the tensors of each
+kind). One for other layouts has ``places``: of each divided parameter the shape of the whole, and where the rank's part
+starts.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -10,8 +12,31 @@ from typing import Any
 
 import torch
 
-from dlrover.python.rl.common.errors import EngineError, WeightSyncError
+from dlrover.python.rl.common.errors import EngineError, OtherLayout, WeightSyncError
 from dlrover.python.rl.engine.api.weights import describe_shape_mismatches
+
+
+@torch.no_grad()
+def restore_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """Copy a rank's state into ``own``, its live tensors.
+
+    Raises:
+        WeightSyncError: the state is of another model; nothing was changed.
+        OtherLayout: its ranks have divided the model otherwise; nothing was changed.
+        EngineError: one of the two is frozen, or the state has been released; nothing was changed.
+    """
+    if state["layout"] != own["layout"]:
+        raise OtherLayout(
+            f"the state is of layout {state['layout']}, not {own['layout']}: a checkpoint can be read in both"
+        )
+    _check(own, state, {}, {})
+    if any(tensor.numel() and not tensor.untyped_storage().nbytes() for tensor in state["model"].values()):
+        raise EngineError("the state's tensors were released with their engine: take a copy before meta()")
+    for name, tensor in own["model"].items():
+        tensor.copy_(state["model"][name])
+    for name, kinds in (own["optimizer"] or {}).items():
+        for kind, tensor in kinds.items():
+            tensor.copy_(state["optimizer"][name][kind])
 
 
 def place(shape: Sequence[int], ranges: Sequence[slice]) -> dict[str, list[int]]:
@@ -27,19 +52,20 @@ def merge_states(own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) ->
         EngineError: a part is in no state, or one of the two is frozen.
     """
     copied = dict.fromkeys(own["model"], 0)
+    moments = own["optimizer"] or {}
     counts = [
         (name, kind, tensor)
-        for name, part in own["model"].items()
-        for kind, tensor in _moments(own, name).items()
-        if tensor.ndim == 0 < part.ndim  # the number of steps
+        for name, kinds in moments.items()
+        for kind, tensor in kinds.items()
+        if tensor.ndim == 0 < own["model"][name].ndim  # the number of steps
     ]
     seen: dict[str, set[tuple[int, ...]]] = {name: set() for name in copied}
     for state in states:
-        _check(own, state)
+        _check(own, state, own["places"], state["places"])
         for name, kind, tensor in counts:
-            tensor.copy_(_moments(state, name)[kind])
+            tensor.copy_(state["optimizer"][name][kind])
         for name in copied:
-            start = _start(state, name)
+            start = _find_start(state, name)
             if start not in seen[name]:  # copies of the model have the same parts
                 seen[name].add(start)
                 copied[name] += _copy(own, state, name)
@@ -48,34 +74,27 @@ def merge_states(own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) ->
         raise EngineError(f"the states of the other ranks lack a part of {', '.join(missing[:8])}")
 
 
-def _check(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    moments, own_moments = state["optimizer"] or {}, own["optimizer"] or {}
+def _check(
+    own: Mapping[str, Any], state: Mapping[str, Any], own_places: Mapping[str, Any], places: Mapping[str, Any]
+) -> None:
+    """Raise an error unless the parameters have equal shapes, whole where a place says so, and equal moments."""
     if (state["optimizer"] is None) != (own["optimizer"] is None):
         raise EngineError("the state of a trained engine does not fit a frozen one, nor the reverse")
-    faults = describe_shape_mismatches(_shapes(own), _shapes(state))
-    if not faults and {name: set(kinds) for name, kinds in moments.items()} != {
-        name: set(kinds) for name, kinds in own_moments.items()
-    }:
+    expected, actual = (
+        {name: tuple(at[name]["shape"] if name in at else tensor.shape) for name, tensor in model.items()}
+        for model, at in ((own["model"], own_places), (state["model"], places))
+    )
+    moments, own_moments = state["optimizer"] or {}, own["optimizer"] or {}
+    faults = describe_shape_mismatches(expected, actual)
+    faults += [f"the optimizer's '{name}' is unknown" for name in moments if name not in own_moments]
+    faults += [f"the optimizer's '{name}' is missing" for name in own_moments if name not in moments]
+    if not faults and any(moments[name].keys() != kinds.keys() for name, kinds in own_moments.items()):
         faults = ["its optimizer is of another kind"]
     if faults:
         raise WeightSyncError("the state is of another model: " + "; ".join(faults))
 
 
-def _shapes(state: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Of the whole parameters."""
-    places = state["places"]
-    return {
-        name: tuple(places[name]["shape"] if name in places else tensor.shape)
-        for name, tensor in state["model"].items()
-    }
-
-
-def _moments(state: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    moments: Mapping[str, Any] = (state["optimizer"] or {}).get(name, {})
-    return moments
-
-
-def _start(state: Mapping[str, Any], name: str) -> tuple[int, ...]:
+def _find_start(state: Mapping[str, Any], name: str) -> tuple[int, ...]:
     where = state["places"].get(name)
     return tuple(where["start"]) if where is not None else (0,) * state["model"][name].dim()
 
@@ -85,7 +104,7 @@ def _copy(own: Mapping[str, Any], state: Mapping[str, Any], name: str) -> int:
     part, other = own["model"][name], state["model"][name]
     own_slices, other_slices = [], []
     for own_start, own_size, start, size in zip(
-        _start(own, name), part.shape, _start(state, name), other.shape, strict=True
+        _find_start(own, name), part.shape, _find_start(state, name), other.shape, strict=True
     ):
         low, high = max(own_start, start), min(own_start + own_size, start + size)
         if low >= high:
@@ -94,9 +113,9 @@ def _copy(own: Mapping[str, Any], state: Mapping[str, Any], name: str) -> int:
         other_slices.append(slice(low - start, high - start))
     target, source = tuple(own_slices), tuple(other_slices)
     part[target].copy_(other[source])
-    for kind, tensor in _moments(own, name).items():
+    for kind, tensor in (own["optimizer"] or {}).get(name, {}).items():
         if tensor.ndim or not part.ndim:
             # The scales of numbers in 8 bits are of whole rows.
             dimensions = part.ndim if tensor.shape == part.shape else 1
-            tensor[target[:dimensions]].copy_(_moments(state, name)[kind][source[:dimensions]])
+            tensor[target[:dimensions]].copy_(state["optimizer"][name][kind][source[:dimensions]])
     return int(part[target].numel())

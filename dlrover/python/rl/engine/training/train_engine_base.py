@@ -6,8 +6,9 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,28 +27,30 @@ from dlrover.python.rl.engine.api.registry import (
     read_options,
 )
 from dlrover.python.rl.engine.api.settings import Layout
-from dlrover.python.rl.engine.api.weights import DeviceKind, Part, WeightSnapshot, take_snapshot, verify_snapshot
+from dlrover.python.rl.engine.api.weights import (
+    DOWN,
+    UP,
+    DeviceKind,
+    Part,
+    WeightSnapshot,
+    take_snapshot,
+    verify_snapshot,
+)
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.model.loading import DTYPES
+from dlrover.python.rl.engine.memory.offload import ParkedTensors
+from dlrover.python.rl.engine.model.loading import DTYPES, fingerprint_files
 from dlrover.python.rl.engine.model.packing import (
     MicroBatch,
     check_actions,
-    check_requested_outputs,
     check_tokens,
     gather_outputs,
     pack,
 )
-from dlrover.python.rl.engine.model.ranks import Ranks, resolve_device
+from dlrover.python.rl.engine.model.ranks import Ranks, join_rank_errors, resolve_device
 from dlrover.python.rl.engine.model.spec import ModelSpec
-from dlrover.python.rl.engine.training.adapters import check_adapters, describe_adapters, silenced, take_adapters
-from dlrover.python.rl.engine.training.backend import TrainBackend
-from dlrover.python.rl.engine.training.stepping import (
-    agree_on_micro_batches,
-    check_gradient_norm,
-    check_loss,
-    compute_learning_rate,
-    select_metrics,
-)
+from dlrover.python.rl.engine.training.adapters import check_adapters, silenced, write_adapters
+from dlrover.python.rl.engine.training.backend import TrainBackend, TrainSetup
+from dlrover.python.rl.engine.training.stepping import check_loss, compute_learning_rate, refuse_update
 
 _LOG = get_logger(__name__)
 
@@ -67,7 +70,6 @@ class BackendTrainEngine(ABC):
     name: ClassVar[str]
     info: ClassVar[EngineInfo]
     layout: Layout
-    _options: Any = None
 
     def __init__(
         self,
@@ -79,42 +81,45 @@ class BackendTrainEngine(ABC):
     ) -> None:
         self.version = self._skipped = 0  # updates that were skipped in a row
         self.base_version = 0  # of what adapters are added to
-        self._unsaved: dict[str, Any] = {}  # of a model that may have to be written again
-        self._saves_again = False
+        self._unsaved: dict[str, Any] | None = None  # inside of saving(): a model that may have to be written again
         settings = settings or TrainSettings()
-        self._settings, self._config = replace(settings, device=resolve_device(settings.device)), optimizer
-        self._check_settings()
-        if not isinstance(model, ModelSpec):
-            model = ModelSpec.of(model, settings.head, settings.head_bias)
-        self._spec, lora = model, self._settings.lora
-        self._adapters = None if lora is None else describe_adapters(lora, model.fingerprint)
-        self._memory = memory or DeviceMemory(self._settings.device)
-        self._ranks = self._connect(rendezvous or Rendezvous())
-        self._owner = self._memory.owner(f"{'trained' if optimizer else 'frozen'} {self._spec.name}")
+        settings = replace(settings, device=resolve_device(settings.device))
+        options = self._check_settings(settings, optimizer)
+        spec = model if isinstance(model, ModelSpec) else ModelSpec.of(model, settings.head, settings.head_bias)
+        adapters, lora = None, settings.lora
+        if lora is not None:
+            fingerprint = fingerprint_files(spec.folder) if spec.weights is None else ""
+            adapters = {**asdict(lora), "targets": lora.sorted_targets, "model": fingerprint}
+        self._setup = TrainSetup(spec, optimizer, settings, options, adapters)
+        self._memory = memory or DeviceMemory(settings.device)
+        self._setup = replace(self._setup, ranks=self._connect(rendezvous or Rendezvous()))
+        self._owner = self._memory.owner(f"{'trained' if optimizer else 'frozen'} {spec.name}")
         with ExitStack() as on_failure:
             on_failure.callback(self._leave)
             with self._memory.computing(self._owner):
-                self._model: TrainBackend | None = self._make(loaded=True)
+                self._model: TrainBackend | None = self._make(ParkedTensors(self._owner, self._memory), loaded=True)
             on_failure.pop_all()
         self._has_weights = True
 
-    def _check_settings(self) -> None:
-        settings, config = self._settings, self._config
+    def _check_settings(self, settings: TrainSettings, config: OptimizerConfig | None) -> Any:
+        """Return the options of the backend. Raises an EngineError for settings that the engine cannot have."""
+        options: Any = None
         if self.info.options is not None:
-            self._options = read_options(self.info.options, settings.backend, f"{self.name}: backend")
-        bare_head, options = not settings.head_bias, settings.backend
-        errors = find_train_errors(self.name, self.info, settings.parallel, settings.lora, bare_head, options)
-        raise_engine_errors(errors)
+            options = read_options(self.info.options, settings.backend, f"{self.name}: backend")
+        bare_head, sizes = not settings.head_bias, settings.parallel
+        raise_engine_errors(find_train_errors(self.name, self.info, sizes, settings.lora, bare_head, settings.backend))
         if config is not None:
-            splits = settings.parallel.tensor_parallel_size
-            raise_engine_errors(find_optimizer_errors(self.name, self.info, config, splits))
+            raise_engine_errors(find_optimizer_errors(self.name, self.info, config, sizes.tensor_parallel_size))
             compute_learning_rate(config, config.warmup_steps)  # raises if the schedule lacks decay_steps
+        return options
 
     @abstractmethod
-    def _connect(self, rendezvous: Rendezvous) -> Ranks: ...
+    def _connect(self, rendezvous: Rendezvous) -> Ranks:
+        """Meet the other ranks, and set ``layout``."""
 
     @abstractmethod
-    def _make(self, loaded: bool) -> TrainBackend: ...
+    def _make(self, parked: ParkedTensors, loaded: bool) -> TrainBackend:
+        """Build the model and its optimizer; unless ``loaded``, without values."""
 
     @property
     def parameter_count(self) -> int:
@@ -122,71 +127,88 @@ class BackendTrainEngine(ABC):
 
     @property
     def tokenizer(self) -> Any:
-        return self._spec.tokenizer
+        return self._setup.spec.tokenizer
 
     # -- evaluating and training --------------------------------------------------------------------------------------
 
     def evaluate(self, batch: Batch, temperature: float = 1.0, entropy: bool = False, top: int = 0) -> Batch:
-        backend, head = self._require_ready("evaluate"), self._settings.head
-        check_requested_outputs(batch, head, entropy, top)
+        backend, head = self._require_ready("evaluate"), self._setup.settings.head
+        if (entropy or top) and head != "causal":
+            raise EngineError(f"scores have no {'entropy' if entropy else 'most likely ids'}: only a causal head has")
+        if top and "candidates" in batch:
+            raise EngineError("use either the batch's 'candidates' or 'top'")
         micros = [replace(micro, top=top) for micro in self._pack(batch, backend, needs_actions=False)]
         with torch.no_grad(), self._memory.computing(self._owner):
             outputs = backend.outputs(micros, temperature, entropy)
             return gather_outputs(batch, head, outputs, entropy, top)
 
     def _pack(self, batch: Batch, backend: TrainBackend, needs_actions: bool) -> list[MicroBatch]:
-        settings = self._settings
+        """This rank's micro-batches, as many as every other rank has, so that all work in lockstep: the last ones
+        perhaps empty. If the batch of some rank does not fit the model, every rank raises: none waits for another."""
+        settings, ranks = self._setup.settings, self._setup.ranks
         budget = settings.max_tokens_per_microbatch if backend.packs else 1
-
-        def check() -> None:
+        micros, own_error = [], ""
+        try:
             check_actions(batch, settings.head)
             check_tokens(batch.ragged("tokens"), *backend.limits)
-
-        def cut(at_least: int) -> list[MicroBatch]:
-            return pack(batch, budget, settings.head, at_least)
-
-        return agree_on_micro_batches(self._ranks, needs_actions, cut, check)
+            micros = pack(batch, budget, settings.head)
+        except EngineError as error:
+            own_error = str(error)
+        reports = ranks.gather((own_error, len(micros)))
+        if message := join_rank_errors([error for error, _ in reports]):
+            raise EngineError(message)
+        most = max(count for _, count in reports)
+        if needs_actions and not most:
+            raise EngineError("no row of the batch has an action token")
+        return micros if len(micros) == most else pack(batch, budget, settings.head, most)
 
     def step(self, batch: Batch, loss: TokenLoss, temperature: float = 1.0) -> UpdateResult:
         """See ``BaseTrainEngine``. The loss is called once per micro-batch; numeric columns reach it as ``[action
         tokens]``: ragged ones at their action tokens, dense ones repeated over their row's.
         """
         backend = self._require_ready("step")
-        if self._config is None:
+        if self._setup.config is None:
             raise EngineError("a frozen engine (no optimizer) cannot take a step")
-        if getattr(loss, "wants_entropy", False) and self._settings.head != "causal":
+        if getattr(loss, "wants_entropy", False) and self._setup.settings.head != "causal":
             raise EngineError("the loss wants the entropy, and only a causal head has one")
         micros = self._pack(batch, backend, needs_actions=True)
         totals: dict[str, float] = {}
         try:
             with self._memory.computing(self._owner):
-                totals = self._ranks.sum_scalars(backend.add_gradients(micros, batch, loss, temperature))
+                sums = backend.add_gradients(micros, batch, loss, temperature)
+                totals = self._setup.ranks.sum_scalars(sums)
                 value = check_loss(totals, self.version)
                 self._memory.hold(self._owner, "gradients", backend.reduce_gradients())
                 norm = backend.gradient_norm()
-                check_gradient_norm(norm, backend.first_bad_gradient, self.version)
+                if not math.isfinite(norm):
+                    raise refuse_update(f"the gradient norm is {norm}", backend.first_bad_gradient(), self.version)
                 lr = backend.update(self.version, norm)
         except BaseException as error:
-            _drop_gradients(backend, error)
-            if isinstance(error, NonFiniteUpdate) and self._skipped < self._config.skip_nonfinite:
-                return self._skip(error, totals)
-            raise
+            skipped = self._skip(backend, error, totals)
+            if skipped is None:
+                raise
+            return skipped
         backend.drop_gradients()
         self.version, self._skipped = self.version + 1, 0
         return UpdateResult(value, norm, lr, totals)
 
-    def _skip(self, error: NonFiniteUpdate, totals: Mapping[str, float]) -> UpdateResult:
-        """Every rank skips: all check the same sums."""
-        assert self._config is not None
+    def _skip(self, backend: TrainBackend, error: BaseException, totals: Mapping[str, float]) -> UpdateResult | None:
+        """Drop the gradients of a step that has failed. None unless the update is to be skipped: every rank skips one
+        that is not finite, for all check the same sums."""
+        config = self._setup.config
+        try:
+            backend.drop_gradients()
+        except RuntimeError as another:
+            error.add_note(f"Its gradients could not be dropped: {another}")
+        if config is None or not isinstance(error, NonFiniteUpdate) or self._skipped >= config.skip_nonfinite:
+            return None
         self._skipped += 1
-        _LOG.warning("skipped, as number %d of %d in a row: %s", self._skipped, self._config.skip_nonfinite, error)
-        lr = compute_learning_rate(self._config, self.version)
-        return UpdateResult(math.nan, math.nan, lr, select_metrics(totals), skipped=True)
+        _LOG.warning("skipped, as number %d of %d in a row: %s", self._skipped, config.skip_nonfinite, error)
+        metrics = {name: value for name, value in totals.items() if not name.startswith("\0")}  # the loss's own
+        return UpdateResult(math.nan, math.nan, compute_learning_rate(config, self.version), metrics, skipped=True)
 
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        with silenced(self._require_ready("without_adapters").module):
-            yield
+    def without_adapters(self) -> AbstractContextManager[None]:
+        return silenced(self._require_ready("without_adapters").module)
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
@@ -195,15 +217,15 @@ class BackendTrainEngine(ABC):
 
     @property
     def adapter_scale(self) -> float | None:
-        """See ``AdaptedSource``, as the next three. None for a subclass with weights of its own, and for a head that is
-        trained whole: they leave merged."""
-        lora = self._settings.lora
-        return lora.scale if lora is not None and self._has_own_adapters and self._settings.head == "causal" else None
+        """See ``AdaptedSource``, as the next three. None for a subclass that defines other weights, and for a head that
+        is trained whole: they leave merged."""
+        settings = self._setup.settings
+        is_apart = self._has_own_adapters() and settings.head == "causal"
+        return settings.lora.scale if settings.lora is not None and is_apart else None
 
-    @property
     def _has_own_adapters(self) -> bool:
         is_plain = type(self).named_weights is BackendTrainEngine.named_weights
-        return self._settings.lora is not None and is_plain
+        return self._setup.settings.lora is not None and is_plain
 
     def named_base_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
         return self._require_weights("named_base_weights").named_weights(dtype, merged=False)
@@ -213,18 +235,18 @@ class BackendTrainEngine(ABC):
 
     def any_rank(self, flag: bool) -> bool:
         is_whole = self.layout.ddp == self.layout.world_size  # on each rank, which gathers nothing
-        return flag if is_whole else any(self._ranks.gather(flag))
+        return flag if is_whole else any(self._setup.ranks.gather(flag))
 
     def publish(self) -> WeightSnapshot:
         """Whole on rank 0, without tensors on the others. If each rank has the whole model, rank 0 may call alone."""
-        if self._ranks.rank:
+        if self._setup.ranks.rank:
             deque(self.named_weights(), maxlen=0)
             return WeightSnapshot(self.version, {}, {}, {}, {})
         return take_snapshot(self.named_weights(), self.version)
 
     @torch.no_grad()
     def receive(self, weights: WeightSnapshot) -> None:
-        if self._config is not None:
+        if self._setup.config is not None:
             raise EngineError("an engine with an optimizer does not receive weights: only a frozen one does")
         backend = self._revive()
         verify_snapshot(weights, backend.shapes(), self.version if self._has_weights else -1)
@@ -232,31 +254,38 @@ class BackendTrainEngine(ABC):
         self.version, self._has_weights = weights.version, True
 
     def save(self, path: Path) -> None:
-        is_writer, adapters = self._ranks.rank == 0, self.named_adapters() if self._has_own_adapters else ()
-        tensors = chain(self.named_weights(), adapters)
-        copies = ((name, tensor.detach().to("cpu", copy=True)) for name, tensor in tensors if is_writer)
-        self._unsaved = {name: copy.contiguous() for name, copy in copies}
-        with nullcontext() if self._saves_again else self.saving():
+        tensors = chain(self.named_weights(), self.named_adapters() if self._has_own_adapters() else ())
+        with self.saving() if self._unsaved is None else nullcontext():
+            self._unsaved = {
+                name: tensor.detach().to("cpu", copy=True).contiguous()
+                for name, tensor in tensors
+                if self._setup.ranks.rank == 0
+            }
             self.save_again(path)
 
     def save_again(self, path: Path) -> None:
-        if self._ranks.rank:
+        setup = self._setup
+        if setup.ranks.rank:
             return
         if not self._unsaved:
             raise EngineError("save_again() repeats a save() inside of saving(), and there was none")
-        name, folder = self._spec.name, self._spec.folder
-        base = str(folder.resolve()) if folder is not None and Path(name).expanduser().is_dir() else name  # of the hub
-        weights, add = take_adapters(self._unsaved, self._settings.lora, base)
-        self._spec.save(Path(path), weights, DTYPES.get(self._settings.save_dtype), add)
+        adapters = {name: tensor for name, tensor in self._unsaved.items() if name.endswith((DOWN, UP))}
+        weights, add = {name: self._unsaved[name] for name in self._unsaved if name not in adapters}, None
+        if adapters and setup.settings.lora is not None:
+            name, folder = setup.spec.name, setup.spec.folder
+            is_local = folder is not None and Path(name).expanduser().is_dir()
+            base = str(folder.resolve()) if folder is not None and is_local else name  # of the hub
+            add = partial(write_adapters, weights, adapters, setup.settings.lora, base)
+        setup.spec.save(Path(path), weights, DTYPES.get(setup.settings.save_dtype), add)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
         """Inside, what :meth:`save` has gathered stays, for :meth:`save_again`."""
-        self._saves_again = True
+        self._unsaved = {}
         try:
             yield
         finally:
-            self._saves_again, self._unsaved = False, {}
+            self._unsaved = None
 
     # -- checkpoints --------------------------------------------------------------------------------------------------
 
@@ -277,13 +306,14 @@ class BackendTrainEngine(ABC):
         ``lora``) and ``optimizer`` (None if frozen): the live tensors.
         """
         counts = {"version": self.version, "skipped": self._skipped}
-        adapted = {"lora": self._adapters} if self._adapters is not None else {}
+        adapted = {"lora": self._setup.adapters} if self._setup.adapters is not None else {}
         return {**counts, **adapted, **self._require_weights("state_dict").local_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy in what :meth:`state_dict` returned on this rank; see :func:`restore_state` for errors."""
-        check_adapters(self._adapters, state, self._spec.name, lambda: self._revive().local_state()["model"])
-        self._revive().restore_local_state(state)
+        backend, setup = self._revive(), self._setup
+        check_adapters(setup.adapters, state, setup.spec.name, lambda: backend.local_state()["model"])
+        backend.restore_local_state(state)
         self.version, self._skipped, self._has_weights = int(state["version"]), int(state["skipped"]), True
 
     def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
@@ -327,18 +357,19 @@ class BackendTrainEngine(ABC):
         self._leave()
 
     def _leave(self) -> None:
-        self._ranks.close()
+        self._setup.ranks.close()
 
     def _revive(self) -> TrainBackend:
         if self._model is None:
             # Adapters are all that changes: the rest of such a model is in its files.
-            self._model = self._make(loaded=self._settings.lora is not None)
+            parked = ParkedTensors(self._owner, self._memory)
+            self._model = self._make(parked, loaded=self._setup.settings.lora is not None)
             self.base_version += 1
         return self._model
 
     def _require_weights(self, caller: str) -> TrainBackend:
         if self._model is None or not self._has_weights:
-            how = "load_state_dict, load_checkpoint" + ("" if self._config else " or receive")
+            how = "load_state_dict, load_checkpoint" + ("" if self._setup.config else " or receive")
             raise EngineError(f"{caller} needs weights, which were released by meta(): {how} brings new ones")
         return self._model
 
@@ -347,10 +378,3 @@ class BackendTrainEngine(ABC):
         if not backend.parked.on_device:
             raise EngineError(f"{caller} needs its device, and the engine is in host memory: cuda() brings it back")
         return backend
-
-
-def _drop_gradients(backend: TrainBackend, error: BaseException) -> None:
-    try:
-        backend.drop_gradients()
-    except RuntimeError as another:
-        error.add_note(f"Its gradients could not be dropped: {another}")

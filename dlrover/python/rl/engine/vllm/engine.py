@@ -20,8 +20,8 @@ from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
 from dlrover.python.rl.engine.model.loading import DTYPES
+from dlrover.python.rl.engine.model.ranks import device_environment
 from dlrover.python.rl.engine.model.spec import count_weight_bytes, get_head_width, load_meta_causal_lm
-from dlrover.python.rl.engine.model.visible_devices import device_environment
 from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions
 from dlrover.python.rl.engine.vllm.arguments import engine_arguments

@@ -30,7 +30,7 @@ from isal.isal_zlib import crc32, crc32_combine
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
-from dlrover.python.rl.engine.memory.host_pages import HostPages
+from dlrover.python.rl.engine.memory.offload import HostPages
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, Ticket, WeightTable, assemble_snapshot
 
 _PART = 1 << 22

@@ -28,7 +28,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.common.sockets import listening_socket
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
-from dlrover.python.rl.engine.memory.host_pages import HostPages
+from dlrover.python.rl.engine.memory.offload import HostPages
 from dlrover.python.rl.engine.weight_sync.base import (
     HOST_BUCKET,
     Pieces,
