@@ -50,8 +50,8 @@ BUGS = {
     "the last bucket has no end": Bug(_BUCKETS, "min(start + size, end)) for", "start + size) for"),
     "weights are whole before their seal": Bug(
         _BUCKETS,
-        "        self._map[seal_offset(self.table) :] = seal.pack()\n        self._publish(self._nbytes + 1)\n",
-        "        self._publish(self._nbytes + 1)\n",
+        "        self._map[seal_offset(self.table) :] = packed_seal\n        self.publish(self._nbytes + 1)\n",
+        "        self.publish(self._nbytes + 1)\n",
     ),
     "a receiver does not lock what it reads": Bug(
         _BUCKETS,
@@ -74,7 +74,7 @@ BUGS = {
         _DISK, "            if is_disk_full(error):\n                raise\n            what", "            what"
     ),
     "a sender that has ended is waited for": Bug(
-        _DISK, "return ticket.id in _sender_text(descriptor) and", "return False and"
+        _DISK, "if ticket_id == ticket.id and", "if False and"
     ),
     "a file that is cut while it is read is taken": Bug(
         _DISK,

@@ -143,7 +143,8 @@ def written(versions, number):
     table = WeightTable.of([("weight", torch.zeros(number))])
     ticket = Ticket(f"{number:032x}", number, "ACTOR[0]", table)
     versions.expect(ticket.id)
-    versions.write(ticket, iter([(0, torch.zeros(number).view(torch.uint8))]))
+    with versions.writing(ticket) as file:
+        file.write(ticket, iter([(0, torch.zeros(number).view(torch.uint8))]))
     return ticket
 
 
@@ -184,4 +185,6 @@ def test_another_user_of_the_host_gets_no_weights(monkeypatch, is_other):
     side, other = socket.socketpair()
     with side, other:
         monkeypatch.setattr(os, "getuid", lambda: own + is_other)
-        assert weight_server._is_allowed(side) == (not is_other)
+        served = []
+        weight_server._serve(side, served.append)
+        assert served == ([] if is_other else [side])

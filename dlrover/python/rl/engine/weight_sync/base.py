@@ -307,15 +307,6 @@ class SenderBase:
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         raise NotImplementedError
 
-    def _account(self, bucket: Any) -> None:
-        if self.settings.memory is not None:
-            self.settings.memory.hold(f"weight sync of {self.settings.name}", "buffer", [bucket])
-
-    def _release(self, bucket: Any) -> None:
-        """The bucket is about to be freed: gloo's threads keep it for a moment after the last broadcast."""
-        if self.settings.memory is not None:
-            self.settings.memory.release(bucket)
-
     @contextmanager
     def _pieces(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[Pieces]:
         """Offset and bytes (``uint8``) of successive pieces, none across the end of a bucket of this size.

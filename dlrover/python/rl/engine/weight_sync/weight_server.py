@@ -17,14 +17,13 @@ from contextlib import ExitStack, contextmanager, suppress
 
 import torch
 
-from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, Ticket, WeightTable
+from dlrover.python.rl.engine.weight_sync.base import Seal, Ticket, WeightTable
 from dlrover.python.rl.engine.weight_sync.buckets import HEAD_BYTES, WeightFile, seal_offset
 
 AVAILABLE, MISSING = b"+", b"-"
 """The answer to a request for a ticket."""
 
 ID_BYTES = 32
-_RECHECK_S = 0.5
 _PAUSE_S = 0.0005
 _CREDENTIALS = struct.Struct("3i")
 
@@ -32,14 +31,12 @@ BACKLOG = 1024
 
 
 class PublishedVersions:
-    """A sender's last version, and the one that is being written. Thread safe.
+    """A process's last version, and the one that is being written. Thread safe.
 
-    A file that no receiver has open takes the next version: its pages cost more than copying into them. Files of what
-    comes from another host are not reserved ``at_once``.
+    A file that no receiver has open takes the next version: its pages cost more than copying into them.
     """
 
-    def __init__(self, at_once: bool = True) -> None:
-        self._at_once = at_once
+    def __init__(self) -> None:
         self._changed = threading.Condition()
         self._files: dict[str, WeightFile] = {}
         self._prepared: WeightFile | None = None
@@ -52,23 +49,29 @@ class PublishedVersions:
             self._expected = ticket_id
 
     def prepare(self, table: WeightTable, device: str) -> None:
-        """Have the memory for the next version, which takes a second per GB or more, before a receiver waits for it."""
+        """Have the memory for the next version before a receiver waits for it."""
         with self._changed:
             file = self._find_unused(table)
-        file = file or WeightFile(table, self._at_once)
+        file = file or WeightFile(table)
+        file.reserve()
         file.pages.lock(torch.device(device))
         with self._changed:
             self._prepared = file
 
-    def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
-        """Write the ticket's weights, which receivers follow; dropped if that fails."""
-        with self.writing(ticket) as file:
-            return file.write(ticket, pieces)
-
     @contextmanager
     def writing(self, ticket: Ticket) -> Iterator[WeightFile]:
-        """The file that the ticket's weights are to be written into, which receivers follow; dropped if that fails."""
-        file = self._begin(ticket)
+        """The file that the ticket's weights are to be written into: the one before the last version, or a new one.
+        Receivers follow; it is dropped if that fails."""
+        with self._changed:
+            self._files.pop(ticket.id, None)
+            file = self._find_unused(ticket.table) or WeightFile(ticket.table)
+            file.publish(0)
+            self._prepared = None
+            last = next(reversed(self._files), "")
+            self._files = {last: self._files[last]} if last else {}
+            self._files[ticket.id] = file
+            self._writing = ticket.id
+            self._changed.notify_all()
         try:
             yield file
         except BaseException:
@@ -77,20 +80,6 @@ class PublishedVersions:
             raise
         finally:
             self.stop_waiting()
-
-    def _begin(self, ticket: Ticket) -> WeightFile:
-        """A file for the ticket's weights: the one before the last version, or a new one."""
-        with self._changed:
-            self._files.pop(ticket.id, None)
-            file = self._find_unused(ticket.table) or WeightFile(ticket.table, self._at_once)
-            file.clear()
-            self._prepared = None
-            last = next(reversed(self._files), "")
-            self._files = {last: self._files[last]} if last else {}
-            self._files[ticket.id] = file
-            self._writing = ticket.id
-            self._changed.notify_all()
-            return file
 
     def _find_unused(self, table: WeightTable) -> WeightFile | None:
         """The file that is prepared, or one of versions before the last; None if there is none, or receivers use it."""
@@ -119,8 +108,7 @@ class PublishedVersions:
 
     def wait_until_written(self, ticket_id: str) -> None:
         with self._changed:
-            while ticket_id == self._writing and not self._closed:
-                self._changed.wait(_RECHECK_S)
+            self._changed.wait_for(lambda: ticket_id != self._writing or self._closed)
 
     def close(self) -> None:
         """Drop all files; receivers that have one open are not affected."""
@@ -144,24 +132,21 @@ class WeightServer:
         threading.Thread(target=_listen, args=arguments, name="dlrover-weights", daemon=True).start()
 
 
-class NameTaken(Exception):
-    """A process of this host listens there."""
-
-
 def listen_on_host(name: str) -> socket.socket:
-    """A socket that processes of this host find by its name, until it is closed. Raises NameTaken."""
+    """A socket that processes of this host find by its name, until it is closed; OSError if another one has it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(b"\0" + name.encode())
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise NameTaken(name) from error
+        raise
     listener.listen(BACKLOG)
     return listener
 
 
 def connect_on_host(name: str, timeout_s: float) -> socket.socket | None:
-    """A connection to the process of this host that listens at a name; None if there is none."""
+    """A connection to the process of this host that listens at a name; None if there is none. OSError if it is another
+    user's."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
@@ -169,7 +154,18 @@ def connect_on_host(name: str, timeout_s: float) -> socket.socket | None:
     except OSError:
         connection.close()
         return None
+    if peer_credentials(connection)[1] != os.getuid():
+        connection.close()
+        raise PermissionError("another user's process listens at its name")
     return connection
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user of the other end, which is of this host."""
+    process, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(process), int(user)
 
 
 def _listen(
@@ -197,9 +193,10 @@ def _accept(listener: socket.socket, serve: Callable[[socket.socket], None], tim
 
 
 def _serve(connection: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-    """Serve one receiver, which sees a failure by itself: the connection ends before the weights do."""
+    """Serve one receiver: on this host a process of the same user, from others each that knows a ticket. It sees a
+    failure by itself: the connection ends before the weights do."""
     with connection, suppress(OSError):
-        if _is_allowed(connection):
+        if connection.family != socket.AF_UNIX or peer_credentials(connection)[1] == os.getuid():
             serve(connection)
 
 
@@ -219,19 +216,6 @@ def serve_version(connection: socket.socket, versions: PublishedVersions, timeou
     else:
         connection.sendall(AVAILABLE)
         _stream(connection, *opened, lambda: versions.is_writing(ticket_id))
-
-
-def _is_allowed(connection: socket.socket) -> bool:
-    """On this host only processes of the same user are allowed; from others, every process that knows a ticket."""
-    return connection.family != socket.AF_UNIX or peer_credentials(connection)[1] == os.getuid()
-
-
-def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user of the other end, which is of this host."""
-    process, user, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return int(process), int(user)
 
 
 def _stream(connection: socket.socket, descriptor: int, table: WeightTable, is_writing: Callable[[], bool]) -> None:
