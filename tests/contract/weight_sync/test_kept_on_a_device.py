@@ -24,7 +24,7 @@ from sync_sides import (
 
 from dlrover.python.rl.common.errors import EngineError, WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.weight_sync import cuda_ipc
+from dlrover.python.rl.engine.weight_sync import cuda_ipc, weight_server
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
@@ -125,7 +125,7 @@ def test_memory_that_cannot_be_opened_is_an_error_that_names_the_way_around(tmp_
     monkeypatch.setattr(cuda_ipc._Buffer, "handle", refuse if side == "sender" else lambda buffer: (refuse, ()))
     with pytest.raises(EngineError, match="CUDA IPC, use engine.weight_sync 'pull': CUDA error: invalid context$"):
         wire.sinks[0].receive(ticket)
-    monkeypatch.setattr(cuda_ipc, "peer_credentials", lambda connection: (1, os.getuid() + 1))
+    monkeypatch.setattr(weight_server, "peer_credentials", lambda connection: (1, os.getuid() + 1))
     with pytest.raises(WeightsLost, match="another user's process listens at its name"):
         wire.sinks[0].receive(ticket)
     wire.close()

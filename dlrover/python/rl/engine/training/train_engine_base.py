@@ -195,8 +195,8 @@ class BackendTrainEngine(ABC):
 
     @property
     def adapter_scale(self) -> float | None:
-        """See ``AdaptedSource``, as the next three. None for a subclass with weights of its own, and for a head that is
-        trained whole: they leave merged."""
+        """See ``AdapterTransport``, as the next three. None for a subclass with weights of its own, and for a head that
+        is trained whole: they leave merged."""
         lora = self._settings.lora
         return lora.scale if lora is not None and self._has_own_adapters and self._settings.head == "causal" else None
 

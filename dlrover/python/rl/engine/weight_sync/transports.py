@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports that a job chooses from with ``engine.weight_sync``, and what each one requires."""
+"""The transports that a job chooses from with ``engine.weight_sync``, what each one requires, and adapters alone behind
+one copy of the model that they are added to.
+"""
 
 import os
 import tempfile
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from annotated_types import Ge, Gt
 
 from dlrover.python.rl.common.disk_space import is_disk_full
-from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError
+from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, WeightSyncError
 from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.config.typed import lies_in, parse, salvage
-from dlrover.python.rl.engine.weight_sync.adapters import AdapterTransport
-from dlrover.python.rl.engine.weight_sync.base import ALIGN, SyncSettings, WeightTransport, waits_for_receivers
+from dlrover.python.rl.engine.api.weights import Adapters, WeightSnapshot, WeightStamp, adapted_stamp
+from dlrover.python.rl.engine.weight_sync.base import (
+    ALIGN,
+    SyncSettings,
+    Ticket,
+    WeightSource,
+    WeightTransport,
+    waits_for_receivers,
+)
 
 _PACKAGE = "dlrover.python.rl.engine.weight_sync"
 
@@ -125,6 +137,140 @@ def check_collocation(
             f"engine.weight_sync '{name}' sends to {receivers} rollouts at once, which in one process receive one after"
             " the other: leave out --local, or use 'pull', or one rollout"
         )
+
+
+_MODEL, _ADAPTERS = "model", "adapters"
+
+
+class _Adapters:
+    """The adapters of a source, as a source."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = weakref.proxy(source)
+
+    @property
+    def version(self) -> int:
+        return int(self.source.version)
+
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        named: Iterator[tuple[str, Any]] = self.source.named_adapters()
+        return named
+
+
+@dataclass(eq=False)
+class _Base:
+    """The model under a source's adapters, as a source, and what has become of it."""
+
+    owner: "weakref.ref[Any]"
+    version: int
+    adapters: _Adapters
+    transport: WeightTransport
+    ticket: Ticket | None = None
+    is_sent: bool = False
+    stamp: WeightStamp | None = None  # on the rank that leads
+
+    def is_of(self, source: Any) -> bool:
+        owner = self.owner()
+        return owner is not None and owner is source and bool(self.version == owner.base_version)
+
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        named: Iterator[tuple[str, Any]] = self.adapters.source.named_base_weights(dtype)
+        return named
+
+
+class AdapterTransport:
+    """Implements ``WeightTransport`` over transports that keep what was sent: one for models that are sent whole, and
+    if need be one for the model under the adapters and one for these. ``make`` gets a name to be added to the channel.
+
+    ::
+
+        sender                                          receivers
+          the model without adapters   ---- once ---->    kept, as bytes
+          the adapters of version 7    ------------->     added to it, tensor by tensor, where the engine takes them
+          the adapters of version 8    ------------->
+
+    A model of 7 B has 15 GB in bf16, and its adapters of rank 16 have 0.2 GB in float32. A source with adapters has
+    besides ``named_weights``:
+
+    - ``adapter_scale``, the factor of ``up @ down``; None if it has no adapters to send alone.
+    - ``base_version``, another one on all train ranks once the weights may have changed to which adapters are added.
+    - ``named_base_weights(dtype)``, the weights without the adapters.
+    - ``named_adapters()``, under the names of their weights with ``DOWN`` (``[rank, inputs]``) or ``UP`` (``[outputs,
+      rank]``); a collective, too.
+    - ``any_rank(flag)``, True on all ranks that gather weights together if the flag is true on one; a collective.
+    """
+
+    def __init__(self, make: Callable[[str], WeightTransport], settings: SyncSettings) -> None:
+        self.settings = settings
+        self._make, self._whole = make, make("")
+        self._parts: dict[str, WeightTransport] = {}
+        self._base: _Base | None = None
+        self._received: tuple[str, WeightSnapshot] | None = None
+
+    def _part(self, name: str) -> WeightTransport:
+        if name not in self._parts:
+            self._parts[name] = self._make(name)
+        return self._parts[name]
+
+    # -- the sender ---------------------------------------------------------------------------------------------------
+
+    def offer(self, source: WeightSource) -> Ticket:
+        scale = getattr(source, "adapter_scale", None)
+        if scale is None:
+            return self._whole.offer(source)
+        base = self._base
+        if base is None or not base.is_of(source):
+            if _MODEL in self._parts:
+                self._parts.pop(_MODEL).close()
+            owner: Any = source
+            base = _Base(weakref.ref(owner), owner.base_version, _Adapters(owner), self._part(_MODEL))
+            self._base = base
+        keeps: Callable[[Ticket], bool] = getattr(base.transport, "keeps", lambda ticket: True)
+        if base.ticket is None or not base.is_sent or not keeps(base.ticket):  # receivers can no longer get it
+            base.ticket, base.is_sent = base.transport.offer(base), False
+        return replace(self._part(_ADAPTERS).offer(base.adapters), base=base.ticket, scale=scale)
+
+    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
+        if ticket.base is None:
+            return self._whole.send(ticket, source)
+        base = self._base
+        if base is None or not base.is_of(source):
+            raise WeightSyncError(f"{ticket} was offered, and the source has another model under its adapters")
+        is_new = base.adapters.source.any_rank(not base.is_sent)
+        try:
+            if is_new:
+                base.is_sent = False
+                base.stamp = base.transport.send(ticket.base, base)
+                base.is_sent = True
+        finally:  # after a failure, too: the other ranks take part in this
+            stamp = self._part(_ADAPTERS).send(ticket, base.adapters)
+        if stamp is None or base.stamp is None:
+            return None  # this rank does not lead
+        return adapted_stamp(base.stamp, stamp, ticket.scale)
+
+    # -- the receivers ------------------------------------------------------------------------------------------------
+
+    def receive(self, ticket: Ticket) -> WeightSnapshot:
+        if ticket.base is None:
+            self._received = None
+            return self._whole.receive(ticket)
+        if self._received is None or self._received[0] != ticket.base.id:
+            self._received = None  # before another one comes
+            self._received = ticket.base.id, self._part(_MODEL).receive(ticket.base)
+        base = self._received[1]
+        adapters = Adapters(self._part(_ADAPTERS).receive(replace(ticket, base=None)), ticket.scale)
+        locks = [lock for lock in (base.lock_pages, adapters.factors.lock_pages) if lock is not None]
+
+        def lock_pages(device: torch.device) -> bool:
+            return all([lock(device) for lock in locks])
+
+        return replace(base, version=ticket.version, adapters=adapters, lock_pages=lock_pages if locks else None)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for transport in (self._whole, *self._parts.values()):
+                stack.callback(transport.close)
+        self._parts, self._base, self._received = {}, None, None
 
 
 def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings) -> WeightTransport:
