@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.engine.rollout_torch.cache import ADMIT_SHARE, ROW_GROUP, Scheduler
+from dlrover.python.rl.engine.rollout_torch.batch import ADMIT_SHARE, Scheduler
+from dlrover.python.rl.engine.rollout_torch.decoder import ROW_GROUP
 
 
 def test_requests_are_active_in_order_and_a_free_row_is_taken_at_once():
