@@ -20,7 +20,7 @@ def test_requests_are_active_in_order_and_a_free_row_is_taken_at_once():
     assert scheduler.admit() == []
     assert scheduler.remove({1}) == [0, 2]
     assert scheduler.active == [0, 2]
-    assert scheduler.upcoming() == [3]
+    assert scheduler.waiting[0] == 3
     assert scheduler.admit() == [3]
     assert scheduler.active == [0, 2, 3]
 

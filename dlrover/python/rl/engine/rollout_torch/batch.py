@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
@@ -65,10 +66,6 @@ class Scheduler:
         """How many :meth:`admit` would activate."""
         free_rows = max(0, min(self.rows - len(self.active), len(self.waiting)))
         return 0 if free_rows < min(self.rows // ADMIT_SHARE, len(self.waiting)) else free_rows
-
-    def upcoming(self) -> list[int]:
-        """The request that is admitted next; empty when none waits."""
-        return [self.waiting[0]] if self.waiting else []
 
     def remove(self, numbers: Collection[int]) -> list[int]:
         """Remove requests; returns for each row still in use the row its request had before: the same or a later."""
@@ -305,8 +302,9 @@ class ContinuousBatch:
             keys.append(key)
         if keys:
             logits.append(self._add_rows(keys, unread))
-            upcoming = [self._requests.by_number[number].sequence.tobytes() for number in self._scheduler.upcoming()]
-            self._prefixes = {key: self._prefixes[key] for key in upcoming if key in self._prefixes}
+            running = self._requests.by_number
+            upcoming = {running[number].sequence.tobytes() for number in islice(self._scheduler.waiting, 1)}
+            self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if key in upcoming}
         return logits
 
     def _add_rows(self, keys: Sequence[bytes], unread: Mapping[bytes, Ids]) -> Any:

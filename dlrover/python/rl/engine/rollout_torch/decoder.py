@@ -257,11 +257,11 @@ class HuggingFaceDecoder:
             mask, pasts = [self._mask, *mask], [_past(self._cache), *pasts]
         self._mask = torch.cat([functional.pad(part, (width - part.shape[1], 0)) for part in mask])
         layers = [zip(*pairs, strict=True) for pairs in zip(*pasts, strict=True)]
-
-        def widened(entries: Any) -> Any:
-            return functional.pad(entries, (0, 0, width - entries.shape[2], 0))
-
-        self._fill([[torch.cat([widened(part) for part in parts]) for parts in layer] for layer in layers])
+        padded = [
+            [torch.cat([functional.pad(part, (0, 0, width - part.shape[2], 0)) for part in parts]) for parts in layer]
+            for layer in layers
+        ]
+        self._fill(padded)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row ``i`` what ``rows[i]`` was; those beyond are free."""

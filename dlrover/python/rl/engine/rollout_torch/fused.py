@@ -118,18 +118,19 @@ class SlotCache:
             spans.append((begin, start + len(lengths), longest))
         bias, longest = None, max(self.lengths)
         if min(self.lengths) < longest:  # minus infinity beyond each row's length, else 0
-            begins = [self._data.shape[4] - length for length in self.lengths for _ in range(self._heads)]
-            bias = self._windows(longest, torch.tensor(begins, device=self._mask.device))
-        return [self._segment(*span, bias, heads // self._heads) for span in spans]
-
-    def _segment(self, start: int, stop: int, longest: int, bias: Any, sharing: int) -> Segment:
-        """``sharing`` queries share one head's keys and values; ``bias`` is that of all rows."""
-        hidden = None if bias is None else bias[start * self._heads : stop * self._heads, :, :longest]
-        if self._data.device.type != "cpu":
-            return Segment(start, stop, longest, hidden, None, None)
-        first = self._starts[start:stop, 1].to(torch.int32).view(-1, 1, 1).expand(-1, sharing, 1)
-        values = (first + torch.arange(longest, dtype=torch.int32)).flatten()
-        return Segment(start, stop, longest, hidden, values, torch.arange(0, len(values), longest, dtype=torch.int32))
+            offsets = [self._data.shape[4] - length for length in self.lengths for _ in range(self._heads)]
+            bias = self._windows(longest, torch.tensor(offsets, device=self._mask.device))
+        segments, sharing = [], heads // self._heads  # so many queries share one head's keys and values
+        for start, stop, longest in spans:
+            hidden, values, begins = None, None, None
+            if bias is not None:
+                hidden = bias[start * self._heads : stop * self._heads, :, :longest]
+            if self._data.device.type == "cpu":
+                first = self._starts[start:stop, 1].to(torch.int32).view(-1, 1, 1).expand(-1, sharing, 1)
+                values = (first + torch.arange(longest, dtype=torch.int32)).flatten()
+                begins = torch.arange(0, len(values), longest, dtype=torch.int32)
+            segments.append(Segment(start, stop, longest, hidden, values, begins))
+        return segments
 
     def whole(self, positions: Any, longest: int) -> Segment:
         """The first rows as one segment, up to the positions ``[rows]``, whose values only the device knows."""

@@ -38,18 +38,13 @@ class SamplingPlan:
     known_ids: int | None = None  # ids from this one on are not sampled
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
-    plan: SamplingPlan
-    output: list[int]  # vLLM's own list of the generated tokens, which grows
-
-
 class PositionSampler(LogitsProcessor):
     """vLLM creates one in each worker."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, tuple[SamplingPlan, list[int]]] = {}
+        """The plan of each row, and vLLM's own list of its generated tokens, which grows."""
         self._groups: list[tuple[SamplingParams, list[int]]] = []
 
     def is_argmax_invariant(self) -> bool:
@@ -60,8 +55,8 @@ class PositionSampler(LogitsProcessor):
         if not process_dict_updates(self._rows, batch_update, _row):
             return
         groups: dict[tuple[Any, ...], tuple[SamplingParams, list[int]]] = {}
-        for number, row in self._rows.items():
-            sampling = row.plan.sampling
+        for number, (plan, _) in self._rows.items():
+            sampling = plan.sampling
             key = sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs
             groups.setdefault(key, (sampling, []))[1].append(number)
         self._groups = list(groups.values())
@@ -70,20 +65,22 @@ class PositionSampler(LogitsProcessor):
         """Sample a token for each row of ``logits`` ``[rows, vocab]``, and leave only its log-prob there."""
         for sampling, rows in self._groups:
             index = torch.tensor(rows, device=self._device)
-            uniforms = [(self._rows[row].plan.uniform, len(self._rows[row].output)) for row in rows]
+            plans = [self._rows[row] for row in rows]
             # The last number stays for tokens past the last, which vLLM discards.
-            numbers = [values[min(count, len(values) - 1)] for values, count in uniforms]
+            numbers = [plan.uniform[min(len(output), len(plan.uniform) - 1)] for plan, output in plans]
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-            known_ids = self._rows[rows[0]].plan.known_ids  # the engine's
+            known_ids = plans[0][0].known_ids  # the engine's
             tokens, logprobs = choose(logits[index, :known_ids], sampling, uniform)
             logits[index] = -torch.inf
             logits[index, tokens] = logprobs.to(logits.dtype)
         return logits
 
 
-def _row(params: VllmSamplingParams, prompt: list[int] | None, output: list[int]) -> _Row | None:
+def _row(
+    params: VllmSamplingParams, prompt: list[int] | None, output: list[int]
+) -> tuple[SamplingPlan, list[int]] | None:
     plan = (params.extra_args or {}).get(EXTRA)
-    return None if plan is None else _Row(plan, output)
+    return None if plan is None else (plan, output)
 
 
 _dispatch = layers.dispatch_cpu_unquantized_gemm

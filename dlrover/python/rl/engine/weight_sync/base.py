@@ -327,24 +327,21 @@ class SenderBase:
     def _iterate(self, ticket: Ticket, source: WeightSource, bucket: int) -> Pieces:
         offers = zip(ticket.table.entries, ticket.table.spans(), strict=True)
         for offer, named in zip_longest(offers, self._named_weights(source)):
-            flat = self._validate_tensor(ticket, offer and offer[0], named)
+            entry, offered = named and TensorEntry.of(*named), offer and offer[0]
+            if entry != offered:
+                self._table = None
+                names = [each.name for each in ticket.table.entries]
+                nearest = hint(entry.name, names) if entry and not offered else ""
+                raise WeightSyncError(
+                    f"the source of version {ticket.version} gives {entry or 'nothing'} where {offered or 'nothing'}"
+                    f" was offered{nearest}"
+                )
+            flat = named[1].detach().contiguous().reshape(-1).view(torch.uint8)
             begin, end = start, _ = offer[1]
             while begin < end:
                 stop = min(end, (begin // bucket + 1) * bucket)
                 yield begin, flat[begin - start : stop - start]
                 begin = stop
-
-    def _validate_tensor(self, ticket: Ticket, offered: TensorEntry | None, named: tuple[str, Any] | None) -> Any:
-        entry = TensorEntry.of(*named) if named else None
-        if named is None or entry != offered:
-            self._table = None
-            names = [offer.name for offer in ticket.table.entries]
-            nearest = hint(entry.name, names) if entry and not offered else ""
-            raise WeightSyncError(
-                f"the source of version {ticket.version} gives {entry or 'nothing'} where {offered or 'nothing'}"
-                f" was offered{nearest}"
-            )
-        return named[1].detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def assemble_snapshot(

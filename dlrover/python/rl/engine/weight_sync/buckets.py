@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes of weights: buckets that are filled, fingerprints of what passes, and the host memory that it comes to.
+"""Bytes of weights: buckets that are filled, fingerprints of what passes, and the memory that it comes to.
 
 A :class:`WeightFile` is memory without a name in any file system: the kernel frees it when the last process that has it
 open ends. It has three parts, and may be read while it is written::
@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,14 +22,17 @@ from dataclasses import replace
 from functools import cache, lru_cache
 from itertools import islice
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from isal.isal_zlib import crc32, crc32_combine
+from torch.multiprocessing.reductions import reduce_tensor
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.memory.host_pages import HostPages
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, Ticket, WeightTable, assemble_snapshot
 
@@ -218,17 +222,13 @@ def seal_offset(table: WeightTable) -> int:
     return HEAD_BYTES + -(-table.nbytes // ALIGN) * ALIGN
 
 
-def _file_size(table: WeightTable) -> int:
-    return seal_offset(table) + Seal.size(table)
-
-
 class WeightFile:
     """A version in memory, which can be overwritten by another one with the same table."""
 
     def __init__(self, table: WeightTable) -> None:
         self._descriptor = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
-        self.table, self._nbytes, self._size = table, table.nbytes, _file_size(table)
+        self.table, self._nbytes, self._size = table, table.nbytes, seal_offset(table) + Seal.size(table)
         os.ftruncate(self._descriptor, self._size)
         reserve(self._descriptor, 0, HEAD_BYTES)
         self._map = _map(self._descriptor, self._size, mmap.ACCESS_WRITE)
@@ -273,20 +273,69 @@ class WeightFile:
         self._map[seal_offset(self.table) :] = packed_seal
         self.publish(self._nbytes + 1)
 
-    def open(self, lock: int) -> int | None:
-        """Another descriptor of the file, for reading and with a lock; None if another lock forbids it."""
+    def clear(self) -> None:
+        self.publish(0)
+
+    def lend(self) -> tuple[int, WeightTable] | None:
+        """A descriptor of the file, locked against being overwritten, and its table; None if it is being taken."""
+        descriptor = self._open(fcntl.LOCK_SH)
+        return None if descriptor is None else (descriptor, self.table)
+
+    def is_open(self) -> bool:
+        descriptor = self._open(fcntl.LOCK_EX)
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is None
+
+    def _open(self, lock: int) -> int | None:
         descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         if try_lock(descriptor, lock):
             return descriptor
         os.close(descriptor)
         return None
 
+
+class DeviceBuffer:
+    """Memory on a device for the tensors of ``table``; zeros between them."""
+
+    seal: Seal  # once it is written
+
+    def __init__(self, memory: DeviceMemory, owner: str, table: WeightTable) -> None:
+        self.id, self.table, self.readers, self._lock = uuid4().hex, table, 0, threading.Lock()
+        nbytes = -(-table.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        self._descriptor: int | None = None
+        if torch.device(memory.device).type == "cuda":
+            self.flat = memory.allocate(owner, "buffer", (nbytes,), torch.uint8)
+            return
+        memory.require(owner, "buffer", nbytes)
+        self._descriptor = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.posix_fallocate(self._descriptor, 0, nbytes)
+        self.flat = map_tensor(self._descriptor)
+        memory.hold(owner, "buffer", [self.flat])
+
+    def clear(self) -> None:
+        """Do nothing: what is being written is not lent."""
+
     def is_open(self) -> bool:
-        """Return True if a receiver has it open."""
-        descriptor = self.open(fcntl.LOCK_EX)
-        if descriptor is not None:
-            os.close(descriptor)
-        return descriptor is None
+        return self.readers > 0
+
+    def lend(self) -> "DeviceBuffer":
+        with self._lock:
+            self.readers += 1
+        return self
+
+    def give_back(self) -> None:
+        with self._lock:
+            self.readers -= 1
+
+    def handle(self) -> Any:
+        """What another process opens it with, once."""
+        return reduce_tensor(self.flat) if self._descriptor is None else f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+
+def map_tensor(descriptor: int) -> Any:
+    return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
 
 
 class MappedWeights:
@@ -297,7 +346,8 @@ class MappedWeights:
     """
 
     def __init__(self, descriptor: int, table: WeightTable, maps: dict[int, HostPages]) -> None:
-        self._descriptor, self._size, self._seal_at = descriptor, _file_size(table), seal_offset(table)
+        self._descriptor, self._seal_at = descriptor, seal_offset(table)
+        self._size = self._seal_at + Seal.size(table)
         self._check_length()
         inode = os.fstat(descriptor).st_ino
         pages = maps.pop(inode, None)

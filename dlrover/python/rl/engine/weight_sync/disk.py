@@ -61,6 +61,7 @@ class DiskTransport(SenderBase):
         if not settings.channel or {".", "/"} & set(settings.channel):
             raise ValueError(f"'{settings.channel}' cannot name a sender: it becomes the first part of file names")
         self._folder, self._last = settings.folder, ""
+        self._sender_path = self._folder / f"{settings.channel}{_SENDER}"
         self._arena = HostArena()
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
@@ -122,10 +123,6 @@ class DiskTransport(SenderBase):
 
     def _path(self, ticket_id: str, suffix: str = _WEIGHTS) -> Path:
         return self._folder / f"{self.settings.channel}.{ticket_id}{suffix}"
-
-    @property
-    def _sender_path(self) -> Path:
-        return self._folder / f"{self.settings.channel}{_SENDER}"
 
     @contextmanager
     def _locked(self, ticket: Ticket) -> Iterator[None]:

@@ -23,6 +23,8 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.progress import note_progress
@@ -33,17 +35,17 @@ from dlrover.python.rl.engine.weight_sync.base import (
     HOST_BUCKET,
     Pieces,
     Seal,
-    SenderBase,
     StallTimer,
     SyncSettings,
     Ticket,
     WeightSource,
     refuse_adapters,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, MappedWeights
+from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, MappedWeights, WeightFile
 from dlrover.python.rl.engine.weight_sync.weight_server import (
     AVAILABLE,
     BACKLOG,
+    KeepingSender,
     PublishedVersions,
     WeightServer,
     connect_on_host,
@@ -62,20 +64,17 @@ _TURN_S, _PATIENCE_S, _PAUSE_S = 0.2, 1.0, 0.01
 from which on each may fetch its own."""
 
 
-class PullTransport(SenderBase):
+class PullTransport(KeepingSender[WeightFile]):
     """Implements ``WeightTransport``. Any number of receivers, at any time; a version stays until the second after it.
 
     The sender's ``address`` is required if receivers are on other hosts. With ``maps_pages`` the receivers of a host
     map one copy; else each gets its own through TCP.
     """
 
-    sends_adapters_alone = True
-
     def __init__(self, settings: SyncSettings | None = None, *, maps_pages: bool = True) -> None:
         super().__init__(settings)
         self._maps_pages = maps_pages
-        self._versions, self._fetched = PublishedVersions(), PublishedVersions()
-        self._server: WeightServer | None = None
+        self._versions, self._fetched = PublishedVersions(WeightFile), PublishedVersions(WeightFile)
         self._names: dict[str, Any] = {}
         self._relay: WeightServer | None = None  # gives what this process has fetched to others of its host
         self._mapped_process = 0
@@ -85,8 +84,9 @@ class PullTransport(SenderBase):
         ticket = super().offer(source)
         if self.settings.is_leader:
             with suppress(WeightSyncError, OSError):  # send() raises it, once this rank has taken part in the gathering
-                self._versions.prepare(ticket.table, self.settings.device)
-        self._versions.expect(ticket.id)
+                file = self._versions.prepare(ticket.table)
+                file.reserve()
+                file.pages.lock(torch.device(self.settings.device))
         return ticket
 
     def _address(self) -> dict[str, Any]:
@@ -98,15 +98,9 @@ class PullTransport(SenderBase):
             self._names = {"local_name": name, "tcp_port": int(remote.getsockname()[1])}
         return {**self._names, "host": host}
 
-    def _serve(self, versions: PublishedVersions, *listeners: socket.socket) -> WeightServer:
+    def _serve(self, versions: PublishedVersions[WeightFile], *listeners: socket.socket) -> WeightServer:
         timeout_s = self.settings.timeout_s
         return WeightServer(partial(serve_version, versions=versions, timeout_s=timeout_s), listeners, timeout_s)
-
-    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        try:
-            return super().send(ticket, source)
-        finally:
-            self._versions.stop_waiting()
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         with self._versions.writing(ticket) as file:
@@ -216,7 +210,7 @@ class PullTransport(SenderBase):
                     note_progress()
 
                 crcs = file.fill(shown, read, lambda: read_exactly(connection, Seal.size(ticket.table)))
-            opened = self._fetched.open(ticket.id, self.settings.timeout_s)
+            opened = self._fetched.open(ticket.id, self.settings.timeout_s, WeightFile.lend)
             assert opened is not None, "it was written just now"
             self._use_maps_of(os.getpid())
             return MappedWeights(opened[0], ticket.table, self._maps).snapshot(ticket, crcs)
@@ -247,14 +241,11 @@ class PullTransport(SenderBase):
         """Give back the memory of what this process has fetched: another one has the weights for all of this host."""
         self._close_relay()
         self._fetched.close()
-        self._fetched = PublishedVersions()
+        self._fetched = PublishedVersions(WeightFile)
 
     def close(self) -> None:
         self._drop_fetched()
-        self._versions.close()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        super().close()
         self._maps.clear()
 
 
