@@ -89,10 +89,6 @@ class RunningRequest:
         """Prompt and completion so far: ``[seq]``."""
         return np.concatenate([self.request.prompt, np.array(self.tokens, dtype=np.int64)])
 
-    @property
-    def max_length(self) -> int:
-        return len(self.request.prompt) + self.sampling.max_new_tokens
-
     @cached_property
     def sampling_key(self) -> tuple[Any, ...]:
         """Requests with equal keys can be sampled in one call."""

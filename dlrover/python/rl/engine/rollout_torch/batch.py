@@ -166,7 +166,9 @@ class ContinuousBatch:
 
     def add(self, numbers: Sequence[int]) -> None:
         """Queue these running requests behind the others."""
-        longest = max((self._requests.by_number[number].max_length for number in numbers), default=0)
+        running = [self._requests.by_number[number] for number in numbers]
+        lengths = [len(each.request.prompt) + each.sampling.max_new_tokens for each in running]
+        longest = max(lengths, default=0)
         self._needed = max(self._needed, longest) if self._scheduler.has_requests else longest
         self._scheduler.add(numbers)
 

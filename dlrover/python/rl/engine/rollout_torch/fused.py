@@ -201,16 +201,6 @@ class _Layer:
     head_norms: tuple[Any, Any] | None
 
 
-@dataclass(frozen=True, eq=False)
-class _Views:
-    """The weights as the forward pass reads them."""
-
-    embedding: Any = None
-    layers: tuple[_Layer, ...] = ()
-    norm: Any = None
-    head: Any = None
-
-
 class FusedDecoder:
     """A decoder, as :class:`HuggingFaceDecoder`, for models for which :func:`is_supported` is True; their weights are
     copied.
@@ -242,11 +232,9 @@ class FusedDecoder:
 
     def bind(self) -> None:
         self._record()
-        self._weights = _Views()
+        self._layers: list[_Layer] = []
         if self.store.place == "cuda":
-            views = self.store.views
-            layers = tuple(self._layer(f"model.layers.{layer}.") for layer in range(self._shape.layers))
-            self._weights = _Views(views[_EMBEDDING], layers, views[_NORM], views.get(_HEAD, views[_EMBEDDING]))
+            self._layers = [self._layer(f"model.layers.{layer}.") for layer in range(self._shape.layers)]
 
     def _layer(self, head: str) -> _Layer:
         def linear(part: Sequence[str]) -> tuple[Any, Any]:
@@ -296,13 +284,13 @@ class FusedDecoder:
         padded = np.zeros((len(sequences), max(lengths)), dtype=np.int64)
         for row, tokens in enumerate(sequences):
             padded[row, : len(tokens)] = tokens
-        hidden = functional.embedding(torch.from_numpy(padded).to(self.store.device), self._weights.embedding)
+        hidden = functional.embedding(torch.from_numpy(padded).to(self.store.device), self.store.views[_EMBEDDING])
         cos, sin = self._rotations
         rotations = cos[: max(lengths)], sin[: max(lengths)]
         last, pasts = (torch.arange(len(lengths)), torch.tensor(lengths) - 1), []
-        for layer in self._weights.layers:
+        for layer in self._layers:
             attended, past = self._attend_sequences(layer, hidden, rotations)
-            if layer is self._weights.layers[-1]:
+            if layer is self._layers[-1]:
                 hidden, attended = hidden[last], attended[last]
             _add_product(hidden.flatten(0, -2), attended.flatten(0, -2), layer.out)
             self._feed_forward(layer, hidden.flatten(0, -2))
@@ -335,8 +323,8 @@ class FusedDecoder:
         indices = self._slots.indices(positions)
         cos, sin = self._rotations
         rotations = cos[positions][:, None], sin[positions][:, None]
-        hidden = functional.embedding(tokens, self._weights.embedding)
-        for index, layer in enumerate(self._weights.layers):
+        hidden = functional.embedding(tokens, self.store.views[_EMBEDDING])
+        for index, layer in enumerate(self._layers):
             heads = self._heads(layer, self._rms_norm(hidden, layer.before), rotations)
             self._slots.write(index, indices, heads[:, self._shape.heads :])
             _add_product(hidden, self._attend(index, heads, segments), layer.out)
@@ -423,7 +411,8 @@ class FusedDecoder:
         _add_product(hidden, functional.silu(gate).mul_(up).t(), layer.down)
 
     def _logits(self, hidden: Any) -> Any:
-        return functional.linear(self._rms_norm(hidden, self._weights.norm), self._weights.head)
+        views = self.store.views
+        return functional.linear(self._rms_norm(hidden, views[_NORM]), views.get(_HEAD, views[_EMBEDDING]))
 
 
 def _add_product(hidden: Any, inputs: Any, linear: tuple[Any, Any]) -> None:

@@ -23,7 +23,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -298,33 +297,21 @@ class SenderBase:
         return {}
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        bucket = ticket.address.get("bucket", self.settings.bucket)
-        with self._pieces(ticket, source, bucket) as pieces:
+        if source.version != ticket.version:
+            raise WeightSyncError(f"version {ticket.version} was offered, and the source is at {source.version}")
+        pieces = self._iterate(ticket, source, ticket.address.get("bucket", self.settings.bucket))
+        try:
             if self._unreachable is not None:
                 raise self._unreachable
             return self._write(ticket, pieces) if self.settings.is_leader else None
+        finally:  # the other ranks are inside the same collective, and would wait for this one
+            deque(pieces, maxlen=0)
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         raise NotImplementedError
 
-    @contextmanager
-    def _pieces(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[Pieces]:
-        """Offset and bytes (``uint8``) of successive pieces, none across the end of a bucket of this size.
-
-        What the block leaves is consumed: the other ranks are inside the same collective, and would wait for this one.
-
-        Raises:
-            WeightSyncError: at once: the source has another version than was offered; later: other tensors.
-        """
-        if source.version != ticket.version:
-            raise WeightSyncError(f"version {ticket.version} was offered, and the source is at {source.version}")
-        pieces = self._iterate(ticket, source, bucket)
-        try:
-            yield pieces
-        finally:
-            deque(pieces, maxlen=0)
-
     def _iterate(self, ticket: Ticket, source: WeightSource, bucket: int) -> Pieces:
+        """Offset and bytes (``uint8``) of successive pieces, none across the end of a bucket of this size."""
         offers = zip(ticket.table.entries, ticket.table.spans(), strict=True)
         for offer, named in zip_longest(offers, self._named_weights(source)):
             entry, offered = named and TensorEntry.of(*named), offer and offer[0]

@@ -43,6 +43,7 @@ from dlrover.python.rl.engine.weight_sync.base import (
 from dlrover.python.rl.engine.weight_sync.buckets import DeviceBuffer, device_fingerprints, map_tensor
 from dlrover.python.rl.engine.weight_sync.weight_server import (
     AVAILABLE,
+    GONE,
     ID_BYTES,
     MISSING,
     KeepingSender,
@@ -51,6 +52,7 @@ from dlrover.python.rl.engine.weight_sync.weight_server import (
     connect_on_host,
     listen_on_host,
     read_exactly,
+    request,
 )
 
 _LENGTH = struct.Struct("<I")
@@ -59,8 +61,6 @@ _ASK = b"?"
 
 _MOST_OPENED = 2
 """A sender keeps two versions: a step may send two, and a member that is replaced in it receives both again."""
-
-_GONE = "is not there: the sender has gone on, or sent nothing"
 
 _versions: "weakref.WeakValueDictionary[str, PublishedVersions[DeviceBuffer]]" = weakref.WeakValueDictionary()
 """Those of this process's senders, by the names in their tickets."""
@@ -126,7 +126,7 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         if versions is not None:
             buffer = versions.open(ticket.id, self.settings.timeout_s, DeviceBuffer.lend, whole=True)
             if buffer is None:
-                raise WeightsLost(f"{ticket} {_GONE}")
+                raise WeightsLost(f"{ticket} {GONE}")
             return buffer.flat, buffer.seal, buffer.give_back
         connection = connect_on_host(ticket.address["on_device"], self.settings.timeout_s)
         if connection is None:
@@ -139,9 +139,7 @@ class CudaIpcTransport(KeepingSender[DeviceBuffer]):
         return flat, seal, connection.close
 
     def _request(self, ticket: Ticket, connection: socket.socket) -> tuple[Any, Seal]:
-        connection.sendall(ticket.id.encode("ascii"))
-        if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
-            raise WeightsLost(f"{ticket} {_GONE}")
+        request(connection, ticket)
         identity, seal = _receive(connection)
         if self._opened_of != ticket.address["on_device"]:
             self._opened_of, self._opened = ticket.address["on_device"], {}

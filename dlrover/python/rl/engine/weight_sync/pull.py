@@ -45,6 +45,7 @@ from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, Mapped
 from dlrover.python.rl.engine.weight_sync.weight_server import (
     AVAILABLE,
     BACKLOG,
+    GONE,
     KeepingSender,
     PublishedVersions,
     WeightServer,
@@ -53,12 +54,12 @@ from dlrover.python.rl.engine.weight_sync.weight_server import (
     peer_credentials,
     read_exactly,
     read_into,
+    request,
     serve_version,
 )
 
 _LOG = get_logger(__name__)
 
-_GONE = "is not there: it has gone on, or sent nothing"
 _TURN_S, _PATIENCE_S, _PAUSE_S = 0.2, 1.0, 0.01
 """How long the receivers of a host leave it to the one that has passed weights on before; how long they try in all,
 from which on each may fetch its own."""
@@ -128,7 +129,7 @@ class PullTransport(KeepingSender[WeightFile]):
             connection.sendall(ticket.id.encode("ascii"))
             _, descriptors, _, _ = socket.recv_fds(connection, len(AVAILABLE), 1, socket.MSG_CMSG_CLOEXEC)
             if not descriptors:
-                raise WeightsLost(f"{ticket} {_GONE}")
+                raise WeightsLost(f"{ticket} {GONE}")
             self._use_maps_of(peer_credentials(connection)[0])
             try:
                 read_exactly(connection, len(AVAILABLE))
@@ -198,12 +199,17 @@ class PullTransport(KeepingSender[WeightFile]):
     def _fetch(self, ticket: Ticket, listener: socket.socket | None = None) -> WeightSnapshot:
         """Take the weights as a stream, then the seal; those who come to ``listener`` map them while they come."""
         shown = min(self.settings.bucket, HOST_BUCKET)
+        address = ticket.address["host"], ticket.address["tcp_port"]
         self._close_relay()
         self._fetched.expect(ticket.id)
         if listener is not None:
             self._relay = self._serve(self._fetched, listener)
         try:
-            with self._fetched.writing(ticket) as file, self._request(ticket) as connection:
+            with (
+                self._fetched.writing(ticket) as file,
+                socket.create_connection(address, self.settings.timeout_s) as connection,
+            ):
+                request(connection, ticket)
 
                 def read(part: Bytes) -> None:
                     read_into(connection, part.data)
@@ -218,19 +224,6 @@ class PullTransport(KeepingSender[WeightFile]):
             self._fetched.stop_waiting()
             self._close_relay()
             raise
-
-    def _request(self, ticket: Ticket) -> socket.socket:
-        """A connection through which the weights come, then the seal."""
-        address = ticket.address["host"], ticket.address["tcp_port"]
-        connection = socket.create_connection(address, self.settings.timeout_s)
-        try:
-            connection.sendall(ticket.id.encode("ascii"))
-            if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
-                raise WeightsLost(f"{ticket} {_GONE}")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
 
     def _close_relay(self) -> None:
         if self._relay is not None:

@@ -15,12 +15,15 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Generic, TypeVar
 
+from dlrover.python.rl.common.errors import WeightsLost
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import Seal, SenderBase, Ticket, WeightSource, WeightTable
 from dlrover.python.rl.engine.weight_sync.buckets import HEAD_BYTES, DeviceBuffer, WeightFile, seal_offset
 
 AVAILABLE, MISSING = b"+", b"-"
 """The answer to a request for a ticket."""
+
+GONE = "is not there: the sender has gone on, or sent nothing"
 
 ID_BYTES = 32
 _PAUSE_S = 0.0005
@@ -266,6 +269,13 @@ def _stream(connection: socket.socket, descriptor: int, table: WeightTable, is_w
             time.sleep(_PAUSE_S)
         seal = os.pread(descriptor, Seal.size(table), seal_offset(table))
     connection.sendall(seal)
+
+
+def request(connection: socket.socket, ticket: Ticket) -> None:
+    """Ask for the ticket's version as a stream. Raises WeightsLost if it is not there."""
+    connection.sendall(ticket.id.encode("ascii"))
+    if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
+        raise WeightsLost(f"{ticket} {GONE}")
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
