@@ -13,9 +13,9 @@ from dlrover.python.rl.engine.rollout_torch.decoder import ROW_GROUP
 
 def test_requests_are_active_in_order_and_a_free_row_is_taken_at_once():
     scheduler = Scheduler(3)
-    assert not scheduler.has_requests
+    assert not scheduler.waiting
     scheduler.add(range(5))
-    assert scheduler.has_requests
+    assert scheduler.waiting
     assert scheduler.admit() == [0, 1, 2]
     assert scheduler.admit() == []
     assert scheduler.remove({1}) == [0, 2]

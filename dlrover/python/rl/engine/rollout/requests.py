@@ -97,11 +97,11 @@ class RunningRequest:
 
     @cached_property
     def uniform(self) -> list[float]:
-        """Its random numbers, by position: ``max_new_tokens`` of them. Computed on first use."""
+        """The request's random numbers, by position: ``max_new_tokens`` of them. Computed on first use."""
         return uniforms(self.seed, *self.request.key, self.sampling.max_new_tokens).tolist()
 
     def next_uniform(self, after: int = 0) -> float:
-        """Of the token that ``after`` others come before."""
+        """The random number of the token that ``after`` others come before."""
         return self.uniform[len(self.tokens) + after]
 
     def append(self, token: int, /, **values: Any) -> None:
@@ -133,7 +133,7 @@ class FinishRules:
                 )
 
     def finish_reason(self, running: RunningRequest) -> Finish | None:
-        """Why the last token finished the request; None if it did not, or if there is no token."""
+        """The reason if the last token finished the request, else None."""
         if not running.tokens:
             return None
         sampling, last = running.sampling, running.tokens[-1]
@@ -219,7 +219,7 @@ class RunningRequests:
             raise EngineError(f"a sequence of {longest} tokens does not fit the backend's limit of {self._max_length}")
 
     def _start(self, request: Request, sampling: SamplingParams, seed: tuple[int, ...]) -> RunningRequest:
-        """Of the new tokens as many as fit after the prompt."""
+        """Limit the new tokens to those that fit after the prompt."""
         limits = [limit for limit in (self._lm.max_positions, self._max_length) if limit is not None]
         room = min(limits, default=len(request.prompt) + sampling.max_new_tokens) - len(request.prompt)
         fitting = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))

@@ -46,10 +46,6 @@ class Scheduler:
         self.active: list[int] = []  # the request in each row
         self.waiting: deque[int] = deque()  # the next first
 
-    @property
-    def has_requests(self) -> bool:
-        return bool(self.active or self.waiting)
-
     def add(self, numbers: Iterable[int]) -> None:
         self.waiting.extend(numbers)
 
@@ -63,7 +59,7 @@ class Scheduler:
         return admitted
 
     def admissible(self) -> int:
-        """How many :meth:`admit` would activate."""
+        """Count the requests that :meth:`admit` would activate."""
         free_rows = max(0, min(self.rows - len(self.active), len(self.waiting)))
         return 0 if free_rows < min(self.rows // ADMIT_SHARE, len(self.waiting)) else free_rows
 
@@ -114,7 +110,7 @@ class _Step:
         self._numbers = [draw.numbers for draw in draws]
         self._results = [(_to_host(tokens), _to_host(logprobs)) for tokens, logprobs in chosen]
         self.tokens: Any = chosen[0][0] if len(chosen) == 1 else None
-        """Of the rows that are still in use, int64 ``[rows]`` on the device; None unless sampled in one call."""
+        """Tokens of the rows that are still in use, int64 ``[rows]`` on the device; None unless sampled in one call."""
         self._arrived = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
 
     def select(self, rows: Sequence[int]) -> None:
@@ -127,10 +123,10 @@ class _Step:
 
     def new_tokens(self) -> list[NewToken]:
         self.wait()  # waits: likewise
-        found: list[NewToken] = []
+        new_tokens: list[NewToken] = []
         for numbers, (tokens, logprobs) in zip(self._numbers, self._results, strict=True):
-            found += zip(numbers, tokens.tolist(), logprobs.tolist(), strict=True)
-        return found
+            new_tokens += zip(numbers, tokens.tolist(), logprobs.tolist(), strict=True)
+        return new_tokens
 
 
 def _to_host(tensor: Any) -> Any:
@@ -169,7 +165,8 @@ class ContinuousBatch:
         running = [self._requests.by_number[number] for number in numbers]
         lengths = [len(each.request.prompt) + each.sampling.max_new_tokens for each in running]
         longest = max(lengths, default=0)
-        self._needed = max(self._needed, longest) if self._scheduler.has_requests else longest
+        is_empty = not (self._scheduler.active or self._scheduler.waiting)
+        self._needed = longest if is_empty else max(self._needed, longest)
         self._scheduler.add(numbers)
 
     @torch.inference_mode()
@@ -252,7 +249,7 @@ class ContinuousBatch:
         return _Step(draws, logits[:, : self._requests.known_ids])
 
     def _goes_on(self, step: _Step) -> bool:
-        """Whether the step after this one has the same requests, as far as is known before its tokens are."""
+        """Return True if the step after this one has the same requests, as far as can be said without its tokens."""
         if not self._runs_ahead or step.tokens is None:
             return False
         if self._scheduler.waiting and (self._lacks_room() or self._scheduler.admissible()):

@@ -68,7 +68,7 @@ class WeightStore:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are at ``cuda``."""
+        """The device that the weights are on at ``cuda``."""
         return torch.device(self.memory.device)
 
     def fused(self, *names: str) -> Any:
@@ -101,7 +101,7 @@ class WeightStore:
             self._settle(flats, "cuda")
 
     def host(self) -> None:
-        """From ``meta``: allocate zeros in host memory."""
+        """Allocate zeros in host memory; the weights are at ``meta``."""
         self._allocate_hosts()
         self._settle(self._hosts, "cpu")
 
@@ -130,16 +130,16 @@ class WeightStore:
         if weights.lock_pages is not None and self.place == "cuda":
             weights.lock_pages(self.device)
         try:
-            there = list[tuple[Any, Any]]()
+            on_device = list[tuple[Any, Any]]()
             for name, view in self.views.items():
                 tensor = weights.tensor(name, view.device)
                 if tensor.device == view.device and weights.adapters is None:
-                    there.append((view, tensor))
+                    on_device.append((view, tensor))
                 else:
                     # Without waiting, another dtype would come to the device before it is cast.
                     view.copy_(tensor, non_blocking=tensor.dtype == view.dtype)
-            if there:  # in one call, which takes a fraction of the time of as many
-                views, tensors = map(list, zip(*there, strict=True))
+            if on_device:  # in one call, which takes a fraction of the time of as many
+                views, tensors = map(list, zip(*on_device, strict=True))
                 torch._foreach_copy_(views, tensors)
         finally:
             if self.device.type == "cuda":
@@ -256,12 +256,11 @@ class HuggingFaceDecoder:
         if self._cache is not None:
             mask, pasts = [self._mask, *mask], [_past(self._cache), *pasts]
         self._mask = torch.cat([functional.pad(part, (width - part.shape[1], 0)) for part in mask])
-        layers = [zip(*pairs, strict=True) for pairs in zip(*pasts, strict=True)]
-        padded = [
-            [torch.cat([functional.pad(part, (0, 0, width - part.shape[2], 0)) for part in parts]) for parts in layer]
-            for layer in layers
-        ]
-        self._fill(padded)
+        layers = []
+        for pairs in zip(*pasts, strict=True):  # keys and values of each row, of one layer
+            padded = [[functional.pad(part, (0, 0, width - part.shape[2], 0)) for part in pair] for pair in pairs]
+            layers.append([torch.cat(parts) for parts in zip(*padded, strict=True)])
+        self._fill(layers)
 
     def select_rows(self, rows: Sequence[int]) -> None:
         """Make row ``i`` what ``rows[i]`` was; those beyond are free."""

@@ -94,7 +94,7 @@ class SlotCache:
         return positions
 
     def indices(self, positions: Any) -> Any:
-        """Where :meth:`write` stores what is at these positions ``[rows]`` of the first rows, ``[rows, entries]``."""
+        """The entries that :meth:`write` fills at these positions ``[rows]`` of the first rows, ``[rows, entries]``."""
         return (self._starts[: len(positions)] + positions.view(-1, 1, 1)).flatten(1)
 
     def write(self, layer: int, indices: Any, entries: Any) -> None:
@@ -377,7 +377,7 @@ class FusedDecoder:
         return functional.scaled_dot_product_attention(queries, keys, values, mask)
 
     def _by_products(self, index: int, queries: Any, part: Segment) -> Any:
-        """The same by matrix products, which are faster in float32."""
+        """Attention by matrix products, which are faster in float32."""
         keys, values = self._slots.read(index, part)
         queries = queries.reshape(len(keys), -1, queries.shape[-1])
         bias, counts = (queries.new_empty((1, 1, 1)), 0) if part.bias is None else (part.bias, 1)  # of 0: not read
@@ -392,7 +392,7 @@ class FusedDecoder:
         return summed[0].view_as(queries)
 
     def _attend_sequences(self, layer: _Layer, hidden: Any, rotations: tuple[Any, Any]) -> tuple[Any, Any]:
-        """From ``[rows, seq, hidden]`` to attention's output ``[rows, seq, heads * head_dim]``, and keys and values
+        """Map ``[rows, seq, hidden]`` to attention's output ``[rows, seq, heads * head_dim]``, and keys and values
         ``[2, rows, kv_heads, seq, head_dim]``."""
         shape = self._shape
         cos, sin = rotations

@@ -148,7 +148,7 @@ class Ticket:
 
 
 class Seal(NamedTuple):
-    """What a sender adds behind the weights: a CRC-32 of each tensor in the order of the table, and the stamp."""
+    """A sender's addition behind the weights: a CRC-32 of each tensor in the order of the table, and the stamp."""
 
     crcs: tuple[int, ...]
     stamp: WeightStamp
@@ -203,7 +203,7 @@ class SyncSettings:
     """Longest wait for the other side without progress."""
 
     device: str = "cpu"
-    """Where the weights of this process are, and so the buckets of transports that can pass them between devices."""
+    """The device of this process's weights, and of the buckets of transports that can pass them between devices."""
 
     memory: DeviceMemory | None = None
     """Accounts for those buckets."""
@@ -293,7 +293,7 @@ class SenderBase:
         )
 
     def _address(self) -> dict[str, Any]:
-        """What receivers need; of the rank that leads. Where that fails, :meth:`send` raises the error."""
+        """Describe how receivers reach the rank that leads. If that fails, :meth:`send` raises the error."""
         return {}
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:

@@ -72,7 +72,7 @@ class CrcTally:
 
 @lru_cache(maxsize=1)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Of this process: one that was forked has none of its parent's threads."""
+    """Threads of this process: one that was forked has none of its parent's."""
     return ThreadPoolExecutor(threads, "dlrover-checksums")
 
 
@@ -82,7 +82,7 @@ _AT_ONCE = 1 << 24
 
 
 def device_fingerprints(table: WeightTable, flat: Any) -> list[int]:
-    """Of each tensor of ``table`` in ``flat``: ``uint8`` on any device, whole blocks with zeros between the tensors."""
+    """Fingerprint the tensors of ``table`` in ``flat``: ``uint8`` on any device, whole blocks, zeros between them."""
     factors = _factors(flat.device)
     parts = flat.view(torch.int32).split(_AT_ONCE)
     sums = torch.cat([(part.view(-1, len(factors)) * factors).sum(dim=-1) for part in parts]).cpu().numpy()
@@ -170,26 +170,24 @@ def bucket_spans(table: WeightTable, size: int) -> list[tuple[int, int]]:
 
 
 class HostArena:
-    """Host memory that is reused once nothing refers to it: new pages cost more than copying into old ones."""
+    """Assembles versions in host memory that is reused once no snapshot refers to it: new pages cost more than copying
+    into old ones."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Bytes, weakref.ref[Bytes]]] = []
-
-    def allocate(self, nbytes: int) -> Bytes:
-        """Uninitialised memory, the caller's as long as a view of it lives."""
-        free = [block for block, view in self._blocks if view() is None and len(block) == nbytes]
-        self._blocks = [(block, view) for block, view in self._blocks if view() is not None]
-        block = free[0] if free else np.empty(nbytes, dtype=np.uint8)
-        view = np.frombuffer(block.data, dtype=np.uint8)  # numpy would name the block itself as a slice's base
-        self._blocks.append((block, weakref.ref(view)))
-        return view
 
     def assemble(
         self, ticket: Ticket, size: int, read: Callable[[Bytes], object], read_seal: Callable[[], bytes]
     ) -> WeightSnapshot:
         """Have ``read`` fill the memory of a version in parts of ``size`` bytes, fingerprint each of them, and compare
         all with the seal behind them: see :func:`assemble_snapshot`."""
-        flat, tally = self.allocate(ticket.table.nbytes), CrcTally(ticket.table)
+        nbytes = ticket.table.nbytes
+        free = [block for block, view in self._blocks if view() is None and len(block) == nbytes]
+        self._blocks = [(block, view) for block, view in self._blocks if view() is not None]
+        block = free[0] if free else np.empty(nbytes, dtype=np.uint8)
+        flat = np.frombuffer(block.data, dtype=np.uint8)  # numpy would name the block itself as a slice's base
+        self._blocks.append((block, weakref.ref(flat)))
+        tally = CrcTally(ticket.table)
         for start, stop in bucket_spans(ticket.table, size):
             read(flat[start:stop])
             tally.update(flat, 0, stop)
@@ -330,7 +328,7 @@ class DeviceBuffer:
             self.readers -= 1
 
     def handle(self) -> Any:
-        """What another process opens it with, once."""
+        """A handle with which another process opens the memory, once."""
         return reduce_tensor(self.flat) if self._descriptor is None else f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 

@@ -78,11 +78,13 @@ class BroadcastTransport(SenderBase):
                 tally.update(self._on_host(part), start, stop)
                 group.broadcast(part)
             seal = Seal.of(ticket, tally.crcs)
-            group.broadcast(self._to_device(seal.pack()))
+            packed = torch.frombuffer(bytearray(seal.pack()), dtype=torch.uint8)
+            group.broadcast(packed.to(self.settings.device))
         return seal.stamp
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        size, seal = ticket.address["bucket"], self._to_device(bytes(Seal.size(ticket.table)))
+        size = ticket.address["bucket"]
+        seal = torch.empty(Seal.size(ticket.table), dtype=torch.uint8, device=self.settings.device)
         with self._allocated_bucket(size) as bucket, self._entered_group(ticket, self._join) as group:
 
             def read(part: Bytes) -> None:
@@ -114,9 +116,6 @@ class BroadcastTransport(SenderBase):
         yield bucket
         if self.settings.memory is not None:  # it is about to be freed: gloo's threads keep it for a moment
             self.settings.memory.release(bucket)
-
-    def _to_device(self, data: bytes) -> Any:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.settings.device)
 
     @contextmanager
     def _entered_group(self, ticket: Ticket, enter: Callable[[Ticket], "BroadcastGroup"]) -> Iterator["BroadcastGroup"]:

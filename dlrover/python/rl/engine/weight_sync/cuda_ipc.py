@@ -57,13 +57,13 @@ from dlrover.python.rl.engine.weight_sync.weight_server import (
 
 _LENGTH = struct.Struct("<I")
 _ASK = b"?"
-"""From a receiver that has not yet opened the memory of a version."""
+"""Sent by a receiver that has not yet opened the memory of a version."""
 
 _MOST_OPENED = 2
 """A sender keeps two versions: a step may send two, and a member that is replaced in it receives both again."""
 
 _versions: "weakref.WeakValueDictionary[str, PublishedVersions[DeviceBuffer]]" = weakref.WeakValueDictionary()
-"""Those of this process's senders, by the names in their tickets."""
+"""The versions of this process's senders, by the names in their tickets."""
 
 
 class CudaIpcTransport(KeepingSender[DeviceBuffer]):
@@ -167,7 +167,7 @@ def _release(device: torch.device, release: Callable[[], object]) -> None:
 
 
 def _identify(device: str) -> str:
-    """The same on all processes, by whatever number they know the device."""
+    """A name of the device that all processes agree on, by whatever number they know it."""
     if torch.device(device).type != "cuda":
         return "of the host"
     return str(torch.cuda.get_device_properties(device).uuid)

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
@@ -67,7 +69,7 @@ class DiskTransport(SenderBase):
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         part, tally = self._path(ticket.id, _PART), CrcTally(ticket.table)
         with self._locked(ticket), self._opened(part, ticket.table.nbytes + Seal.size(ticket.table)) as file:
-            buffer = self._arena.allocate(self.settings.bucket)
+            buffer = np.empty(self.settings.bucket, dtype=np.uint8)
             for offset, piece in pieces:  # an OSError in here is the source's own
                 data = buffer[: len(piece)]
                 copy_to_host(data, piece)
@@ -83,7 +85,7 @@ class DiskTransport(SenderBase):
         return seal.stamp
 
     def keeps(self, ticket: Ticket) -> bool:
-        """Whether the file that was sent is still there; for another day no sender removes it."""
+        """Return True if the file that was sent is still there; for another day no sender removes it."""
         if not self.settings.is_leader:
             return True
         try:
@@ -118,8 +120,8 @@ class DiskTransport(SenderBase):
         except OSError as error:
             if is_disk_full(error):
                 raise
-            what = f"weights cannot be {done} {self._folder}: {error.strerror or error}"
-            raise (EngineError if error.errno in _LASTING else WeightSyncError)(what) from error
+            message = f"weights cannot be {done} {self._folder}: {error.strerror or error}"
+            raise (EngineError if error.errno in _LASTING else WeightSyncError)(message) from error
 
     def _path(self, ticket_id: str, suffix: str = _WEIGHTS) -> Path:
         return self._folder / f"{self.settings.channel}.{ticket_id}{suffix}"

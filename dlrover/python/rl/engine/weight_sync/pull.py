@@ -61,8 +61,8 @@ from dlrover.python.rl.engine.weight_sync.weight_server import (
 _LOG = get_logger(__name__)
 
 _TURN_S, _PATIENCE_S, _PAUSE_S = 0.2, 1.0, 0.01
-"""How long the receivers of a host leave it to the one that has passed weights on before; how long they try in all,
-from which on each may fetch its own."""
+"""The time that the receivers of a host leave to the one that has passed weights on before, and the time after which
+each may fetch its own."""
 
 
 class PullTransport(KeepingSender[WeightFile]):

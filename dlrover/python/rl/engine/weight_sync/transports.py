@@ -61,7 +61,7 @@ class WeightSyncOptions:
 
 
 def validate_transport_options(options: Mapping[str, Any]) -> list[ConfigError]:
-    """What of :func:`validate_transport` does not depend on the machine."""
+    """Check the part of :func:`validate_transport` that does not depend on the machine."""
     return parse(WeightSyncOptions, dict(options), "config.engine.weight_sync_options")[1]
 
 
@@ -87,7 +87,7 @@ def validate_transport(
 
 
 def _find_folder_fault(name: str, option: str | None, device: str) -> str:
-    """Why a built-in transport cannot have this folder; "" if it can, or may on the machines that the job runs on."""
+    """Say why a built-in transport cannot have this folder; "" if it can, or may on the machines of the job."""
     if name != "disk":
         return "" if option is None else f"is not used by '{name}', but by 'disk'"
     if not option:
@@ -115,8 +115,8 @@ def prepare_folder(name: str, options: Mapping[str, Any]) -> None:
     except OSError as error:
         if is_disk_full(error):
             raise
-        what = f"weights cannot be written to {path}: {error.strerror or error}"
-        raise EngineError(f"engine.weight_sync_options.folder: {what}") from error
+        refusal = f"weights cannot be written to {path}: {error.strerror or error}"
+        raise EngineError(f"engine.weight_sync_options.folder: {refusal}") from error
 
 
 def check_collocation(
@@ -180,7 +180,7 @@ class _Base:
 
 class AdapterTransport:
     """Implements ``WeightTransport`` over transports that keep what was sent: one for models that are sent whole, and
-    if need be one for the model under the adapters and one for these. ``make`` gets a name to be added to the channel.
+    if need be one for the model under the adapters and one for these, with a ``channel`` each.
 
     ::
 
@@ -200,16 +200,16 @@ class AdapterTransport:
     - ``any_rank(flag)``, True on all ranks that gather weights together if the flag is true on one; a collective.
     """
 
-    def __init__(self, make: Callable[[str], WeightTransport], settings: SyncSettings) -> None:
+    def __init__(self, make: Callable[[SyncSettings], WeightTransport], settings: SyncSettings) -> None:
         self.settings = settings
-        self._make, self._whole = make, make("")
+        self._make, self._whole = make, make(settings)
         self._parts: dict[str, WeightTransport] = {}
         self._base: _Base | None = None
         self._received: tuple[str, WeightSnapshot] | None = None
 
     def _part(self, name: str) -> WeightTransport:
         if name not in self._parts:
-            self._parts[name] = self._make(name)
+            self._parts[name] = self._make(replace(self.settings, channel=f"{self.settings.channel}-{name}"))
         return self._parts[name]
 
     # -- the sender ---------------------------------------------------------------------------------------------------
@@ -274,18 +274,11 @@ class AdapterTransport:
 
 
 def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings) -> WeightTransport:
-    transport = TRANSPORTS.load(name)
+    transport: Callable[[SyncSettings], WeightTransport] = TRANSPORTS.load(name)
     parsed = WeightSyncOptions(**options)
     timeout_s = parsed.timeout_s or (60.0 if waits_for_receivers(transport) else settings.timeout_s)
     folder = settings.folder if parsed.folder is None else Path(parsed.folder).expanduser()
     settings = replace(settings, bucket_bytes=parsed.bucket_bytes, timeout_s=timeout_s, folder=folder)
     if waits_for_receivers(transport) or not getattr(transport, "sends_adapters_alone", False):
-        made: WeightTransport = transport(settings)
-        return made
-
-    def make(part: str) -> WeightTransport:
-        channel = f"{settings.channel}-{part}" if part else settings.channel
-        of_part: WeightTransport = transport(replace(settings, channel=channel))
-        return of_part
-
-    return AdapterTransport(make, settings)
+        return transport(settings)
+    return AdapterTransport(transport, settings)

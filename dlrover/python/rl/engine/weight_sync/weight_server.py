@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions of weights in a process's memory, and the threads that give them to other processes.
 
-Of one host by a descriptor of the memory itself, which is sent through a socket of the host; of others as a stream.
+Processes of the same host get a descriptor of the memory itself, through a socket of the host; others get a stream.
 """
 
 import os
@@ -99,8 +99,8 @@ class PublishedVersions(Generic[M]):
     def open(
         self, ticket_id: str, timeout_s: float, take: Callable[[M], Taken | None], whole: bool = False
     ) -> Taken | None:
-        """What ``take`` gives of the ticket's memory, before another version may take it; None if it is not there.
-        ``whole``: not before it is written."""
+        """Let ``take`` have the ticket's memory before another version may take it; None if it is not there. With
+        ``whole`` not before it is written."""
 
         def is_there() -> bool:
             return ticket_id in self._files and not (whole and ticket_id == self._writing)
