@@ -71,7 +71,7 @@ BUGS = {
         _DISK, "                os.utime(path)\n", "                os.stat(path)\n"
     ),
     "a full disk is another error": Bug(
-        _DISK, "            if is_disk_full(error):\n                raise\n            what", "            what"
+        _DISK, "            if is_disk_full(error):\n                raise\n            message", "            message"
     ),
     "a sender that has ended is waited for": Bug(_DISK, "if ticket_id == ticket.id and", "if False and"),
     "a file that is cut while it is read is taken": Bug(
