@@ -90,12 +90,6 @@ class RunningRequest:
         return np.concatenate([self.request.prompt, np.array(self.tokens, dtype=np.int64)])
 
     @cached_property
-    def sampling_key(self) -> tuple[Any, ...]:
-        """Requests with equal keys can be sampled in one call."""
-        sampling = self.sampling
-        return sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs
-
-    @cached_property
     def uniform(self) -> list[float]:
         """The request's random numbers, by position: ``max_new_tokens`` of them. Computed on first use."""
         return uniforms(self.seed, *self.request.key, self.sampling.max_new_tokens).tolist()

@@ -21,7 +21,7 @@ import torch
 
 from dlrover.python.rl.engine.api.base import Finish, SamplingParams
 from dlrover.python.rl.engine.rollout.requests import NewToken, RunningRequests
-from dlrover.python.rl.engine.rollout.sampling import choose
+from dlrover.python.rl.engine.rollout.sampling import choose, sampling_key
 from dlrover.python.rl.engine.rollout_torch import rounded_capacity
 from dlrover.python.rl.engine.rollout_torch.decoder import ROW_GROUP, HuggingFaceDecoder, Ids, Prefix, to_device
 from dlrover.python.rl.engine.rollout_torch.fused import FusedDecoder
@@ -269,7 +269,7 @@ class ContinuousBatch:
         running = [self._requests.by_number[number] for number in numbers]
         rows_by_key: dict[tuple[Any, ...], list[int]] = {}
         for row, request in enumerate(running):
-            rows_by_key.setdefault(request.sampling_key, []).append(row)
+            rows_by_key.setdefault(sampling_key(request.sampling), []).append(row)
         draws = []
         for rows in rows_by_key.values():
             uniform = torch.tensor([running[row].next_uniform(after) for row in rows], dtype=torch.float64)

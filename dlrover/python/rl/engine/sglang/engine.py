@@ -196,8 +196,9 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         try:
             self._lm.model.config.save_pretrained(folder)
             self._lm.tokenizer.save_pretrained(folder)
-            tensors = {name: weights.tensor(name) for name in weights.buffers}
-            save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
+            # The tensors get no name here: those with adapters are copies, which are freed before the server loads.
+            metadata = {"format": "pt"}
+            save_file({name: weights.tensor(name) for name in weights.buffers}, folder / WEIGHTS_FILE, metadata)
             if self._offload.place == "cuda":
                 # Stays if it breaks off: a mixture has no version.
                 self.version, self._offload.unready_reason = -1, BROKEN_OFF

@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
-from dlrover.python.rl.engine.rollout.sampling import choose
+from dlrover.python.rl.engine.rollout.sampling import choose, sampling_key
 from dlrover.python.rl.engine.vllm.child import SharedWeights
 
 READ_BACK_PARTS = 8
@@ -56,9 +56,7 @@ class PositionSampler(LogitsProcessor):
             return
         groups: dict[tuple[Any, ...], tuple[SamplingParams, list[int]]] = {}
         for number, (plan, _) in self._rows.items():
-            sampling = plan.sampling
-            key = sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs
-            groups.setdefault(key, (sampling, []))[1].append(number)
+            groups.setdefault(sampling_key(plan.sampling), (plan.sampling, []))[1].append(number)
         self._groups = list(groups.values())
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
