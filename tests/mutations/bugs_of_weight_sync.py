@@ -29,7 +29,7 @@ BUGS = {
         _BASE, "if self._table is None or self._source() is not source:", "if self._table is None:"
     ),
     "a table that no longer fits is offered again": Bug(
-        _BASE, "            self._table = None\n            names", "            names"
+        _BASE, "                self._table = None\n                names", "                names"
     ),
     "tensors with other bytes are taken": Bug(_BASE, "if received != sent]:", "if False]:"),
     "weights of another version are taken": Bug(
@@ -50,8 +50,8 @@ BUGS = {
     "the last bucket has no end": Bug(_BUCKETS, "min(start + size, end)) for", "start + size) for"),
     "weights are whole before their seal": Bug(
         _BUCKETS,
-        "        self._map[seal_offset(self.table) :] = seal.pack()\n        self._publish(self._nbytes + 1)\n",
-        "        self._publish(self._nbytes + 1)\n",
+        "        self._map[seal_offset(self.table) :] = packed_seal\n        self.publish(self._nbytes + 1)\n",
+        "        self.publish(self._nbytes + 1)\n",
     ),
     "a receiver does not lock what it reads": Bug(
         _BUCKETS,
@@ -71,11 +71,9 @@ BUGS = {
         _DISK, "                os.utime(path)\n", "                os.stat(path)\n"
     ),
     "a full disk is another error": Bug(
-        _DISK, "            if is_disk_full(error):\n                raise\n            what", "            what"
+        _DISK, "            if is_disk_full(error):\n                raise\n            message", "            message"
     ),
-    "a sender that has ended is waited for": Bug(
-        _DISK, "return ticket.id in _sender_text(descriptor) and", "return False and"
-    ),
+    "a sender that has ended is waited for": Bug(_DISK, "if ticket_id == ticket.id and", "if False and"),
     "a file that is cut while it is read is taken": Bug(
         _DISK,
         "        if not count:\n            raise WeightSyncError",
@@ -86,7 +84,7 @@ BUGS = {
         _PULL, "if _has_ended(connection) and weights.progress() <= offset:", "if False:"
     ),
     "receivers wait for a version that failed": Bug(
-        _PULL, "            self._versions.stop_waiting()\n", "            pass\n"
+        _SERVED, "        finally:\n            self._versions.stop_waiting()\n", "        finally:\n            pass\n"
     ),
     "a sender that is gone is a fault of the network": Bug(
         _PULL,
@@ -95,11 +93,11 @@ BUGS = {
     ),
     "a version that failed is given to receivers": Bug(
         _SERVED,
-        "                self._files.pop(ticket.id, None)\n            raise",
+        "                self._spare = self._files.pop(ticket.id, None)\n            raise",
         "                pass\n            raise",
     ),
     "the last version goes when the next one begins": Bug(
-        _SERVED, "self._files = {last: self._files[last]} if last else {}", "self._files = {}"
+        _SERVED, "if ticket_id != ticket.id][:-1], ticket.id]", "if ticket_id != ticket.id], ticket.id]"
     ),
-    "a file that receivers use is written again": Bug(_SERVED, " and not file.is_open()), None)", "), None)"),
+    "a file that receivers use is written again": Bug(_SERVED, " and not each.is_open()), None)", "), None)"),
 }

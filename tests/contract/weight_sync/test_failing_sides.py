@@ -2,7 +2,6 @@
 """A side of a sync when its disk, its memory or its address fails."""
 
 import errno
-import fcntl
 import io
 import os
 import socket
@@ -48,7 +47,7 @@ def test_only_floats_are_sent_in_the_receivers_dtype(kind, tmp_path):
 @pytest.mark.parametrize("is_mapped", [False, True])
 def test_memory_that_is_cut_off_is_an_error_and_no_signal(is_mapped):
     table = WeightTable.of(toy_weights().items())
-    descriptor = WeightFile(table).open(fcntl.LOCK_SH)
+    descriptor, _ = WeightFile(table).lend()
     weights = MappedWeights(descriptor, table, {}) if is_mapped else None
     os.truncate(f"/proc/self/fd/{descriptor}", 100)
     with pytest.raises(WeightSyncError, match="is cut: 100 of"):
@@ -143,35 +142,38 @@ def written(versions, number):
     table = WeightTable.of([("weight", torch.zeros(number))])
     ticket = Ticket(f"{number:032x}", number, "ACTOR[0]", table)
     versions.expect(ticket.id)
-    versions.write(ticket, iter([(0, torch.zeros(number).view(torch.uint8))]))
+    with versions.writing(ticket) as file:
+        file.write(ticket, iter([(0, torch.zeros(number).view(torch.uint8))]))
     return ticket
 
 
 def test_a_version_stays_until_the_second_after_it():
-    versions = PublishedVersions()
+    versions = PublishedVersions(WeightFile)
     tickets = [written(versions, number) for number in (1, 2, 3)]
-    opened = [versions.open(ticket.id, 0.0) for ticket in tickets]
+    opened = [versions.open(ticket.id, 0.0, WeightFile.lend) for ticket in tickets]
     assert opened[0] is None and [table for _, table in opened[1:]] == [ticket.table for ticket in tickets[1:]]
     for descriptor, _ in opened[1:]:
         os.close(descriptor)
 
 
 def test_a_version_that_fails_is_given_to_no_receiver():
-    versions = PublishedVersions()
+    versions = PublishedVersions(WeightFile)
     first = written(versions, 1)
     ticket = replace(first, id=f"{2:032x}")
     with pytest.raises(ZeroDivisionError), versions.writing(ticket):
         raise ZeroDivisionError
-    assert versions.open(ticket.id, 0.0) is None and not versions.is_writing(ticket.id)
-    descriptor, _ = versions.open(first.id, 0.0)
+    assert versions.open(ticket.id, 0.0, WeightFile.lend) is None and not versions.is_writing(ticket.id)
+    descriptor, _ = versions.open(first.id, 0.0, WeightFile.lend)
     os.close(descriptor)
 
 
 @pytest.mark.parametrize("end", ["close", "stop_waiting"])
 def test_who_waits_for_a_version_is_answered_at_the_end(end):
-    versions, answers = PublishedVersions(), []
+    versions, answers = PublishedVersions(WeightFile), []
     versions.expect("a" * 32)
-    waiting = threading.Thread(target=lambda: answers.append(versions.open("a" * 32, 60.0)), daemon=True)
+    waiting = threading.Thread(
+        target=lambda: answers.append(versions.open("a" * 32, 60.0, WeightFile.lend)), daemon=True
+    )
     waiting.start()
     getattr(versions, end)()
     waiting.join(20.0)
@@ -184,4 +186,6 @@ def test_another_user_of_the_host_gets_no_weights(monkeypatch, is_other):
     side, other = socket.socketpair()
     with side, other:
         monkeypatch.setattr(os, "getuid", lambda: own + is_other)
-        assert weight_server._is_allowed(side) == (not is_other)
+        served = []
+        weight_server._serve(side, served.append)
+        assert served == ([] if is_other else [side])

@@ -24,7 +24,7 @@ from sync_sides import (
 
 from dlrover.python.rl.common.errors import EngineError, WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.weight_sync import cuda_ipc
+from dlrover.python.rl.engine.weight_sync import cuda_ipc, weight_server
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
@@ -57,7 +57,7 @@ def test_a_changed_byte_on_a_device_is_an_error_that_names_its_tensor(tmp_path):
     source = ToySource({"first": torch.zeros(10_000), "second": torch.zeros(10_000)}, version=1)
     ticket = wire.source.offer(source)
     wire.source.send(ticket, source)
-    ((buffer, _),) = wire.source._shelf._versions.values()
+    (buffer,) = wire.source._versions._files.values()
     buffer.flat[ticket.table.spans()[1][1] - 1] ^= 4
     with pytest.raises(WeightSyncError, match=r"version 1 from ACTOR\[0\] refused: 'second' came with other bytes"):
         wire.sinks[0].receive(ticket)
@@ -83,14 +83,14 @@ def test_a_device_keeps_two_versions_unless_an_earlier_one_is_being_read(tmp_pat
     other = ToySource({"norm": torch.ones(3)}, version=9)
     for count in (1, 2):
         wire.sync(other)
-        assert len({buffer.table for buffer, _ in wire.source._shelf._versions.values()}) == 3 - count
+        assert len({buffer.table for buffer in wire.source._versions._files.values()}) == 3 - count
     wire.close()
     assert not memory.total()
 
 
 def test_memory_of_another_process_is_opened_once_and_none_of_one_that_has_ended(tmp_path, monkeypatch):
     opened, buffers, sink = [], set(), transport("cuda_ipc", tmp_path, replace(PATIENT, name="ROLLOUT[0]"))
-    monkeypatch.setattr(cuda_ipc, "_map_tensor", lambda descriptor: opened.append(descriptor) or map_tensor(descriptor))
+    monkeypatch.setattr(cuda_ipc, "map_tensor", lambda descriptor: opened.append(descriptor) or map_tensor(descriptor))
     for _ in range(2):
         with process(send_side, "cuda_ipc", tmp_path, 4, None, 5) as (_, pipe):
             ticket = hear(pipe)
@@ -108,7 +108,7 @@ def test_memory_of_another_process_is_opened_once_and_none_of_one_that_has_ended
     sink.close()
 
 
-map_tensor = cuda_ipc._map_tensor
+map_tensor = cuda_ipc.map_tensor
 
 
 def refuse(*arguments):
@@ -121,11 +121,11 @@ def test_memory_that_cannot_be_opened_is_an_error_that_names_the_way_around(tmp_
     source = ToySource(toy_weights(1), version=1)
     ticket = wire.source.offer(source)
     wire.source.send(ticket, source)
-    monkeypatch.setattr(cuda_ipc, "_shelves", {})  # as in another process
-    monkeypatch.setattr(cuda_ipc._Buffer, "handle", refuse if side == "sender" else lambda buffer: (refuse, ()))
+    monkeypatch.setattr(cuda_ipc, "_versions", {})  # as in another process
+    monkeypatch.setattr(cuda_ipc.DeviceBuffer, "handle", refuse if side == "sender" else lambda buffer: (refuse, ()))
     with pytest.raises(EngineError, match="CUDA IPC, use engine.weight_sync 'pull': CUDA error: invalid context$"):
         wire.sinks[0].receive(ticket)
-    monkeypatch.setattr(cuda_ipc, "peer_credentials", lambda connection: (1, os.getuid() + 1))
+    monkeypatch.setattr(weight_server, "peer_credentials", lambda connection: (1, os.getuid() + 1))
     with pytest.raises(WeightsLost, match="another user's process listens at its name"):
         wire.sinks[0].receive(ticket)
     wire.close()
@@ -140,7 +140,7 @@ def test_a_receiver_of_another_process_that_is_killed_holds_no_version(tmp_path)
         assert hear(pipe) == "up"
         pipe.send(ticket)
         assert hear(pipe) == source.stamp("cuda_ipc")
-        ((buffer, _),) = wire.source._shelf._versions.values()
+        (buffer,) = wire.source._versions._files.values()
         assert buffer.readers == 1
         kill(child)
     deadline_s = time.monotonic() + 5.0

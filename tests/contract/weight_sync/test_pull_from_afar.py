@@ -169,12 +169,12 @@ def test_one_that_is_stopped_while_it_passes_them_on_does_not_hold_up_the_others
 def test_memory_for_others_is_given_back_when_the_sender_comes_to_this_host():
     sender, (sink,) = transport("pull", None), sinks(1)
     assert equal(sink.receive(sent(sender, 1)), toy_weights(1))
-    assert sink._relay is not None and sink._relayed._files
+    assert sink._relay is not None and sink._fetched._files
     source = ToySource(toy_weights(2), 2)
     near = sender.offer(source)
     sender.send(near, source)
     assert equal(sink.receive(near), toy_weights(2))
-    assert sink._relay is None and not sink._relayed._files
+    assert sink._relay is None and not sink._fetched._files
     sender.close()
 
 

@@ -7,7 +7,7 @@ import torch
 from sync_sides import ToySource, Wire, equal, toy_weights
 
 from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.weight_sync import buckets, weight_server
+from dlrover.python.rl.engine.weight_sync import buckets, pull
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.buckets import WeightFile, stream_to_host
 
@@ -98,7 +98,7 @@ def test_the_memory_is_there_before_a_receiver_waits_for_it(tmp_path, monkeypatc
             copies.append(arguments)
             super().__init__(*arguments)
 
-    monkeypatch.setattr(weight_server, "WeightFile", Counted)
+    monkeypatch.setattr(pull, "WeightFile", Counted)
     wire = Wire("pull", tmp_path)
     for version, files in ((1, 1), (2, 2), (3, 2), (4, 2)):
         source = ToySource(toy_weights(version), version)
@@ -115,7 +115,7 @@ def test_without_memory_the_offer_stands_and_sending_says_so(tmp_path, monkeypat
     def full(*arguments):
         raise WeightSyncError("no space for weights")
 
-    monkeypatch.setattr(weight_server, "WeightFile", full)
+    monkeypatch.setattr(pull, "WeightFile", full)
     wire, taken = Wire("pull", tmp_path), []
     source = ToySource(toy_weights(), 1, halt=taken.append)
     ticket = wire.source.offer(source)

@@ -13,7 +13,7 @@ from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer
 from dlrover.python.rl.engine.rollout.requests import FinishRules, RunningRequest
 
 EOS = 258
-RULES = FinishRules.of(make_byte_tokenizer(), (EOS,))
+RULES = FinishRules(make_byte_tokenizer(), (EOS,))
 
 
 def run(tokens, **changes):
@@ -78,7 +78,7 @@ def test_thought_tags_that_are_special_tokens_stay_in_the_text():
     tokens = tokenizer("[THINK]a[X] \u00e4[/THINK] b")["input_ids"]
     request = Request(0, 0, np.array([1]), np.array([*tokens, 256, EOS]), *np.zeros((2, len(tokens) + 2)))
     running = RunningRequest(request, SamplingParams(), (0,))
-    assert FinishRules.of(tokenizer, (EOS,)).completion(running, "eos").text == "[THINK]a \u00e4[/THINK] b"
+    assert FinishRules(tokenizer, (EOS,)).completion(running, "eos").text == "[THINK]a \u00e4[/THINK] b"
 
 
 def test_a_stop_string_that_no_text_contains_is_refused():

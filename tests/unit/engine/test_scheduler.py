@@ -7,19 +7,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.engine.rollout_torch.cache import ADMIT_SHARE, ROW_GROUP, Scheduler
+from dlrover.python.rl.engine.rollout_torch.batch import ADMIT_SHARE, Scheduler
+from dlrover.python.rl.engine.rollout_torch.decoder import ROW_GROUP
 
 
 def test_requests_are_active_in_order_and_a_free_row_is_taken_at_once():
     scheduler = Scheduler(3)
-    assert not scheduler.has_requests
+    assert not scheduler.waiting
     scheduler.add(range(5))
-    assert scheduler.has_requests
+    assert scheduler.waiting
     assert scheduler.admit() == [0, 1, 2]
     assert scheduler.admit() == []
     assert scheduler.remove({1}) == [0, 2]
     assert scheduler.active == [0, 2]
-    assert scheduler.upcoming() == [3]
+    assert scheduler.waiting[0] == 3
     assert scheduler.admit() == [3]
     assert scheduler.active == [0, 2, 3]
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import OutOfDeviceMemory
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.rollout_torch.cache import SlotCache
+from dlrover.python.rl.engine.rollout_torch.fused import SlotCache
 
 LAYERS, ROWS, HEADS, LENGTH, DIM = 2, 4, 3, 9, 2
 
@@ -62,7 +62,7 @@ def compare(cache, rows):
     assert [row for part in segments for row in range(part.start, part.stop)] == list(range(len(rows)))
     for part, layer in product(segments, range(LAYERS)):
         assert part.longest == max(cache.lengths[part.start : part.stop])
-        values = cache.entries(layer)[part.values].view(-1, part.longest, DIM)
+        values = cache.flat[layer][part.values].view(-1, part.longest, DIM)
         assert torch.equal(values, cache.read(layer, part)[1])
         assert part.begins.tolist() == [part.longest * bag for bag in range(len(values))]
         for kind, stored in enumerate(cache.read(layer, part)):

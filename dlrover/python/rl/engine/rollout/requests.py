@@ -2,7 +2,7 @@
 """The requests of every rollout backend: validation, tokens so far, and when each one ends."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import groupby
@@ -40,18 +40,6 @@ def _check_sampling(sampling: SamplingParams) -> None:
     faults = [f"{name} {getattr(sampling, name)!r}" for name, is_valid in valid.items() if not is_valid]
     if faults:
         raise EngineError(f"cannot sample with {', '.join(faults)}")
-
-
-def _check_requests(added: Sequence["RunningRequest"], running: Iterable[tuple[int, int]]) -> None:
-    """Refuse requests that are malformed or complete, or whose key is among the ``running`` ones."""
-    keys = set(running)
-    for request, most in ((item.request, item.sampling.max_new_tokens) for item in added):
-        if request.key in keys:
-            raise EngineError(f"request {request.key} runs already, or comes twice")
-        keys.add(request.key)
-        if len(request.done) >= most:
-            what = f"request {request.key} has {len(request.done)} tokens of at most {most}"
-            raise EngineError(f"{what}: none remain to generate")
 
 
 def as_batch(completions: Sequence[Completion], columns: Mapping[str, ColumnSpec] = GENERATED) -> Batch:
@@ -101,23 +89,13 @@ class RunningRequest:
         """Prompt and completion so far: ``[seq]``."""
         return np.concatenate([self.request.prompt, np.array(self.tokens, dtype=np.int64)])
 
-    @property
-    def max_length(self) -> int:
-        return len(self.request.prompt) + self.sampling.max_new_tokens
-
-    @cached_property
-    def sampling_key(self) -> tuple[Any, ...]:
-        """Requests with equal keys can be sampled in one call."""
-        sampling = self.sampling
-        return sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs
-
     @cached_property
     def uniform(self) -> list[float]:
-        """Its random numbers, by position: ``max_new_tokens`` of them. Computed on first use."""
+        """The request's random numbers, by position: ``max_new_tokens`` of them. Computed on first use."""
         return uniforms(self.seed, *self.request.key, self.sampling.max_new_tokens).tolist()
 
     def next_uniform(self, after: int = 0) -> float:
-        """Of the token that ``after`` others come before."""
+        """The random number of the token that ``after`` others come before."""
         return self.uniform[len(self.tokens) + after]
 
     def append(self, token: int, /, **values: Any) -> None:
@@ -125,35 +103,23 @@ class RunningRequest:
         self.columns.append(values)
 
 
-@dataclass(frozen=True, eq=False)
 class FinishRules:
     """Decides when a request has finished, and makes the text of its completion."""
 
-    tokenizer: Any
-    eos_ids: frozenset[int]
-    special: Mapping[str, int]
-    """Text and id of the tokens that are left out of a completion's text."""
-
-    @classmethod
-    def of(cls, tokenizer: Any, eos_ids: Sequence[int]) -> "FinishRules":
+    def __init__(self, tokenizer: Any, eos_ids: Sequence[int]) -> None:
         ids = sorted(tokenizer.all_special_ids)
-        special = zip(map(str, tokenizer.convert_ids_to_tokens(ids)), ids, strict=True)
-        return cls(tokenizer, frozenset(eos_ids), dict(special))
-
-    @cached_property
-    def special_ids(self) -> frozenset[int]:
-        return frozenset(self.special.values())
-
-    @cached_property
-    def tag_ids(self) -> frozenset[int]:
-        """Special tokens that remain in a completion's text, since they tell its thoughts from its answer."""
-        added, tags = getattr(self.tokenizer, "added_tokens_decoder", {}), {*THOUGHT_TAGS, *THOUGHT_TAGS.values()}
-        return frozenset(number for number, token in added.items() if token.special and str(token) in tags)
+        added, tags = getattr(tokenizer, "added_tokens_decoder", {}), {*THOUGHT_TAGS, *THOUGHT_TAGS.values()}
+        self.tokenizer, self.eos_ids = tokenizer, frozenset(eos_ids)
+        # Text and id of the tokens that are left out of a completion's text.
+        self._special: dict[str, int] = dict(zip(map(str, tokenizer.convert_ids_to_tokens(ids)), ids, strict=True))
+        self._special_ids = frozenset(ids)
+        # Those that remain there, since they tell its thoughts from its answer.
+        self._tag_ids = frozenset(number for number, token in added.items() if token.special and str(token) in tags)
 
     def check(self, sampling: SamplingParams) -> None:
         """Raise an ``EngineError`` for a stop string that no text contains."""
         for stop in sampling.stop:
-            inside = [token for token in self.special if token in stop and token != stop]
+            inside = [token for token in self._special if token in stop and token != stop]
             if inside:
                 raise EngineError(
                     f"no completion ends with {stop!r}: {inside[0]!r} is a token of its own, which is not a part of"
@@ -161,7 +127,7 @@ class FinishRules:
                 )
 
     def finish_reason(self, running: RunningRequest) -> Finish | None:
-        """Why the last token finished the request; None if it did not, or if there is no token."""
+        """The reason if the last token finished the request, else None."""
         if not running.tokens:
             return None
         sampling, last = running.sampling, running.tokens[-1]
@@ -173,7 +139,7 @@ class FinishRules:
 
     def _special_stop(self, running: RunningRequest) -> str | None:
         """The stop string that is the last token, if that is special."""
-        return next((stop for stop in running.sampling.stop if self.special.get(stop) == running.tokens[-1]), None)
+        return next((stop for stop in running.sampling.stop if self._special.get(stop) == running.tokens[-1]), None)
 
     def _is_stopped(self, running: RunningRequest) -> bool:
         """Each token that is not special is at least a byte of the text, so a stop string that ends with the last one
@@ -183,7 +149,7 @@ class FinishRules:
         width = max(len(stop.encode()) for stop in stops) + _PARTIAL
         window: list[int] = []
         for token in reversed(running.tokens):
-            if token not in self.special_ids:
+            if token not in self._special_ids:
                 window.append(token)
             if len(window) == width:
                 break
@@ -203,7 +169,7 @@ class FinishRules:
         return Completion(replace(request, done=done, logprobs=logprobs, versions=versions, more=columns), finish, text)
 
     def _decode(self, tokens: Sequence[int]) -> str:
-        pieces = groupby(tokens, self.tag_ids.__contains__)
+        pieces = groupby(tokens, self._tag_ids.__contains__)
         return "".join(self.tokenizer.decode(list(ids), skip_special_tokens=not shown) for shown, ids in pieces)
 
 
@@ -227,17 +193,13 @@ class RunningRequests:
         self, lm: CausalLM, max_length: int | None = None, columns: Mapping[str, ColumnSpec] | None = None
     ) -> None:
         self.columns = {**GENERATED, **(columns or {})}
-        self.rules = FinishRules.of(lm.tokenizer, lm.eos_ids)
+        self.rules = FinishRules(lm.tokenizer, lm.eos_ids)
         self.by_number: dict[int, RunningRequest] = {}
+        self.known_ids = lm.known_ids  # ids from this one on are never sampled; None: all may be
         self._lm, self._max_length, self._count = lm, max_length, 0
 
     def __len__(self) -> int:
         return len(self.by_number)
-
-    @property
-    def known_ids(self) -> int | None:
-        """Ids from this one on are never sampled; None: all may be."""
-        return self._lm.known_ids
 
     def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
         _check_sampling(sampling)
@@ -251,7 +213,7 @@ class RunningRequests:
             raise EngineError(f"a sequence of {longest} tokens does not fit the backend's limit of {self._max_length}")
 
     def _start(self, request: Request, sampling: SamplingParams, seed: tuple[int, ...]) -> RunningRequest:
-        """Of the new tokens as many as fit after the prompt."""
+        """Limit the new tokens to those that fit after the prompt."""
         limits = [limit for limit in (self._lm.max_positions, self._max_length) if limit is not None]
         room = min(limits, default=len(request.prompt) + sampling.max_new_tokens) - len(request.prompt)
         fitting = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
@@ -262,10 +224,16 @@ class RunningRequests:
         self.check(Ragged.from_rows([request.prompt for request in requests], dtype=np.int64), sampling)
         self._lm.check_tokens(np.concatenate([np.empty(0, np.int64), *(request.done for request in requests)]), 0)
         added = [self._start(request, sampling, seed) for request in requests]
-        _check_requests(added, (running.request.key for running in self.by_number.values()))
+        keys = {running.request.key for running in self.by_number.values()}
         for running in added:
+            key, count, most = running.request.key, len(running.tokens), running.sampling.max_new_tokens
+            if key in keys:
+                raise EngineError(f"request {key} runs already, or comes twice")
+            keys.add(key)
+            if count >= most:
+                raise EngineError(f"request {key} has {count} tokens of at most {most}: none remain to generate")
             if reason := self.rules.finish_reason(running):
-                raise EngineError(f"request {running.request.key} has ended already ({reason})")
+                raise EngineError(f"request {key} has ended already ({reason})")
         return self._add(added)
 
     def add_batch(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> list[int]:

@@ -19,6 +19,11 @@ def uniforms(seed: tuple[int, ...], prompt_id: int, sample_index: int, count: in
     return np.random.Generator(np.random.Philox(key=key)).random(count)
 
 
+def sampling_key(sampling: SamplingParams) -> tuple[Any, ...]:
+    """Requests with equal keys can be sampled in one call."""
+    return sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs
+
+
 def choose(logits: Any, sampling: SamplingParams, uniform: Any) -> tuple[Any, Any]:
     """Sample a token of each row by inverting the cumulative distribution.
 

@@ -10,21 +10,85 @@ Step 2 reads the tokens of step 1 on the device. If one of them finished its req
 for it, which is dropped.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 
 from dlrover.python.rl.engine.api.base import Finish, SamplingParams
 from dlrover.python.rl.engine.rollout.requests import NewToken, RunningRequests
-from dlrover.python.rl.engine.rollout.sampling import choose
+from dlrover.python.rl.engine.rollout.sampling import choose, sampling_key
 from dlrover.python.rl.engine.rollout_torch import rounded_capacity
-from dlrover.python.rl.engine.rollout_torch.cache import Scheduler
-from dlrover.python.rl.engine.rollout_torch.decoder import Decoder, Ids, Prefix, to_device
+from dlrover.python.rl.engine.rollout_torch.decoder import ROW_GROUP, HuggingFaceDecoder, Ids, Prefix, to_device
+from dlrover.python.rl.engine.rollout_torch.fused import FusedDecoder
 
 Computing: TypeAlias = Callable[[], AbstractContextManager[None]]
+Decoder: TypeAlias = HuggingFaceDecoder | FusedDecoder
+
+ADMIT_SHARE = 16
+"""Requests are admitted once ``1 / ADMIT_SHARE`` of all rows is free."""
+
+
+class Scheduler:
+    """Requests, by number, in two states: waiting in order, or active in rows 0, 1, 2, ... without a gap.
+
+    Older requests precede newer ones, group by group: a freed row is taken by the oldest request of the next group,
+    whose row is filled likewise, and waiting requests take the last rows. So rows of similar length stay adjacent, at
+    the cost of a few moves.
+    """
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows  # most requests that are active at a time
+        self.active: list[int] = []  # the request in each row
+        self.waiting: deque[int] = deque()  # the next first
+
+    def add(self, numbers: Iterable[int]) -> None:
+        self.waiting.extend(numbers)
+
+    def admit(self) -> list[int]:
+        """Activate and return as many waiting requests as fit, in the rows after those in use.
+
+        Reading one prompt takes nearly as long as reading several, so with many rows it waits for a few free ones.
+        """
+        admitted = [self.waiting.popleft() for _ in range(self.admissible())]
+        self.active += admitted
+        return admitted
+
+    def admissible(self) -> int:
+        """Count the requests that :meth:`admit` would activate."""
+        free_rows = max(0, min(self.rows - len(self.active), len(self.waiting)))
+        return 0 if free_rows < min(self.rows // ADMIT_SHARE, len(self.waiting)) else free_rows
+
+    def remove(self, numbers: Collection[int]) -> list[int]:
+        """Remove requests; returns for each row still in use the row its request had before: the same or a later."""
+        removed = set(numbers)
+        self.waiting = deque(number for number in self.waiting if number not in removed)
+        free = {row for row, number in enumerate(self.active) if number in removed}
+        order = list(range(len(self.active) - len(free)))
+        for row in order:
+            if row in free:
+                order[row] = self._follower(row, free)
+                free.add(order[row])
+        self.active = [self.active[row] for row in order]
+        return order
+
+    def _follower(self, row: int, free: Collection[int]) -> int:
+        """The row to move into the free ``row``: a later one, so that rows can be moved in ascending order."""
+        candidates = [later for later in range(row + 1, len(self.active)) if later not in free]
+        following = [later for later in candidates if later // ROW_GROUP > row // ROW_GROUP]
+        if not following:
+            return candidates[-1]
+        group = following[0] // ROW_GROUP
+        return min((later for later in following if later // ROW_GROUP == group), key=self.active.__getitem__)
+
+    def requeue(self) -> None:
+        """Return all active requests to the queue, in the order of their numbers."""
+        self.waiting = deque(sorted([*self.active, *self.waiting]))
+        self.active = []
 
 
 @dataclass(frozen=True)
@@ -46,7 +110,7 @@ class _Step:
         self._numbers = [draw.numbers for draw in draws]
         self._results = [(_to_host(tokens), _to_host(logprobs)) for tokens, logprobs in chosen]
         self.tokens: Any = chosen[0][0] if len(chosen) == 1 else None
-        """Of the rows that are still in use, int64 ``[rows]`` on the device; None unless sampled in one call."""
+        """Tokens of the rows that are still in use, int64 ``[rows]`` on the device; None unless sampled in one call."""
         self._arrived = torch.cuda.current_stream(logits.device).record_event() if logits.is_cuda else None
 
     def select(self, rows: Sequence[int]) -> None:
@@ -59,10 +123,10 @@ class _Step:
 
     def new_tokens(self) -> list[NewToken]:
         self.wait()  # waits: likewise
-        found: list[NewToken] = []
+        new_tokens: list[NewToken] = []
         for numbers, (tokens, logprobs) in zip(self._numbers, self._results, strict=True):
-            found += zip(numbers, tokens.tolist(), logprobs.tolist(), strict=True)
-        return found
+            new_tokens += zip(numbers, tokens.tolist(), logprobs.tolist(), strict=True)
+        return new_tokens
 
 
 def _to_host(tensor: Any) -> Any:
@@ -98,8 +162,11 @@ class ContinuousBatch:
 
     def add(self, numbers: Sequence[int]) -> None:
         """Queue these running requests behind the others."""
-        longest = max((self._requests.by_number[number].max_length for number in numbers), default=0)
-        self._needed = max(self._needed, longest) if self._scheduler.has_requests else longest
+        running = [self._requests.by_number[number] for number in numbers]
+        lengths = [len(each.request.prompt) + each.sampling.max_new_tokens for each in running]
+        longest = max(lengths, default=0)
+        is_empty = not (self._scheduler.active or self._scheduler.waiting)
+        self._needed = longest if is_empty else max(self._needed, longest)
         self._scheduler.add(numbers)
 
     @torch.inference_mode()
@@ -157,20 +224,32 @@ class ContinuousBatch:
     # -- schedule, run, record ----------------------------------------------------------------------------------------
 
     def _begin(self) -> _Step:
-        """The next token of every active request, after admission."""
-        self._resize_cache()
+        """The next token of every active request, after admission.
+
+        Rows are as long as needed; active requests are read again if the cache has to be replaced.
+        """
+        needed = rounded_capacity(self._needed)
+        too_few_rows = not self._scheduler.active and self._scheduler.rows < self._rows
+        is_replaced = self._lacks_room() or (too_few_rows and needed < self._decoder.capacity)
+        if self._scheduler.waiting and is_replaced:
+            self.requeue()
+            self._scheduler.rows, self._length = self._decoder.allocate(self._rows, needed), needed
         active = list(self._scheduler.active)
         admitted = self._scheduler.admit()
         # What the device needs from the host is there before it computes: a copy would wait until it has done so, and
         # only then could it be given more to do.
-        draws = self._draws()
-        return self._sample(draws, self._forward(active, admitted))
+        draws, parts = self._draws(), []
+        if active:
+            last = [self._requests.by_number[number].tokens[-1] for number in active]
+            parts.append(self._decoder.step(torch.tensor(last)))
+        parts += self._prefill(admitted)
+        return self._sample(draws, parts[0] if len(parts) == 1 else torch.cat(parts))
 
     def _sample(self, draws: Sequence[_Draw], logits: Any) -> _Step:
         return _Step(draws, logits[:, : self._requests.known_ids])
 
     def _goes_on(self, step: _Step) -> bool:
-        """Whether the step after this one has the same requests, as far as is known before its tokens are."""
+        """Return True if the step after this one has the same requests, as far as can be said without its tokens."""
         if not self._runs_ahead or step.tokens is None:
             return False
         if self._scheduler.waiting and (self._lacks_room() or self._scheduler.admissible()):
@@ -185,12 +264,12 @@ class ContinuousBatch:
             step.wait()  # waits: for a step on the device, which reads what may be freed next
 
     def _draws(self, after: int = 0) -> list[_Draw]:
-        """Of all active requests, for the step that comes ``after`` others."""
+        """Group all active requests by how they are sampled, for the step that comes ``after`` others."""
         device, numbers = self._decoder.store.device, self._scheduler.active
         running = [self._requests.by_number[number] for number in numbers]
         rows_by_key: dict[tuple[Any, ...], list[int]] = {}
         for row, request in enumerate(running):
-            rows_by_key.setdefault(request.sampling_key, []).append(row)
+            rows_by_key.setdefault(sampling_key(request.sampling), []).append(row)
         draws = []
         for rows in rows_by_key.values():
             uniform = torch.tensor([running[row].next_uniform(after) for row in rows], dtype=torch.float64)
@@ -198,25 +277,6 @@ class ContinuousBatch:
             sampling = running[rows[0]].sampling
             draws.append(_Draw([numbers[row] for row in rows], sampling, to_device(uniform, device), index))
         return draws
-
-    def _forward(self, active: Sequence[int], admitted: Sequence[int]) -> Any:
-        """Logits of the next token of every active request, then of those that get a row: ``[rows, vocab]``."""
-        parts = []
-        if active:
-            last = [self._requests.by_number[number].tokens[-1] for number in active]
-            parts.append(self._decoder.step(torch.tensor(last)))
-        parts += self._prefill(admitted)
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-    def _resize_cache(self) -> None:
-        """Make rows as long as needed; active requests are read again if the cache has to be replaced."""
-        if not self._scheduler.waiting:
-            return
-        needed = rounded_capacity(self._needed)
-        too_few_rows = not self._scheduler.active and self._scheduler.rows < self._rows
-        if self._lacks_room() or (too_few_rows and needed < self._decoder.capacity):
-            self.requeue()
-            self._scheduler.rows, self._length = self._decoder.allocate(self._rows, needed), needed
 
     def _lacks_room(self) -> bool:
         return rounded_capacity(self._needed) > self._decoder.capacity
@@ -241,8 +301,9 @@ class ContinuousBatch:
             keys.append(key)
         if keys:
             logits.append(self._add_rows(keys, unread))
-            upcoming = [self._requests.by_number[number].sequence.tobytes() for number in self._scheduler.upcoming()]
-            self._prefixes = {key: self._prefixes[key] for key in upcoming if key in self._prefixes}
+            running = self._requests.by_number
+            upcoming = {running[number].sequence.tobytes() for number in islice(self._scheduler.waiting, 1)}
+            self._prefixes = {key: prefix for key, prefix in self._prefixes.items() if key in upcoming}
         return logits
 
     def _add_rows(self, keys: Sequence[bytes], unread: Mapping[bytes, Ids]) -> Any:

@@ -1,14 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: a decoder and its steps as CUDA graphs, which record its tensors.
-"""The interface between continuous batching and a model's forward pass, the store of the model's weights, and a decoder
-for any causal language model with keys and values, by the forward pass of transformers.
+"""The store of a model's weights, a decoder for any causal language model with keys and values, by the forward pass of
+transformers, and steps of a decoder as CUDA graphs.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -46,7 +45,7 @@ class WeightStore:
         self.place: DeviceKind = "meta"
         self.views: dict[str, Any] = {}  # empty at `meta`
         self.shapes: dict[str, tuple[int, ...]] = {}
-        self._memory, self._owner = memory, owner
+        self.memory, self.owner, self.dtype = memory, owner, dtype
         self._at: dict[str, tuple[Any, int]] = {}
         self._sizes: dict[Any, int] = {}
         self._flats: dict[Any, Any] = {}
@@ -55,27 +54,22 @@ class WeightStore:
         self._hosts_are_current = False
         named: dict[str, Any] = {}
         for group in groups:
-            self._add_group(group, dtype)
+            kinds = [dtype if tensor.is_floating_point() else tensor.dtype for _, tensor in group]
+            for kind in set(kinds):
+                step = max(1, _ALIGNMENT // kind.itemsize)
+                self._sizes[kind] = -(-self._sizes.get(kind, 0) // step) * step
+            for (name, tensor), kind in zip(group, kinds, strict=True):
+                self.shapes[name], self._at[name] = tuple(tensor.shape), (kind, self._sizes[kind])
+                self._sizes[kind] += tensor.numel()
             named.update(group)
         self.cuda()
         for name, tensor in named.items():
             self.views[name].copy_(tensor.detach())
 
-    def _add_group(self, group: Sequence[tuple[str, Any]], dtype: Any) -> None:
-        kinds = {dtype if tensor.is_floating_point() else tensor.dtype for _, tensor in group}
-        for kind in kinds:
-            step = max(1, _ALIGNMENT // kind.itemsize)
-            self._sizes[kind] = -(-self._sizes.get(kind, 0) // step) * step
-        for name, tensor in group:
-            kind = dtype if tensor.is_floating_point() else tensor.dtype
-            self.shapes[name] = tuple(tensor.shape)
-            self._at[name] = kind, self._sizes[kind]
-            self._sizes[kind] += tensor.numel()
-
     @property
     def device(self) -> torch.device:
-        """Where the weights are at ``cuda``."""
-        return torch.device(self._memory.device)
+        """The device that the weights are on at ``cuda``."""
+        return torch.device(self.memory.device)
 
     def fused(self, *names: str) -> Any:
         """Tensors of one group, concatenated along their first dimension, as a view."""
@@ -98,16 +92,16 @@ class WeightStore:
     def cuda(self) -> None:
         """Move to the device; from ``meta``: allocate zeros. If they do not fit, they stay where they were."""
         if self.place == "cpu":
-            moved = {kind: self._memory.bring(self._owner, "weights", flat) for kind, flat in self._flats.items()}
+            moved = {kind: self.memory.bring(self.owner, "weights", flat) for kind, flat in self._flats.items()}
             self._settle(moved, "cuda")
             self._hosts_are_current = True
         elif self.place == "meta":
             sizes = self._sizes.items()
-            flats = {kind: self._memory.allocate(self._owner, "weights", (size,), kind) for kind, size in sizes}
+            flats = {kind: self.memory.allocate(self.owner, "weights", (size,), kind) for kind, size in sizes}
             self._settle(flats, "cuda")
 
     def host(self) -> None:
-        """From ``meta``: allocate zeros in host memory."""
+        """Allocate zeros in host memory; the weights are at ``meta``."""
         self._allocate_hosts()
         self._settle(self._hosts, "cpu")
 
@@ -136,16 +130,16 @@ class WeightStore:
         if weights.lock_pages is not None and self.place == "cuda":
             weights.lock_pages(self.device)
         try:
-            there = list[tuple[Any, Any]]()
+            on_device = list[tuple[Any, Any]]()
             for name, view in self.views.items():
                 tensor = weights.tensor(name, view.device)
                 if tensor.device == view.device and weights.adapters is None:
-                    there.append((view, tensor))
+                    on_device.append((view, tensor))
                 else:
                     # Without waiting, another dtype would come to the device before it is cast.
                     view.copy_(tensor, non_blocking=tensor.dtype == view.dtype)
-            if there:  # in one call, which takes a fraction of the time of as many
-                views, tensors = map(list, zip(*there, strict=True))
+            if on_device:  # in one call, which takes a fraction of the time of as many
+                views, tensors = map(list, zip(*on_device, strict=True))
                 torch._foreach_copy_(views, tensors)
         finally:
             if self.device.type == "cuda":
@@ -153,6 +147,9 @@ class WeightStore:
 
 
 Ids = npt.NDArray[np.int64]
+
+ROW_GROUP = 16
+"""Rows that stay adjacent: those of a group are about equally old."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,35 +159,6 @@ class Prefix:
     length: int
     past: Any  # their keys and values in the decoder's own layout
     logits: Any  # of the next token: `[vocab]`
-
-
-class Decoder(Protocol):
-    """A model with a key-value cache of rows 0, 1, 2, ..., one sequence each, of up to ``capacity`` tokens."""
-
-    store: WeightStore
-    capacity: int
-
-    def bind(self) -> None:
-        """Use the weights of ``store`` at their present place; called whenever they have moved."""
-
-    def allocate(self, rows: int, length: int) -> int:
-        """Allocate an empty cache for sequences of up to ``length`` tokens; returns its rows: ``rows``, or fewer."""
-
-    def clear(self) -> None:
-        """Free the cache."""
-
-    def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
-        """Read whole sequences outside of the cache; the prefixes have no padding."""
-
-    def add_rows(self, prefixes: Sequence[Prefix]) -> None:
-        """Append a row with each prefix."""
-
-    def select_rows(self, rows: Sequence[int]) -> None:
-        """Row ``i`` becomes what ``rows[i]`` was; those beyond are free."""
-
-    def step(self, tokens: Any) -> Any:
-        """Read the next token of each row: int64 ``[rows]``, on the host or the device, to the logits of the one after
-        it, ``[rows, vocab]``."""
 
 
 def to_device(tensor: Any, device: torch.device | str) -> Any:
@@ -205,7 +173,8 @@ Past = list[tuple[Any, Any]]
 
 
 class HuggingFaceDecoder:
-    """Implements ``Decoder`` with the model itself, whose weights move to a store.
+    """A model with a key-value cache of rows 0, 1, 2, ..., one sequence each, of up to ``capacity`` tokens: here the
+    model itself, whose weights move to a store. ``FusedDecoder`` has the same methods.
 
     Rows are padded on the left to the longest, so all grow at the same end. The cache grows by copies: slower than
     ``FusedDecoder``, and correct for all masks and positions. Weights and cache may fill ``share`` of the device.
@@ -216,10 +185,8 @@ class HuggingFaceDecoder:
         if fault := find_state_fault(model.config, model=model):
             raise EngineError(fault)
         self.capacity = 0
-        self._pad, self._memory, self._owner, self._share = lm.pad_id, memory, owner, share
-        self._token_bytes = count_cache_bytes_per_token(lm, dtype)
-        accepted = inspect.signature(model.forward).parameters
-        self._takes_positions, self._cuts = "position_ids" in accepted, "logits_to_keep" in accepted
+        self._pad, self._share, self._token_bytes = lm.pad_id, share, count_cache_bytes_per_token(lm, dtype)
+        self._accepted = inspect.signature(model.forward).parameters
         self._attributes = dict(_attributes(lm))
         self.store = WeightStore([[pair] for pair in lm.named_weights()], dtype, memory, owner)
         self._model = model
@@ -232,6 +199,7 @@ class HuggingFaceDecoder:
     # -- the interface ------------------------------------------------------------------------------------------------
 
     def bind(self) -> None:
+        """Use the weights of ``store`` at their present place; called whenever they have moved."""
         views = self.store.views if self.store.place == "cuda" else {}
         for name, attributes in self._attributes.items():
             tensor = views.get(name)
@@ -244,47 +212,58 @@ class HuggingFaceDecoder:
                     module._buffers[attribute] = tensor
 
     def allocate(self, rows: int, length: int) -> int:
-        """Only compute the number of rows: the cache grows by copies, for which it exists twice at times."""
+        """Have an empty cache for sequences of up to ``length`` tokens; returns its rows: ``rows``, or fewer.
+
+        It grows by copies, for which it exists twice at times.
+        """
         self.clear()
         self.capacity = length
-        free_bytes = self._memory.free_bytes(self._share)
+        free_bytes = self.store.memory.free_bytes(self._share)
         return rows if free_bytes is None else max(1, min(rows, free_bytes // (2 * length * self._token_bytes)))
 
     def clear(self) -> None:
+        """Free the cache."""
         self._empty()
         self.capacity = 0
 
     def _empty(self) -> None:
         self._cache: DynamicCache | None = None
-        self._mask: Any = torch.zeros((0, 0), dtype=torch.int64, device=self._memory.device)
+        self._mask: Any = torch.zeros((0, 0), dtype=torch.int64, device=self.store.device)
 
     def prefill(self, sequences: Sequence[Ids]) -> list[Prefix]:
+        """Read whole sequences outside of the cache; the prefixes have no padding."""
         width = max(len(tokens) for tokens in sequences)
         ids = np.full((len(sequences), width), self._pad, dtype=np.int64)
         mask = np.zeros((len(sequences), width), dtype=np.int64)
         for row, tokens in enumerate(sequences):
             ids[row, width - len(tokens) :] = tokens
             mask[row, width - len(tokens) :] = 1
-        cache, attended = DynamicCache(), torch.from_numpy(mask).to(self._memory.device)
+        cache, attended = DynamicCache(), torch.from_numpy(mask).to(self.store.device)
         positions = (attended.cumsum(dim=1) - 1).clamp(min=0)
-        logits = self._call(torch.from_numpy(ids).to(self._memory.device), attended, positions, cache)
-        whole = _past(cache)
-        return [
-            Prefix(len(tokens), _cut(whole, row, width - len(tokens)), logits[row])
-            for row, tokens in enumerate(sequences)
-        ]
+        logits = self._call(torch.from_numpy(ids).to(self.store.device), attended, positions, cache)
+        prefixes = []
+        for row, tokens in enumerate(sequences):
+            start = width - len(tokens)
+            past = [(keys[row : row + 1, :, start:], values[row : row + 1, :, start:]) for keys, values in _past(cache)]
+            prefixes.append(Prefix(len(tokens), past, logits[row]))
+        return prefixes
 
     def add_rows(self, prefixes: Sequence[Prefix]) -> None:
+        """Append a row with each prefix."""
         width = max([self._mask.shape[1], *(prefix.length for prefix in prefixes)])
         mask = [torch.ones((1, prefix.length), dtype=torch.int64, device=self._mask.device) for prefix in prefixes]
         pasts: list[Past] = [prefix.past for prefix in prefixes]
         if self._cache is not None:
             mask, pasts = [self._mask, *mask], [_past(self._cache), *pasts]
         self._mask = torch.cat([functional.pad(part, (width - part.shape[1], 0)) for part in mask])
-        layers = [zip(*pairs, strict=True) for pairs in zip(*pasts, strict=True)]
-        self._fill([[torch.cat([_widen(part, width) for part in parts]) for parts in layer] for layer in layers])
+        layers = []
+        for pairs in zip(*pasts, strict=True):  # keys and values of each row, of one layer
+            padded = [[functional.pad(part, (0, 0, width - part.shape[2], 0)) for part in pair] for pair in pairs]
+            layers.append([torch.cat(parts) for parts in zip(*padded, strict=True)])
+        self._fill(layers)
 
     def select_rows(self, rows: Sequence[int]) -> None:
+        """Make row ``i`` what ``rows[i]`` was; those beyond are free."""
         if self._cache is None or not rows:
             self._empty()
             return
@@ -296,7 +275,9 @@ class HuggingFaceDecoder:
         self._fill(past)
 
     def step(self, tokens: Any) -> Any:
-        tokens = to_device(tokens, self._memory.device)
+        """Read the next token of each row: int64 ``[rows]``, on the host or the device, to the logits of the one after
+        it, ``[rows, vocab]``."""
+        tokens = to_device(tokens, self.store.device)
         self._mask = functional.pad(self._mask, (0, 1), value=1)
         positions = self._mask.sum(dim=1, keepdim=True) - 1
         logits = self._call(tokens[:, None], self._mask, positions, self._cache)
@@ -307,9 +288,8 @@ class HuggingFaceDecoder:
 
     def _call(self, ids: Any, mask: Any, positions: Any, cache: Any) -> Any:
         """Logits of the last position: ``[rows, vocab]``."""
-        options: dict[str, Any] = {"position_ids": positions} if self._takes_positions else {}
-        if self._cuts:
-            options["logits_to_keep"] = 1
+        options = {"position_ids": positions, "logits_to_keep": 1}
+        options = {name: value for name, value in options.items() if name in self._accepted}
         out = self._model(input_ids=ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options)
         return out.logits[:, -1]
 
@@ -322,7 +302,7 @@ class HuggingFaceDecoder:
     def _account(self) -> None:
         if self._cache is not None:
             tensors = [tensor for pair in _past(self._cache) for tensor in pair]
-            self._memory.hold(self._owner, "kv_cache", tensors)
+            self.store.memory.hold(self.store.owner, "kv_cache", tensors)
 
 
 def _attributes(lm: CausalLM) -> Iterator[tuple[str, list[tuple[Any, str]]]]:
@@ -337,14 +317,6 @@ def _attributes(lm: CausalLM) -> Iterator[tuple[str, list[tuple[Any, str]]]]:
 
 def _past(cache: DynamicCache) -> Past:
     return [(layer.keys, layer.values) for layer in cache.layers]
-
-
-def _cut(past: Past, row: int, start: int) -> Past:
-    return [(keys[row : row + 1, :, start:], values[row : row + 1, :, start:]) for keys, values in past]
-
-
-def _widen(entries: Any, width: int) -> Any:
-    return functional.pad(entries, (0, 0, width - entries.shape[2], 0))
 
 
 Step: TypeAlias = Callable[[Any, int], Any]
@@ -380,22 +352,19 @@ class StepGraphs:
         """Logits ``[rows, vocab]`` after ``tokens`` ``[rows]``, valid until the next call."""
         # Graphs are recorded and replayed on the current device, whatever devices the tensors are on.
         with torch.cuda.device(self._inputs.device) if self._inputs.is_cuda else nullcontext():
-            return self._replay(tokens, positions)
-
-    def _replay(self, tokens: Any, positions: Sequence[int]) -> Any:
-        rows = rounded_rows(len(positions), self._rows)
-        inputs = torch.zeros((2, rows), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
-        inputs[1, : len(positions)] = torch.tensor(positions)
-        if not tokens.is_cuda:
-            inputs[0, : len(positions)] = tokens
-        self._inputs[:, :rows].copy_(inputs, non_blocking=True)
-        if tokens.is_cuda:
-            self._inputs[0, : len(positions)].copy_(tokens)
-        key = rows, rounded_length(max(positions) + 1, self._length)
-        if key not in self._replays:
-            self._replays[key] = self._record(*key)
-        self._replays[key]()
-        return self._logits[: len(positions)]
+            rows = rounded_rows(len(positions), self._rows)
+            inputs = torch.zeros((2, rows), dtype=torch.int64, pin_memory=self._inputs.is_cuda)
+            inputs[1, : len(positions)] = torch.tensor(positions)
+            if not tokens.is_cuda:
+                inputs[0, : len(positions)] = tokens
+            self._inputs[:, :rows].copy_(inputs, non_blocking=True)
+            if tokens.is_cuda:
+                self._inputs[0, : len(positions)].copy_(tokens)
+            key = rows, rounded_length(max(positions) + 1, self._length)
+            if key not in self._replays:
+                self._replays[key] = self._record(*key)
+            self._replays[key]()
+            return self._logits[: len(positions)]
 
     def _record(self, rows: int, longest: int) -> Callable[[], None]:
         def run() -> None:
@@ -404,10 +373,9 @@ class StepGraphs:
                 self._logits = logits.new_empty((self._rows, logits.shape[1]))
             self._logits[:rows].copy_(logits)
 
-        return self._captured(run) if self._inputs.is_cuda else run
-
-    def _captured(self, run: Callable[[], None]) -> Callable[[], None]:
-        """Run once before: libraries allocate their workspaces, and choose their kernels, at the first call."""
+        if not self._inputs.is_cuda:
+            return run
+        # It runs once before: libraries allocate their workspaces, and choose their kernels, at the first call.
         current, aside = torch.cuda.current_stream(self._inputs.device), torch.cuda.Stream(self._inputs.device)
         aside.wait_stream(current)
         with torch.cuda.stream(aside):

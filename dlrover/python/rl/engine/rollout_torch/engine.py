@@ -19,8 +19,8 @@ from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
 from dlrover.python.rl.engine.rollout_torch import INFO, TorchOptions, fused
-from dlrover.python.rl.engine.rollout_torch.batch import ContinuousBatch
-from dlrover.python.rl.engine.rollout_torch.decoder import Decoder, HuggingFaceDecoder
+from dlrover.python.rl.engine.rollout_torch.batch import ContinuousBatch, Decoder
+from dlrover.python.rl.engine.rollout_torch.decoder import HuggingFaceDecoder
 
 
 class TorchRolloutEngine(RolloutEngineBase):

@@ -48,13 +48,13 @@ def launch_arguments(folder: str, settings: RolloutSettings, options: SglangOpti
         "enable-memory-saver": True,
         **options.server_args,
     }
-    return [part for name, value in flags.items() for part in _flag(name, value)]
-
-
-def _flag(name: str, value: Any) -> list[str]:
-    if value is True:
-        return [f"--{name}"]
-    return [] if value is False or value is None else [f"--{name}", str(value)]
+    arguments = []
+    for name, value in flags.items():
+        if value is True:
+            arguments.append(f"--{name}")
+        elif value is not False and value is not None:
+            arguments += [f"--{name}", str(value)]
+    return arguments
 
 
 INFO = EngineInfo(

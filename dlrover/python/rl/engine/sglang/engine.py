@@ -57,7 +57,13 @@ class ReadBack:
         self._server, self._dtype = server, dtype
         embedding = lm.model.get_input_embeddings().weight
         self._embedding = next((name for name, tensor in lm.named_weights() if tensor is embedding), "")
-        self._misread = _misread_parts(lm, ranks)
+        # SGLang takes heads to be `hidden_size / num_attention_heads` wide, and each rank to have heads that no other
+        # has. For other models it reads these tensors at wrong rows of its merged projection.
+        config = lm.model.config.get_text_config()
+        heads = int(config.num_attention_heads)
+        key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
+        is_usual = get_head_width(lm) == int(config.hidden_size) // heads and key_heads % ranks == 0
+        self._misread = () if is_usual else (".k_proj.", ".v_proj.")
         self._names: list[str] | None = None  # of the tensors that can be read; None: not known yet
 
     def different(self, folder: Path) -> list[str]:
@@ -90,16 +96,6 @@ class ReadBack:
     def _equals(self, rows: Any, tensor: Any) -> bool:
         expected = tensor[:_ROWS].to(self._dtype).float().numpy()
         return rows is not None and np.array_equal(np.asarray(rows, dtype=np.float32), expected, equal_nan=True)
-
-
-def _misread_parts(lm: CausalLM, ranks: int) -> tuple[str, ...]:
-    """Parts of the names of tensors that SGLang reads at wrong rows of its merged projection: it takes heads to be
-    ``hidden_size / num_attention_heads`` wide, and each rank to have heads of its own."""
-    config = lm.model.config.get_text_config()
-    heads = int(config.num_attention_heads)
-    key_heads = int(getattr(config, "num_key_value_heads", None) or heads)
-    is_usual = get_head_width(lm) == int(config.hidden_size) // heads and key_heads % ranks == 0
-    return () if is_usual else (".k_proj.", ".v_proj.")
 
 
 _ABORT_TIMEOUT_S = 10.0
@@ -175,7 +171,13 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         except BaseException:
             self._abort_calls(names, calls)
             raise
-        new_tokens = [item for number, answer in answers.items() for item in _new_tokens(number, answer)]
+        new_tokens: list[NewToken] = []
+        for number, answer in answers.items():  # whose tokens may go beyond the request's end
+            logprobs = answer["meta_info"]["output_token_logprobs"]
+            if not logprobs:
+                raise EngineError("the SGLang server generated nothing: it aborted a request by itself")
+            for logprob, token, *_ in logprobs:
+                new_tokens.append((number, int(token), math.nan if logprob is None else float(logprob)))
         return self._requests.append(new_tokens, self.version)
 
     def _abort_calls(self, names: dict[int, str], calls: dict[int, Future[Any]]) -> None:
@@ -192,7 +194,11 @@ class SglangRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._lm.check(weights, serving=-1 if rewind else self.version)
         folder = Path(tempfile.mkdtemp(prefix=f"{weights.version}-", dir=self._exchange))
         try:
-            _write_model(weights, self._lm, folder)
+            self._lm.model.config.save_pretrained(folder)
+            self._lm.tokenizer.save_pretrained(folder)
+            # The tensors get no name here: those with adapters are copies, which are freed before the server loads.
+            metadata = {"format": "pt"}
+            save_file({name: weights.tensor(name) for name in weights.buffers}, folder / WEIGHTS_FILE, metadata)
             if self._offload.place == "cuda":
                 # Stays if it breaks off: a mixture has no version.
                 self.version, self._offload.unready_reason = -1, BROKEN_OFF
@@ -273,14 +279,6 @@ def _connect(model: str, settings: RolloutSettings, options: SglangOptions, exch
     return server
 
 
-def _new_tokens(number: int, answer: Any) -> list[NewToken]:
-    """The tokens in an answer, which may go beyond the request's end."""
-    logprobs = answer["meta_info"]["output_token_logprobs"]
-    if not logprobs:
-        raise EngineError("the SGLang server generated nothing: it aborted a request by itself")
-    return [(number, int(token), math.nan if logprob is None else float(logprob)) for logprob, token, *_ in logprobs]
-
-
 def _generate_body(name: str, running: RunningRequest, max_tokens: int, eos_ids: Sequence[int]) -> dict[str, Any]:
     sampling = running.sampling
     return {
@@ -298,10 +296,3 @@ def _generate_body(name: str, running: RunningRequest, max_tokens: int, eos_ids:
             "sampling_seed": int(running.uniform[0] * 2**31),  # per sample; the server mixes in the position
         },
     }
-
-
-def _write_model(weights: WeightSnapshot, lm: CausalLM, folder: Path) -> None:
-    lm.model.config.save_pretrained(folder)
-    lm.tokenizer.save_pretrained(folder)
-    tensors = {name: weights.tensor(name) for name in weights.buffers}
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})

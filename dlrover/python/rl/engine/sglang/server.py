@@ -96,10 +96,10 @@ class SglangServer:
         try:
             answer = self._client.request(verb, path, timeout=timeout_s or self._timeout_s, **content)
         except (httpx.HTTPError, RuntimeError) as error:  # RuntimeError: the client is closed
-            what = f"the SGLang server at {self.url} does not answer {path}"
+            refusal = f"the SGLang server at {self.url} does not answer {path}"
             if (status := self._status()) is not None:
-                raise EngineDied(f"{what}: it has ended with status {status}") from error
-            raise EngineError(f"{what}: {error}") from error
+                raise EngineDied(f"{refusal}: it has ended with status {status}") from error
+            raise EngineError(f"{refusal}: {error}") from error
         if answer.is_error:
             raise RequestRefused(f"SGLang refused {path} with status {answer.status_code}: {answer.text[:500]}")
         try:
@@ -108,7 +108,7 @@ class SglangServer:
             return None
 
     def _status(self) -> int | None:
-        """Of a process that has ended, or does so at once: its connections break a little earlier."""
+        """The status of a process that has ended, or does so at once: its connections break a little earlier."""
         with suppress(subprocess.TimeoutExpired):
             return None if self._process is None else self._process.wait(_END_S)
         return None

@@ -15,13 +15,13 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from dlrover.python.rl.common.progress import note_progress
 from dlrover.python.rl.engine.api.weights import SnapshotFile, WeightSnapshot, tensor_bytes
 from dlrover.python.rl.engine.memory.device_memory import Kind
 from dlrover.python.rl.engine.rollout.requests import RunningRequest
+
+if TYPE_CHECKING:
+    from dlrover.python.rl.engine.vllm.runner import RestartingRunner, SleepingRunner
 
 _ALIGN = 64
 
@@ -94,8 +97,8 @@ _SLOW_S = {"start": 3600.0, "load": 1800.0, "wake": 1800.0}
 
 
 class ChildRunner:
-    """An :class:`~dlrover.python.rl.engine.vllm.runner.OffloadableRunner` in a process with the environment ``env``; it
-    is its own ``runner``. Errors are those of the runner there, and ``EngineDied`` if the process has ended."""
+    """A ``SleepingRunner``, or on a CPU a ``RestartingRunner``, in a process with the environment ``env``. It is its
+    own ``runner``. Errors are those of the runner there, and ``EngineDied`` if the process has ended."""
 
     def __init__(self, arguments: Mapping[str, Any], on_cpu: bool, env: Mapping[str, str]) -> None:
         self.has_weights = True
@@ -195,27 +198,23 @@ def serve(connection: Connection) -> None:
         value = error = None
         try:
             if method == "start":
-                offloadable = _start(*arguments)
+                offloadable = start_here(*arguments)
+            elif method == "load":
+                offloadable.load(arguments[0].open())
             else:
-                value = _method(offloadable, method)(*arguments)
+                target = offloadable if method in ("wake", "sleep") else offloadable.runner
+                value = getattr(target, method)(*arguments)
         except Exception as failure:  # noqa: BLE001 -- a process boundary: it is raised at the owner
             error = _portable(failure)
         connection.send((number, value, error, offloadable is not None and offloadable.has_weights))
 
 
-def _start(arguments: dict[str, Any], on_cpu: bool) -> Any:
+def start_here(arguments: dict[str, Any], on_cpu: bool) -> "RestartingRunner | SleepingRunner":
+    """Start vLLM in this process."""
+    # Imported on demand: it imports vLLM, which takes seconds.
     from dlrover.python.rl.engine.vllm.runner import RestartingRunner, Runner, SleepingRunner
 
     return (RestartingRunner if on_cpu else SleepingRunner)(partial(Runner, arguments))
-
-
-def _method(offloadable: Any, name: str) -> Callable[..., Any]:
-    def load(shared: SharedWeights) -> None:
-        offloadable.load(shared.open())
-
-    methods = {"load": load, "wake": offloadable.wake, "sleep": offloadable.sleep}
-    method: Callable[..., Any] = methods[name] if name in methods else getattr(offloadable.runner, name)
-    return method
 
 
 def _portable(error: Exception) -> Exception:

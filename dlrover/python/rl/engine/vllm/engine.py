@@ -6,10 +6,9 @@ import itertools
 import os
 from collections.abc import Collection
 from contextlib import ExitStack, suppress
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
@@ -19,19 +18,29 @@ from dlrover.python.rl.engine.api.registry import read_options
 from dlrover.python.rl.engine.api.weights import DeviceKind, WeightSnapshot
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory, Kind
 from dlrover.python.rl.engine.memory.offload import BROKEN_OFF, OffloadState, SleepingEngine, divide_bytes
-from dlrover.python.rl.engine.model.loading import DTYPES
+from dlrover.python.rl.engine.model.loading import DTYPES, CausalLM
 from dlrover.python.rl.engine.model.ranks import device_environment
-from dlrover.python.rl.engine.model.spec import count_weight_bytes, get_head_width, load_meta_causal_lm
+from dlrover.python.rl.engine.model.spec import (
+    count_cache_bytes_per_token,
+    count_weight_bytes,
+    get_head_width,
+    load_meta_causal_lm,
+)
 from dlrover.python.rl.engine.rollout.requests import RolloutEngineBase, RunningRequests
 from dlrover.python.rl.engine.vllm import INFO, VllmOptions
-from dlrover.python.rl.engine.vllm.arguments import engine_arguments
-from dlrover.python.rl.engine.vllm.child import ChildRunner
+from dlrover.python.rl.engine.vllm.child import ChildRunner, start_here
 
 if find_spec("vllm") is None:
     raise MissingExtra("vllm", "vllm")
 
 if TYPE_CHECKING:
-    from dlrover.python.rl.engine.vllm.runner import OffloadableRunner
+    from dlrover.python.rl.engine.vllm.runner import RestartingRunner, SleepingRunner
+
+    OffloadableRunner: TypeAlias = ChildRunner | RestartingRunner | SleepingRunner
+
+_PACKAGE = "dlrover.python.rl.engine.vllm"
+_BLOCK = 128
+"""Tokens of the largest cache block, which a sequence may leave unused."""
 
 
 class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
@@ -58,7 +67,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         options = read_options(VllmOptions, settings.backend)
         self._lm, folder = load_meta_causal_lm(model)
         self._lm = self._lm.masked(settings.mask_unknown_ids)
-        arguments = engine_arguments(folder, self._lm, settings, options)
+        arguments = _engine_arguments(folder, self._lm, settings, options)
         self._requests = RunningRequests(self._lm, arguments["max_model_len"], self.info.columns)
         self._names: dict[int, str] = {}
         self._submissions = itertools.count()
@@ -87,10 +96,7 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
             return ChildRunner(arguments, on_cpu, env)
         if not on_cpu:
             _check_shared_process(settings)
-        # Imported on demand: it imports vLLM, which takes seconds.
-        from dlrover.python.rl.engine.vllm.runner import RestartingRunner, Runner, SleepingRunner
-
-        return (RestartingRunner if on_cpu else SleepingRunner)(partial(Runner, arguments))
+        return start_here(arguments, on_cpu)
 
     def _step(self, max_tokens: int | None) -> dict[int, Finish]:
         """Submit what is not submitted, and step once: a token for each sequence with capacity, or part of a prompt."""
@@ -148,6 +154,37 @@ class VllmRolloutEngine(SleepingEngine, RolloutEngineBase):
         self._withdraw(self._requests.by_number)
         self._offloadable.sleep(keep_weights=place == "cpu")
         self._offload.leave(place)
+
+
+def _engine_arguments(model: str, lm: CausalLM, settings: RolloutSettings, options: VllmOptions) -> dict[str, Any]:
+    """The arguments of vLLM that an engine's settings stand for."""
+    on_cpu = settings.device == "cpu"
+    longest = options.max_model_len or lm.max_positions
+    cache = options.kv_cache_bytes
+    if cache is None and on_cpu and longest is not None:
+        cache = settings.max_batch * (longest + _BLOCK) * count_cache_bytes_per_token(lm, DTYPES[settings.precision])
+    return {
+        "model": model,
+        "dtype": {"fp32": "float32", "bf16": "bfloat16"}[settings.precision],
+        "max_model_len": longest,
+        "max_num_seqs": settings.max_batch,
+        "tensor_parallel_size": settings.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if settings.tensor_parallel_size == 1 else "mp",  # never Ray's actors
+        "async_scheduling": False,  # sampling needs the number of generated tokens
+        "gpu_memory_utilization": settings.gpu_memory_utilization,
+        "kv_cache_memory_bytes": cache,
+        "enforce_eager": on_cpu or not options.compile,
+        "enable_sleep_mode": not on_cpu,
+        **({} if on_cpu else {"moe_backend": "triton"}),  # others convert the experts, which cannot be read back then
+        "enable_prefix_caching": True,
+        "skip_tokenizer_init": True,  # tokens in, tokens out
+        "generation_config": "vllm",  # not the model's own: requests have sampling parameters
+        "logprobs_mode": "processed_logits",
+        "logits_processors": [f"{_PACKAGE}.worker:PositionSampler"],
+        "worker_extension_cls": f"{_PACKAGE}.worker.WeightLoader",
+        "disable_log_stats": True,
+        **options.engine_args,
+    }
 
 
 def _check_shared_process(settings: RolloutSettings) -> None:

@@ -5,7 +5,7 @@ import gc
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 import torch
 from vllm import SamplingParams as VllmSamplingParams
@@ -38,11 +38,6 @@ _LOAD_TIMEOUT_S = 600.0
 _JOIN_TIMEOUT_S = 10.0
 
 
-def _has_died(error: Exception) -> bool:
-    """Of a worker, a device or a collective, after which vLLM does not compute any more; not what it cannot do."""
-    return isinstance(error, RuntimeError | TimeoutError) and not isinstance(error, NotImplementedError)
-
-
 @contextmanager
 def _explained(what: str, refused: type[EngineError] = EngineError) -> Iterator[None]:
     """Raise an exception of vLLM, of any type, as ``EngineDied`` or ``refused``, with its type and text."""
@@ -51,8 +46,9 @@ def _explained(what: str, refused: type[EngineError] = EngineError) -> Iterator[
     except EngineError:
         raise
     except Exception as error:
-        broken = EngineDied if _has_died(error) else refused
-        raise broken(f"{what}: {type(error).__name__}: {error}") from error
+        # A worker, a device or a collective has failed, and vLLM does not compute any more; or it cannot do this.
+        has_died = isinstance(error, RuntimeError | TimeoutError) and not isinstance(error, NotImplementedError)
+        raise (EngineDied if has_died else refused)(f"{what}: {type(error).__name__}: {error}") from error
 
 
 class Runner:
@@ -138,7 +134,7 @@ class Runner:
         self.llm.collective_rpc("drop_host_copies", _LOAD_TIMEOUT_S)
 
     def release_host_memory(self) -> None:
-        """That of copies which are no longer needed."""
+        """Free the memory of copies which are no longer needed."""
         self.llm.collective_rpc("release_host_memory", _LOAD_TIMEOUT_S)
 
     def close(self) -> None:
@@ -197,38 +193,8 @@ def _preserved_process_state() -> Iterator[None]:
         os.environ.update(before)
 
 
-class TokenRunner(Protocol):
-    """What an engine needs of a :class:`Runner` that is awake."""
-
-    def submit(self, name: str, running: RunningRequest, eos_ids: Sequence[int]) -> None: ...
-
-    def step(self) -> list[tuple[str, int, float]]: ...
-
-    def abort(self, names: Sequence[str]) -> None: ...
-
-    def cache_bytes(self) -> int: ...
-
-
-class OffloadableRunner(Protocol):
-    has_weights: bool  # to wake
-
-    @property
-    def runner(self) -> TokenRunner:
-        """Only while weights and cache are on the device."""
-
-    def wake(self, kind: Kind) -> None:
-        """Bring the last weights, or an empty cache, to the device. If that fails, all is asleep."""
-
-    def sleep(self, keep_weights: bool) -> None: ...
-
-    def load(self, weights: WeightSnapshot) -> None:
-        """Load weights in place, or keep them until :meth:`wake`."""
-
-    def close(self) -> None: ...
-
-
 class SleepingRunner:
-    """vLLM's sleep mode, for GPUs only.
+    """vLLM's sleep mode, for GPUs only; ``runner`` may be used while weights and cache are on the device.
 
     An engine that has slept before keeps the last snapshot, which takes the place of a copy of the weights on the host:
     it sleeps at level 2, which copies nothing, and loads the snapshot when it wakes. Before the first one it sleeps at
@@ -237,13 +203,14 @@ class SleepingRunner:
 
     def __init__(self, start: Callable[[], Runner]) -> None:
         self.runner = start()
-        self.has_weights = True
+        self.has_weights = True  # to wake
         self._asleep: set[Kind] = set()
         self._has_slept = False
         self._snapshot: WeightSnapshot | None = None
         self._is_loaded = True  # the device has the last weights, or vLLM brings them by itself
 
     def wake(self, kind: Kind) -> None:
+        """Bring the last weights, or an empty cache, to the device. If that fails, all is asleep."""
         try:
             with _explained(f"vLLM did not wake its {kind}"):
                 self.runner.llm.wake_up(tags=[kind])
@@ -278,6 +245,7 @@ class SleepingRunner:
         self.has_weights = self.has_weights and keep_weights
 
     def load(self, weights: WeightSnapshot) -> None:
+        """Load weights in place, or keep them until :meth:`wake`."""
         if "weights" in self._asleep:
             self._drop_host_copies()
         else:

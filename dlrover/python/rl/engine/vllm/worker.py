@@ -22,7 +22,7 @@ from vllm.v1.sample.logits_processor.builtin import process_dict_updates
 
 from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
-from dlrover.python.rl.engine.rollout.sampling import choose
+from dlrover.python.rl.engine.rollout.sampling import choose, sampling_key
 from dlrover.python.rl.engine.vllm.child import SharedWeights
 
 READ_BACK_PARTS = 8
@@ -38,18 +38,13 @@ class SamplingPlan:
     known_ids: int | None = None  # ids from this one on are not sampled
 
 
-@dataclass(frozen=True, eq=False)
-class _Row:
-    plan: SamplingPlan
-    output: list[int]  # vLLM's own list of the generated tokens, which grows
-
-
 class PositionSampler(LogitsProcessor):
     """vLLM creates one in each worker."""
 
     def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
         self._device = device
-        self._rows: dict[int, _Row] = {}
+        self._rows: dict[int, tuple[SamplingPlan, list[int]]] = {}
+        """The plan of each row, and vLLM's own list of its generated tokens, which grows."""
         self._groups: list[tuple[SamplingParams, list[int]]] = []
 
     def is_argmax_invariant(self) -> bool:
@@ -57,39 +52,33 @@ class PositionSampler(LogitsProcessor):
 
     def update_state(self, batch_update: Any) -> None:
         """Follow changes of vLLM's batch: a ``BatchUpdate``, or None."""
-        if process_dict_updates(self._rows, batch_update, _row):
-            self._groups = _group_by_sampling(self._rows.items())
+        if not process_dict_updates(self._rows, batch_update, _row):
+            return
+        groups: dict[tuple[Any, ...], tuple[SamplingParams, list[int]]] = {}
+        for number, (plan, _) in self._rows.items():
+            groups.setdefault(sampling_key(plan.sampling), (plan.sampling, []))[1].append(number)
+        self._groups = list(groups.values())
 
     def apply(self, logits: torch.Tensor) -> torch.Tensor:
         """Sample a token for each row of ``logits`` ``[rows, vocab]``, and leave only its log-prob there."""
         for sampling, rows in self._groups:
             index = torch.tensor(rows, device=self._device)
-            numbers = [self._uniform(row) for row in rows]
+            plans = [self._rows[row] for row in rows]
+            # The last number stays for tokens past the last, which vLLM discards.
+            numbers = [plan.uniform[min(len(output), len(plan.uniform) - 1)] for plan, output in plans]
             uniform = torch.tensor(numbers, dtype=torch.float64, device=self._device)
-            known_ids = self._rows[rows[0]].plan.known_ids  # the engine's
+            known_ids = plans[0][0].known_ids  # the engine's
             tokens, logprobs = choose(logits[index, :known_ids], sampling, uniform)
             logits[index] = -torch.inf
             logits[index, tokens] = logprobs.to(logits.dtype)
         return logits
 
-    def _uniform(self, row: int) -> float:
-        """The random number of the row's next token; vLLM discards tokens past the last."""
-        uniform, count = self._rows[row].plan.uniform, len(self._rows[row].output)
-        return uniform[min(count, len(uniform) - 1)]
 
-
-def _row(params: VllmSamplingParams, prompt: list[int] | None, output: list[int]) -> _Row | None:
+def _row(
+    params: VllmSamplingParams, prompt: list[int] | None, output: list[int]
+) -> tuple[SamplingPlan, list[int]] | None:
     plan = (params.extra_args or {}).get(EXTRA)
-    return None if plan is None else _Row(plan, output)
-
-
-def _group_by_sampling(rows: Iterable[tuple[int, _Row]]) -> list[tuple[SamplingParams, list[int]]]:
-    groups: dict[tuple[Any, ...], tuple[SamplingParams, list[int]]] = {}
-    for number, row in rows:
-        sampling = row.plan.sampling
-        key = sampling.temperature, sampling.top_k, sampling.top_p, sampling.logprobs
-        groups.setdefault(key, (sampling, []))[1].append(number)
-    return list(groups.values())
+    return None if plan is None else (plan, output)
 
 
 _dispatch = layers.dispatch_cpu_unquantized_gemm
@@ -158,7 +147,8 @@ class WeightLoader:
         torch.accelerator.empty_host_cache()
 
     def cache_bytes(self) -> int:
-        storages = {storage.data_ptr(): storage.nbytes() for storage in map(_storage, self.model_runner.kv_caches)}
+        caches = self.model_runner.kv_caches
+        storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in caches}
         return sum(storages.values())
 
 
@@ -168,7 +158,7 @@ class _CopyComparison(TorchDispatchMode):
     def __init__(self, parameters: Mapping[str, Any], part: int | None) -> None:
         super().__init__()
         self._part, self._is_compared = part, True
-        self._owners = {_storage(tensor).data_ptr(): name for name, tensor in parameters.items()}
+        self._owners = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items()}
         self._untouched = {name for name, tensor in parameters.items() if _owner_of(self._owners, tensor) == name}
         self._name = ""
         self._unread: set[str] = set()
@@ -212,20 +202,14 @@ def read_copies(tensors: Mapping[str, Any], copies: Mapping[int, Any]) -> dict[s
     return restored
 
 
-def _storage(tensor: Any) -> Any:
-    return tensor.untyped_storage()
-
-
 def _equals(target: Any, source: Any) -> bool:
-    return bool(torch.equal(_bits(target), _bits(source.to(target.device, target.dtype).expand_as(target))))
-
-
-def _bits(tensor: Any) -> Any:
-    return tensor.reshape(-1).view(torch.uint8)
+    """Compare the bits of a tensor with those that ``source`` would have in its place."""
+    expected = source.to(target.device, target.dtype).expand_as(target)
+    return bool(torch.equal(target.reshape(-1).view(torch.uint8), expected.reshape(-1).view(torch.uint8)))
 
 
 def _owner_of(owners: Mapping[int, str], tensor: Any) -> str | None:
-    return owners.get(_storage(tensor).data_ptr())
+    return owners.get(tensor.untyped_storage().data_ptr())
 
 
 def _iterate(

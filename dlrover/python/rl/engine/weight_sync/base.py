@@ -23,7 +23,6 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from pathlib import Path
@@ -149,7 +148,7 @@ class Ticket:
 
 
 class Seal(NamedTuple):
-    """What a sender adds behind the weights: a CRC-32 of each tensor in the order of the table, and the stamp."""
+    """A sender's addition behind the weights: a CRC-32 of each tensor in the order of the table, and the stamp."""
 
     crcs: tuple[int, ...]
     stamp: WeightStamp
@@ -204,7 +203,7 @@ class SyncSettings:
     """Longest wait for the other side without progress."""
 
     device: str = "cpu"
-    """Where the weights of this process are, and so the buckets of transports that can pass them between devices."""
+    """The device of this process's weights, and of the buckets of transports that can pass them between devices."""
 
     memory: DeviceMemory | None = None
     """Accounts for those buckets."""
@@ -294,66 +293,42 @@ class SenderBase:
         )
 
     def _address(self) -> dict[str, Any]:
-        """What receivers need; of the rank that leads. Where that fails, :meth:`send` raises the error."""
+        """Describe how receivers reach the rank that leads. If that fails, :meth:`send` raises the error."""
         return {}
 
     def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        bucket = ticket.address.get("bucket", self.settings.bucket)
-        with self._pieces(ticket, source, bucket) as pieces:
+        if source.version != ticket.version:
+            raise WeightSyncError(f"version {ticket.version} was offered, and the source is at {source.version}")
+        pieces = self._iterate(ticket, source, ticket.address.get("bucket", self.settings.bucket))
+        try:
             if self._unreachable is not None:
                 raise self._unreachable
             return self._write(ticket, pieces) if self.settings.is_leader else None
+        finally:  # the other ranks are inside the same collective, and would wait for this one
+            deque(pieces, maxlen=0)
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         raise NotImplementedError
 
-    def _account(self, bucket: Any) -> None:
-        if self.settings.memory is not None:
-            self.settings.memory.hold(f"weight sync of {self.settings.name}", "buffer", [bucket])
-
-    def _release(self, bucket: Any) -> None:
-        """The bucket is about to be freed: gloo's threads keep it for a moment after the last broadcast."""
-        if self.settings.memory is not None:
-            self.settings.memory.release(bucket)
-
-    @contextmanager
-    def _pieces(self, ticket: Ticket, source: WeightSource, bucket: int) -> Iterator[Pieces]:
-        """Offset and bytes (``uint8``) of successive pieces, none across the end of a bucket of this size.
-
-        What the block leaves is consumed: the other ranks are inside the same collective, and would wait for this one.
-
-        Raises:
-            WeightSyncError: at once: the source has another version than was offered; later: other tensors.
-        """
-        if source.version != ticket.version:
-            raise WeightSyncError(f"version {ticket.version} was offered, and the source is at {source.version}")
-        pieces = self._iterate(ticket, source, bucket)
-        try:
-            yield pieces
-        finally:
-            deque(pieces, maxlen=0)
-
     def _iterate(self, ticket: Ticket, source: WeightSource, bucket: int) -> Pieces:
+        """Offset and bytes (``uint8``) of successive pieces, none across the end of a bucket of this size."""
         offers = zip(ticket.table.entries, ticket.table.spans(), strict=True)
         for offer, named in zip_longest(offers, self._named_weights(source)):
-            flat = self._validate_tensor(ticket, offer and offer[0], named)
+            entry, offered = named and TensorEntry.of(*named), offer and offer[0]
+            if entry != offered:
+                self._table = None
+                names = [each.name for each in ticket.table.entries]
+                nearest = hint(entry.name, names) if entry and not offered else ""
+                raise WeightSyncError(
+                    f"the source of version {ticket.version} gives {entry or 'nothing'} where {offered or 'nothing'}"
+                    f" was offered{nearest}"
+                )
+            flat = named[1].detach().contiguous().reshape(-1).view(torch.uint8)
             begin, end = start, _ = offer[1]
             while begin < end:
                 stop = min(end, (begin // bucket + 1) * bucket)
                 yield begin, flat[begin - start : stop - start]
                 begin = stop
-
-    def _validate_tensor(self, ticket: Ticket, offered: TensorEntry | None, named: tuple[str, Any] | None) -> Any:
-        entry = TensorEntry.of(*named) if named else None
-        if named is None or entry != offered:
-            self._table = None
-            names = [offer.name for offer in ticket.table.entries]
-            nearest = hint(entry.name, names) if entry and not offered else ""
-            raise WeightSyncError(
-                f"the source of version {ticket.version} gives {entry or 'nothing'} where {offered or 'nothing'}"
-                f" was offered{nearest}"
-            )
-        return named[1].detach().contiguous().reshape(-1).view(torch.uint8)
 
 
 def assemble_snapshot(

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: the ways of a weight's bytes to host memory, and the fingerprints of what passes.
-"""Bytes of weights: buckets that are filled, fingerprints of what passes, and the host memory that it comes to.
+"""Bytes of weights: buckets that are filled, fingerprints of what passes, and the memory that it comes to.
 
 A :class:`WeightFile` is memory without a name in any file system: the kernel frees it when the last process that has it
 open ends. It has three parts, and may be read while it is written::
@@ -14,22 +13,26 @@ import errno
 import fcntl
 import mmap
 import os
+import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import cache, lru_cache
+from itertools import islice
 from typing import Any
+from uuid import uuid4
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from isal.isal_zlib import crc32, crc32_combine
+from torch.multiprocessing.reductions import reduce_tensor
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.memory.offload import HostPages
 from dlrover.python.rl.engine.weight_sync.base import ALIGN, Pieces, Seal, Ticket, WeightTable, assemble_snapshot
 
@@ -59,22 +62,17 @@ class CrcTally:
                 break
             self._tensor += 1
         self._offset = stop
-        for tensor, part, crc in zip(tensors, parts, _checksums(parts), strict=True):
+        crcs: Iterator[int] = map(crc32, parts)
+        threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // _CORES_FOR_A_THREAD)
+        if threads > 1 and sum(map(len, parts)) >= 2 * _PART:
+            crcs = _pool(os.getpid(), threads).map(crc32, parts)  # waits: for a computation
+        for tensor, part, crc in zip(tensors, parts, crcs, strict=True):
             self.crcs[tensor] = crc32_combine(self.crcs[tensor], crc, len(part))
-
-
-def _checksums(parts: Sequence[memoryview]) -> Iterator[int]:
-    if sum(map(len, parts)) < 2 * _PART:
-        return map(crc32, parts)
-    threads = min(_MOST_THREADS, len(os.sched_getaffinity(0)) // _CORES_FOR_A_THREAD)
-    if threads < 2:
-        return map(crc32, parts)
-    return _pool(os.getpid(), threads).map(crc32, parts)  # waits: for a computation
 
 
 @lru_cache(maxsize=1)
 def _pool(process: int, threads: int) -> ThreadPoolExecutor:
-    """Of this process: one that was forked has none of its parent's threads."""
+    """Threads of this process: one that was forked has none of its parent's."""
     return ThreadPoolExecutor(threads, "dlrover-checksums")
 
 
@@ -84,7 +82,7 @@ _AT_ONCE = 1 << 24
 
 
 def device_fingerprints(table: WeightTable, flat: Any) -> list[int]:
-    """Of each tensor of ``table`` in ``flat``: ``uint8`` on any device, whole blocks with zeros between the tensors."""
+    """Fingerprint the tensors of ``table`` in ``flat``: ``uint8`` on any device, whole blocks, zeros between them."""
     factors = _factors(flat.device)
     parts = flat.view(torch.int32).split(_AT_ONCE)
     sums = torch.cat([(part.view(-1, len(factors)) * factors).sum(dim=-1) for part in parts]).cpu().numpy()
@@ -127,18 +125,18 @@ def stream_to_host(target: Bytes, pages: HostPages, pieces: Pieces) -> Iterator[
         for offset, piece in pieces:
             stop = offset + len(piece)
             if piece.device.type != "cuda" or not pages.lock(piece.device):
-                _await_all(under_way)
+                _take_arrived(under_way, len(under_way))
                 copy_to_host(target[offset:stop], piece)
                 yield stop
                 continue
             under_way.append((stop, piece, _begin_copy(target[offset:stop], piece)))
             if under_way[0][2].query() or stop - arrived > _UNDER_WAY:
-                arrived = _take_arrived(under_way)
+                arrived = _take_arrived(under_way, 1)
                 yield arrived
         while under_way:
-            yield _take_arrived(under_way)
+            yield _take_arrived(under_way, 1)
     finally:
-        _await_all(under_way)  # the device would write into memory that is free again
+        _take_arrived(under_way, len(under_way))  # the device would write into memory that is free again
 
 
 def _begin_copy(target: Bytes, piece: Any) -> Any:
@@ -152,36 +150,14 @@ def _begin_copy(target: Bytes, piece: Any) -> Any:
         return stream.record_event()
 
 
-def _await_all(under_way: deque[tuple[int, Any, Any]]) -> None:
-    while under_way:
-        under_way[0][2].synchronize()
-        under_way.popleft()
-
-
-def _take_arrived(under_way: deque[tuple[int, Any, Any]]) -> int:
-    """Wait for the first piece and take all that have arrived; returns where they end."""
-    under_way[0][2].synchronize()
+def _take_arrived(under_way: deque[tuple[int, Any, Any]], at_least: int) -> int:
+    """Wait for the first pieces and take all that have arrived; returns where they end."""
+    for _, _, arrival in islice(under_way, at_least):
+        arrival.synchronize()
     stop = 0
     while under_way and under_way[0][2].query():
         stop, _, _ = under_way.popleft()
     return stop
-
-
-class HostBuffer:
-    """Gives the host access to buckets: to themselves, or to a copy in page-locked memory that is reused."""
-
-    def __init__(self) -> None:
-        self._copy: Any = torch.empty(0, dtype=torch.uint8)
-
-    def read(self, part: Any) -> Bytes:
-        """The bytes of a ``uint8`` tensor, valid until the next call."""
-        on_host = part
-        if part.device.type != "cpu":
-            if len(self._copy) < len(part):
-                self._copy = torch.empty(len(part), dtype=torch.uint8, pin_memory=True)
-            on_host = self._copy[: len(part)].copy_(part)
-        data: Bytes = on_host.numpy()
-        return data
 
 
 HEAD_BYTES = 4096
@@ -193,66 +169,29 @@ def bucket_spans(table: WeightTable, size: int) -> list[tuple[int, int]]:
     return [(start, min(start + size, end)) for start in range(0, end, size)]
 
 
-def _fill(pieces: Pieces, buckets: Sequence[Any]) -> Iterator[int]:
-    size = len(buckets[0])
-    number = -1
-    for offset, piece in pieces:
-        if offset // size > number >= 0:
-            yield number
-        number, inside = divmod(offset, size)
-        buckets[number % len(buckets)][inside : inside + len(piece)].copy_(piece)
-    if number >= 0:
-        yield number
-
-
-def fill_buckets(
-    pieces: Pieces, buckets: Sequence[Any], tally: CrcTally, host: HostBuffer
-) -> Iterator[tuple[int, Any]]:
-    """Copy pieces, none of which crosses the end of a bucket, into ``buckets`` (``uint8 [bucket]``) in turn.
-
-    Yields:
-        Each bucket once it is full and fingerprinted: its number, counted from 0 over all rounds, and its bytes.
-    """
-    spans = bucket_spans(tally.table, len(buckets[0]))
-    for number in _fill(pieces, buckets):
-        start, stop = spans[number]
-        part = buckets[number % len(buckets)][: stop - start]
-        tally.update(host.read(part), start, stop)
-        yield number, part
-
-
 class HostArena:
-    """Host memory that is reused once nothing refers to it: new pages cost more than copying into old ones."""
+    """Assembles versions in host memory that is reused once no snapshot refers to it: new pages cost more than copying
+    into old ones."""
 
     def __init__(self) -> None:
         self._blocks: list[tuple[Bytes, weakref.ref[Bytes]]] = []
 
-    def allocate(self, nbytes: int) -> Bytes:
-        """Uninitialised memory, the caller's as long as a view of it lives."""
+    def assemble(
+        self, ticket: Ticket, size: int, read: Callable[[Bytes], object], read_seal: Callable[[], bytes]
+    ) -> WeightSnapshot:
+        """Have ``read`` fill the memory of a version in parts of ``size`` bytes, fingerprint each of them, and compare
+        all with the seal behind them: see :func:`assemble_snapshot`."""
+        nbytes = ticket.table.nbytes
         free = [block for block, view in self._blocks if view() is None and len(block) == nbytes]
         self._blocks = [(block, view) for block, view in self._blocks if view() is not None]
         block = free[0] if free else np.empty(nbytes, dtype=np.uint8)
-        view = np.frombuffer(block.data, dtype=np.uint8)  # numpy would name the block itself as a slice's base
-        self._blocks.append((block, weakref.ref(view)))
-        return view
-
-
-class Assembly:
-    """A version on its way into host memory, fingerprinted part by part."""
-
-    def __init__(self, ticket: Ticket, arena: HostArena) -> None:
-        self._ticket, self._tally = ticket, CrcTally(ticket.table)
-        self._flat = arena.allocate(ticket.table.nbytes)
-
-    def parts(self, size: int) -> Iterator[Bytes]:
-        """The memory in parts of ``size`` bytes; each is fingerprinted when the next one is requested."""
-        for start, stop in bucket_spans(self._ticket.table, size):
-            yield self._flat[start:stop]
-            self._tally.update(self._flat, 0, stop)
-
-    def seal(self, packed: bytes) -> WeightSnapshot:
-        """See :func:`assemble_snapshot`."""
-        return assemble_snapshot(self._ticket, self._flat, self._tally.crcs, Seal.unpack(packed))
+        flat = np.frombuffer(block.data, dtype=np.uint8)  # numpy would name the block itself as a slice's base
+        self._blocks.append((block, weakref.ref(flat)))
+        tally = CrcTally(ticket.table)
+        for start, stop in bucket_spans(ticket.table, size):
+            read(flat[start:stop])
+            tally.update(flat, 0, stop)
+        return assemble_snapshot(ticket, flat, tally.crcs, Seal.unpack(read_seal()))
 
 
 def try_lock(descriptor: int, operation: int) -> bool:
@@ -264,109 +203,137 @@ def try_lock(descriptor: int, operation: int) -> bool:
     return True
 
 
-def reserve(descriptor: int, size: int) -> None:
-    """Give an open file ``size`` bytes of space, without which a store into its mapping would end the process. Raises
+def reserve(descriptor: int, start: int, stop: int) -> None:
+    """Give a part of an open file its space, without which a store into its mapping would end the process. Raises
     WeightSyncError where there is none."""
-    with _saying_what_is_free(descriptor, size):
-        status = os.fstat(descriptor)
-        if status.st_size != size:
-            os.ftruncate(descriptor, size)
-        if status.st_blocks * 512 < size:
-            os.posix_fallocate(descriptor, 0, size)
-
-
-def reserve_part(descriptor: int, start: int, stop: int) -> None:
-    """The same of a part of an open file, which has its size already."""
-    with _saying_what_is_free(descriptor, stop - start):
-        os.posix_fallocate(descriptor, start, stop - start)
-
-
-@contextmanager
-def _saying_what_is_free(descriptor: int, needed: int) -> Iterator[None]:
     try:
-        yield
+        os.posix_fallocate(descriptor, start, stop - start)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             raise
         disk = os.fstatvfs(descriptor)
         free = disk.f_bavail * disk.f_frsize
-        raise WeightSyncError(f"no space for weights: {needed:,} bytes are needed, {free:,} are free") from error
+        raise WeightSyncError(f"no space for weights: {stop - start:,} bytes are needed, {free:,} are free") from error
 
 
 def seal_offset(table: WeightTable) -> int:
     return HEAD_BYTES + -(-table.nbytes // ALIGN) * ALIGN
 
 
-def _file_size(table: WeightTable) -> int:
-    return seal_offset(table) + Seal.size(table)
-
-
 class WeightFile:
-    """A version in memory, which can be overwritten by another one with the same table. What comes slowly need not be
-    reserved ``at_once``, which takes a while for large models."""
+    """A version in memory, which can be overwritten by another one with the same table."""
 
-    def __init__(self, table: WeightTable, at_once: bool = True) -> None:
+    def __init__(self, table: WeightTable) -> None:
         self._descriptor = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
         weakref.finalize(self, os.close, self._descriptor)
-        size = _file_size(table)
-        if at_once:
-            reserve(self._descriptor, size)
-        else:
-            with _saying_what_is_free(self._descriptor, size):
-                os.ftruncate(self._descriptor, size)
-            reserve_part(self._descriptor, 0, HEAD_BYTES)
-        self._map = _map(self._descriptor, size, mmap.ACCESS_WRITE)
+        self.table, self._nbytes, self._size = table, table.nbytes, seal_offset(table) + Seal.size(table)
+        os.ftruncate(self._descriptor, self._size)
+        reserve(self._descriptor, 0, HEAD_BYTES)
+        self._map = _map(self._descriptor, self._size, mmap.ACCESS_WRITE)
         self.pages = HostPages(self._map)
         self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
-        self.table, self._nbytes = table, table.nbytes
         self._data: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=self._nbytes, offset=HEAD_BYTES)
-        self._publish(0)
 
-    def _publish(self, progress: int) -> None:
+    def publish(self, progress: int) -> None:
+        """Show readers how far the data is written."""
         self._progress[0] = progress  # one store of eight bytes: no reader sees half of it
+
+    def reserve(self) -> None:
+        """Give the file all of its space, which takes a second per GB or more."""
+        if os.fstat(self._descriptor).st_blocks * 512 < self._size:
+            reserve(self._descriptor, 0, self._size)
 
     def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
         """Copy pieces, offset and bytes, in order, and seal them; readers may follow."""
+        self.reserve()
         tally = CrcTally(self.table)
         for stop in stream_to_host(self._data, self.pages, pieces):
             tally.update(self._data, 0, stop)
-            self._publish(stop)
+            self.publish(stop)
         seal = Seal.of(ticket, tally.crcs)
-        self.finish(seal)
+        self._finish(seal.pack())
         return seal
 
-    def parts(self, size: int, tally: CrcTally) -> Iterator[Bytes]:
-        """The memory in parts of ``size`` bytes, to be filled: each is fingerprinted and shown to readers when the next
-        one is requested."""
+    def fill(self, size: int, read: Callable[[Bytes], object], read_seal: Callable[[], bytes]) -> list[int]:
+        """Have ``read`` fill the data in parts of ``size`` bytes, which may come slowly: each has its space when it is
+        its turn, and is fingerprinted and shown to readers when it is there. Returns the CRCs of the tensors."""
+        tally = CrcTally(self.table)
         for start, stop in bucket_spans(self.table, size):
-            reserve_part(self._descriptor, HEAD_BYTES + start, HEAD_BYTES + stop)
-            yield self._data[start:stop]
+            reserve(self._descriptor, HEAD_BYTES + start, HEAD_BYTES + stop)
+            read(self._data[start:stop])
             tally.update(self._data, 0, stop)
-            self._publish(stop)
+            self.publish(stop)
+        reserve(self._descriptor, HEAD_BYTES + self._nbytes, self._size)
+        self._finish(read_seal())
+        return tally.crcs
 
-    def finish(self, seal: Seal) -> None:
-        """All of the data is there."""
-        reserve_part(self._descriptor, HEAD_BYTES + self._nbytes, _file_size(self.table))
-        self._map[seal_offset(self.table) :] = seal.pack()
-        self._publish(self._nbytes + 1)
+    def _finish(self, packed_seal: bytes) -> None:
+        self._map[seal_offset(self.table) :] = packed_seal
+        self.publish(self._nbytes + 1)
 
     def clear(self) -> None:
-        self._publish(0)
+        self.publish(0)
 
-    def open(self, lock: int) -> int | None:
-        """Another descriptor of the file, for reading and with a lock; None if another lock forbids it."""
+    def lend(self) -> tuple[int, WeightTable] | None:
+        """A descriptor of the file, locked against being overwritten, and its table; None if it is being taken."""
+        descriptor = self._open(fcntl.LOCK_SH)
+        return None if descriptor is None else (descriptor, self.table)
+
+    def is_open(self) -> bool:
+        descriptor = self._open(fcntl.LOCK_EX)
+        if descriptor is not None:
+            os.close(descriptor)
+        return descriptor is None
+
+    def _open(self, lock: int) -> int | None:
         descriptor = os.open(f"/proc/self/fd/{self._descriptor}", os.O_RDONLY | os.O_CLOEXEC)
         if try_lock(descriptor, lock):
             return descriptor
         os.close(descriptor)
         return None
 
+
+class DeviceBuffer:
+    """Memory on a device for the tensors of ``table``; zeros between them."""
+
+    seal: Seal  # once it is written
+
+    def __init__(self, memory: DeviceMemory, owner: str, table: WeightTable) -> None:
+        self.id, self.table, self.readers, self._lock = uuid4().hex, table, 0, threading.Lock()
+        nbytes = -(-table.nbytes // BLOCK_BYTES) * BLOCK_BYTES
+        self._descriptor: int | None = None
+        if torch.device(memory.device).type == "cuda":
+            self.flat = memory.allocate(owner, "buffer", (nbytes,), torch.uint8)
+            return
+        memory.require(owner, "buffer", nbytes)
+        self._descriptor = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
+        weakref.finalize(self, os.close, self._descriptor)
+        os.posix_fallocate(self._descriptor, 0, nbytes)
+        self.flat = map_tensor(self._descriptor)
+        memory.hold(owner, "buffer", [self.flat])
+
+    def clear(self) -> None:
+        """Do nothing: what is being written is not lent."""
+
     def is_open(self) -> bool:
-        """Return True if a receiver has it open."""
-        descriptor = self.open(fcntl.LOCK_EX)
-        if descriptor is not None:
-            os.close(descriptor)
-        return descriptor is None
+        return self.readers > 0
+
+    def lend(self) -> "DeviceBuffer":
+        with self._lock:
+            self.readers += 1
+        return self
+
+    def give_back(self) -> None:
+        with self._lock:
+            self.readers -= 1
+
+    def handle(self) -> Any:
+        """A handle with which another process opens the memory, once."""
+        return reduce_tensor(self.flat) if self._descriptor is None else f"/proc/{os.getpid()}/fd/{self._descriptor}"
+
+
+def map_tensor(descriptor: int) -> Any:
+    return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
 
 
 class MappedWeights:
@@ -377,12 +344,19 @@ class MappedWeights:
     """
 
     def __init__(self, descriptor: int, table: WeightTable, maps: dict[int, HostPages]) -> None:
-        self._descriptor, self._size, self._seal_at = descriptor, _file_size(table), seal_offset(table)
+        self._descriptor, self._seal_at = descriptor, seal_offset(table)
+        self._size = self._seal_at + Seal.size(table)
         self._check_length()
-        self._pages = self._find_pages(maps)
-        self._map = self._pages.mapping
-        self._progress: npt.NDArray[np.uint64] = np.frombuffer(self._map, dtype=np.uint64, count=1)
-        self.flat: Bytes = np.frombuffer(self._map, dtype=np.uint8, count=table.nbytes, offset=HEAD_BYTES)
+        inode = os.fstat(descriptor).st_ino
+        pages = maps.pop(inode, None)
+        if pages is None or len(pages.mapping) != self._size:
+            pages = HostPages(_map(descriptor, self._size, mmap.ACCESS_READ), read_only=True)
+        maps[inode] = pages  # last: the mapping that was used before goes first
+        while len(maps) > _CACHED_MAPS:
+            del maps[next(iter(maps))]
+        self._pages = pages
+        self._progress: npt.NDArray[np.uint64] = np.frombuffer(pages.mapping, dtype=np.uint64, count=1)
+        self.flat: Bytes = np.frombuffer(pages.mapping, dtype=np.uint8, count=table.nbytes, offset=HEAD_BYTES)
         weakref.finalize(self.flat, os.close, descriptor)
 
     def _check_length(self) -> None:
@@ -390,23 +364,13 @@ class MappedWeights:
         if nbytes != self._size:
             raise WeightSyncError(f"a sender's file is cut: {nbytes:,} of {self._size:,} bytes")
 
-    def _find_pages(self, maps: dict[int, HostPages]) -> HostPages:
-        inode = os.fstat(self._descriptor).st_ino
-        pages = maps.pop(inode, None)
-        if pages is None or len(pages.mapping) != self._size:
-            pages = HostPages(_map(self._descriptor, self._size, mmap.ACCESS_READ), read_only=True)
-        maps[inode] = pages
-        while len(maps) > _CACHED_MAPS:
-            del maps[next(iter(maps))]
-        return pages
-
     def progress(self) -> int:
         self._check_length()  # reading a page that is cut off would end this process
         return int(self._progress[0])
 
     def snapshot(self, ticket: Ticket, crcs: Sequence[int]) -> WeightSnapshot:
         """The whole version; see :func:`assemble_snapshot`."""
-        seal, path = Seal.unpack(self._map[self._seal_at :]), f"/proc/{os.getpid()}/fd/{self._descriptor}"
+        seal, path = Seal.unpack(self._pages.mapping[self._seal_at :]), f"/proc/{os.getpid()}/fd/{self._descriptor}"
         snapshot = assemble_snapshot(ticket, self.flat, crcs, seal, path, HEAD_BYTES)
         return replace(snapshot, lock_pages=self._pages.lock)
 

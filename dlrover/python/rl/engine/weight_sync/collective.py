@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 from uuid import uuid4
 
@@ -31,7 +32,7 @@ from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.model.ranks import serve_store, use_device, use_interface_towards
 from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, SyncSettings, Ticket
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, HostBuffer, fill_buckets
+from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, HostArena, bucket_spans
 
 _SENDER_RANK = 0
 _POLL_S = 50e-6
@@ -49,11 +50,13 @@ class BroadcastTransport(SenderBase):
 
     def __init__(self, settings: SyncSettings | None = None) -> None:
         super().__init__(settings)
+        self._timeout = timedelta(seconds=self.settings.timeout_s)
         self._server: Any = None
         self._client: tuple[Any, Any] = (None, None)
         self._member, self._members = uuid4().hex, frozenset[bytes]()
         self._group = BroadcastGroup("", None, self.settings.timeout_s)
-        self._arena, self._host = HostArena(), HostBuffer()
+        self._arena = HostArena()
+        self._pinned: Any = torch.empty(0, dtype=torch.uint8)
 
     def _address(self) -> dict[str, Any]:
         host = self.settings.address
@@ -64,34 +67,55 @@ class BroadcastTransport(SenderBase):
         return {"host": host, "tcp_port": self._server.port, **sizes}
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
-        tally, bucket = CrcTally(ticket.table), self._allocate_bucket(ticket)
-        with self._entered_group(ticket, self._gather_receivers) as group:
-            for _, part in fill_buckets(pieces, [bucket], tally, self._host):
+        tally, size = CrcTally(ticket.table), ticket.address["bucket"]
+        spans = bucket_spans(ticket.table, size)
+        with self._allocated_bucket(size) as bucket, self._entered_group(ticket, self._gather_receivers) as group:
+            for number, of_bucket in groupby(pieces, lambda piece: piece[0] // size):
+                for offset, piece in of_bucket:
+                    bucket[offset % size :][: len(piece)].copy_(piece)
+                start, stop = spans[number]
+                part = bucket[: stop - start]
+                tally.update(self._on_host(part), start, stop)
                 group.broadcast(part)
             seal = Seal.of(ticket, tally.crcs)
-            group.broadcast(self._to_device(seal.pack()))
-        self._release(bucket)
+            packed = torch.frombuffer(bytearray(seal.pack()), dtype=torch.uint8)
+            group.broadcast(packed.to(self.settings.device))
         return seal.stamp
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
-        assembly = Assembly(ticket, self._arena)
-        bucket, seal = self._allocate_bucket(ticket), self._to_device(bytes(Seal.size(ticket.table)))
-        with self._entered_group(ticket, self._join) as group:
-            for part in assembly.parts(ticket.address["bucket"]):
+        size = ticket.address["bucket"]
+        seal = torch.empty(Seal.size(ticket.table), dtype=torch.uint8, device=self.settings.device)
+        with self._allocated_bucket(size) as bucket, self._entered_group(ticket, self._join) as group:
+
+            def read(part: Bytes) -> None:
                 received = bucket[: len(part)]
                 group.broadcast(received)
-                np.copyto(part, self._host.read(received))
-            group.broadcast(seal)
-        self._release(bucket)
-        return assembly.seal(self._host.read(seal).tobytes())
+                np.copyto(part, self._on_host(received))
 
-    def _allocate_bucket(self, ticket: Ticket) -> Any:
-        bucket = torch.empty(ticket.address["bucket"], dtype=torch.uint8, device=self.settings.device)
-        self._account(bucket)
-        return bucket
+            def read_seal() -> bytes:
+                group.broadcast(seal)
+                return self._on_host(seal).tobytes()
 
-    def _to_device(self, data: bytes) -> Any:
-        return torch.frombuffer(bytearray(data), dtype=torch.uint8).to(self.settings.device)
+            return self._arena.assemble(ticket, size, read, read_seal)
+
+    def _on_host(self, part: Any) -> Bytes:
+        """The bytes of a ``uint8`` tensor, valid until the next call: its own, or a copy in page-locked memory."""
+        on_host = part
+        if part.device.type != "cpu":
+            if len(self._pinned) < len(part):
+                self._pinned = torch.empty(len(part), dtype=torch.uint8, pin_memory=True)
+            on_host = self._pinned[: len(part)].copy_(part)
+        data: Bytes = on_host.numpy()
+        return data
+
+    @contextmanager
+    def _allocated_bucket(self, nbytes: int) -> Iterator[Any]:
+        bucket = torch.empty(nbytes, dtype=torch.uint8, device=self.settings.device)
+        if self.settings.memory is not None:
+            self.settings.memory.hold(f"weight sync of {self.settings.name}", "buffer", [bucket])
+        yield bucket
+        if self.settings.memory is not None:  # it is about to be freed: gloo's threads keep it for a moment
+            self.settings.memory.release(bucket)
 
     @contextmanager
     def _entered_group(self, ticket: Ticket, enter: Callable[[Ticket], "BroadcastGroup"]) -> Iterator["BroadcastGroup"]:
@@ -101,7 +125,8 @@ class BroadcastTransport(SenderBase):
                 self._group = enter(ticket)
             yield self._group
         except BaseException as error:
-            self._leave_group()
+            self._group.leave()
+            self._member, self._members, self._client = uuid4().hex, frozenset(), (None, None)
             if not isinstance(error, ConnectionError):
                 raise
             raise WeightSyncError(
@@ -120,7 +145,7 @@ class BroadcastTransport(SenderBase):
         store, receivers = dist.PrefixStore(attempt, self._server), ticket.address["receivers"]
         keys = [f"receiver {rank}" for rank in range(1, receivers + 1)]
         try:
-            store.wait(keys, self._timeout())
+            store.wait(keys, self._timeout)
         except dist.DistStoreError:
             count, timeout_s = store.add("receivers", 0), self.settings.timeout_s
             raise WeightSyncError(
@@ -137,7 +162,7 @@ class BroadcastTransport(SenderBase):
         address, receivers = (ticket.address["host"], ticket.address["tcp_port"]), ticket.address["receivers"]
         if self._client[0] != address:
             use_interface_towards(address[0])
-            self._client = address, dist.TCPStore(*address, is_master=False, timeout=self._timeout())
+            self._client = address, dist.TCPStore(*address, is_master=False, timeout=self._timeout)
         client = self._client[1]
         store = dist.PrefixStore(client.get(ticket.id).decode(), client)  # waits: as long as the store's own timeout
         rank = store.add("receivers", 1)
@@ -147,25 +172,18 @@ class BroadcastTransport(SenderBase):
         return self._enter(store.get("group").decode(), store, rank, receivers)  # waits: likewise
 
     def _enter(self, name: str, store: Any, rank: int, receivers: int) -> "BroadcastGroup":
+        """Enter the group with this name, unless this process is its member."""
         if self._group.name == name:
             return self._group
         self._group.leave()
-        return BroadcastGroup(name, self._make_group(store, rank, receivers + 1), self.settings.timeout_s)
-
-    def _leave_group(self) -> None:
-        self._group.leave()
-        self._member, self._members, self._client = uuid4().hex, frozenset(), (None, None)
-
-    def _make_group(self, store: Any, rank: int, size: int) -> Any:
         if self.settings.is_on_host:
-            return dist.ProcessGroupGloo(store, rank, size, timeout=self._timeout())
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = self._timeout() * _NCCL_TIMEOUT_FACTOR
-        use_device(self.settings.device)
-        return dist.ProcessGroupNCCL(store, rank, size, options)
-
-    def _timeout(self) -> timedelta:
-        return timedelta(seconds=self.settings.timeout_s)
+            backend: Any = dist.ProcessGroupGloo(store, rank, receivers + 1, timeout=self._timeout)
+        else:
+            options = dist.ProcessGroupNCCL.Options()
+            options._timeout = self._timeout * _NCCL_TIMEOUT_FACTOR
+            use_device(self.settings.device)
+            backend = dist.ProcessGroupNCCL(store, rank, receivers + 1, options)
+        return BroadcastGroup(name, backend, self.settings.timeout_s)
 
     def close(self) -> None:
         self._group.leave()
@@ -179,13 +197,6 @@ def _as_connection_error() -> Iterator[None]:
         yield
     except RuntimeError as error:  # the base of torch's DistError
         raise ConnectionError(str(error)) from error
-
-
-def _failure_of(work: Any) -> object:
-    try:
-        return work.exception()
-    except TypeError:  # earlier versions of torch cannot give it to Python
-        return None
 
 
 class BroadcastGroup:
@@ -214,7 +225,10 @@ class BroadcastGroup:
             while not work.is_completed() and self._backend is backend:
                 time.sleep(_POLL_S)
             # nccl calls work complete that has failed, and the bucket is then not what was sent.
-            if (failure := _failure_of(work)) is not None:
+            failure = None
+            with suppress(TypeError):  # earlier versions of torch cannot give it to Python
+                failure = work.exception()
+            if failure is not None:
                 raise RuntimeError(f"nccl failed: {failure}")
             result.set_result(None)
         except RuntimeError as error:

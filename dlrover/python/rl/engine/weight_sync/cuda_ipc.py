@@ -15,12 +15,10 @@ the sender no longer has a version, receivers raise :class:`~dlrover.python.rl.c
 in for a device, with memory that its processes share.
 """
 
-import mmap
 import os
 import pickle
 import socket
 import struct
-import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
@@ -37,81 +35,64 @@ from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.weight_sync.base import (
     Pieces,
     Seal,
-    SenderBase,
     SyncSettings,
     Ticket,
-    WeightSource,
-    WeightTable,
     assemble_snapshot,
     refuse_adapters,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES, device_fingerprints
+from dlrover.python.rl.engine.weight_sync.buckets import DeviceBuffer, device_fingerprints, map_tensor
 from dlrover.python.rl.engine.weight_sync.weight_server import (
     AVAILABLE,
+    GONE,
     ID_BYTES,
     MISSING,
+    KeepingSender,
+    PublishedVersions,
     WeightServer,
     connect_on_host,
     listen_on_host,
-    peer_credentials,
     read_exactly,
+    request,
 )
 
 _LENGTH = struct.Struct("<I")
 _ASK = b"?"
-"""From a receiver that has not yet opened the memory of a version."""
+"""Sent by a receiver that has not yet opened the memory of a version."""
 
-_KEPT = 2
-"""Versions that a sender keeps: a step may send two, and a member that is replaced in it receives both again."""
+_MOST_OPENED = 2
+"""A sender keeps two versions: a step may send two, and a member that is replaced in it receives both again."""
 
-_GONE = "is not there: the sender has gone on, or sent nothing"
-
-_shelves: "weakref.WeakValueDictionary[str, _Shelf]" = weakref.WeakValueDictionary()
-"""Of this process's senders, by the names in their tickets."""
+_versions: "weakref.WeakValueDictionary[str, PublishedVersions[DeviceBuffer]]" = weakref.WeakValueDictionary()
+"""The versions of this process's senders, by the names in their tickets."""
 
 
-class CudaIpcTransport(SenderBase):
+class CudaIpcTransport(KeepingSender[DeviceBuffer]):
     """Implements ``WeightTransport``. Any number of receivers on the sender's ``device``, at any time; a version stays
     until the second after it. The device has room for two more copies of the weights."""
 
-    sends_adapters_alone = True
-
     def __init__(self, settings: SyncSettings | None = None) -> None:
         super().__init__(settings)
-        self._shelf = _Shelf(self.settings.memory or DeviceMemory(self.settings.device), self.settings.name)
-        self._server: WeightServer | None = None
+        memory = self.settings.memory or DeviceMemory(self.settings.device)
+        self._versions = PublishedVersions(partial(DeviceBuffer, memory, f"weight sync of {self.settings.name}"))
         self._name = ""
         self._opened_of, self._opened = "", dict[str, Any]()  # memory of a sender in another process, by its id
 
     # -- the sender ---------------------------------------------------------------------------------------------------
 
-    def offer(self, source: WeightSource) -> Ticket:
-        ticket = super().offer(source)
-        self._shelf.expect(ticket.id)
-        return ticket
-
     def _address(self) -> dict[str, Any]:
         if self._server is None:
             timeout_s, self._name = self.settings.timeout_s, f"dlrover-weights-{uuid4().hex}"
-            serve = partial(_serve, shelf=self._shelf, timeout_s=timeout_s)
+            serve = partial(_serve, versions=self._versions, timeout_s=timeout_s)
             self._server = WeightServer(serve, (listen_on_host(self._name),), timeout_s)
-            _shelves[self._name] = self._shelf
+            _versions[self._name] = self._versions
         return {"on_device": self._name, "device": _identify(self.settings.device)}
 
-    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        self._shelf.expect(ticket.id)
-        try:
-            return super().send(ticket, source)
-        finally:
-            self._shelf.expect("")
-
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
-        buffer = self._shelf.take(ticket)
-        for offset, piece in pieces:
-            buffer.flat[offset : offset + len(piece)].copy_(piece)
-        seal = Seal.of(ticket, device_fingerprints(ticket.table, buffer.flat))
-        self._shelf.put(ticket, seal)
-        return seal.stamp
+        with self._versions.writing(ticket) as buffer:
+            for offset, piece in pieces:
+                buffer.flat[offset : offset + len(piece)].copy_(piece)
+            buffer.seal = Seal.of(ticket, device_fingerprints(ticket.table, buffer.flat))
+            return buffer.seal.stamp
 
     # -- the receivers ------------------------------------------------------------------------------------------------
 
@@ -135,22 +116,22 @@ class CudaIpcTransport(SenderBase):
         except BaseException:
             release()
             raise
-        return replace(snapshot, buffers=_LentBuffers(snapshot.buffers, partial(_release, flat.device, release)))
+        buffers = _LentBuffers(snapshot.buffers)
+        weakref.finalize(buffers, _release, flat.device, release).atexit = False
+        return replace(snapshot, buffers=buffers)
 
     def _open(self, ticket: Ticket) -> tuple[Any, Seal, Callable[[], object]]:
         """The memory with the ticket's weights, their seal, and what says that it is no longer read."""
-        shelf = _shelves.get(ticket.address["on_device"])
-        if shelf is not None:
-            found = shelf.open(ticket.id, self.settings.timeout_s)
-            if found is None:
-                raise WeightsLost(f"{ticket} {_GONE}")
-            return found[0].flat, found[1], partial(shelf.close_one, found[0])
+        versions = _versions.get(ticket.address["on_device"])
+        if versions is not None:
+            buffer = versions.open(ticket.id, self.settings.timeout_s, DeviceBuffer.lend, whole=True)
+            if buffer is None:
+                raise WeightsLost(f"{ticket} {GONE}")
+            return buffer.flat, buffer.seal, buffer.give_back
         connection = connect_on_host(ticket.address["on_device"], self.settings.timeout_s)
         if connection is None:
             raise WeightsLost(f"{ticket} cannot be had: no process of this host listens at its name")
         try:
-            if peer_credentials(connection)[1] != os.getuid():
-                raise WeightsLost(f"{ticket} cannot be had: another user's process listens at its name")
             flat, seal = self._request(ticket, connection)
         except BaseException:
             connection.close()
@@ -158,34 +139,25 @@ class CudaIpcTransport(SenderBase):
         return flat, seal, connection.close
 
     def _request(self, ticket: Ticket, connection: socket.socket) -> tuple[Any, Seal]:
-        connection.sendall(ticket.id.encode("ascii"))
-        if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
-            raise WeightsLost(f"{ticket} {_GONE}")
+        request(connection, ticket)
         identity, seal = _receive(connection)
         if self._opened_of != ticket.address["on_device"]:
             self._opened_of, self._opened = ticket.address["on_device"], {}
         if identity not in self._opened:
             connection.sendall(_ASK)
             handle, fault = _receive(connection)
-            self._opened = dict(list(self._opened.items())[1 - _KEPT :])  # before another one is opened
+            self._opened = dict(list(self._opened.items())[1 - _MOST_OPENED :])  # before another one is opened
             self._opened[identity] = _open_memory(handle, fault, ticket, self.settings.device)
         self._opened[identity] = self._opened.pop(identity)  # last: the memory that was used before goes first
         return self._opened[identity], seal
 
     def close(self) -> None:
-        self._shelf.close()
+        super().close()
         self._opened_of, self._opened = "", {}
-        if self._server is not None:
-            self._server.close()
-            self._server = None
 
 
 class _LentBuffers(dict[str, Any]):
-    """The buffers of a snapshot; with the last reference to them ``release`` is called."""
-
-    def __init__(self, buffers: Any, release: Callable[[], object]) -> None:
-        super().__init__(buffers)
-        weakref.finalize(self, release).atexit = False
+    """The buffers of a snapshot, which are given back with the last reference to them: no plain dict can tell that."""
 
 
 def _release(device: torch.device, release: Callable[[], object]) -> None:
@@ -195,35 +167,13 @@ def _release(device: torch.device, release: Callable[[], object]) -> None:
 
 
 def _identify(device: str) -> str:
-    """The same on all processes, by whatever number they know the device."""
+    """A name of the device that all processes agree on, by whatever number they know it."""
     if torch.device(device).type != "cuda":
         return "of the host"
     return str(torch.cuda.get_device_properties(device).uuid)
 
 
 # -- the memory --------------------------------------------------------------------------------------------------------
-
-
-class _Buffer:
-    """Memory on a device for the tensors of ``table``; zeros between them."""
-
-    def __init__(self, table: WeightTable, memory: DeviceMemory, owner: str) -> None:
-        self.id, self.table, self.readers = uuid4().hex, table, 0
-        nbytes = -(-table.nbytes // BLOCK_BYTES) * BLOCK_BYTES
-        self._descriptor: int | None = None
-        if torch.device(memory.device).type == "cuda":
-            self.flat = memory.allocate(owner, "buffer", (nbytes,), torch.uint8)
-            return
-        memory.require(owner, "buffer", nbytes)
-        self._descriptor = os.memfd_create("dlrover-weights", os.MFD_CLOEXEC)
-        weakref.finalize(self, os.close, self._descriptor)
-        os.posix_fallocate(self._descriptor, 0, nbytes)
-        self.flat = _map_tensor(self._descriptor)
-        memory.hold(owner, "buffer", [self.flat])
-
-    def handle(self) -> Any:
-        """What another process opens it with, once."""
-        return reduce_tensor(self.flat) if self._descriptor is None else f"/proc/{os.getpid()}/fd/{self._descriptor}"
 
 
 def shares_memory(device: str) -> bool:
@@ -254,82 +204,21 @@ def _open_memory(handle: Any, fault: str, ticket: Ticket, device: str) -> Any:
         raise EngineError(f"{ticket} cannot be opened by CUDA IPC, use engine.weight_sync 'pull': {fault}")
     descriptor = os.open(handle, os.O_RDWR | os.O_CLOEXEC)
     try:
-        return _map_tensor(descriptor)
+        return map_tensor(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _map_tensor(descriptor: int) -> Any:
-    return torch.frombuffer(mmap.mmap(descriptor, os.fstat(descriptor).st_size), dtype=torch.uint8)
-
-
-class _Shelf:
-    """A sender's last versions, and who reads them. Thread safe."""
-
-    def __init__(self, memory: DeviceMemory, owner: str) -> None:
-        self._memory, self._owner = memory, f"weight sync of {owner}"
-        self._changed = threading.Condition()
-        self._expected = ""
-        self._versions: dict[str, tuple[_Buffer, Seal]] = {}  # by the tickets' ids
-        self._taken: _Buffer | None = None
-
-    def expect(self, ticket_id: str) -> None:
-        """Let receivers of this ticket wait until it is there; "": of none."""
-        with self._changed:
-            self._expected = ticket_id
-            self._changed.notify_all()
-
-    def take(self, ticket: Ticket) -> _Buffer:
-        """Memory for the ticket's version, in place of the one before the last."""
-        with self._changed:
-            sent_before = self._versions.pop(ticket.id, None)
-            free = [found for found in (self._taken, sent_before and sent_before[0]) if found is not None]
-            self._taken = None
-            while len(self._versions) >= _KEPT:
-                free.append(self._versions.pop(next(iter(self._versions)))[0])
-            usable = [buffer for buffer in free if not buffer.readers and buffer.table == ticket.table]
-            free.clear()  # before more is allocated
-            self._taken = usable[0] if usable else _Buffer(ticket.table, self._memory, self._owner)
-            return self._taken
-
-    def put(self, ticket: Ticket, seal: Seal) -> None:
-        """The memory that was taken has the ticket's version."""
-        with self._changed:
-            if self._taken is not None:
-                self._versions[ticket.id] = self._taken, seal
-            self._taken = None
-            self._changed.notify_all()
-
-    def open(self, ticket_id: str, timeout_s: float) -> tuple[_Buffer, Seal] | None:
-        """The ticket's version, until :meth:`close_one`; None if it is not there."""
-        with self._changed:
-            self._changed.wait_for(lambda: ticket_id in self._versions or ticket_id != self._expected, timeout_s)
-            found = self._versions.get(ticket_id)
-            if found is not None:
-                found[0].readers += 1
-            return found
-
-    def close_one(self, buffer: _Buffer) -> None:
-        with self._changed:
-            buffer.readers -= 1
-
-    def close(self) -> None:
-        with self._changed:
-            self._expected, self._taken = "", None
-            self._versions.clear()
-            self._changed.notify_all()
-
-
-def _serve(connection: socket.socket, shelf: _Shelf, timeout_s: float) -> None:
+def _serve(connection: socket.socket, versions: PublishedVersions[DeviceBuffer], timeout_s: float) -> None:
     """Lend a receiver of another process the version that it names, until it closes the connection."""
-    found = shelf.open(read_exactly(connection, ID_BYTES).decode("ascii", "replace"), timeout_s)
-    if found is None:
+    ticket_id = read_exactly(connection, ID_BYTES).decode("ascii", "replace")
+    buffer = versions.open(ticket_id, timeout_s, DeviceBuffer.lend, whole=True)
+    if buffer is None:
         connection.sendall(MISSING)
         return
-    buffer, seal = found
     try:
         connection.sendall(AVAILABLE)
-        _send(connection, (buffer.id, seal))
+        _send(connection, (buffer.id, buffer.seal))
         connection.settimeout(None)
         if connection.recv(1) == _ASK:  # waits: until the receiver asks or has read, or has ended
             try:
@@ -339,7 +228,7 @@ def _serve(connection: socket.socket, shelf: _Shelf, timeout_s: float) -> None:
             _send(connection, (handle, fault))
             connection.recv(1)  # waits: likewise
     finally:
-        shelf.close_one(buffer)
+        buffer.give_back()
 
 
 def _send(connection: socket.socket, message: Any) -> None:

@@ -23,6 +23,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import numpy as np
+
 from dlrover.python.rl.common.disk_space import is_disk_full
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
@@ -35,7 +37,7 @@ from dlrover.python.rl.engine.weight_sync.base import (
     Ticket,
     refuse_adapters,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, copy_to_host, reserve, try_lock
+from dlrover.python.rl.engine.weight_sync.buckets import CrcTally, HostArena, copy_to_host, reserve, try_lock
 
 _WEIGHTS, _PART, _SENDER = ".weights", ".part", ".sender"
 _SENDER_BYTES = 1024
@@ -61,12 +63,13 @@ class DiskTransport(SenderBase):
         if not settings.channel or {".", "/"} & set(settings.channel):
             raise ValueError(f"'{settings.channel}' cannot name a sender: it becomes the first part of file names")
         self._folder, self._last = settings.folder, ""
+        self._sender_path = self._folder / f"{settings.channel}{_SENDER}"
         self._arena = HostArena()
 
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
         part, tally = self._path(ticket.id, _PART), CrcTally(ticket.table)
         with self._locked(ticket), self._opened(part, ticket.table.nbytes + Seal.size(ticket.table)) as file:
-            buffer = self._arena.allocate(self.settings.bucket)
+            buffer = np.empty(self.settings.bucket, dtype=np.uint8)
             for offset, piece in pieces:  # an OSError in here is the source's own
                 data = buffer[: len(piece)]
                 copy_to_host(data, piece)
@@ -82,7 +85,7 @@ class DiskTransport(SenderBase):
         return seal.stamp
 
     def keeps(self, ticket: Ticket) -> bool:
-        """Whether the file that was sent is still there; for another day no sender removes it."""
+        """Return True if the file that was sent is still there; for another day no sender removes it."""
         if not self.settings.is_leader:
             return True
         try:
@@ -103,7 +106,7 @@ class DiskTransport(SenderBase):
             descriptor = os.open(part, os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             with self._naming_folder():
-                reserve(descriptor, size)
+                reserve(descriptor, 0, size)
             yield descriptor
         finally:
             os.close(descriptor)
@@ -117,15 +120,11 @@ class DiskTransport(SenderBase):
         except OSError as error:
             if is_disk_full(error):
                 raise
-            what = f"weights cannot be {done} {self._folder}: {error.strerror or error}"
-            raise (EngineError if error.errno in _LASTING else WeightSyncError)(what) from error
+            message = f"weights cannot be {done} {self._folder}: {error.strerror or error}"
+            raise (EngineError if error.errno in _LASTING else WeightSyncError)(message) from error
 
     def _path(self, ticket_id: str, suffix: str = _WEIGHTS) -> Path:
         return self._folder / f"{self.settings.channel}.{ticket_id}{suffix}"
-
-    @property
-    def _sender_path(self) -> Path:
-        return self._folder / f"{self.settings.channel}{_SENDER}"
 
     @contextmanager
     def _locked(self, ticket: Ticket) -> Iterator[None]:
@@ -135,7 +134,7 @@ class DiskTransport(SenderBase):
             descriptor = os.open(self._sender_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             with self._naming_folder():
-                timer = StallTimer(_LOCK_TIMEOUT_S, lambda: f"{_sender_name(descriptor)} sends already")
+                timer = StallTimer(_LOCK_TIMEOUT_S, lambda: f"{_read_sender(descriptor)[1]} sends already")
                 while not try_lock(descriptor, fcntl.LOCK_EX):  # receivers hold it for an instant to test it
                     timer.pause()
                 sender = json.dumps({"name": self.settings.name, "pid": os.getpid(), "ticket": ticket.id})
@@ -150,7 +149,7 @@ class DiskTransport(SenderBase):
         return [path for path in paths if path.name.startswith(prefix) and path.suffix in suffixes]
 
     def _abandoned(self) -> Iterator[Path]:
-        """What senders of other runs, which were killed, have left in this folder."""
+        """Find what senders of other runs, which were killed, have left in this folder."""
         kind, kinds = self.settings.channel.partition("-")[0], (_WEIGHTS, _PART, _SENDER)
         for path in self._folder.glob(f"{kind}*"):
             with suppress(FileNotFoundError):
@@ -159,42 +158,33 @@ class DiskTransport(SenderBase):
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         refuse_adapters(ticket)
+        path, size = self._path(ticket.id), ticket.table.nbytes + Seal.size(ticket.table)
         with self._naming_folder("read from"):
-            return self._read(ticket)
-
-    def _read(self, ticket: Ticket) -> WeightSnapshot:
-        path, assembly = self._path(ticket.id), Assembly(ticket, self._arena)
-        self._wait_for(ticket, path)
-        size = ticket.table.nbytes + Seal.size(ticket.table)
-        with path.open("rb", buffering=0) as file:
-            nbytes = os.fstat(file.fileno()).st_size
-            if nbytes != size:
-                raise WeightSyncError(f"{path.name} is cut: {nbytes:,} of {size:,} bytes")
-            for part in assembly.parts(self.settings.bucket):
-                _read_exactly(file, part.data)
-            return assembly.seal(file.read())
+            self._wait_for(ticket, path)
+            with path.open("rb", buffering=0) as file:
+                nbytes = os.fstat(file.fileno()).st_size
+                if nbytes != size:
+                    raise WeightSyncError(f"{path.name} is cut: {nbytes:,} of {size:,} bytes")
+                bucket = self.settings.bucket
+                return self._arena.assemble(ticket, bucket, lambda part: _read_exactly(file, part.data), file.read)
 
     def _wait_for(self, ticket: Ticket, path: Path) -> None:
         def check_sender() -> None:
-            if self._has_sender_ended(ticket) and not path.exists():
-                with self._sender_path.open("rb") as file:
-                    name = _sender_name(file.fileno())
-                raise WeightSyncError(f"{ticket}: {name} has ended before it was written")
+            """Raise if the sender has begun with this ticket, and no longer sends."""
+            try:
+                descriptor = os.open(self._sender_path, os.O_RDONLY | os.O_CLOEXEC)
+            except FileNotFoundError:
+                return
+            try:
+                ticket_id, name = _read_sender(descriptor)
+                if ticket_id == ticket.id and try_lock(descriptor, fcntl.LOCK_SH) and not path.exists():
+                    raise WeightSyncError(f"{ticket}: {name} has ended before it was written")
+            finally:
+                os.close(descriptor)
 
         timer = StallTimer(self.settings.timeout_s, lambda: f"{ticket}: {path.name} is not written", check_sender)
         while not path.exists():
             timer.pause()
-
-    def _has_sender_ended(self, ticket: Ticket) -> bool:
-        """Return True if the sender has begun with this ticket, and no longer sends."""
-        try:
-            descriptor = os.open(self._sender_path, os.O_RDONLY | os.O_CLOEXEC)
-        except FileNotFoundError:
-            return False
-        try:
-            return ticket.id in _sender_text(descriptor) and try_lock(descriptor, fcntl.LOCK_SH)
-        finally:
-            os.close(descriptor)
 
     def close(self) -> None:
         """Remove the files if this is the side that sends."""
@@ -217,12 +207,9 @@ def _read_exactly(file: io.RawIOBase, target: memoryview) -> None:
         target = target[count:]
 
 
-def _sender_text(descriptor: int) -> str:
-    return os.pread(descriptor, _SENDER_BYTES, 0).decode("utf-8", "replace")
-
-
-def _sender_name(descriptor: int) -> str:
-    with suppress(json.JSONDecodeError, KeyError):
-        sender = json.loads(_sender_text(descriptor))
-        return f"{sender['name']} (process {sender['pid']})"
-    return "another process"
+def _read_sender(descriptor: int) -> tuple[str, str]:
+    """The id of the last ticket of the process that has the sender's lock or had it, and its name for messages."""
+    with suppress(ValueError, KeyError):
+        sender = json.loads(os.pread(descriptor, _SENDER_BYTES, 0))
+        return sender["ticket"], f"{sender['name']} (process {sender['pid']})"
+    return "", "another process"

@@ -23,6 +23,8 @@ from functools import partial
 from typing import Any
 from uuid import uuid4
 
+import torch
+
 from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.progress import note_progress
@@ -33,18 +35,18 @@ from dlrover.python.rl.engine.weight_sync.base import (
     HOST_BUCKET,
     Pieces,
     Seal,
-    SenderBase,
     StallTimer,
     SyncSettings,
     Ticket,
     WeightSource,
     refuse_adapters,
 )
-from dlrover.python.rl.engine.weight_sync.buckets import Assembly, CrcTally, HostArena, MappedWeights
+from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, MappedWeights, WeightFile
 from dlrover.python.rl.engine.weight_sync.weight_server import (
     AVAILABLE,
     BACKLOG,
-    NameTaken,
+    GONE,
+    KeepingSender,
     PublishedVersions,
     WeightServer,
     connect_on_host,
@@ -52,34 +54,30 @@ from dlrover.python.rl.engine.weight_sync.weight_server import (
     peer_credentials,
     read_exactly,
     read_into,
+    request,
     serve_version,
 )
 
 _LOG = get_logger(__name__)
 
-_GONE = "is not there: it has gone on, or sent nothing"
 _TURN_S, _PATIENCE_S, _PAUSE_S = 0.2, 1.0, 0.01
-"""How long the receivers of a host leave it to the one that has passed weights on before; how long they try in all,
-from which on each may fetch its own."""
+"""The time that the receivers of a host leave to the one that has passed weights on before, and the time after which
+each may fetch its own."""
 
 
-class PullTransport(SenderBase):
+class PullTransport(KeepingSender[WeightFile]):
     """Implements ``WeightTransport``. Any number of receivers, at any time; a version stays until the second after it.
 
     The sender's ``address`` is required if receivers are on other hosts. With ``maps_pages`` the receivers of a host
     map one copy; else each gets its own through TCP.
     """
 
-    sends_adapters_alone = True
-
     def __init__(self, settings: SyncSettings | None = None, *, maps_pages: bool = True) -> None:
         super().__init__(settings)
         self._maps_pages = maps_pages
-        self._versions, self._relayed = PublishedVersions(), PublishedVersions(at_once=False)
-        self._server: WeightServer | None = None
+        self._versions, self._fetched = PublishedVersions(WeightFile), PublishedVersions(WeightFile)
         self._names: dict[str, Any] = {}
-        self._relay: WeightServer | None = None
-        self._arena = HostArena()
+        self._relay: WeightServer | None = None  # gives what this process has fetched to others of its host
         self._mapped_process = 0
         self._maps: dict[int, HostPages] = {}
 
@@ -87,8 +85,9 @@ class PullTransport(SenderBase):
         ticket = super().offer(source)
         if self.settings.is_leader:
             with suppress(WeightSyncError, OSError):  # send() raises it, once this rank has taken part in the gathering
-                self._versions.prepare(ticket.table, self.settings.device)
-        self._versions.expect(ticket.id)
+                file = self._versions.prepare(ticket.table)
+                file.reserve()
+                file.pages.lock(torch.device(self.settings.device))
         return ticket
 
     def _address(self) -> dict[str, Any]:
@@ -100,29 +99,24 @@ class PullTransport(SenderBase):
             self._names = {"local_name": name, "tcp_port": int(remote.getsockname()[1])}
         return {**self._names, "host": host}
 
-    def _serve(self, versions: PublishedVersions, *listeners: socket.socket) -> WeightServer:
+    def _serve(self, versions: PublishedVersions[WeightFile], *listeners: socket.socket) -> WeightServer:
         timeout_s = self.settings.timeout_s
         return WeightServer(partial(serve_version, versions=versions, timeout_s=timeout_s), listeners, timeout_s)
 
-    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
-        try:
-            return super().send(ticket, source)
-        finally:
-            self._versions.stop_waiting()
-
     def _write(self, ticket: Ticket, pieces: Pieces) -> WeightStamp:
-        return self._versions.write(ticket, pieces).stamp
+        with self._versions.writing(ticket) as file:
+            return file.write(ticket, pieces).stamp
 
     def receive(self, ticket: Ticket) -> WeightSnapshot:
         """See ``WeightTransport``. Raises ``WeightsLost`` if the sender lacks them, or does not answer."""
         refuse_adapters(ticket)
         try:
             if not self._maps_pages:
-                return self._copy(ticket)
+                return self._fetch(ticket)
             local = connect_on_host(ticket.address["local_name"], self.settings.timeout_s)
             if local is None:
-                return self._receive_with_others(ticket)
-            self._stop_relay()  # if the sender was on another host before
+                return self._receive_from_afar(ticket)
+            self._drop_fetched()  # if the sender was on another host before
             return self._map(ticket, local)
         except OSError as error:
             raise WeightsLost(f"{ticket} cannot be had: {error}") from error
@@ -132,14 +126,11 @@ class PullTransport(SenderBase):
     def _map(self, ticket: Ticket, connection: socket.socket) -> WeightSnapshot:
         """Map the pages of the process at the other end, which has the ticket's weights or is about to."""
         with connection:
-            process, user = peer_credentials(connection)
-            if user != os.getuid():
-                raise WeightsLost(f"{ticket} cannot be had: another user's process listens at its name")
             connection.sendall(ticket.id.encode("ascii"))
             _, descriptors, _, _ = socket.recv_fds(connection, len(AVAILABLE), 1, socket.MSG_CMSG_CLOEXEC)
             if not descriptors:
-                raise WeightsLost(f"{ticket} {_GONE}")
-            self._use_maps_of(process)
+                raise WeightsLost(f"{ticket} {GONE}")
+            self._use_maps_of(peer_credentials(connection)[0])
             try:
                 read_exactly(connection, len(AVAILABLE))
                 weights = MappedWeights(descriptors[0], ticket.table, self._maps)
@@ -150,7 +141,6 @@ class PullTransport(SenderBase):
 
     def _use_maps_of(self, process: int) -> None:
         """Drop the mappings of another process's memory."""
-        self._arena = HostArena()  # nor is a copy that this process had fetched alone
         if self._mapped_process != process:
             self._mapped_process, self._maps = process, {}
 
@@ -179,73 +169,59 @@ class PullTransport(SenderBase):
 
     # -- from another host --------------------------------------------------------------------------------------------
 
-    def _request(self, ticket: Ticket) -> socket.socket:
-        """A connection through which the weights come, then the seal."""
-        address = ticket.address["host"], ticket.address["tcp_port"]
-        connection = socket.create_connection(address, self.settings.timeout_s)
-        try:
-            connection.sendall(ticket.id.encode("ascii"))
-            if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
-                raise WeightsLost(f"{ticket} {_GONE}")
-        except BaseException:
-            connection.close()
-            raise
-        return connection
-
-    def _copy(self, ticket: Ticket) -> WeightSnapshot:
-        with self._request(ticket) as connection:
-            assembly = Assembly(ticket, self._arena)
-            for part in assembly.parts(self.settings.bucket):
-                read_into(connection, part.data)
-                note_progress()
-            return assembly.seal(read_exactly(connection, Seal.size(ticket.table)))
-
-    def _receive_with_others(self, ticket: Ticket) -> WeightSnapshot:
-        """Fetch the weights, and pass them on to the other receivers of this host, unless one of them does so."""
+    def _receive_from_afar(self, ticket: Ticket) -> WeightSnapshot:
+        """Map what another receiver of this host fetches; if there is none, fetch the weights for all of them."""
         name, began_s = f"dlrover-weights-of-{ticket.id}", time.monotonic()
         while True:
             if (weights := self._follow_another(ticket, name)) is not None:
                 return weights
-            waited_s = time.monotonic() - began_s
+            waited_s, listener = time.monotonic() - began_s, None
             if self._relay is not None or waited_s > _TURN_S:
-                with suppress(NameTaken):  # another one was faster, or one that has ended is about to give it back
-                    return self._pass_on(ticket, listen_on_host(name))
-            if waited_s > _PATIENCE_S:
-                return self._copy(ticket)
+                with suppress(OSError):  # another one was faster, or one that has ended is about to give it back
+                    listener = listen_on_host(name)
+            if listener is not None or waited_s > _PATIENCE_S:
+                return self._fetch(ticket, listener)
             time.sleep(_PAUSE_S)
 
     def _follow_another(self, ticket: Ticket, name: str) -> WeightSnapshot | None:
         """None if no process passes the weights on, or it has ended before they were whole."""
-        relay = connect_on_host(name, self.settings.timeout_s)
-        if relay is None:
-            return None
         try:
+            if (relay := connect_on_host(name, self.settings.timeout_s)) is None:
+                return None
             weights = self._map(ticket, relay)
         except (WeightSyncError, OSError) as error:  # it has ended, is stopped, or has other bytes
             _LOG.warning("%s: the process that passes the weights on has failed, trying without it: %s", ticket, error)
             return None
         if self._mapped_process != os.getpid():
-            self._stop_relay()
+            self._drop_fetched()
         return weights
 
-    def _pass_on(self, ticket: Ticket, listener: socket.socket) -> WeightSnapshot:
+    def _fetch(self, ticket: Ticket, listener: socket.socket | None = None) -> WeightSnapshot:
+        """Take the weights as a stream, then the seal; those who come to ``listener`` map them while they come."""
+        shown = min(self.settings.bucket, HOST_BUCKET)
+        address = ticket.address["host"], ticket.address["tcp_port"]
         self._close_relay()
-        self._relayed.expect(ticket.id)
-        self._relay = self._serve(self._relayed, listener)
-        tally, shown = CrcTally(ticket.table), min(self.settings.bucket, HOST_BUCKET)
+        self._fetched.expect(ticket.id)
+        if listener is not None:
+            self._relay = self._serve(self._fetched, listener)
         try:
-            with self._relayed.writing(ticket) as file, self._request(ticket) as connection:
-                for part in file.parts(shown, tally):
+            with (
+                self._fetched.writing(ticket) as file,
+                socket.create_connection(address, self.settings.timeout_s) as connection,
+            ):
+                request(connection, ticket)
+
+                def read(part: Bytes) -> None:
                     read_into(connection, part.data)
                     note_progress()
-                file.finish(Seal.unpack(read_exactly(connection, Seal.size(ticket.table))))
-            opened = self._relayed.open(ticket.id, self.settings.timeout_s)
+
+                crcs = file.fill(shown, read, lambda: read_exactly(connection, Seal.size(ticket.table)))
+            opened = self._fetched.open(ticket.id, self.settings.timeout_s, WeightFile.lend)
             assert opened is not None, "it was written just now"
             self._use_maps_of(os.getpid())
-            weights = MappedWeights(opened[0], ticket.table, self._maps)
-            return weights.snapshot(ticket, tally.crcs)
+            return MappedWeights(opened[0], ticket.table, self._maps).snapshot(ticket, crcs)
         except BaseException:
-            self._relayed.stop_waiting()
+            self._fetched.stop_waiting()
             self._close_relay()
             raise
 
@@ -254,18 +230,15 @@ class PullTransport(SenderBase):
             self._relay.close()
             self._relay = None
 
-    def _stop_relay(self) -> None:
-        """Another process has the weights for all of this host: this one gives the memory back."""
+    def _drop_fetched(self) -> None:
+        """Give back the memory of what this process has fetched: another one has the weights for all of this host."""
         self._close_relay()
-        self._relayed.close()
-        self._relayed = PublishedVersions(at_once=False)
+        self._fetched.close()
+        self._fetched = PublishedVersions(WeightFile)
 
     def close(self) -> None:
-        self._stop_relay()
-        self._versions.close()
-        if self._server is not None:
-            self._server.close()
-            self._server = None
+        self._drop_fetched()
+        super().close()
         self._maps.clear()
 
 

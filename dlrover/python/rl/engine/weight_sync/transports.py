@@ -1,21 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The transports that a job chooses from with ``engine.weight_sync``, and what each one requires."""
+"""The transports that a job chooses from with ``engine.weight_sync``, what each one requires, and adapters alone behind
+one copy of the model that they are added to.
+"""
 
 import os
 import tempfile
-from collections.abc import Mapping
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 from annotated_types import Ge, Gt
 
 from dlrover.python.rl.common.disk_space import is_disk_full
-from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError
+from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, EngineError, WeightSyncError
 from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.config.typed import lies_in, parse, salvage
-from dlrover.python.rl.engine.weight_sync.adapters import AdapterTransport
-from dlrover.python.rl.engine.weight_sync.base import ALIGN, SyncSettings, WeightTransport, waits_for_receivers
+from dlrover.python.rl.engine.api.weights import Adapters, WeightSnapshot, WeightStamp, adapted_stamp
+from dlrover.python.rl.engine.weight_sync.base import (
+    ALIGN,
+    SyncSettings,
+    Ticket,
+    WeightSource,
+    WeightTransport,
+    waits_for_receivers,
+)
 
 _PACKAGE = "dlrover.python.rl.engine.weight_sync"
 
@@ -49,7 +61,7 @@ class WeightSyncOptions:
 
 
 def validate_transport_options(options: Mapping[str, Any]) -> list[ConfigError]:
-    """What of :func:`validate_transport` does not depend on the machine."""
+    """Check the part of :func:`validate_transport` that does not depend on the machine."""
     return parse(WeightSyncOptions, dict(options), "config.engine.weight_sync_options")[1]
 
 
@@ -75,7 +87,7 @@ def validate_transport(
 
 
 def _find_folder_fault(name: str, option: str | None, device: str) -> str:
-    """Why a built-in transport cannot have this folder; "" if it can, or may on the machines that the job runs on."""
+    """Say why a built-in transport cannot have this folder; "" if it can, or may on the machines of the job."""
     if name != "disk":
         return "" if option is None else f"is not used by '{name}', but by 'disk'"
     if not option:
@@ -103,8 +115,8 @@ def prepare_folder(name: str, options: Mapping[str, Any]) -> None:
     except OSError as error:
         if is_disk_full(error):
             raise
-        what = f"weights cannot be written to {path}: {error.strerror or error}"
-        raise EngineError(f"engine.weight_sync_options.folder: {what}") from error
+        refusal = f"weights cannot be written to {path}: {error.strerror or error}"
+        raise EngineError(f"engine.weight_sync_options.folder: {refusal}") from error
 
 
 def check_collocation(
@@ -127,19 +139,146 @@ def check_collocation(
         )
 
 
+_MODEL, _ADAPTERS = "model", "adapters"
+
+
+class _Adapters:
+    """The adapters of a source, as a source."""
+
+    def __init__(self, source: Any) -> None:
+        self.source = weakref.proxy(source)
+
+    @property
+    def version(self) -> int:
+        return int(self.source.version)
+
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        named: Iterator[tuple[str, Any]] = self.source.named_adapters()
+        return named
+
+
+@dataclass(eq=False)
+class _Base:
+    """The model under a source's adapters, as a source, and what has become of it."""
+
+    owner: "weakref.ref[Any]"
+    version: int
+    adapters: _Adapters
+    transport: WeightTransport
+    ticket: Ticket | None = None
+    is_sent: bool = False
+    stamp: WeightStamp | None = None  # on the rank that leads
+
+    def is_of(self, source: Any) -> bool:
+        owner = self.owner()
+        return owner is not None and owner is source and bool(self.version == owner.base_version)
+
+    def named_weights(self, dtype: Any = None) -> Iterator[tuple[str, Any]]:
+        named: Iterator[tuple[str, Any]] = self.adapters.source.named_base_weights(dtype)
+        return named
+
+
+class AdapterTransport:
+    """Implements ``WeightTransport`` over transports that keep what was sent: one for models that are sent whole, and
+    if need be one for the model under the adapters and one for these, with a ``channel`` each.
+
+    ::
+
+        sender                                          receivers
+          the model without adapters   ---- once ---->    kept, as bytes
+          the adapters of version 7    ------------->     added to it, tensor by tensor, where the engine takes them
+          the adapters of version 8    ------------->
+
+    A model of 7 B has 15 GB in bf16, and its adapters of rank 16 have 0.2 GB in float32. A source with adapters has
+    besides ``named_weights``:
+
+    - ``adapter_scale``, the factor of ``up @ down``; None if it has no adapters to send alone.
+    - ``base_version``, another one on all train ranks once the weights may have changed to which adapters are added.
+    - ``named_base_weights(dtype)``, the weights without the adapters.
+    - ``named_adapters()``, under the names of their weights with ``DOWN`` (``[rank, inputs]``) or ``UP`` (``[outputs,
+      rank]``); a collective, too.
+    - ``any_rank(flag)``, True on all ranks that gather weights together if the flag is true on one; a collective.
+    """
+
+    def __init__(self, make: Callable[[SyncSettings], WeightTransport], settings: SyncSettings) -> None:
+        self.settings = settings
+        self._make, self._whole = make, make(settings)
+        self._parts: dict[str, WeightTransport] = {}
+        self._base: _Base | None = None
+        self._received: tuple[str, WeightSnapshot] | None = None
+
+    def _part(self, name: str) -> WeightTransport:
+        if name not in self._parts:
+            self._parts[name] = self._make(replace(self.settings, channel=f"{self.settings.channel}-{name}"))
+        return self._parts[name]
+
+    # -- the sender ---------------------------------------------------------------------------------------------------
+
+    def offer(self, source: WeightSource) -> Ticket:
+        scale = getattr(source, "adapter_scale", None)
+        if scale is None:
+            return self._whole.offer(source)
+        base = self._base
+        if base is None or not base.is_of(source):
+            if _MODEL in self._parts:
+                self._parts.pop(_MODEL).close()
+            owner: Any = source
+            base = _Base(weakref.ref(owner), owner.base_version, _Adapters(owner), self._part(_MODEL))
+            self._base = base
+        keeps: Callable[[Ticket], bool] = getattr(base.transport, "keeps", lambda ticket: True)
+        if base.ticket is None or not base.is_sent or not keeps(base.ticket):  # receivers can no longer get it
+            base.ticket, base.is_sent = base.transport.offer(base), False
+        return replace(self._part(_ADAPTERS).offer(base.adapters), base=base.ticket, scale=scale)
+
+    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
+        if ticket.base is None:
+            return self._whole.send(ticket, source)
+        base = self._base
+        if base is None or not base.is_of(source):
+            raise WeightSyncError(f"{ticket} was offered, and the source has another model under its adapters")
+        is_new = base.adapters.source.any_rank(not base.is_sent)
+        try:
+            if is_new:
+                base.is_sent = False
+                base.stamp = base.transport.send(ticket.base, base)
+                base.is_sent = True
+        finally:  # after a failure, too: the other ranks take part in this
+            stamp = self._part(_ADAPTERS).send(ticket, base.adapters)
+        if stamp is None or base.stamp is None:
+            return None  # this rank does not lead
+        return adapted_stamp(base.stamp, stamp, ticket.scale)
+
+    # -- the receivers ------------------------------------------------------------------------------------------------
+
+    def receive(self, ticket: Ticket) -> WeightSnapshot:
+        if ticket.base is None:
+            self._received = None
+            return self._whole.receive(ticket)
+        if self._received is None or self._received[0] != ticket.base.id:
+            self._received = None  # before another one comes
+            self._received = ticket.base.id, self._part(_MODEL).receive(ticket.base)
+        base = self._received[1]
+        adapters = Adapters(self._part(_ADAPTERS).receive(replace(ticket, base=None)), ticket.scale)
+        locks = [lock for lock in (base.lock_pages, adapters.factors.lock_pages) if lock is not None]
+
+        def lock_pages(device: torch.device) -> bool:
+            return all([lock(device) for lock in locks])
+
+        return replace(base, version=ticket.version, adapters=adapters, lock_pages=lock_pages if locks else None)
+
+    def close(self) -> None:
+        with ExitStack() as stack:
+            for transport in (self._whole, *self._parts.values()):
+                stack.callback(transport.close)
+        self._parts, self._base, self._received = {}, None, None
+
+
 def make_transport(name: str, options: Mapping[str, Any], settings: SyncSettings) -> WeightTransport:
-    transport = TRANSPORTS.load(name)
+    transport: Callable[[SyncSettings], WeightTransport] = TRANSPORTS.load(name)
     parsed = WeightSyncOptions(**options)
     timeout_s = parsed.timeout_s or (60.0 if waits_for_receivers(transport) else settings.timeout_s)
     folder = settings.folder if parsed.folder is None else Path(parsed.folder).expanduser()
     settings = replace(settings, bucket_bytes=parsed.bucket_bytes, timeout_s=timeout_s, folder=folder)
     if waits_for_receivers(transport) or not getattr(transport, "sends_adapters_alone", False):
-        made: WeightTransport = transport(settings)
-        return made
-
-    def make(part: str) -> WeightTransport:
-        channel = f"{settings.channel}-{part}" if part else settings.channel
-        of_part: WeightTransport = transport(replace(settings, channel=channel))
-        return of_part
-
-    return AdapterTransport(make, settings)
+        return transport(settings)
+    return AdapterTransport(transport, settings)

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Versions of weights in a process's memory, and the threads that give them to other processes.
 
-Of one host by a descriptor of the memory itself, which is sent through a socket of the host; of others as a stream.
+Processes of the same host get a descriptor of the memory itself, through a socket of the host; others get a stream.
 """
 
-import fcntl
 import os
 import selectors
 import socket
@@ -14,35 +13,41 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from typing import Generic, TypeVar
 
-import torch
-
-from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, Ticket, WeightTable
-from dlrover.python.rl.engine.weight_sync.buckets import HEAD_BYTES, WeightFile, seal_offset
+from dlrover.python.rl.common.errors import WeightsLost
+from dlrover.python.rl.engine.api.weights import WeightStamp
+from dlrover.python.rl.engine.weight_sync.base import Seal, SenderBase, Ticket, WeightSource, WeightTable
+from dlrover.python.rl.engine.weight_sync.buckets import HEAD_BYTES, DeviceBuffer, WeightFile, seal_offset
 
 AVAILABLE, MISSING = b"+", b"-"
 """The answer to a request for a ticket."""
 
+GONE = "is not there: the sender has gone on, or sent nothing"
+
 ID_BYTES = 32
-_RECHECK_S = 0.5
 _PAUSE_S = 0.0005
+_RECHECK_S = 0.5
 _CREDENTIALS = struct.Struct("3i")
 
 BACKLOG = 1024
 
 
-class PublishedVersions:
-    """A sender's last version, and the one that is being written. Thread safe.
+M = TypeVar("M", bound=WeightFile | DeviceBuffer)
+Taken = TypeVar("Taken")
 
-    A file that no receiver has open takes the next version: its pages cost more than copying into them. Files of what
-    comes from another host are not reserved ``at_once``.
+
+class PublishedVersions(Generic[M]):
+    """A process's last version, and the one before it or that is being written. Thread safe.
+
+    Memory that no receiver has open takes the next version: that is faster than new memory.
     """
 
-    def __init__(self, at_once: bool = True) -> None:
-        self._at_once = at_once
+    def __init__(self, allocate: Callable[[WeightTable], M]) -> None:
+        self._allocate = allocate
         self._changed = threading.Condition()
-        self._files: dict[str, WeightFile] = {}
-        self._prepared: WeightFile | None = None
+        self._files: dict[str, M] = {}  # by the tickets' ids
+        self._spare: M | None = None
         self._expected = self._writing = ""
         self._closed = False
 
@@ -51,51 +56,39 @@ class PublishedVersions:
         with self._changed:
             self._expected = ticket_id
 
-    def prepare(self, table: WeightTable, device: str) -> None:
-        """Have the memory for the next version, which takes a second per GB or more, before a receiver waits for it."""
+    def prepare(self, table: WeightTable) -> M:
+        """The memory for the next version, before a receiver waits for it."""
         with self._changed:
-            file = self._find_unused(table)
-        file = file or WeightFile(table, self._at_once)
-        file.pages.lock(torch.device(device))
-        with self._changed:
-            self._prepared = file
-
-    def write(self, ticket: Ticket, pieces: Pieces) -> Seal:
-        """Write the ticket's weights, which receivers follow; dropped if that fails."""
-        with self.writing(ticket) as file:
-            return file.write(ticket, pieces)
+            self._spare = self._find_unused(table, list(self._files)[:-1]) or self._allocate(table)
+            return self._spare
 
     @contextmanager
-    def writing(self, ticket: Ticket) -> Iterator[WeightFile]:
-        """The file that the ticket's weights are to be written into, which receivers follow; dropped if that fails."""
-        file = self._begin(ticket)
+    def writing(self, ticket: Ticket) -> Iterator[M]:
+        """Memory that the ticket's weights are to be written into, instead of the version before the last. Receivers
+        may follow; it is dropped if that fails."""
+        with self._changed:
+            replaced = [*[ticket_id for ticket_id in self._files if ticket_id != ticket.id][:-1], ticket.id]
+            memory = self._find_unused(ticket.table, replaced)
+            self._spare = None  # as the replaced ones, before more is allocated
+            for ticket_id in replaced:
+                self._files.pop(ticket_id, None)
+            memory = memory or self._allocate(ticket.table)
+            memory.clear()
+            self._files[ticket.id], self._writing = memory, ticket.id
+            self._changed.notify_all()
         try:
-            yield file
+            yield memory
         except BaseException:
             with self._changed:
-                self._files.pop(ticket.id, None)
+                self._spare = self._files.pop(ticket.id, None)
             raise
         finally:
             self.stop_waiting()
 
-    def _begin(self, ticket: Ticket) -> WeightFile:
-        """A file for the ticket's weights: the one before the last version, or a new one."""
-        with self._changed:
-            self._files.pop(ticket.id, None)
-            file = self._find_unused(ticket.table) or WeightFile(ticket.table, self._at_once)
-            file.clear()
-            self._prepared = None
-            last = next(reversed(self._files), "")
-            self._files = {last: self._files[last]} if last else {}
-            self._files[ticket.id] = file
-            self._writing = ticket.id
-            self._changed.notify_all()
-            return file
-
-    def _find_unused(self, table: WeightTable) -> WeightFile | None:
-        """The file that is prepared, or one of versions before the last; None if there is none, or receivers use it."""
-        found = [*([self._prepared] if self._prepared else []), *list(self._files.values())[:-1]]
-        return next((file for file in found if file.table == table and not file.is_open()), None)
+    def _find_unused(self, table: WeightTable, ticket_ids: Sequence[str]) -> M | None:
+        """The memory that is spare or of one of these tickets, if it fits and no receiver reads it."""
+        free = [self._spare, *map(self._files.get, ticket_ids)]
+        return next((each for each in free if each is not None and each.table == table and not each.is_open()), None)
 
     def stop_waiting(self) -> None:
         """No receiver waits any longer for a version that is expected or being written."""
@@ -103,15 +96,18 @@ class PublishedVersions:
             self._expected = self._writing = ""
             self._changed.notify_all()
 
-    def open(self, ticket_id: str, timeout_s: float) -> tuple[int, WeightTable] | None:
-        """A descriptor of the ticket's file, locked against being overwritten, and its table; None without the file."""
+    def open(
+        self, ticket_id: str, timeout_s: float, take: Callable[[M], Taken | None], whole: bool = False
+    ) -> Taken | None:
+        """Let ``take`` have the ticket's memory before another version may take it; None if it is not there. With
+        ``whole`` not before it is written."""
+
+        def is_there() -> bool:
+            return ticket_id in self._files and not (whole and ticket_id == self._writing)
+
         with self._changed:
-            self._changed.wait_for(
-                lambda: ticket_id in self._files or ticket_id != self._expected or self._closed, timeout_s
-            )
-            file = self._files.get(ticket_id)
-            descriptor = file.open(fcntl.LOCK_SH) if file is not None else None
-            return None if file is None or descriptor is None else (descriptor, file.table)
+            self._changed.wait_for(lambda: is_there() or ticket_id != self._expected or self._closed, timeout_s)
+            return take(self._files[ticket_id]) if is_there() else None
 
     def is_writing(self, ticket_id: str) -> bool:
         with self._changed:
@@ -123,12 +119,38 @@ class PublishedVersions:
                 self._changed.wait(_RECHECK_S)
 
     def close(self) -> None:
-        """Drop all files; receivers that have one open are not affected."""
+        """Drop all versions; receivers that have one open are not affected."""
         with self._changed:
             self._closed = True
             self._files.clear()
-            self._prepared = None
+            self._spare = None
             self._changed.notify_all()
+
+
+class KeepingSender(SenderBase, Generic[M]):
+    """A sender whose last versions stay in its memory, for receivers that come at any time."""
+
+    sends_adapters_alone = True
+    _versions: PublishedVersions[M]
+    _server: "WeightServer | None" = None
+
+    def offer(self, source: WeightSource) -> Ticket:
+        ticket = super().offer(source)
+        self._versions.expect(ticket.id)
+        return ticket
+
+    def send(self, ticket: Ticket, source: WeightSource) -> WeightStamp | None:
+        self._versions.expect(ticket.id)
+        try:
+            return super().send(ticket, source)
+        finally:
+            self._versions.stop_waiting()
+
+    def close(self) -> None:
+        self._versions.close()
+        if self._server is not None:
+            self._server.close()
+            self._server = None
 
 
 class WeightServer:
@@ -144,24 +166,21 @@ class WeightServer:
         threading.Thread(target=_listen, args=arguments, name="dlrover-weights", daemon=True).start()
 
 
-class NameTaken(Exception):
-    """A process of this host listens there."""
-
-
 def listen_on_host(name: str) -> socket.socket:
-    """A socket that processes of this host find by its name, until it is closed. Raises NameTaken."""
+    """A socket that processes of this host find by its name, until it is closed; OSError if another one has it."""
     listener = socket.socket(socket.AF_UNIX)
     try:
         listener.bind(b"\0" + name.encode())
-    except OSError as error:
+    except OSError:
         listener.close()
-        raise NameTaken(name) from error
+        raise
     listener.listen(BACKLOG)
     return listener
 
 
 def connect_on_host(name: str, timeout_s: float) -> socket.socket | None:
-    """A connection to the process of this host that listens at a name; None if there is none."""
+    """A connection to the process of this host that listens at a name; None if there is none. OSError if it is another
+    user's."""
     connection = socket.socket(socket.AF_UNIX)
     connection.settimeout(timeout_s)
     try:
@@ -169,7 +188,18 @@ def connect_on_host(name: str, timeout_s: float) -> socket.socket | None:
     except OSError:
         connection.close()
         return None
+    if peer_credentials(connection)[1] != os.getuid():
+        connection.close()
+        raise PermissionError("another user's process listens at its name")
     return connection
+
+
+def peer_credentials(connection: socket.socket) -> tuple[int, int]:
+    """Process id and user of the other end, which is of this host."""
+    process, user, _ = _CREDENTIALS.unpack(
+        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    )
+    return int(process), int(user)
 
 
 def _listen(
@@ -197,16 +227,17 @@ def _accept(listener: socket.socket, serve: Callable[[socket.socket], None], tim
 
 
 def _serve(connection: socket.socket, serve: Callable[[socket.socket], None]) -> None:
-    """Serve one receiver, which sees a failure by itself: the connection ends before the weights do."""
+    """Serve one receiver: on this host a process of the same user, from others each that knows a ticket. It sees a
+    failure by itself: the connection ends before the weights do."""
     with connection, suppress(OSError):
-        if _is_allowed(connection):
+        if connection.family != socket.AF_UNIX or peer_credentials(connection)[1] == os.getuid():
             serve(connection)
 
 
-def serve_version(connection: socket.socket, versions: PublishedVersions, timeout_s: float) -> None:
+def serve_version(connection: socket.socket, versions: PublishedVersions[WeightFile], timeout_s: float) -> None:
     """Give the version of the ticket that the receiver names, by its descriptor or as a stream."""
     ticket_id = read_exactly(connection, ID_BYTES).decode("ascii", "replace")
-    opened = versions.open(ticket_id, timeout_s)
+    opened = versions.open(ticket_id, timeout_s, WeightFile.lend)
     if opened is None:
         connection.sendall(MISSING)
     elif connection.family == socket.AF_UNIX:
@@ -219,19 +250,6 @@ def serve_version(connection: socket.socket, versions: PublishedVersions, timeou
     else:
         connection.sendall(AVAILABLE)
         _stream(connection, *opened, lambda: versions.is_writing(ticket_id))
-
-
-def _is_allowed(connection: socket.socket) -> bool:
-    """On this host only processes of the same user are allowed; from others, every process that knows a ticket."""
-    return connection.family != socket.AF_UNIX or peer_credentials(connection)[1] == os.getuid()
-
-
-def peer_credentials(connection: socket.socket) -> tuple[int, int]:
-    """Process id and user of the other end, which is of this host."""
-    process, user, _ = _CREDENTIALS.unpack(
-        connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    )
-    return int(process), int(user)
 
 
 def _stream(connection: socket.socket, descriptor: int, table: WeightTable, is_writing: Callable[[], bool]) -> None:
@@ -251,6 +269,13 @@ def _stream(connection: socket.socket, descriptor: int, table: WeightTable, is_w
             time.sleep(_PAUSE_S)
         seal = os.pread(descriptor, Seal.size(table), seal_offset(table))
     connection.sendall(seal)
+
+
+def request(connection: socket.socket, ticket: Ticket) -> None:
+    """Ask for the ticket's version as a stream. Raises WeightsLost if it is not there."""
+    connection.sendall(ticket.id.encode("ascii"))
+    if read_exactly(connection, len(AVAILABLE)) != AVAILABLE:
+        raise WeightsLost(f"{ticket} {GONE}")
 
 
 def read_exactly(connection: socket.socket, count: int) -> bytes:
