@@ -36,7 +36,7 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.process.status import status_of
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.run.folder import new_run
 from dlrover.python.rl.trainer.trainer import StepReport

@@ -27,7 +27,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.member.inspection import Inspection

@@ -13,7 +13,7 @@ from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import RLJobBuilder, check_job
 from dlrover.python.rl.master.process.brain import run_local
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
 
 
 def builder(trainer="Loop"):

@@ -19,7 +19,7 @@ from dlrover.python.rl.master.process import resize, rl_master
 from dlrover.python.rl.master.process.brain import Brain
 from dlrover.python.rl.master.process.resize import Resizer
 from dlrover.python.rl.master.process.rl_master import RLMaster
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import MemoryStateStore
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, HeartbeatSettings, OomKills
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from tests.unit.control import runs

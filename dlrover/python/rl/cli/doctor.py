@@ -10,7 +10,7 @@ import click
 
 from dlrover.python.rl.cli.operate import EXIT_FAILED
 from dlrover.python.rl.common.errors import DLRoverRLError
-from dlrover.python.rl.common.terminal import echo
+from dlrover.python.rl.common.log import echo
 from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, forget_memory
 from dlrover.python.rl.runtime.run.folder import ended_memory
 from dlrover.python.rl.runtime.run.machine import Check, MachineReport, examine

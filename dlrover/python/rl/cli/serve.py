@@ -12,10 +12,9 @@ from typing import Any
 import click
 
 from dlrover.python.rl.common.errors import CallError, ClusterUnavailable, ConfigError, InvalidJob, JobConflict
-from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.log import echo, get_logger
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
-from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.plain import ALLOW_RESOLVERS
 from dlrover.python.rl.service.auth import default_state, write_address
 

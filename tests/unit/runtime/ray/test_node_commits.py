@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from dlrover.python.rl.runtime.checkpoint import state_file
 from dlrover.python.rl.runtime.checkpoint.node_memory import save_from_memory
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
-from dlrover.python.rl.runtime.checkpoint.storage import state_file
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from dlrover.python.rl.runtime.ray.cluster import api as node_commits
 from dlrover.python.rl.runtime.ray.cluster.api import forget_on_nodes
 

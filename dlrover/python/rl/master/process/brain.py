@@ -19,7 +19,7 @@ from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.status import JobStatus, status_of
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import (
+from dlrover.python.rl.runtime.checkpoint.journal_store import (
     FileStateStore,
     MemoryStateStore,
     StateStore,

@@ -35,10 +35,9 @@ from dlrover.python.rl.common.errors import (
     JournalCorrupt,
     StaleEpoch,
 )
-from dlrover.python.rl.common.log import configure_logging, get_logger
+from dlrover.python.rl.common.log import configure_logging, get_logger, hide_values
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.common.private_files import read_token
-from dlrover.python.rl.common.redaction import hide_values
 from dlrover.python.rl.config.secrets import Secrets, hidden_in, unseal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Release
@@ -72,7 +71,7 @@ from dlrover.python.rl.master.process.hang_detector import HangDetector, has_los
 from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
 from dlrover.python.rl.master.process.resize import Resizer, size_of
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore, read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore, read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, leave
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, fenced, kill_process, read_stacks
@@ -82,8 +81,16 @@ from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_la
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.ray.reservations import RunPlan
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests, copy_output
-from dlrover.python.rl.runtime.run.folder import BEAT_S, CLUSTER, Claim, claim
-from dlrover.python.rl.runtime.run.owner import FAILED, ON_RAY, newest_owner, write_shared
+from dlrover.python.rl.runtime.run.folder import (
+    BEAT_S,
+    CLUSTER,
+    FAILED,
+    ON_RAY,
+    Claim,
+    claim,
+    newest_owner,
+    write_shared,
+)
 from dlrover.python.rl.trainer.step_pace import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 

@@ -24,8 +24,8 @@ from ray._private import ray_logging, services, worker
 from ray._private.accelerators import get_accelerator_manager_for_resource
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob
+from dlrover.python.rl.common.log import inert
 from dlrover.python.rl.common.names import NAMESPACE
-from dlrover.python.rl.common.terminal import inert
 from dlrover.python.rl.runtime.interrupts import sigterm_unwinds
 from dlrover.python.rl.runtime.member.loading import restore_environment
 from dlrover.python.rl.runtime.ray.cluster.head import (
