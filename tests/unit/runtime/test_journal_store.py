@@ -13,7 +13,7 @@ from disks import largest_file, system_calls
 
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.runtime.checkpoint import journal_store
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore, read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 
 MUTATIONS = 1000
 
@@ -103,7 +103,7 @@ def test_a_frozen_process_in_the_middle_of_an_append_holds_nobody_up_and_harms_n
 # -- what a store is --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda path: MemoryStateStore(), FileStateStore], ids=["memory", "file"])
+@pytest.mark.parametrize("make", [lambda path: StateStore(), FileStateStore], ids=["memory", "file"])
 def test_lines_are_read_in_the_order_they_were_appended(make, path):
     store = make(path)
     assert store.read() == []

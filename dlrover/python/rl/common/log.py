@@ -8,6 +8,15 @@ import sys
 import threading
 from collections.abc import Iterable
 
+HIDDEN = "***"
+_SHORTEST = 6
+"""A shorter value may be anything, and hiding it would spoil texts."""
+
+_lock = threading.Lock()
+_known: tuple[str, ...] = ()  # the longest first, since one may be a part of another
+
+_ROOT = "dlrover"
+_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 _COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
 _ACTIVE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 
@@ -24,14 +33,6 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
     import click  # child processes need this module without it
 
     click.echo(inert(text), err=err, nl=nl)  # noqa: TID251 -- the one place that prints
-
-
-HIDDEN = "***"
-_SHORTEST = 6
-"""A shorter value may be anything, and hiding it would spoil texts."""
-
-_lock = threading.Lock()
-_known: tuple[str, ...] = ()  # the longest first, since one may be a part of another
 
 
 def hide_values(values: Iterable[str]) -> None:
@@ -54,10 +55,6 @@ def redacted_bytes(data: bytes) -> bytes:
     for value in _known:
         data = data.replace(value.encode(), HIDDEN.encode())
     return data
-
-
-_ROOT = "dlrover"
-_FORMAT = "%(asctime)s %(levelname).1s %(message)s"
 
 
 def get_logger(module: str) -> logging.Logger:

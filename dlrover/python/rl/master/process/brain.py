@@ -21,7 +21,6 @@ from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.status import JobStatus, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import (
     FileStateStore,
-    MemoryStateStore,
     StateStore,
     read_lines,
 )
@@ -186,7 +185,7 @@ def run_local(
 
     ``enforce_deadlines`` lets calls with a timeout fail when they take longer.
     """
-    brain = Brain(store or MemoryStateStore())
+    brain = Brain(store or StateStore())
     last: list[StepReport] = []
 
     def noting(step_report: StepReport) -> None:

@@ -71,7 +71,7 @@ from dlrover.python.rl.master.process.hang_detector import HangDetector, has_los
 from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
 from dlrover.python.rl.master.process.resize import Resizer, size_of
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, MemoryStateStore, read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, leave
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, fenced, kill_process, read_stacks
@@ -120,7 +120,7 @@ class RLMaster:
         self._job, self._run_id, self._inspection = job, job.run, inspection
         self._lacking = hidden_in(job)  # secrets
         self._claim = RunClaim(job, claims)
-        self._brain = Brain(MemoryStateStore())
+        self._brain = Brain(StateStore())
         self._fallen: JobState | None = None
         self._cluster = fenced(RayClusterApi(), self._check_current)
         plan = RunPlan(job, job.run, placement, inspection.methods)

@@ -19,7 +19,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
 
 from dlrover.python.rl.common.disk_space import is_transient
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
@@ -31,36 +30,27 @@ from dlrover.python.rl.runtime.checkpoint.store import TAKE_OVER_S, take_lock
 _LOG = get_logger(__name__)
 
 
-class StateStore(Protocol):
-    """An append-only list of lines."""
+class StateStore:
+    """An append-only list of lines, in memory."""
 
-    def append(self, *lines: bytes) -> None: ...  # durable when this returns, absent when it raises
-
-    def read(self) -> list[bytes]: ...
-
-    def check(self) -> None: ...  # raises as append
-
-    def close(self) -> None: ...  # may be called twice
-
-
-class MemoryStateStore:
     def __init__(self) -> None:
         self._lines: list[bytes] = []
 
     def append(self, *lines: bytes) -> None:
+        """Add lines, which are safe when this returns, and absent when it raises."""
         self._lines += lines
 
     def read(self) -> list[bytes]:
         return list(self._lines)
 
     def check(self) -> None:
-        pass
+        """Raise as :meth:`append` would, for any reason but the disk."""
 
     def close(self) -> None:
-        pass
+        """Release the store; may be called twice."""
 
 
-class FileStateStore:
+class FileStateStore(StateStore):
     """Lines in a file, each synced to disk before :meth:`append` returns. Not thread safe.
 
     Opening takes the file over: another process that has it open can no longer append. A last line that a crash cut
@@ -134,9 +124,6 @@ class FileStateStore:
         self._lines += lines
         self._header, self._chain, self._end = header, chain, self._end + len(records)
 
-    def read(self) -> list[bytes]:
-        return list(self._lines)
-
     def close(self) -> None:
         """Write the number of lines to the header, and close the file."""
         if self._file < 0:
@@ -178,7 +165,6 @@ class FileStateStore:
         os.fsync(self._file)
 
     def check(self) -> None:
-        """Raise as :meth:`append` would, for any reason but the disk."""
         header, status = os.pread(self._file, len(self._header), 0), os.fstat(self._file)
         # Another master has this file, or a copy of it at its path.
         current = header

@@ -44,6 +44,8 @@ TRAINER, CODE = "trainer", "code"
 STATES = COPIES, COMMITS = "checkpoints", "commits"
 """Their folders in a job's directory."""
 
+_KEPT = 3  # commits in memory, of which one is being written
+
 
 def forget_commits(job_dir: Path, run: str) -> None:
     """Remove the commits of an ended run from the job's directory, unless they go beyond its last copy; also the folder
@@ -253,9 +255,6 @@ def roots_of(job: JobSpec, run: str, epoch: int, node: str = "") -> Roots:
 def is_on_one_node(job: JobSpec) -> bool:
     """Losing the node ends such a job anyway."""
     return job.trainer.node_number == 1 and job.scheduling_strategy != "SIMPLE"
-
-
-_KEPT = 3  # commits in memory, of which one is being written
 
 
 @dataclass(frozen=True)

@@ -391,23 +391,17 @@ class CheckpointStore:
         for step, epoch in folders:
             folder = self.root / folder_name(step, epoch)
             try:
-                manifests.append(self._manifest_in(folder))
-            except CheckpointMissing:
+                version = _version(folder)
+                known, manifest = self._known.get(folder.name, (None, None))
+                if manifest is None or known != version:
+                    manifest = read_manifest(folder, self.run)
+                    self._known[folder.name] = version, manifest
+                manifests.append(manifest)
+            except (CheckpointMissing, FileNotFoundError, NotADirectoryError):
                 continue
             except CheckpointCorrupt as error:
                 self.quarantine(folder.name, str(error))
         return sorted(manifests, key=lambda manifest: (manifest.epoch, manifest.serial), reverse=True)
-
-    def _manifest_in(self, folder: Path) -> Manifest:
-        """Read again only if its file is another one, or was changed."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            version = _version(folder)
-            known, manifest = self._known.get(folder.name, (None, None))
-            if manifest is None or known != version:
-                manifest = read_manifest(folder, self.run)
-                self._known[folder.name] = version, manifest
-            return manifest
-        raise CheckpointMissing(f"{folder} has no manifest")
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
         """Return True if every file is intact; otherwise the generation is set aside.
@@ -529,7 +523,7 @@ def _remove_partial(folder: Path, names: Iterable[str]) -> None:
 
 
 def _version(folder: Path) -> tuple[int, int, int]:
-    """Of its manifest."""
+    """The identity of its manifest, which is read again once this changes."""
     status = os.stat(folder / MANIFEST)
     return status.st_ino, status.st_mtime_ns, status.st_size
 

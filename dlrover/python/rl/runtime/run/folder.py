@@ -52,6 +52,12 @@ DESCRIPTION = "job.yaml"
 COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
 _UNKNOWN = "unknown"
 
+LATEST, MODEL, CLUSTER = "latest", "model", "cluster"
+BEAT_S = 5.0
+_QUIET_S = 600.0
+_OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
+_RESULTS = (METRICS, SUMMARY, MODEL, *(f"{name}/*/step-*" for name in STATES))
+
 
 @dataclass(frozen=True)
 class Owner:
@@ -190,13 +196,6 @@ def _machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
-
-
-LATEST, MODEL, CLUSTER = "latest", "model", "cluster"
-BEAT_S = 5.0
-_QUIET_S = 600.0
-_OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
-_RESULTS = (METRICS, SUMMARY, MODEL, *(f"{name}/*/step-*" for name in STATES))
 
 
 def new_run() -> str:
