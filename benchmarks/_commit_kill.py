@@ -22,7 +22,7 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.runs import COPIES, TRAINER
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import read_manifest
+from dlrover.python.rl.runtime.checkpoint.store import read_manifest
 from dlrover.python.rl.runtime.ray.processes.actors import process_env
 from dlrover.python.rl.runtime.run.folder import new_run
 from dlrover.python.rl.trainer.trainer import StepReport

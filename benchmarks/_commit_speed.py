@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import read_state, write_state
+from dlrover.python.rl.runtime.checkpoint.state_file import read_state, write_state
 from tests.chaos.tables import markdown
 
 _GB = 1e9

@@ -42,7 +42,7 @@ from dlrover.python.rl.engine.weight_sync.transports import make_transport
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import train_settings
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
+from dlrover.python.rl.runtime.checkpoint.state_file import write_state
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from dlrover.python.rl.cli import serve
-from dlrover.python.rl.common import private_files, redaction
+from dlrover.python.rl.common import log, private_files
 from dlrover.python.rl.common.errors import AccessDenied, CallError, InvalidJob, ServiceBusy
 from dlrover.python.rl.config import layout, load, plain, secrets, typed
 from dlrover.python.rl.config.layout import job_to_yaml
@@ -255,8 +255,8 @@ def a_secret_is_not_stored_by_the_service(folder):
 
 
 def a_known_secret_is_not_logged(folder):
-    redaction.hide_values([CANARY])
-    assert CANARY not in redaction.redacted(f"ValueError: {CANARY} is wrong")
+    log.hide_values([CANARY])
+    assert CANARY not in log.redacted(f"ValueError: {CANARY} is wrong")
 
 
 def a_job_of_the_service_is_not_imported_by_it(folder):
@@ -353,7 +353,7 @@ GUARDS = {
     a_secret_of_a_wrong_type_is_not_shown: (typed, "without_secrets", lambda values, where: values),
     an_override_without_an_equals_sign_does_not_show_its_secret: (load, "is_secret_at", lambda where, value: False),
     a_secret_is_not_stored_by_the_service: (submissions, "seal", lambda job: (job, {})),
-    a_known_secret_is_not_logged: (redaction, "hide_values", anything),
+    a_known_secret_is_not_logged: (log, "hide_values", anything),
     a_job_of_the_service_is_not_imported_by_it: (submissions, "plan", importing),
     what_is_installed_is_pinned: (globals(), "constraints", str),
 }
@@ -362,7 +362,7 @@ GUARDS = {
 
 @pytest.fixture(autouse=True)
 def no_known_secrets(monkeypatch):
-    monkeypatch.setattr(redaction, "_known", ())
+    monkeypatch.setattr(log, "_known", ())
 
 
 @pytest.mark.parametrize("check", GUARDS, ids=lambda check: check.__name__)

@@ -66,7 +66,7 @@ def __getattr__(name: str) -> Any:
     if name == "nn":
         return importlib.import_module("dlrover.rl.nn")
     if name not in _HOME:
-        moved = importlib.import_module("dlrover.python.rl.common.moved")
+        moved = importlib.import_module("dlrover.python.rl")
         raise moved.no_attribute(__name__, name)
     return getattr(importlib.import_module(_HOME[name]), name)
 

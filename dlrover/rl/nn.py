@@ -3,7 +3,7 @@
 
 from typing import Any
 
-from dlrover.python.rl.common.moved import no_attribute
+from dlrover.python.rl import no_attribute
 from dlrover.python.rl.engine.model.train_module import TrainModule, empty_weights
 
 __all__ = ["TrainModule", "empty_weights"]

@@ -20,9 +20,8 @@ import torch
 from dlrover.python.rl.common.by_value import name_for
 from dlrover.python.rl.common.disk_space import replace
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob, JobFailed
-from dlrover.python.rl.common.log import configure_logging
+from dlrover.python.rl.common.log import configure_logging, echo
 from dlrover.python.rl.common.names import hint, resume_command
-from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.load import load_job_with, search_folders
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.state import Phase

@@ -29,7 +29,7 @@ from dlrover.python.rl.control.events import (
     TrainerStarted,
 )
 from dlrover.python.rl.control.journal import decode
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 
 MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")
 

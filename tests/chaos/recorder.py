@@ -10,7 +10,7 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.checkpoint.runs import roots_of
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import read_manifest
+from dlrover.python.rl.runtime.checkpoint.store import read_manifest
 from tests.chaos.ledger import Generation, Ledger, generations, read_ledger
 
 _LOOK_S = 0.01

@@ -15,7 +15,7 @@ import ray
 
 from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.data.state_tree import dump
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from tests.chaos.gates import FOLDER
 from tests.chaos.ledger import MEMORY, is_alive
 

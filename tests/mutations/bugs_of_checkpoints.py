@@ -4,20 +4,14 @@
 from bug import Bug
 
 _CHECKPOINT = "runtime/checkpoint"
-_STORE, _MANIFEST, _FILE = (f"{_CHECKPOINT}/storage/{name}.py" for name in ("store", "manifest", "state_file"))
-_OBJECTS, _GENERATIONS = (f"{_CHECKPOINT}/storage/{name}.py" for name in ("object_store", "generations"))
-_JOURNAL = f"{_CHECKPOINT}/storage/journal_store.py"
+_STORE, _FILE, _OBJECTS = (f"{_CHECKPOINT}/{name}.py" for name in ("store", "state_file", "object_store"))
+_JOURNAL = f"{_CHECKPOINT}/journal_store.py"
 _MEMORY, _NEIGHBOURS, _MEMBER = (f"{_CHECKPOINT}/{name}.py" for name in ("node_memory", "neighbours", "member_state"))
 _COMMITS, _RUNS = (f"{_CHECKPOINT}/{name}.py" for name in ("commits", "runs"))
 
 TESTS = {
     _OBJECTS: ("runtime/test_object_store.py",),
-    _GENERATIONS: (
-        "runtime/test_commits.py",
-        "runtime/test_object_store.py",
-        "runtime/test_node_memory.py",
-        "runtime/ray/test_node_commits.py",
-    ),
+    _MEMORY: ("runtime/test_node_memory.py", "runtime/ray/test_node_commits.py"),
     _JOURNAL: ("runtime/test_journal_store.py",),
     _COMMITS: ("runtime/test_commits.py", "runtime/test_object_store.py"),
     _RUNS: (
@@ -58,16 +52,18 @@ BUGS = {
         _STORE, "[[Path, StateFile], None] = check_file)", "[[Path, StateFile], None] = check_size)"
     ),
     "the run with most steps is continued": Bug(
-        _STORE, "key=lambda pair: (ended[pair[0].run], pair[1].step)", "key=lambda pair: pair[1].step"
+        _RUNS, "key=lambda pair: (ended[pair[0].run], pair[1].step)", "key=lambda pair: pair[1].step"
     ),
     "a node drops what it copies": Bug(
         _STORE, "if folder[0] < step and folder[0] not in self.pinned:", "if folder[0] < step:"
     ),
-    "a damaged epoch lets everyone in": Bug(_MANIFEST, "        return self._fallback()\n", "        return 0\n"),
-    "a lock that was taken over still holds": Bug(_MANIFEST, "while not _is_at(handle, self._lock):", "while False:"),
-    "the lock of a frozen process stays": Bug(_MANIFEST, "            fresh.replace(self._lock)\n", ""),
+    "a damaged epoch lets everyone in": Bug(_STORE, "        return self._fallback()\n", "        return 0\n"),
+    "a lock that was taken over still holds": Bug(
+        _STORE, "if is_current := _is_at(handle, self._lock):", "if is_current := True:"
+    ),
+    "the lock of a frozen process stays": Bug(_STORE, "            fresh.replace(self._lock)\n", ""),
     "a manifest that is not safe counts": Bug(
-        _MANIFEST, "        path.unlink(missing_ok=True)  # it may", "        pass  # it may"
+        _STORE, "        path.unlink(missing_ok=True)  # it may", "        pass  # it may"
     ),
     "a copy is not on the disk when it counts": Bug(
         _FILE, "with new_file(target / file.name, durable, file.nbytes)", "with new_file(target / file.name, False, 0)"
@@ -99,15 +95,15 @@ BUGS = {
         "        if isinstance(error",
     ),
     "an object store that is away is damaged": Bug(
-        _GENERATIONS,
+        _COMMITS,
         "if isinstance(self.store, ObjectStore) or not is_transient(error):",
         "if not is_transient(error):",
     ),
     "a trainer that ended early keeps memory from being saved": Bug(
-        _GENERATIONS, "max(manifest.epoch, copies.epoch)", "manifest.epoch"
+        _MEMORY, "max(manifest.epoch, copies.epoch)", "manifest.epoch"
     ),
     "a saved commit is lost with its nodes": Bug(
-        _GENERATIONS,
+        _MEMORY,
         " for name, value in manifest.extra.items() if name != NODES}",
         " for name, value in manifest.extra.items()}",
     ),
@@ -140,7 +136,7 @@ BUGS = {
     ),
     "memory that others can read is used": Bug(_MEMORY, " or state.st_mode & 0o077:", ":"),
     "memory with a later copy is saved over it": Bug(
-        _MEMORY, "if manifest.step > newest and save_generation(", "if save_generation("
+        _MEMORY, "if manifest.step > newest and _save_generation(", "if _save_generation("
     ),
     "memory without the trainer's part ends a recovery": Bug(
         _NEIGHBOURS, "with suppress(FileNotFoundError):", "with suppress(ZeroDivisionError):"
@@ -158,7 +154,7 @@ BUGS = {
     ),
     "a copy that failed is awaited": Bug(
         _COMMITS,
-        "        elif all(each.file is not None or each.running for each in found.values()):\n",
+        "        elif all(answer.copy is not None or answer.is_copying for answer in answers.values()):\n",
         "        else:\n",
     ),
     "copies of earlier runs stay": Bug(_COMMITS, "            prune_earlier_runs(self.durable)\n", ""),
@@ -173,7 +169,7 @@ BUGS = {
         _COMMITS, "        if self.copying.step == step:\n            self.copying.end()\n", ""
     ),
     "a member's last writer is the one of its oldest commit": Bug(
-        _COMMITS, "max(incarnation_of(file), writers.get(member, 0))", "incarnation_of(file)"
+        _COMMITS, 'max(int(file.name.split(".")[-2]), writers.get(member, 0))', 'int(file.name.split(".")[-2])'
     ),
     "commits of this run go with earlier ones": Bug(_RUNS, "if root.name != durable.run:", "if root.name:"),
     "each run keeps as many copies as one": Bug(_RUNS, "            room -= len(kept)\n", ""),

@@ -3,7 +3,7 @@
 
 from bug import Bug
 
-_FOLDER, _OWNER = "runtime/run/folder.py", "runtime/run/owner.py"
+_FOLDER, _MACHINE = "runtime/run/folder.py", "runtime/run/machine.py"
 _SAVED, _SUPERVISOR = "master/client/resume.py", "master/client/supervisor.py"
 
 TESTS = {
@@ -17,14 +17,7 @@ TESTS = {
         "master/test_run_folders.py",
         "master/test_jobs_elsewhere.py",
     ),
-    _OWNER: (
-        "runtime/test_owner.py",
-        "runtime/test_run_folder.py",
-        "master/test_saved_run.py",
-        "master/test_local_run.py",
-        "master/test_run_folders.py",
-        "master/test_jobs_elsewhere.py",
-    ),
+    _MACHINE: ("runtime/test_owner.py",),
     _SAVED: (
         "master/test_resumption.py",
         "master/test_saved_run.py",
@@ -46,7 +39,9 @@ BUGS = {
         '    if job.checkpoint.resume == "latest" or job.overwrite:\n        return ""\n'
         '    if in_use(folder):\n        return f"{folder} is in use by {owner}"\n',
     ),
-    "files of results are not noticed": Bug(_FOLDER, "path.is_dir() or path.stat().st_size for", "path.is_dir() for"),
+    "files of results are not noticed": Bug(
+        _FOLDER, "any(path.is_dir() or path.stat().st_size for", "any(path.is_dir() for"
+    ),
     "a claim that fails keeps the folder": Bug(
         _FOLDER, "record.unlink(missing_ok=True)  # the earlier owner's is still there", "pass"
     ),
@@ -82,14 +77,16 @@ BUGS = {
         _FOLDER, "link.symlink_to(folder.name)", "link.symlink_to(folder)"
     ),
     "a process with the number of a dead owner is the owner": Bug(
-        _OWNER, "return process_began(owner.pid) == owner.began", 'return process_began(owner.pid) != ""'
+        _FOLDER, "return process_began(owner.pid) == owner.began", 'return process_began(owner.pid) != ""'
     ),
-    "a zombie holds its folder": Bug(_OWNER, 'state in "ZX"', 'state in "X"'),
+    "a zombie holds its folder": Bug(_MACHINE, 'state in "ZX"', 'state in "X"'),
     "a lease is compared with this machine's clock": Bug(
-        _OWNER, "_now_s(record.parent) - record.stat()", "time.time() - record.stat()"
+        _FOLDER, "probe.stat().st_mtime - record.stat()", "time.time() - record.stat()"
     ),
-    "a disk that does not answer gives the folder away": Bug(_OWNER, "return True  # a disk", "return False  # a disk"),
-    "record 9 is newer than record 10": Bug(_OWNER, "folder.glob(RECORDS), key=number_of)", "folder.glob(RECORDS))"),
+    "a disk that does not answer gives the folder away": Bug(
+        _FOLDER, "return True  # a disk", "return False  # a disk"
+    ),
+    "record 9 is newer than record 10": Bug(_FOLDER, "folder.glob(RECORDS), key=number_of)", "folder.glob(RECORDS))"),
     "another command continues with the last run": Bug(_FOLDER, "owner.given == job.given and ", ""),
     "the same command continues with a finished run": Bug(_FOLDER, " and owner.state != FINISHED:\n", ":\n"),
     "a description here hides the one of the object store": Bug(

@@ -41,12 +41,14 @@ TESTS = {
 
 BUGS = {
     "a failed call of a member with state is tried again": Bug(
-        _HOST, "if header.epoch > self._epoch and not self._is_stateful:", "if header.epoch > self._epoch:"
+        _HOST,
+        "if header.epoch > self._epoch and not is_stateful(type(self.workload)):",
+        "if header.epoch > self._epoch:",
     ),
     "two calls that failed cannot be tried again": Bug(
         _HOST,
-        "            del self._answers[last]\n        self._latest = max(self._answers, default=_NEVER)\n",
-        "            del self._answers[last]\n",
+        "                del self._answers[last]\n            self._latest = max(self._answers, default=_NEVER)\n",
+        "                del self._answers[last]\n",
     ),
     "a method that exits ends the member": Bug(
         _HOST, "except (Exception, SystemExit, asyncio.CancelledError) as error:", "except Exception as error:"
@@ -65,7 +67,7 @@ BUGS = {
         _HOST, "if at is None or at < ended:", "if at is None or at <= ended:"
     ),
     "a member that has done a step has not touched it": Bug(
-        _HOST, "if header.call_id[0] > self._standing.touched:", "if header.call_id[0] > self._settled + 1:"
+        _HOST, "if header.call_id[0] > self._standing.touched:", "if header.call_id[0] > self._standing.settled + 1:"
     ),
     "a member that goes back forgets init": Bug(
         _HOST, "        self._drop(lambda step: step == 0)\n", "        self._answers = {}\n"
@@ -84,7 +86,7 @@ BUGS = {
         _BEATS, "replace(self._observe(), oom_kills=count_oom_kills())", "self._observe()"
     ),
     "the log of an earlier process with the same pid is shown": Bug(
-        _BEATS, "return max(folder.glob(pattern)", "return min(folder.glob(pattern)"
+        _BEATS, "newest = max(folder.glob(pattern)", "newest = min(folder.glob(pattern)"
     ),
     "a second SIGTERM is a notice, too": Bug(
         _BEATS, "        signal.signal(number, self._before or signal.SIG_DFL)\n", ""

@@ -60,16 +60,13 @@ TESTS = {
         "runtime/test_other_members.py",
     ),
     "runtime/checkpoint/neighbours.py": ("runtime/test_neighbours.py", "runtime/test_room.py"),
-    "runtime/checkpoint/room.py": ("runtime/test_room.py",),
     "engine/training/redivide.py": ("engine/test_redivide.py",),
-    "runtime/checkpoint/runs.py": ("runtime/test_commits.py",),
-    "runtime/checkpoint/storage/store.py": (
+    "runtime/checkpoint/runs.py": ("runtime/test_commits.py", "runtime/test_room.py"),
+    "runtime/checkpoint/store.py": (
         "runtime/test_store.py",
         "runtime/test_commits.py",
     ),
-    "runtime/checkpoint/storage/generations.py": ("runtime/test_commits.py", "runtime/test_node_memory.py"),
-    "runtime/checkpoint/storage/manifest.py": ("runtime/test_store.py",),
-    "runtime/checkpoint/storage/state_file.py": (
+    "runtime/checkpoint/state_file.py": (
         "runtime/test_state_file.py",
         "runtime/test_store.py",
         "runtime/test_node_memory.py",
@@ -95,8 +92,7 @@ _DURABLE, _LOG, _STEPS = "trainer/durable.py", "trainer/call_log.py", "trainer/s
 _HOST, _ARGUMENTS, _BEATS = "runtime/member/host.py", "runtime/member/arguments.py", "runtime/member/heartbeat.py"
 _MEMBER, _COMMITS = "runtime/checkpoint/member_state.py", "runtime/checkpoint/commits.py"
 _RUNS, _NEIGHBOURS = "runtime/checkpoint/runs.py", "runtime/checkpoint/neighbours.py"
-_STORE, _MANIFEST = "runtime/checkpoint/storage/store.py", "runtime/checkpoint/storage/manifest.py"
-_FILE, _GENERATIONS = "runtime/checkpoint/storage/state_file.py", "runtime/checkpoint/storage/generations.py"
+_STORE, _FILE = "runtime/checkpoint/store.py", "runtime/checkpoint/state_file.py"
 _MEMORY = "runtime/checkpoint/node_memory.py"
 _STRIDE, _CODE = "runtime/checkpoint/commits.py", "runtime/checkpoint/code.py"
 _EXECUTOR, _TABLE = "runtime/ray/executor.py", "runtime/ray/processes/process_table.py"
@@ -143,7 +139,7 @@ BUGS = {
         _HOST, "        self._forget()\n        self._state.restore", "        self._state.restore"
     ),
     "the copy begins before the state is written": Bug(
-        _MEMBER, "            writing.thread.join()  # waits: as finish does\n            return", "            return"
+        _MEMBER, "    writing.join()  # waits: as finish does\n    source", "    source"
     ),
     "a trainer that waits gets no file": Bug(
         _MEMBER, "        if request.waits:\n            self.wait_until_written()\n", ""
@@ -170,7 +166,7 @@ BUGS = {
         _STRIDE, "        if self._at is not None and step == self._at[0] + 1:", "        if self._at is not None:"
     ),
     "what a module imports is not looked at": Bug(
-        _CODE, '            _add_modules(_imports(source, name, file.stem == "__init__"), folders, modules)\n', ""
+        _CODE, '            _add_modules(_imports(source, name, files[0].stem == "__init__"), folders, modules)\n', ""
     ),
     "relative imports are of the wrong package": Bug(
         _CODE, "len(parts) - node.level + is_package", "len(parts) - node.level + 1"
@@ -181,7 +177,7 @@ BUGS = {
         '    if not before:\n        before = {"modules": {}, "versions": {}}\n',
     ),
     "calls of an earlier version are a state": Bug(
-        _MANIFEST, '    if fields.pop("earlier", {}):', '    if fields.pop("earlier", {}) and False:'
+        _STORE, '    if fields.pop("earlier", {}):', '    if fields.pop("earlier", {}) and False:'
     ),
     # -- durable calls ------------------------------------------------------------------------------------------------
     "a death that was told before is a new one": Bug(
@@ -335,8 +331,8 @@ BUGS = {
     "answers are kept for ever": Bug(_HOST, "        self._drop(lambda step: step == 0 or step > ended)\n", ""),
     "a raw call leaves the state a commit's": Bug(
         _HOST,
-        "        self._standing = replace(self._standing, since=None, at=None)\n\n    def failure",
-        "        pass\n\n    def failure",
+        "        self._standing = replace(self._standing, since=None, at=None)\n        return",
+        "        return",
     ),
     "a failed call is not remembered": Bug(
         _HOST, "            self._keep(header, _Answer(header.method, error=failure))\n", ""
@@ -367,7 +363,7 @@ BUGS = {
         _MEMBER, "store.drop_older(request.first_kept)", "store.drop_older(request.step)"
     ),
     "another step's copy is taken for the one under way": Bug(
-        _MEMBER, "        if copy is None or copy.step != step:", "        if copy is None:"
+        _MEMBER, "        if copy is None or copy.step != copying:", "        if copy is None:"
     ),
     "what is being copied is removed by its member": Bug(
         _MEMBER,
@@ -380,8 +376,8 @@ BUGS = {
         "            except (CheckpointCorrupt, CheckpointMissing) as error:\n                raise error\n",
     ),
     # -- commits ------------------------------------------------------------------------------------------------------
-    "a copy is published when one member has it": Bug(_COMMITS, "if len(copies) == len(found):", "if copies:"),
-    "what is being copied is not pinned": Bug(_COMMITS, "        self.commits.pinned.add(manifest.step)\n", ""),
+    "a copy is published when one member has it": Bug(_COMMITS, "if len(copies) == len(answers):", "if copies:"),
+    "what is being copied is not pinned": Bug(_COMMITS, "            self._commits.pinned.add(step)\n", ""),
     "only the first place of a damaged commit is set aside": Bug(
         _COMMITS, "for generation in self._offered:", "for generation in self._offered[:1]:"
     ),
@@ -395,13 +391,13 @@ BUGS = {
         _COMMITS, "            if newest is None:\n                raise\n", "            raise\n"
     ),
     "a commit with a file that the disk has lost is tried for ever": Bug(
-        _GENERATIONS, "is_transient(error) and store.quarantine(", "False and store.quarantine("
+        _COMMITS, "is_damaged = isinstance(self.store, CheckpointStore) and is_transient(error)", "is_damaged = False"
     ),
     "a copy has precedence over its commit": Bug(
-        _GENERATIONS, "if beyond is not None and manifest.step <= beyond.manifest.step:", "if False:"
+        _COMMITS, "if beyond is not None and manifest.step <= beyond.manifest.step:", "if False:"
     ),
     "commits of an ended run go though they are ahead": Bug(
-        _RUNS, "if _newest_step(commits) <= _newest_step(copies):", "if True:"
+        _RUNS, "if newest_step(commits) <= newest_step(copies):", "if True:"
     ),
     # -- states that are written while the members go on ---------------------------------------------------------------
     "a call changes the state that is being written": Bug(
@@ -450,14 +446,12 @@ BUGS = {
     ),
     "files on other nodes are missing": Bug(_STORE, 'if file.node in ("", self._node)]', "if True]"),
     "a damaged generation stays in place": Bug(
-        _STORE, "            self._set_aside(folder, str(error))  # does", "            pass  # does"
+        _STORE, "            self.quarantine(manifest.folder, str(error))  # does", "            pass  # does"
     ),
-    "a manifest of another run counts": Bug(_MANIFEST, "    if manifest.run != run:\n", "    if False:\n"),
-    "a manifest in another's folder counts": Bug(
-        _MANIFEST, "    if manifest.folder != folder.name:\n", "    if False:\n"
-    ),
+    "a manifest of another run counts": Bug(_STORE, "    if manifest.run != run:\n", "    if False:\n"),
+    "a manifest in another's folder counts": Bug(_STORE, "    if manifest.folder != folder.name:\n", "    if False:\n"),
     "a flipped bit in a manifest is not seen": Bug(
-        _MANIFEST,
+        _STORE,
         "    if _sealed(json.dumps(fields, sort_keys=True, allow_nan=False).encode()) != content:",
         "    if False:",
     ),
@@ -472,9 +466,7 @@ BUGS = {
         _FILE, 'temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")', "temporary = path"
     ),
     "the rest of an overwritten file stays": Bug(_FILE, "            file.truncate()\n", ""),
-    "states can be read by others": Bug(
-        _FILE, "return os.open(path, flags, 0o600)", "return os.open(path, flags, 0o644)"
-    ),
+    "states can be read by others": Bug(_FILE, "os.open(path, flags, 0o600)", "os.open(path, flags, 0o644)"),
     "a folder of another user is used": Bug(_MEMORY, "    _check_own(root)\n    _warn", "    _warn"),
     "what is only in memory goes with its run": Bug(_MEMORY, "                _save(root)\n", "                pass\n"),
     "the memory of a living run is removed": Bug(
@@ -581,7 +573,7 @@ BUGS = {
     "only the first part of a file travels": Bug("trainer/durable.py", "range(len(transfer.parts))", "range(1)"),
     "a replaced trainer goes on": Bug(_DURABLE, "if isinstance(error, StaleCall):", "if False:"),
     "neighbours need no room": Bug(
-        "runtime/checkpoint/room.py", "(_KEPT + 1) * most[0] + _KEPT * neighbours", "(_KEPT + 1) * most[0]"
+        "runtime/checkpoint/runs.py", "(_KEPT + 1) * most[0] + _KEPT * neighbours", "(_KEPT + 1) * most[0]"
     ),
     # -- other numbers of members -------------------------------------------------------------------------------------
     "members of another layout are left as they are": Bug(

@@ -27,8 +27,8 @@ from dlrover.python.rl.control.machine import replay
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import MemberPhase, Phase
 from dlrover.python.rl.master.process import brain, rl_master
-from dlrover.python.rl.runtime.checkpoint.storage import journal_store
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint import journal_store
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster import nodes as node_watch

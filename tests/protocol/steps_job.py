@@ -19,7 +19,7 @@ from dlrover.python.rl.common.errors import JobFailed, StaleCall
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, Stride
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import TAKE_OVER_S
+from dlrover.python.rl.runtime.checkpoint.store import TAKE_OVER_S
 from dlrover.python.rl.runtime.local import CallResult, LocalHandle, LocalMember, LocalPort, LocalRecovery
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
@@ -155,7 +155,7 @@ class StepsJob:
         process, terms = self.world.current, self.terms
         port = SeenPort(self, process)
         recovery = SeenRecovery(
-            port, self.member, epoch, epoch == 1, on_opened=self.opened, on_progress=lambda step: self.took(epoch, step)
+            port, self.member, epoch, epoch == 1, opened=self.opened, progressed=lambda step: self.took(epoch, step)
         )
         recovery.job = self
         commits = self.folder / "commits" if terms.shared else None

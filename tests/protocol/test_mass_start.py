@@ -19,7 +19,7 @@ from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.control.machine import replay
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.process.brain import JOURNAL
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
 
 MEMBERS, PER_NODE = 10_000, 8

@@ -21,7 +21,7 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.process.brain import JOURNAL, fresh_journal
 from dlrover.python.rl.master.process.rl_master import RLMaster
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 SEEDS, MORE_SEEDS = range(80), range(80, 2500)

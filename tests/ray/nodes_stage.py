@@ -19,8 +19,8 @@ from two_nodes import two_nodes
 from dlrover.python.rl.control.events import MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.master.job import check_job, run_on_ray
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from tests.chaos.job import tiny_job
 

@@ -26,7 +26,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.master.job import check_job, run_on_ray
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
 
 MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")

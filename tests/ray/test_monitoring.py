@@ -21,7 +21,7 @@ from test_cli_on_ray import CLI, environment
 from dlrover.python.rl import metrics
 from dlrover.python.rl.control.events import MemberLost, MemberStarted
 from dlrover.python.rl.control.journal import decode
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -19,7 +19,7 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client.on_ray import follow, start_master, stop_master
 from dlrover.python.rl.master.job import check_job, run_on_ray
 from dlrover.python.rl.master.process.rl_master import RLMaster
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import end, launch
 from dlrover.python.rl.runtime.run.folder import begin
 

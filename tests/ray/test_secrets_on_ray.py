@@ -26,7 +26,7 @@ from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.events import MasterStarted, MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.master.process.metrics import MetricsEndpoint
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
 
@@ -46,7 +46,7 @@ FIELDS = (
 )  # fmt: skip
 
 UNGUARDED = """
-import dlrover.python.rl.common.redaction as redaction
+import dlrover.python.rl.common.log as redaction
 import dlrover.python.rl.config.secrets as secrets
 
 secrets.is_secret_at = lambda where, value: False

@@ -270,30 +270,30 @@ MUTATIONS = {
         "control.journal", "if version != VERSION:", "if version is None:"
     ),
     "lines are not synced": Mutation(
-        "runtime.checkpoint.storage.journal_store",
+        "runtime.checkpoint.journal_store",
         "                    _write(self._file, header, 0)\n                    os.fsync(self._file)\n",
         "                    _write(self._file, header, 0)\n",
     ),
     "a new journal gets its name before it is safe": Mutation(
-        "runtime.checkpoint.storage.journal_store",
+        "runtime.checkpoint.journal_store",
         "            file.flush()\n            os.fsync(file.fileno())\n",
         "            file.flush()\n",
     ),
     "a journal's name is synced by its creator alone": Mutation(
-        "runtime.checkpoint.storage.journal_store",
+        "runtime.checkpoint.journal_store",
         "        sync_folder(path.parent)\n        self._path",
         "        self._path",
     ),
     "half a line stays at the end": Mutation(
-        "runtime.checkpoint.storage.journal_store", "        os.ftruncate(self._file, journal.end)\n", ""
+        "runtime.checkpoint.journal_store", "        os.ftruncate(self._file, journal.end)\n", ""
     ),
     "half a line stays after the disk was full": Mutation(
-        "runtime.checkpoint.storage.journal_store",
+        "runtime.checkpoint.journal_store",
         "        os.ftruncate(self._file, self._end)\n        _write(self._file, self._header, 0)\n",
         "        _write(self._file, self._header, 0)\n",
     ),
     "a journal is written on after an error of its disk": Mutation(
-        "runtime.checkpoint.storage.journal_store", "            if self._suspect:\n", "            if False:\n"
+        "runtime.checkpoint.journal_store", "            if self._suspect:\n", "            if False:\n"
     ),
     # -- who hangs ----------------------------------------------------------------------------------------------------
     "a silent process is alive": Mutation(

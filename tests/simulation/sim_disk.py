@@ -289,10 +289,10 @@ SUBSTITUTES = {
     "dlrover.python.rl.common.log": types.SimpleNamespace(get_logger=lambda name: _SILENT),
     "os": system,
     "fcntl": types.SimpleNamespace(LOCK_UN=8, flock=lambda handle, how: None),
-    "dlrover.python.rl.runtime.checkpoint.storage.manifest": types.SimpleNamespace(
+    "dlrover.python.rl.runtime.checkpoint.store": types.SimpleNamespace(
         TAKE_OVER_S=5.0, take_lock=lambda handle, path, timeout_s=0.0: None
     ),
-    "dlrover.python.rl.runtime.checkpoint.storage.state_file": types.SimpleNamespace(
+    "dlrover.python.rl.runtime.checkpoint.state_file": types.SimpleNamespace(
         new_file=None, sync_folder=lambda path: path.disk.sync_folder()
     ),
 }

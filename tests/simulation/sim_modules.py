@@ -19,7 +19,7 @@ PRIVATE = (
     "control.machine",
     "control.journal",
     "control.liveness",
-    "runtime.checkpoint.storage.journal_store",
+    "runtime.checkpoint.journal_store",
     "master.process.brain",
 )
 """In the order of their imports. Events are everybody's: they are only words."""

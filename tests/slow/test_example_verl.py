@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from dlrover.python.rl.data.state_tree import dump
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import read_state
+from dlrover.python.rl.runtime.checkpoint.state_file import read_state
 from tests.chaos.outside import processes_below
 
 ROOT = Path(__file__).parents[2]

@@ -17,9 +17,8 @@ from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.ray.cluster.health import compare
 from dlrover.python.rl.runtime.run import machine as health
-from dlrover.python.rl.runtime.run.folder import begin, claim
+from dlrover.python.rl.runtime.run.folder import FAILED, IN_PROCESS, begin, claim
 from dlrover.python.rl.runtime.run.machine import MachineReport, check_devices, check_folder, check_port
-from dlrover.python.rl.runtime.run.owner import FAILED, IN_PROCESS
 from tests.served import JOB
 
 

@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from dlrover.python.rl.cli import operate
-from dlrover.python.rl.common.log import configure_logging
-from dlrover.python.rl.common.terminal import inert
+from dlrover.python.rl.common.log import configure_logging, inert
 from dlrover.python.rl.master.client.jobs import JobView
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.common import redaction
+from dlrover.python.rl.common import log
 from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.control.events import (
@@ -94,8 +94,8 @@ def test_what_is_inside_an_event_comes_back_as_what_it_was():
 
 def test_cause_with_a_secret_hides_it():
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(redaction, "_known", ())
-        redaction.hide_values(["hunter2000"])
+        patch.setattr(log, "_known", ())
+        log.hide_values(["hunter2000"])
         line = encode(1.0, Failed(1, Cause(CauseKind.USER_ERROR, "trainer", "of hunter2000", "key = 'hunter2000'")))
     assert b"hunter2000" not in line
 

@@ -7,8 +7,8 @@ import torch
 from dlrover.python.rl.data import device_bytes
 from dlrover.python.rl.data.device_bytes import DeviceBytes
 from dlrover.python.rl.data.state_tree import StateTree, dump
-from dlrover.python.rl.runtime.checkpoint.storage import state_file
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import read_state, write_state
+from dlrover.python.rl.runtime.checkpoint import state_file
+from dlrover.python.rl.runtime.checkpoint.state_file import read_state, write_state
 
 
 @pytest.fixture(autouse=True)

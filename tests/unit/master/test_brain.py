@@ -36,7 +36,7 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.process.status import status_of
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.run.folder import new_run
 from dlrover.python.rl.trainer.trainer import StepReport
@@ -49,7 +49,7 @@ HERE = Process("node", 7, "host", "127.0.0.1", 1234, 0, "2,3")
 RUNNING = (SUBMITTED, Placed(1), MemberStarted("ACTOR", 0, 1, HERE), TrainerStarted(1, Process("node", 8, "host")))
 
 
-class FullDisk(MemoryStateStore):
+class FullDisk(StateStore):
     def append(self, *lines):
         raise OSError("no space left on device")
 
@@ -60,7 +60,7 @@ def saved(store):
 
 
 def test_an_event_is_saved_with_its_time_before_its_commands_are_handed_out():
-    store, clock = MemoryStateStore(), ManualClock(12.5)
+    store, clock = StateStore(), ManualClock(12.5)
     brain = Brain(store, clock, clock)
     assert brain.handle(SUBMITTED) == (Place(1),)
     clock.advance(0.25)
@@ -69,7 +69,7 @@ def test_an_event_is_saved_with_its_time_before_its_commands_are_handed_out():
 
 
 def test_events_that_come_together_are_decided_one_by_one_and_saved_at_once():
-    class Counting(MemoryStateStore):
+    class Counting(StateStore):
         appends = 0
 
         def append(self, *lines):
@@ -101,7 +101,7 @@ def test_what_cannot_be_saved_did_not_happen():
 
 
 def test_an_event_that_changes_nothing_is_not_saved():
-    store = MemoryStateStore()
+    store = StateStore()
     brain = Brain(store)
     for event in (SUBMITTED, SUBMITTED, Placed(7), WaitOver("job#2"), Placed(1), Placed(1), Released(1)):
         brain.handle(event)
@@ -109,7 +109,7 @@ def test_an_event_that_changes_nothing_is_not_saved():
 
 
 def test_a_restart_of_all_passes_through_the_journal():
-    store = MemoryStateStore()
+    store = StateStore()
     brain = Brain(store)
     for event in (SUBMITTED, Placed(1)):
         brain.handle(event)
@@ -120,7 +120,7 @@ def test_a_restart_of_all_passes_through_the_journal():
 
 
 def test_a_recovery_by_scope_passes_through_the_journal():
-    store = MemoryStateStore()
+    store = StateStore()
     brain = Brain(store)
     for event in (*RUNNING, StepsOpened(1)):
         brain.handle(event)
@@ -144,7 +144,7 @@ def test_a_new_brain_over_the_same_journal_knows_the_same(tmp_path):
 def test_times_count_after_a_replay_as_they_did_before(tmp_path):
     """Restarts that fell out of the window before the master's own restart do not count after it."""
     clock = ManualClock(1000.0)
-    store = MemoryStateStore()
+    store = StateStore()
     brain = Brain(store, clock, clock)
     narrow = replace(SUBMITTED, job_max_restart=1, window_s=60.0)
     for event in (narrow, Placed(1), LOST, Released(1), Placed(2), MemberStarted("ACTOR", 0, 2, HERE)):
@@ -162,7 +162,7 @@ DAY_S = 86400.0
 @pytest.mark.parametrize("set_by_s", [-DAY_S, 0.0, DAY_S])
 @pytest.mark.parametrize(("later_s", "phase"), [(1.0, Phase.ENDING), (61.0, Phase.RESTARTING)])
 def test_brain_after_clock_was_set_counts_the_same_window(is_restarted, set_by_s, later_s, phase):
-    wall, steady, store = ManualClock(10 * DAY_S), ManualClock(5.0), MemoryStateStore()
+    wall, steady, store = ManualClock(10 * DAY_S), ManualClock(5.0), StateStore()
     brain = Brain(store, wall, steady)
     brain.handle_all([replace(SUBMITTED, job_max_restart=1, window_s=60.0), Placed(1), LOST, Released(1), Placed(2)])
     wall.advance(set_by_s)
@@ -175,7 +175,7 @@ def test_brain_after_clock_was_set_counts_the_same_window(is_restarted, set_by_s
 
 
 def test_a_journal_that_cannot_be_trusted_starts_nothing():
-    store = MemoryStateStore()
+    store = StateStore()
     store.append(b"00000000 {}")
     with pytest.raises(JournalCorrupt):
         Brain(store)
@@ -185,7 +185,7 @@ def test_a_journal_that_cannot_be_trusted_starts_nothing():
 
 
 def test_the_submission_says_what_the_machine_needs(tmp_path):
-    brain, run = Brain(MemoryStateStore()), new_run()
+    brain, run = Brain(StateStore()), new_run()
     event = submission(toy_job(tmp_path), run, Inspection(), brain)
     assert event == Submitted(
         job="toy",
@@ -207,7 +207,7 @@ def test_the_submission_carries_scopes_standbys_and_limits(tmp_path):
     workloads = {role: replace(spec, standby=int(role == "REWARD")) for role, spec in job.workloads.items()}
     limits = RestartSpec(2, 3, {"reward": 4}, 0.5, 60.0, 5)
     job = replace(job, workloads=workloads, restart=limits)
-    event = submission(job, "run", Inspection(collectives=("ACTOR",)), Brain(MemoryStateStore()))
+    event = submission(job, "run", Inspection(collectives=("ACTOR",)), Brain(StateStore()))
     assert event.roles == {
         "ACTOR": RoleSettings(2, RecoveryScope.GROUP),
         "REWARD": RoleSettings(2, standby=1, max_restart=4),
@@ -217,7 +217,7 @@ def test_the_submission_carries_scopes_standbys_and_limits(tmp_path):
 
 
 def test_roles_are_the_jobs_own(tmp_path):
-    event = submission(toy_job(tmp_path), "run", Inspection(), Brain(MemoryStateStore()))
+    event = submission(toy_job(tmp_path), "run", Inspection(), Brain(StateStore()))
     assert [RLRoleType(role) for role in event.roles] == list(toy_job(tmp_path).workloads)
 
 
@@ -296,7 +296,7 @@ def test_a_master_that_comes_back_to_a_damaged_journal_does_not_start_as_new(tmp
 
 
 def test_the_status_of_a_job():
-    brain = Brain(MemoryStateStore())
+    brain = Brain(StateStore())
     assert status_of(toy_job(Path("out")), brain.state, None).phase is Phase.CREATED
     brain.handle(MasterStarted(pid=6))
     for event in RUNNING:
@@ -317,7 +317,7 @@ def test_the_status_of_a_job():
 
 def test_the_status_counts_what_was_recovered_and_names_the_standbys():
     roles = {"ACTOR": RoleSettings(1, standby=1)}
-    brain = Brain(MemoryStateStore())
+    brain = Brain(StateStore())
     for event in (replace(SUBMITTED, roles=roles), *RUNNING[1:], StepsOpened(1), LOST):
         brain.handle(event)
     brain.handle(StandbyReady("ACTOR", 0, Process("node", 9, "host")))
@@ -330,7 +330,7 @@ def test_the_status_counts_what_was_recovered_and_names_the_standbys():
 
 
 def test_a_stop_is_kept_too():
-    store = MemoryStateStore()
+    store = StateStore()
     brain = Brain(store)
     brain.handle(StopRequested("enough"))
     assert Brain(store).state.phase is Phase.STOPPED

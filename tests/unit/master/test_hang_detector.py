@@ -27,7 +27,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
 from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.member.inspection import Inspection
@@ -53,7 +53,7 @@ async def no_stacks(process):
 
 def running(job, *more, collectives=()):
     """The state of a job of which everything is up, after further events."""
-    brain = Brain(MemoryStateStore())
+    brain = Brain(StateStore())
     members = [MemberStarted(str(role), rank, 1, Process(f"node-{rank}", 7)) for role, rank in job.members()]
     begun = [submission(job, "run", Inspection(collectives=collectives), brain), Placed(1)]
     for event in (*begun, *members, TrainerStarted(1, Process("node-0", 8)), StepsOpened(1), *more):

@@ -13,7 +13,7 @@ from dlrover.python.rl.config.spec import CheckpointSpec
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import RLJobBuilder, check_job
 from dlrover.python.rl.master.process.brain import run_local
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
 
 
 def builder(trainer="Loop"):
@@ -91,7 +91,7 @@ def test_a_copy_of_other_members_is_not_gone_on_from_and_stays(tmp_path, local):
 
     def run(checked):
         reports = []
-        status = run_local(checked.job, checked.placement, reports.append, MemoryStateStore())
+        status = run_local(checked.job, checked.placement, reports.append, StateStore())
         assert status.phase is Phase.FINISHED
         return [report.step for report in reports]
 

@@ -17,8 +17,7 @@ from dlrover.python.rl.master.client import on_ray as module
 from dlrover.python.rl.master.client.jobs import JobHistory, view_of_folder
 from dlrover.python.rl.master.client.on_ray import ray_jobs
 from dlrover.python.rl.master.job import check_job, run_here
-from dlrover.python.rl.runtime.run.folder import CLUSTER, begin, claim
-from dlrover.python.rl.runtime.run.owner import ON_RAY
+from dlrover.python.rl.runtime.run.folder import CLUSTER, ON_RAY, begin, claim
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload
 

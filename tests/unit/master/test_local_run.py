@@ -19,9 +19,9 @@ from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.master.process.brain import run_local
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
 from dlrover.python.rl.runtime.local import LocalExecutor
-from dlrover.python.rl.runtime.run.owner import in_use
+from dlrover.python.rl.runtime.run.folder import in_use
 from dlrover.python.rl.trainer.trainer import StepReport
 
 MEMBERS = ["ACTOR-0", "ACTOR-1", "REWARD-0", "REWARD-1"]
@@ -41,7 +41,7 @@ def run(tmp_path):
             job = replace(job, restart=restart)
         placement, problems = plan(job)
         assert not problems
-        go.store = MemoryStateStore()
+        go.store = StateStore()
         return run_local(job, placement, go.reports.append, go.store)
 
     def events():

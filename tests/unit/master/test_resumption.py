@@ -19,9 +19,8 @@ from dlrover.python.rl.master.client.resume import (
     wait_for_lost_owner,
 )
 from dlrover.python.rl.runtime.checkpoint.runs import CODE
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
-from dlrover.python.rl.runtime.run.folder import begin, claim
-from dlrover.python.rl.runtime.run.owner import FAILED, FINISHED, IN_PROCESS, encode_owner, in_use
+from dlrover.python.rl.runtime.checkpoint.store import Manifest
+from dlrover.python.rl.runtime.run.folder import FAILED, FINISHED, IN_PROCESS, begin, claim, encode_owner, in_use
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, config: {model: m}}"
 

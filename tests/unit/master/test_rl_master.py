@@ -18,7 +18,7 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.process import rl_master
 from dlrover.python.rl.master.process.brain import Brain
 from dlrover.python.rl.master.process.rl_master import MasterRun, RLMaster
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, HeartbeatSettings, OomKills
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from tests.unit.control import runs
@@ -95,7 +95,7 @@ def make_master(tmp_path, monkeypatch):
         job = load_job_text(JOB.format(folder=tmp_path), "job")
         job = replace(seal(job)[0] if sealed else job, run="0a1b")
         master = RLMaster(job, None, Inspection(collectives=("ACTOR",)), claims=False)
-        master._run.brain = Brain(MemoryStateStore())
+        master._run.brain = Brain(StateStore())
         for event in (runs.TERMS, *events):
             master._run.brain.handle(event)
         master.notes = notes

@@ -12,7 +12,7 @@ from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.master.process import rl_master
 from dlrover.python.rl.master.process.rl_master import MasterRun
-from dlrover.python.rl.runtime.run.owner import in_use
+from dlrover.python.rl.runtime.run.folder import in_use
 
 JOB = """
 trainer: {module: toys, class: Loop}

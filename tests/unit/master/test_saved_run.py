@@ -13,11 +13,10 @@ from dlrover.python.rl.master.client import jobs
 from dlrover.python.rl.master.client.jobs import SavedRuns, read_history
 from dlrover.python.rl.master.client.resume import describe_start, find_saved_run, how_to_go_on, saved_job
 from dlrover.python.rl.master.process.brain import JOURNAL, Brain
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path, memory_root
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
-from dlrover.python.rl.runtime.run.folder import begin, claim
-from dlrover.python.rl.runtime.run.owner import FAILED, IN_PROCESS
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
+from dlrover.python.rl.runtime.run.folder import FAILED, IN_PROCESS, begin, claim
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 

@@ -21,7 +21,7 @@ from dlrover.python.rl.master.process import rl_master
 from dlrover.python.rl.master.process.brain import Brain, fresh_journal, submission
 from dlrover.python.rl.master.process.rl_master import JobObserver
 from dlrover.python.rl.master.process.status import BEGINNING, recoveries, status_of
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.trainer.trainer import StepReport
 

@@ -16,9 +16,9 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client import supervisor
 from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
+from dlrover.python.rl.runtime.checkpoint.store import Manifest
 from dlrover.python.rl.runtime.member.inspection import Inspection
-from dlrover.python.rl.runtime.run.owner import FINISHED, newest_owner
+from dlrover.python.rl.runtime.run.folder import FINISHED, newest_owner
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.common.sockets import machine_addresses
 from dlrover.python.rl.config.load import load_job
 from dlrover.python.rl.recipe.launch import _command, _store, _validate_sharing, describe_job, launch
-from dlrover.python.rl.runtime.run.owner import FAILED, newest_owner
+from dlrover.python.rl.runtime.run.folder import FAILED, newest_owner
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from tests.processes import run as run_ranks
 

@@ -275,8 +275,8 @@ class Stage:
                 epoch=self.epoch,
                 fresh=fresh,
                 restart_info=RestartInfo(self.epoch - 1, "killed" if self.epoch > 1 else ""),
-                on_opened=lambda: self.on_opened(),
-                on_progress=self.progress.append,
+                opened=lambda: self.on_opened(),
+                progressed=self.progress.append,
             ),
             checkpoints=StoreCheckpoints(
                 self.roots(), self.every, stride=Stride(self.commit_every), spread=self.spread

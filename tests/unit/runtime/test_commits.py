@@ -21,7 +21,7 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
 from dlrover.python.rl.runtime.checkpoint.runs import Roots, forget_commits, newest_commit, roots_of
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 
 ACTORS = [("ACTOR", 0), ("ACTOR", 1)]
 
@@ -180,7 +180,7 @@ class Store:
 
     def copied(self):
         """Wait until the copy under way is made."""
-        self.member._copy.thread.join(30)
+        self.member._copy.join(30)
 
     def damage(self, pattern):
         for path in self.roots.commits.glob(pattern):

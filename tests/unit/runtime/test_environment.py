@@ -10,9 +10,8 @@ from dataclasses import replace
 import pytest
 
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.runtime.run.folder import begin, claim
+from dlrover.python.rl.runtime.run.folder import FAILED, IN_PROCESS, begin, claim
 from dlrover.python.rl.runtime.run.machine import ENVIRONMENT, check_devices, describe_origin, record_environment
-from dlrover.python.rl.runtime.run.owner import FAILED, IN_PROCESS
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}, env: {API_KEY: canary-1}}"
 
@@ -78,7 +77,7 @@ def test_start_on_another_machine_keeps_the_lines_of_the_store(tmp_path):
     for machine in ("first", "second"):
         job = replace(begin(job_in(tmp_path / machine, archive=archive)), run=machine)
         job.job_dir.mkdir(parents=True)
-        record_environment(job, IN_PROCESS, 1)
+        record_environment(job, 1, IN_PROCESS, on_ray=False)
     assert [line["run"] for line in starts(tmp_path / "store")] == ["first", "second"]
     assert starts(tmp_path / "second/out") == starts(tmp_path / "store")
 
@@ -86,5 +85,5 @@ def test_start_on_another_machine_keeps_the_lines_of_the_store(tmp_path):
 def test_start_that_cannot_be_recorded_is_a_warning(tmp_path, caplog):
     job = begin(job_in(tmp_path))
     (job.job_dir / ENVIRONMENT).mkdir(parents=True)
-    record_environment(job, IN_PROCESS, 1)
+    record_environment(job, 1, IN_PROCESS, on_ray=False)
     assert f"continuing without a line in {job.job_dir / ENVIRONMENT}" in caplog.text

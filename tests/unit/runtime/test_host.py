@@ -20,9 +20,9 @@ from dlrover.python.rl.common.errors import (
     WorkloadDied,
 )
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, PersistRequest, RestoreRequest
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, GenerationRequest
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece
+from dlrover.python.rl.runtime.checkpoint.store import Piece
 from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.member.host import CurrentCall, MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
@@ -123,7 +123,7 @@ class Halved(BaseWorkload):
 def test_the_text_of_an_error_can_be_sent(make_call):
     host = MemberHost(incarnation=1)
     host.start(Halved, MemberContext(role=RLRoleType.ACTOR), None, {})
-    host._verbs[COMMIT] = host.workload.act
+    host._commit = lambda request: host.workload.act()
     with pytest.raises(InvocationError, match="ValueError: the model wrote it") as caught:
         make_call(host)
     "".join(traceback.format_exception(caught.value)).encode()
@@ -309,7 +309,7 @@ class TestState:
 
     def restore(self, host, roots, step, file):
         source = {"ACTOR-1": Piece(f"step-{step:08d}.e1", file)}
-        return ask(host, RESTORE, RestoreRequest(step, (source,), roots))
+        return ask(host, RESTORE, GenerationRequest(step, (source,), roots))
 
     def test_committed_and_restored_in_another_process(self, host, roots):
         call(host, 1, 0, "add", 2)
@@ -359,16 +359,16 @@ class TestState:
             self.restore(host, roots, 1, answer.file)
         assert isinstance(caught.value.original, CheckpointMissing)
         with pytest.raises(InvocationError, match="step 1 has no ACTOR-1"):
-            ask(host, RESTORE, RestoreRequest(1, (), roots))
+            ask(host, RESTORE, GenerationRequest(1, (), roots))
 
     def test_a_copy_is_made_in_the_background_or_when_it_is_asked_for(self, host, roots):
         answer = ask(host, COMMIT, CommitRequest(2, roots, persist=True))
-        request = PersistRequest(2, {"ACTOR-1": Piece("step-00000002.e1", answer.file)}, roots)
+        request = GenerationRequest(2, ({"ACTOR-1": Piece("step-00000002.e1", answer.file)},), roots)
         copied = ask(host, PERSIST, request)
         durable = roots.durable / "step-00000002.e1" / copied.name
         assert durable.read_bytes() == (roots.commits / "step-00000002.e1" / copied.name).read_bytes()
         later = ask(host, COMMIT, CommitRequest(3, roots, copying=2))
-        assert (later.copy.file, later.copy.running) == (copied, False)
+        assert (later.copy, later.is_copying) == (copied, False)
         durable.unlink()
         other = MemberHost(4)
         other.start(Work, MemberContext(role=RLRoleType.ACTOR, rank=1), None, {})

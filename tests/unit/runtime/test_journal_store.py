@@ -12,8 +12,8 @@ import pytest
 from disks import largest_file, system_calls
 
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
-from dlrover.python.rl.runtime.checkpoint.storage import journal_store
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore, read_lines
+from dlrover.python.rl.runtime.checkpoint import journal_store
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 
 MUTATIONS = 1000
 
@@ -56,7 +56,7 @@ def path(tmp_path):
 FROZEN = """
 import os, sys
 from pathlib import Path
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 store = FileStateStore(Path(sys.argv[1]))
 store.append(b"1")
 fsync = os.fsync
@@ -103,7 +103,7 @@ def test_a_frozen_process_in_the_middle_of_an_append_holds_nobody_up_and_harms_n
 # -- what a store is --------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("make", [lambda path: MemoryStateStore(), FileStateStore], ids=["memory", "file"])
+@pytest.mark.parametrize("make", [lambda path: StateStore(), FileStateStore], ids=["memory", "file"])
 def test_lines_are_read_in_the_order_they_were_appended(make, path):
     store = make(path)
     assert store.read() == []
@@ -139,7 +139,7 @@ def test_a_line_is_on_disk_before_append_returns(path):
     path.unlink()
     with system_calls("fsync", "link") as called:
         FileStateStore(path).close()
-    assert called == ["fsync", "link", "fsync", "fsync", "fsync"], "file, name, folder; the takeover"
+    assert called == ["fsync", "link", *["fsync"] * 4], "file, name, folder by its creator and its user; the takeover"
 
 
 def test_a_line_with_a_newline_is_refused(path):

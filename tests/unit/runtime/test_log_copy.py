@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from dlrover.python.rl.common import redaction
+from dlrover.python.rl.common import log
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.member import loading
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests
@@ -61,7 +61,7 @@ def test_copy_beyond_its_limit_keeps_the_two_files_before(tmp_path, source):
 
 
 def test_secrets_of_a_process_are_not_in_its_log(tmp_path, source, monkeypatch):
-    monkeypatch.setattr(redaction, "_known", ())
+    monkeypatch.setattr(log, "_known", ())
     monkeypatch.setattr(loading, "_HELD", {})
     monkeypatch.setenv("MEMBER_TOKEN", "")
     loading.take_secrets(load_job_text(JOB, "job"), "ACTOR")
@@ -69,7 +69,7 @@ def test_secrets_of_a_process_are_not_in_its_log(tmp_path, source, monkeypatch):
     copier = LogCopier(tmp_path, "trainer", [source])
     append(source, "with canary-1\n")
     copier.copy()
-    assert log_of(tmp_path) == f"with {redaction.HIDDEN}\n"
+    assert log_of(tmp_path) == f"with {log.HIDDEN}\n"
 
 
 @pytest.mark.parametrize(

@@ -9,11 +9,10 @@ import pytest
 from durable_toys import wait_for_copies
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt
-from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, MemberState, PersistRequest, RestoreRequest
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, GenerationRequest, MemberState
 from dlrover.python.rl.runtime.checkpoint.neighbours import Part, store
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Piece, folder_name
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Piece, folder_name
 from dlrover.python.rl.trainer.workload import BaseWorkload
 
 
@@ -54,7 +53,7 @@ def copied(roots):
 def restore(member, roots, step, *pieces):
     """The total in the first of the pieces that can be read."""
     workload = Total()
-    member.restore(workload, RestoreRequest(step, tuple({"ACTOR-0": piece} for piece in pieces), roots))
+    member.restore(workload, GenerationRequest(step, tuple({"ACTOR-0": piece} for piece in pieces), roots))
     return workload.total
 
 
@@ -74,7 +73,7 @@ def test_persist_answers_with_the_copy_of_its_step(roots, member):
     wait_for_copies()
     file = member.commit(Total(2), CommitRequest(2, roots)).file
     pieces = {"ACTOR-0": Piece(folder_name(2, 1), file)}
-    copy = member.persist(PersistRequest(2, pieces, roots))
+    copy = member.persist(GenerationRequest(2, (pieces,), roots))
     assert copy.checksum == file.checksum
     assert (roots.durable / folder_name(2, 1) / file.name).exists()
 

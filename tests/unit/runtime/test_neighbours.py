@@ -9,8 +9,7 @@ from durable_toys import CLASSES, Policy, Stage, TrainerKilled, both
 
 from dlrover.python.rl.runtime.checkpoint import neighbours
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode, encode
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, decode, encode
 
 STEPS = 7
 NODES = {
@@ -216,7 +215,7 @@ def test_a_commit_that_was_set_aside_does_not_come_back_from_a_neighbour(tmp_pat
         store.claim(1)
         file = store.write(1, 1, "trainer.state", {"role": "trainer"}, {})
         manifest = store.commit(1, 1, {"trainer": file})
-    own.quarantine(manifest, "it is damaged")
+    own.quarantine(manifest.folder, "it is damaged")
     content = (theirs.root / manifest.folder / "trainer.state").read_bytes()
     neighbours.adopt_newest(own, [[neighbours.Held(encode(manifest), content)]])
     assert own.manifests() == []

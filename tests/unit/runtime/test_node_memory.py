@@ -18,7 +18,7 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import (
     save_from_memory,
 )
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 
 HOLDER = "import sys, time; from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root; "
 HOLDER += "memory_root(*sys.argv[1:]); print('held', flush=True); time.sleep(600)"
@@ -70,7 +70,7 @@ def test_a_folder_of_somebody_else_is_refused(memory, place, how, monkeypatch):
     if how == "foreign":
         somebody = os.geteuid() + 1
         monkeypatch.setattr(node_memory.os, "geteuid", lambda: somebody)
-        monkeypatch.setattr(node_memory, "_own_name", lambda: memory.name)
+        monkeypatch.setattr(node_memory, "_memory_folder", lambda: memory)
     with pytest.raises(PermissionError, match="is not a folder that only you can use"):
         memory_root("job", "1")
     assert how != "link" or not list((memory.parent / "theirs").iterdir())

@@ -10,9 +10,9 @@ from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 from dlrover.python.rl.common.disk_space import DiskWait, is_transient
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
-from dlrover.python.rl.runtime.checkpoint.storage.generations import Generation
-from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, read_from, store_errors
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import write_state
+from dlrover.python.rl.runtime.checkpoint.commits import Generation
+from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, read_from, store_errors
+from dlrover.python.rl.runtime.checkpoint.state_file import write_state
 
 URL = "memory://bucket/run"
 NAMES = ("ACTOR-0", "trainer")
@@ -203,7 +203,7 @@ def test_a_damaged_file_and_a_damaged_manifest_are_never_used_again(bucket, tmp_
     assert first.step == 20
     with pytest.raises(CheckpointCorrupt):
         store.read(first, "ACTOR-0")
-    store.quarantine(first, "one bit")
+    store.quarantine(first.folder, "one bit")
     assert [manifest.step for manifest in store.manifests()] == [10]
     assert sorted(store.damaged()) == ["step-00000020.e1", "step-00000030.e1"]
 
@@ -213,7 +213,7 @@ def test_a_step_that_was_set_aside_and_is_written_again_counts(bucket, tmp_path)
     store.claim(1)
     for step in (10, 20):
         write(store, tmp_path, step, 1)
-    store.quarantine(store.manifests()[0], "a test")
+    store.quarantine(store.manifests()[0].folder, "a test")
     assert newest(bucket) == 10
     write(store, tmp_path, 20, 1)
     assert newest(bucket) == 20 and store.damaged() == []

@@ -14,16 +14,22 @@ from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.spec import RUNS
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
-from dlrover.python.rl.runtime.run.folder import LATEST, begin, claim, conflict, held, repeated, superseded
-from dlrover.python.rl.runtime.run.owner import (
+from dlrover.python.rl.runtime.run.folder import (
     FAILED,
     FINISHED,
     IN_PROCESS,
+    LATEST,
+    begin,
+    claim,
+    conflict,
     encode_owner,
+    held,
     is_alive,
     newest_owner,
     newest_record,
     owner_of,
+    repeated,
+    superseded,
     write_shared,
 )
 

@@ -10,8 +10,19 @@ from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path
 from dlrover.python.rl.runtime.run import folder as run_folder
-from dlrover.python.rl.runtime.run.folder import begin, claim, continued, has_commits
-from dlrover.python.rl.runtime.run.owner import DESCRIPTION, FAILED, FINISHED, IN_PROCESS, RUNNING, in_use, newest_owner
+from dlrover.python.rl.runtime.run.folder import (
+    DESCRIPTION,
+    FAILED,
+    FINISHED,
+    IN_PROCESS,
+    RUNNING,
+    begin,
+    claim,
+    continued,
+    has_commits,
+    in_use,
+    newest_owner,
+)
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
+from dlrover.python.rl.runtime.checkpoint.state_file import (
     StateFile,
     check_file,
     check_size,

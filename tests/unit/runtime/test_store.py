@@ -24,15 +24,9 @@ import pytest
 from disks import system_calls
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
-from dlrover.python.rl.runtime.checkpoint.storage import manifest as manifest_module
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
-    MANIFEST,
-    Manifest,
-    decode,
-    encode,
-    read_manifest,
-)
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
+from dlrover.python.rl.runtime.checkpoint import store as module
+from dlrover.python.rl.runtime.checkpoint.runs import newest_of
+from dlrover.python.rl.runtime.checkpoint.state_file import (
     StateFile,
     check_file,
     check_size,
@@ -40,7 +34,14 @@ from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
     read_state,
     write_state,
 )
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore, newest_of
+from dlrover.python.rl.runtime.checkpoint.store import (
+    MANIFEST,
+    CheckpointStore,
+    Manifest,
+    decode,
+    encode,
+    read_manifest,
+)
 
 MEMBERS = ("ACTOR-0", "ACTOR-1", "trainer")
 DAMAGES = [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)]
@@ -284,12 +285,12 @@ def test_removal_leaves_nothing_and_nothing_is_written_after_it(tmp_path):
 def test_a_folder_that_is_removed_while_its_lock_is_waited_for_is_missing(tmp_path, monkeypatch):
     root = tmp_path / "commits"
     root.mkdir()
-    monkeypatch.setattr(manifest_module, "take_lock", lambda handle, path, timeout_s: shutil.rmtree(root))
+    monkeypatch.setattr(module, "take_lock", lambda handle, path, timeout_s: shutil.rmtree(root))
     closed, close = [], os.close
-    monkeypatch.setattr(manifest_module.os, "close", lambda handle: (closed.append(handle), close(handle)))
+    monkeypatch.setattr(module.os, "close", lambda handle: (closed.append(handle), close(handle)))
     with (
         pytest.raises(CheckpointMissing, match="commits is not there"),
-        manifest_module.EpochFence(root, False, lambda: 0).locked(),
+        module.EpochFence(root, False, lambda: 0).locked(),
     ):
         pass
     assert len(closed) == len(set(closed)) > 0
@@ -373,18 +374,18 @@ def test_a_damaged_generation_does_not_cost_the_one_before_it(store):
         manifest = commit(store, step)
     os.truncate(store.root / manifest.folder / "ACTOR-1.1.state", 100)
     commit(store, 3)
-    store.quarantine(store.manifests()[0], "a test")
+    store.quarantine(store.manifests()[0].folder, "a test")
     assert newest_valid(store).step == 1
 
 
 def test_damaged_ones_are_kept_to_be_looked_at_but_not_for_ever(store, caplog):
     for step in range(1, 7):
         commit(store, step)
-        store.quarantine(store.manifests()[0], "a test")
+        store.quarantine(store.manifests()[0].folder, "a test")
         assert newest_valid(store) is None
     for _ in range(5):
         commit(store, 7)
-        store.quarantine(store.manifests()[0], "a test")
+        store.quarantine(store.manifests()[0].folder, "a test")
     commit(store, 8)
     kept = generations(store)
     assert kept.pop() == "step-00000008.e1"
@@ -549,7 +550,7 @@ def _commit_until_refused(store, epoch, first, between):
 FROZEN = """
 import sys
 from pathlib import Path
-from dlrover.python.rl.runtime.checkpoint.storage import store as module
+from dlrover.python.rl.runtime.checkpoint import store as module
 from test_store import commit
 write = module.write_manifest
 def slow(*arguments):
@@ -569,7 +570,7 @@ for step in (2, 3):
 
 
 def test_a_frozen_process_that_has_the_lock_holds_nobody_up_and_harms_nothing_later(tmp_path, monkeypatch):
-    monkeypatch.setattr(manifest_module, "TAKE_OVER_S", 0.2)
+    monkeypatch.setattr(module, "TAKE_OVER_S", 0.2)
     frozen = subprocess.Popen(
         [sys.executable, "-c", FROZEN, str(tmp_path / "run")],
         stdin=subprocess.PIPE,

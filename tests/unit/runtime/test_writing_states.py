@@ -13,10 +13,10 @@ from dlrover.python.rl.common.errors import DataError, InvocationError
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.runtime.checkpoint import member_state
 from dlrover.python.rl.runtime.checkpoint.commits import Copying
-from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, Progress, WrittenRequest
+from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, WrittenRequest
 from dlrover.python.rl.runtime.checkpoint.runs import TRAINER, Roots
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.state_file import StateFile
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL, WRITTEN
@@ -151,9 +151,10 @@ def test_copy_has_the_state_of_its_step(host, roots):
     call(host, 2, "add", 5)
     wait_for_copies()
     answer = ask(host, WRITTEN, WrittenRequest(copying=1))
-    path = roots.durable / "step-00000001.e1" / answer.copy.file.name
+    path = roots.durable / "step-00000001.e1" / answer.copy.name
     assert path.read_bytes() == (roots.commits / "step-00000001.e1" / "ACTOR-0.1.state").read_bytes()
-    assert ask(host, WRITTEN, WrittenRequest(copying=7)).copy == Progress()
+    other = ask(host, WRITTEN, WrittenRequest(copying=7))
+    assert (other.copy, other.is_copying) == (None, False)
 
 
 def test_failed_write_is_raised_where_its_file_is_asked_for(host, roots, disk):
@@ -189,7 +190,14 @@ def test_seconds_are_waits_and_a_share_of_the_cores(monkeypatch):
     assert background.seconds == pytest.approx(2.0, abs=0.2)
 
 
-@pytest.mark.parametrize("other", [Progress(running=True), Progress(), Progress(StateFile("ACTOR-1.1.state", 10, 0))])
+@pytest.mark.parametrize(
+    "other",
+    [
+        CommitAnswer(None, is_copying=True),
+        CommitAnswer(None),
+        CommitAnswer(None, copy=StateFile("ACTOR-1.1.state", 10, 0)),
+    ],
+)
 def test_copy_is_published_once_all_members_have_made_theirs(roots, other):
     files = {f"ACTOR-{rank}": StateFile(f"ACTOR-{rank}.1.state", 10, 0) for rank in (0, 1)}
     trainers = roots.commit_store("").write(4, 1, "trainer.state", {}, {})
@@ -198,11 +206,10 @@ def test_copy_is_published_once_all_members_have_made_theirs(roots, other):
             (store.folder(4, 1) / file.name).write_bytes(bytes(10))
     manifest = roots.commit_store("").commit(4, 1, {**files, TRAINER: trainers})
     copying = Copying(roots.commit_store(""), roots.durable_store(), 1, None, {})
-    copying.begin(manifest)
-    answers = {ACTOR: Progress(files["ACTOR-0"]), ProcessId("ACTOR", 1): other}
-    copying.note({member: CommitAnswer(None, copy=progress) for member, progress in answers.items()})
-    assert [copy.step for copy in roots.durable_store().manifests()] == ([4] if other.file else [])
-    assert (copying.step is None) == (not other.running), "one that failed is given up"
+    copying.at = manifest
+    copying.note({ACTOR: CommitAnswer(None, copy=files["ACTOR-0"]), ProcessId("ACTOR", 1): other})
+    assert [copy.step for copy in roots.durable_store().manifests()] == ([4] if other.copy else [])
+    assert (copying.step is None) == (not other.is_copying), "one that failed is given up"
 
 
 # -- whole jobs -------------------------------------------------------------------------------------------------------

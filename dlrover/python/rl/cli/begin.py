@@ -18,8 +18,8 @@ from rich.console import Console
 from dlrover.python.rl.cli.operate import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_STOPPED
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import Lookup, looking_up
+from dlrover.python.rl.common.log import echo
 from dlrover.python.rl.common.names import hint, is_url
-from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import OverridesCommand, load_job, load_job_text, search_folders
 from dlrover.python.rl.config.spec import JobSpec
@@ -43,10 +43,9 @@ from dlrover.python.rl.master.client.run import (
     with_limits,
 )
 from dlrover.python.rl.master.process.status import INTERRUPTED
-from dlrover.python.rl.runtime.checkpoint.room import describe_room
+from dlrover.python.rl.runtime.checkpoint.runs import describe_room
 from dlrover.python.rl.runtime.run.files import SUMMARY
-from dlrover.python.rl.runtime.run.folder import begin, superseded
-from dlrover.python.rl.runtime.run.owner import FINISHED, IN_PROCESS, LAUNCHED
+from dlrover.python.rl.runtime.run.folder import FINISHED, IN_PROCESS, LAUNCHED, begin, superseded
 from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
 Cluster = Literal["local", "ray", "kuberay", "slurm"]

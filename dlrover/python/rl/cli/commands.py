@@ -24,9 +24,8 @@ from dlrover.python.rl.common.errors import (
     ServiceUnavailable,
     UnknownJob,
 )
-from dlrover.python.rl.common.log import configure_logging
+from dlrover.python.rl.common.log import configure_logging, echo
 from dlrover.python.rl.common.names import package_version
-from dlrover.python.rl.common.terminal import echo
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})

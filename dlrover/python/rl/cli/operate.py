@@ -14,8 +14,8 @@ from rich.console import Console
 from rich.table import Table
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.log import echo, inert
 from dlrover.python.rl.common.names import resume_command
-from dlrover.python.rl.common.terminal import echo, inert
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.master.client.jobs import (
     JobHistory,

@@ -15,15 +15,14 @@ from click.core import ParameterSource
 from dlrover.python.rl.cli.begin import job_of_options
 from dlrover.python.rl.cli.operate import EXIT_INTERRUPTED, exit_as, follow
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.log import echo
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.load import OverridesCommand, load_job_text, name_of_file, search_folders
 from dlrover.python.rl.master.client.resume import evaluation_name, evaluation_overrides
 from dlrover.python.rl.master.client.run import check_types
 from dlrover.python.rl.runtime.run.files import SUMMARY
-from dlrover.python.rl.runtime.run.folder import MODEL
-from dlrover.python.rl.runtime.run.owner import DESCRIPTION
+from dlrover.python.rl.runtime.run.folder import DESCRIPTION, MODEL
 from dlrover.python.rl.runtime.run.progress import print_summary
 
 _REQUIRED_SERVER = click.option(

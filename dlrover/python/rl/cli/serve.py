@@ -22,10 +22,9 @@ from dlrover.python.rl.common.errors import (
     InvalidJob,
     JobConflict,
 )
-from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.log import echo, get_logger
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.common.sockets import is_loopback
-from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.plain import ALLOW_RESOLVERS
 from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, forget_memory
 from dlrover.python.rl.runtime.run.folder import ended_memory

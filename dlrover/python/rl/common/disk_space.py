@@ -15,7 +15,7 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -77,7 +77,7 @@ def retry_io(
     ``free_space`` removes files and returns False if there were none. It is called with True after ``wait``: then it
     may also remove files that are still in use. Other errors of ``act`` are raised at once.
     """
-    retries = _Retries(path, wait)
+    deadlines_s: dict[bool, float] = {}
     while True:
         try:
             return act()
@@ -85,7 +85,7 @@ def retry_io(
             is_full = is_disk_full(error)
             if is_full and free_space(False):
                 continue
-            if retries.allow(error):
+            if _may_recover(error, path, wait, deadlines_s, time.monotonic()):
                 time.sleep(wait.pause_s)
                 continue
             if not is_full:
@@ -101,32 +101,28 @@ async def retry_io_async(
     now_s: Callable[[], float] = time.monotonic,
 ) -> T:
     """Like :func:`retry_io` on an event loop, which runs between two attempts."""
-    retries = _Retries(path, wait, now_s)
+    deadlines_s: dict[bool, float] = {}
     while True:
         try:
             return act()
         except OSError as error:
-            if not retries.allow(error):
+            if not _may_recover(error, path, wait, deadlines_s, now_s()):
                 raise _as_os_error(error, path) from None
         await asyncio.sleep(wait.pause_s)
 
 
-@dataclass
-class _Retries:
-    path: Path | str
-    wait: DiskWait
-    now_s: Callable[[], float] = time.monotonic
-    deadlines_s: dict[bool, float] = field(default_factory=dict)  # for a full disk, and for a faltering one
-
-    def allow(self, error: Exception) -> bool:
-        """Return True if the disk may recover from ``error`` within its limit; log the first one."""
-        is_full = is_disk_full(error)
-        limit_s = self.wait.limit_s if is_full else self.wait.transient_s if is_transient(error) else 0.0
-        if limit_s and is_full not in self.deadlines_s:
-            self.deadlines_s[is_full] = self.now_s() + limit_s
-            message = f"no disk space for {self.path}; waiting" if is_full else f"{self.path}; trying again for"
-            _LOG.warning("%s up to %g s: %s", message, limit_s, error)
-        return bool(limit_s) and self.now_s() < self.deadlines_s[is_full]
+def _may_recover(
+    error: Exception, path: Path | str, wait: DiskWait, deadlines_s: dict[bool, float], now_s: float
+) -> bool:
+    """Return True if the disk may recover from ``error`` within its limit, which begins with the first error: one for a
+    full disk, and one for a faltering one."""
+    is_full = is_disk_full(error)
+    limit_s = wait.limit_s if is_full else wait.transient_s if is_transient(error) else 0.0
+    if limit_s and is_full not in deadlines_s:
+        deadlines_s[is_full] = now_s + limit_s
+        message = f"no disk space for {path}; waiting" if is_full else f"{path}; trying again for"
+        _LOG.warning("%s up to %g s: %s", message, limit_s, error)
+    return bool(limit_s) and now_s < deadlines_s[is_full]
 
 
 def _as_os_error(error: Exception, path: Path) -> OSError:

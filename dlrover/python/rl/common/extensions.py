@@ -81,17 +81,15 @@ def load_module(name: str) -> ModuleType:
         return importlib.import_module(name)
     except ModuleNotFoundError as error:
         missing = error.name or name
-        more = _nearest_module(missing) if name == missing or name.startswith(f"{missing}.") else ""
+        package, _, last = missing.rpartition(".")
+        close = None
+        if name == missing or name.startswith(f"{missing}."):
+            paths = getattr(importlib.import_module(package), "__path__", []) if package else None
+            names = {module.name for module in pkgutil.iter_modules(paths)}
+            if not package:  # namespace packages are not listed, but they may be loaded
+                names |= {name for name in sys.modules if "." not in name}
+            close = nearest(last, sorted(names))
+        more = f"; did you mean '{f'{package}.' if package else ''}{close}'?" if close else ""
         raise ClassNotFound(f"module '{name}' cannot be imported: no module named '{missing}'{more}") from error
     except (Exception, SystemExit) as error:
         raise ClassNotFound(f"module '{name}' cannot be imported: {type(error).__name__}: {error}") from error
-
-
-def _nearest_module(missing: str) -> str:
-    package, _, last = missing.rpartition(".")
-    paths = getattr(importlib.import_module(package), "__path__", []) if package else None
-    names = {module.name for module in pkgutil.iter_modules(paths)}
-    if not package:  # namespace packages are not listed, but they may be loaded
-        names |= {name for name in sys.modules if "." not in name}
-    close = nearest(last, sorted(names))
-    return f"; did you mean '{f'{package}.' if package else ''}{close}'?" if close else ""

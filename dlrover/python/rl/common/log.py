@@ -1,14 +1,60 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Loggers of this package: one line format, quiet libraries."""
+"""Text that this process writes for people: log lines in one format, without the secrets that it knows, and output of
+jobs, models and services that cannot move a terminal's cursor, set its title or reverse other text."""
 
 import logging
+import re
 import sys
+import threading
+from collections.abc import Iterable
 
-from dlrover.python.rl.common.redaction import redacted
-from dlrover.python.rl.common.terminal import inert
+HIDDEN = "***"
+_SHORTEST = 6
+"""A shorter value may be anything, and hiding it would spoil texts."""
+
+_lock = threading.Lock()
+_known: tuple[str, ...] = ()  # the longest first, since one may be a part of another
 
 _ROOT = "dlrover"
 _FORMAT = "%(asctime)s %(levelname).1s %(message)s"
+_COLOURS = re.compile(r"\x1b\[[0-9;:]*m")
+_ACTIVE = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
+
+
+def inert(text: str) -> str:
+    """Return ``text`` without colours, with ``\\x1b`` or ``\\u202e`` for each character that a terminal would obey:
+    controls but for tabs and ends of lines, and marks that change the direction of text."""
+    lines = _COLOURS.sub("", text).replace("\r\n", "\n").replace("\r", "\n")
+    return _ACTIVE.sub(lambda character: character[0].encode("unicode_escape").decode(), lines)
+
+
+def echo(text: str, err: bool = False, nl: bool = True) -> None:
+    """Print ``text``, which may come from a job, to stdout or stderr."""
+    import click  # child processes need this module without it
+
+    click.echo(inert(text), err=err, nl=nl)  # noqa: TID251 -- the one place that prints
+
+
+def hide_values(values: Iterable[str]) -> None:
+    """From now on :func:`redacted` hides them, their lines, and what ``repr`` makes of them, in this process."""
+    global _known  # noqa: PLW0603 -- what a process must not tell is one set for all of it
+    with _lock:
+        texts = [text for value in values for text in (value, *value.splitlines())]
+        forms = {form for text in texts for form in (text, text.strip(), repr(text)[1:-1])}
+        fresh = {form for form in forms if len(form) >= _SHORTEST and form != HIDDEN}
+        _known = tuple(sorted({*_known, *fresh}, key=len, reverse=True))
+
+
+def redacted(text: str) -> str:
+    for value in _known:
+        text = text.replace(value, HIDDEN)
+    return text
+
+
+def redacted_bytes(data: bytes) -> bytes:
+    for value in _known:
+        data = data.replace(value.encode(), HIDDEN.encode())
+    return data
 
 
 def get_logger(module: str) -> logging.Logger:

@@ -8,6 +8,7 @@ import difflib
 import re
 import shlex
 from collections.abc import Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import StrEnum
 from importlib import metadata
@@ -21,12 +22,18 @@ _JOB = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _PROCESS = re.compile(r"(?P<role>[^\[\]]+?)(?P<standby>-standby)?\[(?P<rank>-?\d+)\]")
 
 
+def installed_versions(packages: Iterable[str]) -> dict[str, str]:
+    """The versions of the ``packages`` that are installed."""
+    versions = {}
+    for package in packages:
+        with suppress(metadata.PackageNotFoundError):
+            versions[package] = metadata.version(package)
+    return versions
+
+
 def package_version() -> str:
     """The installed version; ``"0+unknown"`` for a source tree that is not installed."""
-    try:
-        return metadata.version("dlrover-rl")
-    except metadata.PackageNotFoundError:
-        return "0+unknown"
+    return installed_versions(["dlrover-rl"]).get("dlrover-rl", "0+unknown")
 
 
 def nearest(name: str, known: Iterable[str], similarity: float = 0.6) -> str | None:
@@ -38,12 +45,8 @@ def nearest(name: str, known: Iterable[str], similarity: float = 0.6) -> str | N
 def nearest_path(path: str, known: Iterable[str]) -> str | None:
     """Of dotted keys the nearest whose parts are all near: what they share says nothing about a part that differs."""
     parts = path.split(".")
-    near = [key for key in known if _are_near(parts, key.split("."))]
-    return nearest(path, near)
-
-
-def _are_near(parts: list[str], others: list[str]) -> bool:
-    return len(parts) == len(others) and all(nearest(part, [other]) for part, other in zip(parts, others, strict=True))
+    pairs = [(key, list(zip(parts, key.split("."), strict=True))) for key in known if key.count(".") + 1 == len(parts)]
+    return nearest(path, [key for key, near in pairs if all(nearest(part, [other]) for part, other in near)])
 
 
 def is_url(place: object) -> bool:

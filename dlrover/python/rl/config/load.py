@@ -15,8 +15,8 @@ from omegaconf.errors import GrammarParseError, OmegaConfBaseException
 from yaml import YAMLError
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.log import HIDDEN
 from dlrover.python.rl.common.names import hint, nearest
-from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.layout import JOB_KEYS, ROLES, job_from_mapping
 from dlrover.python.rl.config.plain import check_text, from_plain, list_texts, without
 from dlrover.python.rl.config.secrets import is_secret_at

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import AnyNode, DictConfig, ListConfig, ValueNode
 from omegaconf.errors import OmegaConfBaseException
 
-from dlrover.python.rl.common.redaction import HIDDEN, redacted
+from dlrover.python.rl.common.log import HIDDEN, redacted
 from dlrover.python.rl.config.plain import map_values
 from dlrover.python.rl.config.spec import JobSpec
 

@@ -18,8 +18,8 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import PydanticKnownError, SchemaValidator
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.log import HIDDEN
 from dlrover.python.rl.common.names import hint, nearest, nearest_path
-from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.secrets import without_secrets
 

@@ -13,9 +13,8 @@ from enum import StrEnum
 from typing import TypeAlias, get_args
 
 from dlrover.python.rl.common.errors import DLRoverRLError
-from dlrover.python.rl.common.log import cut_middle, valid_text
+from dlrover.python.rl.common.log import cut_middle, redacted, valid_text
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
-from dlrover.python.rl.common.redaction import redacted
 
 
 class CauseKind(StrEnum):

@@ -32,9 +32,8 @@ from dlrover.python.rl.common.errors import (
     JobConflict,
     JobFailed,
 )
-from dlrover.python.rl.common.log import configure_logging, get_logger
+from dlrover.python.rl.common.log import configure_logging, echo, get_logger
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.common.terminal import echo
 from dlrover.python.rl.config.layout import JOB_KEYS, digest
 from dlrover.python.rl.config.load import OverridesCommand, load_job, search_folders
 from dlrover.python.rl.config.spec import JobSpec

@@ -13,7 +13,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -57,7 +57,17 @@ from dlrover.python.rl.runtime.member.loading import (
     restore_environment,
     starting,
 )
-from dlrover.python.rl.trainer.port import RAW_CALL, Call, Outcome, Port, Recovery, Ref, Renewed, RestartInfo
+from dlrover.python.rl.trainer.port import (
+    RAW_CALL,
+    Call,
+    Checkpoints,
+    Outcome,
+    Port,
+    Recovery,
+    Ref,
+    Renewed,
+    RestartInfo,
+)
 from dlrover.python.rl.trainer.shard import Rows, take_rows
 from dlrover.python.rl.trainer.trainer import (
     Announcer,
@@ -96,11 +106,11 @@ class CallResult:
             return Outcome(late=True)
         return Outcome(self.result.load() if self.result else None, self.error)
 
-    def value(self) -> Any:
+    def stored(self) -> Stored:
         """Another member's view."""
         if self.result is None or self.error is not None:
             raise _Upstream(self.error)
-        return self.result.load()
+        return self.result
 
 
 @dataclass(repr=False)
@@ -123,7 +133,9 @@ class LocalPort:
         started_s = self.now_s()
         result, error = self._run(member, call) if member.alive else (None, None)
         if not member.alive:  # from the beginning, or since the middle of the call
-            result, error = None, _death(member, role, rank, call)
+            died = WorkloadDied("the member was killed", role=role, rank=rank, method=call.method)
+            died.incarnation = member.incarnation
+            result, error = None, died
         return CallResult(result, error, self.now_s() - started_s)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
@@ -144,20 +156,20 @@ class LocalPort:
         try:
             with process_environment(member.env):
                 value = member.host.invoke(CallHeader.of(call, member.incarnation), arguments)
-                result = _stored(value, member.host, call.method)
+                return Stored.of(value, own=True), None
         except _Upstream as upstream:
             return None, upstream.error
         except InvocationError as error:
             return None, error
-        except Exception as error:  # noqa: BLE001 -- decoding the arguments failed, as it may in another process
+        except Exception as error:  # noqa: BLE001 -- decoding an argument or serializing the result may raise anything
             return None, member.host.failure(call.method, error)
-        return result, None
 
     def _resolve(self, value: Any) -> Any:
         if isinstance(value, Ref):
-            return value.token.value()
+            return value.token.stored().load()
         if isinstance(value, Rows):
-            return take_rows(value, [_rows(part) for part in value.parts], lambda part: part.token.value())
+            sizes = [part.token.stored().rows for part in value.parts]
+            return take_rows(value, sizes, lambda part: part.token.stored().load())
         if isinstance(value, list) and any(isinstance(item, Ref) for item in value):
             return [self._resolve(item) for item in value]
         return Stored.of(value).load()
@@ -189,27 +201,6 @@ class _Upstream(Exception):
         self.error = error
 
 
-def _rows(ref: Ref) -> int | None:
-    call_result: CallResult = ref.token
-    if call_result.result is None:
-        raise _Upstream(call_result.error)
-    return call_result.result.rows
-
-
-def _stored(value: Any, host: MemberHost, method: str) -> Stored:
-    """Serialize a result; one that cannot be is an error of the member."""
-    try:
-        return Stored.of(value, own=True)
-    except Exception as error:
-        raise host.failure(method, error) from error
-
-
-def _death(member: LocalMember, role: str, rank: int, call: Call) -> WorkloadDied:
-    died = WorkloadDied("the member was killed", role=role, rank=rank, method=call.method)
-    died.incarnation = member.incarnation
-    return died
-
-
 @contextmanager
 def process_environment(env: Mapping[str, str]) -> Iterator[None]:
     before = {name: os.environ.get(name) for name in env}
@@ -220,8 +211,14 @@ def process_environment(env: Mapping[str, str]) -> Iterator[None]:
         restore_environment(before)
 
 
-def _ignore(*_: int) -> None:
-    pass
+def close_members(members: Iterable[tuple[MemberHost, Mapping[str, str]]]) -> None:
+    """Close hosts, each in its environment. Errors are logged, as those of separate processes would be."""
+    for host, env in members:
+        try:
+            with process_environment(env):
+                host.close()
+        except Exception:  # noqa: BLE001 -- the boundary that a process would be; the others are closed too
+            _LOG.exception("closing %s failed", env["NAME"])
 
 
 @dataclass
@@ -233,8 +230,9 @@ class LocalRecovery(Recovery):
     epoch: int = 1
     fresh: bool = True
     restart_info: RestartInfo = field(default_factory=RestartInfo)
-    on_opened: Callable[[], None] = _ignore
-    on_progress: Callable[[int], None] = _ignore
+    opened: Callable[[], None] = lambda: None
+    began: Callable[[int], None] = lambda step: None
+    progressed: Callable[[int], None] = lambda step: None
 
     def incarnations(self) -> Mapping[ProcessId, int]:
         return {
@@ -254,34 +252,60 @@ class LocalRecovery(Recovery):
         numbers = {at: member.incarnation for at, member in enumerate(members)}
         return Renewed(role, numbers, {at: LocalHandle(self.port, role, at) for at in numbers})
 
-    def opened(self) -> None:
-        self.on_opened()
 
-    def progressed(self, step: int) -> None:
-        self.on_progress(step)
+@dataclass
+class TrainerRun:
+    """The trainer of a job in this process, whose raw handles call through ``port``. Raises ClassNotFound."""
 
+    job: JobSpec
+    port: Port
+    checkpoints: Checkpoints
+    resources: Mapping[RLRoleType, Mapping[str, float]]
+    report: Reporter
+    announce: Announcer = announce_nothing
+    recovery: Recovery | None = None
+    _trainer: BaseTrainer | None = None  # one that runs, or was interrupted
 
-def trainer_maker(job: JobSpec) -> Callable[[TrainerLink], BaseTrainer]:
-    """A function that constructs a trainer, whose raw handles call through the link's port.
-
-    Raises:
-        ClassNotFound: a class of the job cannot be loaded.
-    """
-    spec = job.trainer
-    trainer_class = load_class(spec.module, spec.class_, job.search_path)
-    classes = {
-        role: load_class(workload.module, workload.class_, job.search_path) for role, workload in job.workloads.items()
-    }
-
-    def make(link: TrainerLink) -> BaseTrainer:
-        handles = {
-            role: [LocalHandle(link.port, role, rank) for rank in range(workload.num)]
-            for role, workload in job.workloads.items()
+    def __post_init__(self) -> None:
+        job = self.job
+        self._class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
+        self._classes = {
+            role: load_class(spec.module, spec.class_, job.search_path) for role, spec in job.workloads.items()
         }
-        trainer: BaseTrainer = trainer_class(handles, classes, job.config)
-        return trainer
 
-    return make
+    def run(self) -> None:
+        """Raises what ``run_trainer`` raises."""
+        link = TrainerLink(
+            port=self.port,
+            report=self.report,
+            job=self.job.name,
+            job_dir=self.job.job_dir,
+            resources={str(role): amounts for role, amounts in self.resources.items()},
+            recovery=self.recovery,
+            checkpoints=self.checkpoints,
+            announce=self.announce,
+            files=files_of(self.job),
+            results=results_of(self.job),
+        )
+        try:
+            run_trainer(self._make, link)
+        except (Exception, SystemExit):
+            self._trainer = None
+            raise
+        self._trainer = None
+
+    def stop(self) -> None:
+        """Tell a trainer that was interrupted that it has ended."""
+        trainer, self._trainer = self._trainer, None
+        if trainer is not None:
+            tell_end(trainer, "stopped")
+
+    def _make(self) -> BaseTrainer:
+        workloads = self.job.workloads.items()
+        handles = {role: [LocalHandle(self.port, role, rank) for rank in range(spec.num)] for role, spec in workloads}
+        trainer: BaseTrainer = self._class(handles, self._classes, self.job.config)
+        self._trainer = trainer
+        return trainer
 
 
 @dataclass
@@ -297,7 +321,7 @@ class LocalExecutor:
     announce: Announcer = announce_nothing
     _members: dict[RLRoleType, list[LocalMember]] = field(default_factory=dict)
     _ports: dict[RLRoleType, HeldPort] = field(default_factory=dict)
-    _trainer: BaseTrainer | None = None  # one that runs, or was interrupted
+    _trainer: TrainerRun | None = None
 
     @insistent_interrupts()
     def execute(self, command: Command, emit: Emit) -> None:
@@ -308,7 +332,8 @@ class LocalExecutor:
         elif isinstance(command, StartMembers):
             self._start_members(command, emit)
         elif isinstance(command, KillMember):
-            self._kill(command)
+            for member in self._members.get(RLRoleType(command.role), [])[command.rank : command.rank + 1]:
+                member.alive = member.alive and member.incarnation != command.incarnation
         elif isinstance(command, StartTrainer):
             self._run_trainer(command, emit)
         elif isinstance(command, Release):
@@ -334,54 +359,28 @@ class LocalExecutor:
             emit(MemberStarted(role, rank, incarnation, _here()))
 
     def _make(self, role: str, rank: int, incarnation: int, why: str = "") -> LocalMember:
-        context = self._context(RLRoleType(role), rank, incarnation, why)
-        env = {**self.job.env, **self.job.workloads[context.role].env, **context.to_env()}
-        host = MemberHost(incarnation)
-        with process_environment(env):
-            workload = host.load(self.job, context)
-        return LocalMember(host, env, incarnation, workload.needs_own_process)
-
-    def _context(self, role: RLRoleType, rank: int, incarnation: int, why: str) -> MemberContext:
-        return MemberContext(
+        role = RLRoleType(role)
+        num = self.job.workloads[role].num
+        context = MemberContext(
             name=member_name(self.job.name, self.run, role, rank, incarnation),
             role=role,
             rank=rank,
-            world_size=self.job.workloads[role].num,
+            world_size=num,
             local_rank=rank,
-            local_world_size=self.job.workloads[role].num,
+            local_world_size=num,
             master_addr="127.0.0.1",
             master_port=self._ports[role].number,
             collocation=",".join(self.job.collocation_of(role)),
             restart=RestartInfo(incarnation - 1, why),
             shares_process=True,
         )
-
-    def _kill(self, command: KillMember) -> None:
-        for member in self._members.get(RLRoleType(command.role), [])[command.rank : command.rank + 1]:
-            member.alive = member.alive and member.incarnation != command.incarnation
+        env = {**self.job.env, **self.job.workloads[role].env, **context.to_env()}
+        host = MemberHost(incarnation)
+        with process_environment(env):
+            workload = host.load(self.job, context)
+        return LocalMember(host, env, incarnation, workload.needs_own_process)
 
     def _run_trainer(self, command: StartTrainer, emit: Emit) -> None:
-        try:
-            with _no_ray():
-                link, make = self._link(command, emit), trainer_maker(self.job)
-                emit(TrainerStarted(command.epoch, _here()))
-
-                def make_trainer() -> BaseTrainer:
-                    self._trainer = make(link)
-                    return self._trainer
-
-                with process_environment(self.job.env):
-                    run_trainer(make_trainer, link)
-            self._trainer = None
-        except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
-            self._trainer = None
-            cause = cause_of(error, "trainer", user_traceback(error), alone=True)
-            emit(TrainerLost(command.epoch, cause))
-            return
-        emit(TrainerFinished(command.epoch))
-
-    def _link(self, command: StartTrainer, emit: Emit) -> TrainerLink:
-        self.job.job_dir.mkdir(parents=True, exist_ok=True)
         port = LocalPort(self._members, self.enforce_deadlines)
         recovery = LocalRecovery(
             port,
@@ -389,35 +388,32 @@ class LocalExecutor:
             epoch=command.epoch,
             fresh=command.fresh,
             restart_info=RestartInfo(command.restarts, command.reason),
-            on_opened=lambda: emit(StepsOpened(command.epoch)),
-            on_progress=lambda step: emit(Progressed(command.epoch, step)),
+            opened=lambda: emit(StepsOpened(command.epoch)),
+            progressed=lambda step: emit(Progressed(command.epoch, step)),
         )
-        return TrainerLink(
-            port=port,
-            report=self.report,
-            job=self.job.name,
-            job_dir=self.job.job_dir,
-            resources={role: slots[0].resources for role, slots in self.placement.slots.items()},
-            recovery=recovery,
-            checkpoints=checkpoints_of(self.job, self.run, command.epoch),
-            announce=self.announce,
-            files=files_of(self.job),
-            results=results_of(self.job),
-        )
+        resources = {role: slots[0].resources for role, slots in self.placement.slots.items()}
+        try:
+            with _no_ray():
+                self.job.job_dir.mkdir(parents=True, exist_ok=True)
+                checkpoints = checkpoints_of(self.job, self.run, command.epoch)
+                trainer = TrainerRun(self.job, port, checkpoints, resources, self.report, self.announce, recovery)
+                self._trainer = trainer
+                emit(TrainerStarted(command.epoch, _here()))
+                with process_environment(self.job.env):
+                    trainer.run()
+        except (Exception, SystemExit) as error:  # noqa: BLE001 -- a process boundary
+            cause = cause_of(error, "trainer", user_traceback(error), alone=True)
+            emit(TrainerLost(command.epoch, cause))
+            return
+        emit(TrainerFinished(command.epoch))
 
     def _release(self, final: bool) -> None:
-        trainer, self._trainer = self._trainer, None
-        if trainer is not None:
-            tell_end(trainer, "stopped")
+        if self._trainer is not None:
+            self._trainer.stop()
         members, self._members = self._members, {}
         for port in self._ports.values():
             port.give_back()
-        for member in (member for group in members.values() for member in group if member.alive):
-            try:
-                with process_environment(member.env):
-                    member.host.close()
-            except Exception:  # noqa: BLE001 -- a process boundary; the others are closed too
-                _LOG.exception("closing %s failed", member.env["NAME"])
+        close_members((member.host, member.env) for group in members.values() for member in group if member.alive)
         if final:
             forget_memory(self.job.name, self.run)
             forget_commits(self.job.job_dir, self.run)

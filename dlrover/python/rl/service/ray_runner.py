@@ -35,7 +35,7 @@ from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process
 from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread
 from dlrover.python.rl.runtime.ray.processes.actors import MasterCalls, cluster_capacity, find_master, sweep
 from dlrover.python.rl.runtime.run.files import RunFolder
-from dlrover.python.rl.runtime.run.owner import newest_owner
+from dlrover.python.rl.runtime.run.folder import newest_owner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, Observed
 from dlrover.python.rl.service.runner import JobRunner
 

@@ -15,7 +15,7 @@ import pytest
 from example_jobs import EXAMPLES, stage, write_rows
 from recipe_stage import kill_trainer
 
-from dlrover.python.rl.common import redaction
+from dlrover.python.rl.common.log import hide_values
 from dlrover.python.rl.config.typed import parse
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import LogConfig
@@ -150,8 +150,8 @@ def test_names_settings_and_steps_from_one(modules, tmp_path):
 
 @pytest.mark.feature(136)
 def test_trackers_do_not_get_the_secrets_among_the_settings(modules, tmp_path, monkeypatch):
-    monkeypatch.setattr(redaction, "_known", ())
-    redaction.hide_values(["hunter22"])
+    monkeypatch.setattr("dlrover.python.rl.common.log._known", ())
+    hide_values(["hunter22"])
     settings = {
         "reward": {"options": {"api_key": 12345678, "url": "https://canary@host"}},
         "log": {"trackers": [{"mine": {"wandb_token": "canary"}}]},

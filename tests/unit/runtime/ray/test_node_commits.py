@@ -7,10 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from dlrover.python.rl.runtime.checkpoint import state_file
 from dlrover.python.rl.runtime.checkpoint.node_memory import save_from_memory
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
-from dlrover.python.rl.runtime.checkpoint.storage import state_file
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
 from dlrover.python.rl.runtime.ray.cluster import api as node_commits
 from dlrover.python.rl.runtime.ray.cluster.api import forget_on_nodes
 
@@ -98,7 +98,7 @@ def test_a_copy_that_is_there_is_not_read_again_and_removing_has_as_long_as_savi
     asyncio.run(forget_on_nodes(nodes, everywhere, "job", "run1"))
     assert (copies_in(nodes), nodes.left()) == ([8], {"a", "b", "c"})
     nodes.lost = set()
-    monkeypatch.setattr(state_file, "pass_through", None)
+    monkeypatch.setattr(state_file, "check_file", None)
     asyncio.run(forget_on_nodes(nodes, everywhere, "job", "run1"))
     assert nodes.left() == set()
     assert nodes.limits["_forget"] == nodes.limits["save_from_memory"]

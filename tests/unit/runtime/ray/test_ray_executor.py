@@ -31,7 +31,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.master.process.brain import Brain, submission
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import MemoryStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch
@@ -95,7 +95,7 @@ class Stage:
 
     def state(self):
         """What a master that comes back reads in the journal."""
-        brain = Brain(MemoryStateStore())
+        brain = Brain(StateStore())
         for event in (submission(self.job, "run", Inspection(), brain), *self.events):
             brain.handle(event)
         return brain.state

@@ -27,8 +27,7 @@ from dlrover.python.rl.config.typed import check_fields, parse
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.recipe import workloads
 from dlrover.python.rl.recipe.launch import check_job, run_together
-from dlrover.python.rl.runtime.run.folder import LATEST, folder_name, new_run
-from dlrover.python.rl.runtime.run.owner import in_use, newest_owner
+from dlrover.python.rl.runtime.run.folder import LATEST, folder_name, in_use, new_run, newest_owner
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
 from dlrover.python.rl.trainer.trainer import StepReport
 

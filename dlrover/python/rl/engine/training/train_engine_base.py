@@ -217,7 +217,7 @@ class BackendTrainEngine(ABC):
 
     @property
     def adapter_scale(self) -> float | None:
-        """See ``AdapterTransport``, as the next three. None for a subclass that defines other weights, and for a head that
+        """See ``AdapterTransport``, as the next three. None for a subclass with other weights, and for a head that
         is trained whole: they leave merged."""
         settings = self._setup.settings
         is_apart = self._has_own_adapters() and settings.head == "causal"

@@ -24,10 +24,9 @@ from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run
 from dlrover.python.rl.master.process.brain import JOURNAL
 from dlrover.python.rl.master.process.status import JobStatus, RunningProcess, line_of, reward_of
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.run.files import LOGS, SUFFIX, LogReader, RunFolder
-from dlrover.python.rl.runtime.run.folder import CLUSTER
-from dlrover.python.rl.runtime.run.owner import LAUNCHED, Owner, in_use, newest_owner
+from dlrover.python.rl.runtime.run.folder import CLUSTER, LAUNCHED, Owner, in_use, newest_owner
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter
 
 _TAIL_BYTES = 64 * 1024

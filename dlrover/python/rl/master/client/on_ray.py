@@ -44,8 +44,7 @@ from dlrover.python.rl.runtime.interrupts import Interrupts
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, other_addresses, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
-from dlrover.python.rl.runtime.run.folder import CLUSTER, LATEST, begin
-from dlrover.python.rl.runtime.run.owner import ON_RAY, write_shared
+from dlrover.python.rl.runtime.run.folder import CLUSTER, LATEST, ON_RAY, begin, write_shared
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
 _LOG = get_logger(__name__)

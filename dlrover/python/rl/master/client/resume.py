@@ -21,12 +21,20 @@ from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.events import Cause, CauseKind
 from dlrover.python.rl.runtime.checkpoint.code import describe_changes, digest_code
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memory_path
+from dlrover.python.rl.runtime.checkpoint.object_store import store_errors
 from dlrover.python.rl.runtime.checkpoint.runs import CODE, newest_commit
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
-from dlrover.python.rl.runtime.checkpoint.storage.object_store import store_errors
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
-from dlrover.python.rl.runtime.run.folder import BEAT_S, LATEST, MODEL, has_commits
-from dlrover.python.rl.runtime.run.owner import DESCRIPTION, FINISHED, Owner, in_use, newest_owner
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Manifest
+from dlrover.python.rl.runtime.run.folder import (
+    BEAT_S,
+    DESCRIPTION,
+    FINISHED,
+    LATEST,
+    MODEL,
+    Owner,
+    has_commits,
+    in_use,
+    newest_owner,
+)
 
 _LOG = get_logger(__name__)
 

@@ -16,12 +16,18 @@ from dlrover.python.rl.control.placement import Placement, plan
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.process.brain import fresh_journal, run_local, validate_least
 from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.runtime.checkpoint.room import Room, room_for, validate_room
-from dlrover.python.rl.runtime.checkpoint.runs import validate_archive
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
+from dlrover.python.rl.runtime.checkpoint.runs import Room, room_for, validate_archive, validate_room
 from dlrover.python.rl.runtime.member.inspection import Inspection, inspect_in_child, inspect_job
-from dlrover.python.rl.runtime.run.folder import begin, claim, conflict, continued, earlier_description, held
-from dlrover.python.rl.runtime.run.owner import IN_PROCESS
+from dlrover.python.rl.runtime.run.folder import (
+    IN_PROCESS,
+    begin,
+    claim,
+    conflict,
+    continued,
+    earlier_description,
+    held,
+)
 from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 

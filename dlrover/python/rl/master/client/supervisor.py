@@ -41,8 +41,7 @@ from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.interrupts import Interrupts, sigterm_unwinds
 from dlrover.python.rl.runtime.ray.cluster.cluster import RAYS_ERRORS, lost_process, private_folder
-from dlrover.python.rl.runtime.run.folder import claim, held, new_run
-from dlrover.python.rl.runtime.run.owner import ON_RAY
+from dlrover.python.rl.runtime.run.folder import ON_RAY, claim, held, new_run
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
 
 _LOG = get_logger(__name__)

@@ -21,9 +21,8 @@ from dlrover.python.rl.control.machine import can_resize, outstanding, replay, s
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Phase, ranks_of
 from dlrover.python.rl.master.process.status import JobStatus, status_of
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import (
+from dlrover.python.rl.runtime.checkpoint.journal_store import (
     FileStateStore,
-    MemoryStateStore,
     StateStore,
     read_lines,
 )
@@ -189,7 +188,7 @@ def run_local(
 
     ``enforce_deadlines`` lets calls with a timeout fail when they take longer.
     """
-    brain = Brain(store or MemoryStateStore())
+    brain = Brain(store or StateStore())
     last: list[StepReport] = []
 
     def noting(step_report: StepReport) -> None:

@@ -38,10 +38,9 @@ from dlrover.python.rl.common.errors import (
     PlacementTimeout,
     StaleEpoch,
 )
-from dlrover.python.rl.common.log import configure_logging, get_logger
+from dlrover.python.rl.common.log import configure_logging, get_logger, hide_values
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.private_files import read_token
-from dlrover.python.rl.common.redaction import hide_values
 from dlrover.python.rl.config.secrets import Secrets, hidden_in, unseal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Release
@@ -75,7 +74,7 @@ from dlrover.python.rl.master.process.brain import (
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
-from dlrover.python.rl.runtime.checkpoint.storage.journal_store import FileStateStore, MemoryStateStore, read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, leave
 from dlrover.python.rl.runtime.member.inspection import Inspection, inspect_in_child
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, fenced, kill_process, read_stacks
@@ -85,8 +84,16 @@ from dlrover.python.rl.runtime.ray.placement import RunPlan
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, end_unless, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests, copy_output
-from dlrover.python.rl.runtime.run.folder import BEAT_S, CLUSTER, Claim, claim
-from dlrover.python.rl.runtime.run.owner import FAILED, ON_RAY, newest_owner, write_shared
+from dlrover.python.rl.runtime.run.folder import (
+    BEAT_S,
+    CLUSTER,
+    FAILED,
+    ON_RAY,
+    Claim,
+    claim,
+    newest_owner,
+    write_shared,
+)
 from dlrover.python.rl.trainer.steps import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -423,7 +430,7 @@ class MasterRun:
 
     def __init__(self, job: JobSpec, claims: bool) -> None:
         self.job, self.lacking = job, hidden_in(job)  # its secrets that are not here yet
-        self.brain = Brain(MemoryStateStore())
+        self.brain = Brain(StateStore())
         self._claims = claims
         self._claim: Claim | None = None
         self._log: LogCopier | None = None

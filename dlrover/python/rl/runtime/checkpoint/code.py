@@ -5,23 +5,16 @@ import ast
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from dlrover.python.rl.common.names import installed_versions
 from dlrover.python.rl.config.spec import JobSpec
 
 _PACKAGES = ("dlrover-rl", "torch", "transformers", "numpy", "vllm", "sglang", "deepspeed", "megatron-core")
-_VERSIONED = {
-    "dlrover",
-    "torch",
-    "transformers",
-    "numpy",
-    "vllm",
-    "sglang",
-    "deepspeed",
-    "megatron",
-}  # their sources are not read
+_VERSIONED = {"dlrover", "megatron", *_PACKAGES}
+"""Packages whose sources are not read."""
+
 _REFERENCE = re.compile(r"([A-Za-z_][\w.]*):[A-Za-z_]\w*")  # "package.module:name", as job files name functions
 
 
@@ -32,7 +25,7 @@ def digest_code(job: JobSpec) -> dict[str, dict[str, str]]:
     names = {job.trainer.module, *(spec.module for spec in job.workloads.values()), *_referenced(job.config)}
     modules: dict[str, str] = {}
     _add_modules(names, folders, modules)
-    return {"modules": modules, "versions": dict(_installed())}
+    return {"modules": modules, "versions": installed_versions(_PACKAGES)}
 
 
 def describe_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, Mapping[str, str]]) -> str:
@@ -44,14 +37,6 @@ def describe_changes(before: Mapping[str, Mapping[str, str]], now: Mapping[str, 
     versions = sorted(before["versions"].keys() | now["versions"].keys())
     pairs = [(name, before["versions"].get(name, "none"), now["versions"].get(name, "none")) for name in versions]
     return ", ".join([*names, *(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)])
-
-
-def _installed() -> Iterator[tuple[str, str]]:
-    for name in _PACKAGES:
-        try:
-            yield name, version(name)
-        except PackageNotFoundError:
-            continue
 
 
 def _referenced(config: Any) -> Iterator[str]:
@@ -68,20 +53,15 @@ def _referenced(config: Any) -> Iterator[str]:
 
 def _add_modules(names: Iterable[str], folders: list[Path], modules: dict[str, str]) -> None:
     for name in names:
-        file = _find_module(name, folders) if name not in modules else None
-        if file is not None:
-            source = file.read_bytes()
+        parts = list(filter(None, name.split(".")))
+        if name in modules or not parts or parts[0] in _VERSIONED:
+            continue
+        paths = [folder.joinpath(*parts) for folder in folders]
+        files = [file for path in paths for file in (path.with_suffix(".py"), path / "__init__.py") if file.is_file()]
+        if files:
+            source = files[0].read_bytes()
             modules[name] = sha256(source).hexdigest()[:16]
-            _add_modules(_imports(source, name, file.stem == "__init__"), folders, modules)
-
-
-def _find_module(name: str, folders: list[Path]) -> Path | None:
-    parts = list(filter(None, name.split(".")))
-    if not parts or parts[0] in _VERSIONED:
-        return None
-    below = Path(*parts)
-    files = (file for folder in folders for file in (folder / below.with_suffix(".py"), folder / below / "__init__.py"))
-    return next((file for file in files if file.is_file()), None)
+            _add_modules(_imports(source, name, files[0].stem == "__init__"), folders, modules)
 
 
 def _imports(source: bytes, name: str, is_package: bool) -> Iterator[str]:

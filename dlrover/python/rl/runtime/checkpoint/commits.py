@@ -25,10 +25,8 @@ from dlrover.python.rl.runtime.checkpoint.code import describe_changes, digest_c
 from dlrover.python.rl.runtime.checkpoint.member_state import (
     CommitAnswer,
     CommitRequest,
-    PersistRequest,
-    RestoreRequest,
+    GenerationRequest,
     WrittenRequest,
-    incarnation_of,
 )
 from dlrover.python.rl.runtime.checkpoint.neighbours import (
     Held,
@@ -40,6 +38,7 @@ from dlrover.python.rl.runtime.checkpoint.neighbours import (
     transfers_to,
     where_kept,
 )
+from dlrover.python.rl.runtime.checkpoint.object_store import ObjectStore, Store
 from dlrover.python.rl.runtime.checkpoint.runs import (
     CODE,
     TRAINER,
@@ -51,10 +50,8 @@ from dlrover.python.rl.runtime.checkpoint.runs import (
     prune_earlier_runs,
     roots_of,
 )
-from dlrover.python.rl.runtime.checkpoint.storage.generations import Generation, Store, find_newest
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import NODES, Manifest, Piece, folder_name
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import Header, StateFile
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile
+from dlrover.python.rl.runtime.checkpoint.store import NODES, CheckpointStore, Manifest, Piece, folder_name
 from dlrover.python.rl.trainer.port import LastCommit, Transfer
 
 _LOG = get_logger(__name__)
@@ -75,6 +72,8 @@ class Stride:
     _commit_s: float = 0.0
     _step_s: float = math.inf
     _at: tuple[int, float] | None = field(default=None, repr=False)
+    _waited_s: float = 0.0  # by the trainer, for the commit under way
+    _waits_since_s: float | None = None
 
     @property
     def steps(self) -> int:
@@ -85,7 +84,7 @@ class Stride:
 
     def start_after(self, step: int) -> None:
         """``step`` is the last one whose commit has begun."""
-        self._last = step
+        self._last, self._waited_s, self._waits_since_s = step, 0.0, None
 
     def is_due(self, step: int) -> bool:
         """Return True if ``step``, which has just ended, is to be committed."""
@@ -96,25 +95,66 @@ class Stride:
         self._at = step, now_s
         return step - self._last >= self.steps
 
-    def note_commit(self, seconds: float) -> None:
-        """A commit has taken ``seconds`` from the steps."""
-        self._commit_s = seconds
+    def time_wait(self, waits: bool) -> None:
+        """From now on the trainer ``waits`` for the commit under way, or no longer."""
+        now_s = self.now_s()
+        if self._waits_since_s is not None:
+            self._waited_s += now_s - self._waits_since_s
+        self._waits_since_s = now_s if waits else None
+
+    def note_commit(self, members_s: float) -> None:
+        """The commit under way has taken ``members_s`` from the calls of the members, beside the trainer's wait."""
+        self.time_wait(False)
+        self._commit_s = self._waited_s + members_s
 
 
-@dataclass
-class CommitTimer:
-    """Adds up the ``seconds`` between each start and the stop after it."""
+@dataclass(frozen=True)
+class Generation:
+    store: Store
+    manifest: Manifest
 
-    seconds: float = 0.0
-    _began_s: float | None = None
+    def read(self, name: str, wait: DiskWait) -> Any:
+        """The tree in a file. Raises CheckpointMissing, CheckpointCorrupt, or OSError if the store cannot be read."""
+        try:
+            return retry_io(partial(self.store.read, self.manifest, name), self.store.root, wait)
+        except OSError as error:
+            if isinstance(self.store, ObjectStore) or not is_transient(error):
+                raise  # rather out of reach than damaged
+            place = f"{self.store.root}/{self.manifest.folder}/{name}"
+            raise CheckpointCorrupt(place, f"it cannot be read: {error}") from error
 
-    def start(self) -> None:
-        self._began_s = time.monotonic() if self._began_s is None else self._began_s
+    def is_intact(self, wait: DiskWait) -> bool:
+        """Return True if every file is; otherwise the generation is set aside, also after errors of the disk that last.
+        Raises OSError if the store cannot be read."""
+        try:
+            return retry_io(partial(self.store.valid, self.manifest), self.store.root, wait)
+        except OSError as error:
+            is_damaged = isinstance(self.store, CheckpointStore) and is_transient(error)
+            if is_damaged and self.store.quarantine(self.manifest.folder, f"it cannot be read: {error}"):
+                return False
+            raise
 
-    def stop(self) -> None:
-        if self._began_s is not None:
-            self.seconds += time.monotonic() - self._began_s
-        self._began_s = None
+    def pieces(self, own: Store) -> dict[str, Piece]:
+        """The file of each process; one in ``own`` has a relative folder."""
+        folder = self.manifest.folder if self.store is own else f"{self.store.root}/{self.manifest.folder}"
+        return {name: Piece(folder, file) for name, file in self.manifest.files.items()}
+
+
+def find_newest(
+    store: Store,
+    manifests: Sequence[Manifest],
+    wait: DiskWait,
+    usable: Callable[[Manifest], bool] = lambda manifest: True,
+    beyond: Generation | None = None,
+) -> Generation | None:
+    """The first intact and ``usable`` one, or ``beyond`` if that is of no earlier step."""
+    for manifest in manifests:
+        if beyond is not None and manifest.step <= beyond.manifest.step:
+            break
+        generation = Generation(store, manifest)
+        if usable(manifest) and generation.is_intact(wait):
+            return generation
+    return beyond
 
 
 T = TypeVar("T")
@@ -156,19 +196,14 @@ class Copying:
     def step(self) -> int | None:
         return self.at.step if self.at is not None else None
 
-    def begin(self, manifest: Manifest) -> None:
-        self.at = manifest
-        self.commits.pinned.add(manifest.step)
-
     def note(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
         """Publish the copy under way once every member has finished its part; abandon it if one has failed."""
         if self.at is None:
             return
-        found = {member.file_name: answer.copy for member, answer in answers.items()}
-        copies = {name: each.file for name, each in found.items() if each.file is not None}
-        if len(copies) == len(found):
-            self._publish(self.at, copies)
-        elif all(each.file is not None or each.running for each in found.values()):
+        copies = {member.file_name: answer.copy for member, answer in answers.items() if answer.copy is not None}
+        if len(copies) == len(answers):
+            self.publish(self.at, copies)
+        elif all(answer.copy is not None or answer.is_copying for answer in answers.values()):
             return
         self.end()
 
@@ -183,7 +218,7 @@ class Copying:
                 self.durable.check(self.at.folder, copy)
         except (CheckpointCorrupt, CheckpointMissing, OSError):
             return
-        self._publish(self.at, copies)
+        self.publish(self.at, copies)
         self.end()
 
     def end(self) -> None:
@@ -199,10 +234,7 @@ class Copying:
         self._tried = newest.step
         return True
 
-    def publish(self, manifest: Manifest, answers: Mapping[ProcessId, StateFile]) -> None:
-        self._publish(manifest, {member.file_name: copy for member, copy in answers.items()})
-
-    def _publish(self, manifest: Manifest, copies: Mapping[str, StateFile]) -> None:
+    def publish(self, manifest: Manifest, copies: Mapping[str, StateFile]) -> None:
         try:
             source = self.commits.root / manifest.folder
             trainers = self.durable.put(source, manifest.step, self.epoch, manifest.files[TRAINER])
@@ -262,7 +294,6 @@ class StoreCheckpoints:
     _at: Manifest | None = None  # the last commit, if it is in the folder of the next one
     _asked: CommitRequest | None = None
     _own: StateFile | None = None  # the trainer's, of the commit that was asked for
-    _waited: CommitTimer = field(default_factory=CommitTimer)  # of the trainer, for the commit under way
     _kept: list[Manifest] = field(default_factory=list, repr=False)
     _last: LastCommit | None = None
     _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
@@ -273,7 +304,7 @@ class StoreCheckpoints:
         self._commits = self.roots.commit_store(self.roots.node)
         self._durable = self.roots.durable_store(self.keep)
         self._patiently(partial(self._commits.claim, self.roots.epoch))
-        self.copying = Copying(self._commits, self._durable, self.roots.epoch, self.files, self._extra)
+        self.copying = Copying(self._commits, self._durable, self.roots.epoch, self.files, {CODE: self.code})
         self.copying.claim(self.disk_wait, needed=not self._manifests(self._commits, remember=False))
 
     @property
@@ -334,7 +365,7 @@ class StoreCheckpoints:
             if name != TRAINER:
                 role, _, rank = name.rpartition("-")
                 member = ProcessId(role, int(rank))
-                writers[member] = max(incarnation_of(file), writers.get(member, 0))
+                writers[member] = max(int(file.name.split(".")[-2]), writers.get(member, 0))
         self._last = LastCommit(max(manifest.step, step), writers)
 
     def load(self, step: int) -> Mapping[str, Any]:
@@ -347,15 +378,15 @@ class StoreCheckpoints:
         self.copying.publish_complete()
         for generation in self._offered:
             if generation.manifest.step == step:
-                generation.store.quarantine(generation.manifest, why)
+                generation.store.quarantine(generation.manifest.folder, why)
         self._newest, self._offered, self._at = None, [], None
         if self.copying.step == step:
             self.copying.end()
 
-    def restore_request(self, step: int) -> RestoreRequest:
+    def restore_request(self, step: int) -> GenerationRequest:
         self._offered = self._find(step)
         sources = tuple(generation.pieces(self._commits) for generation in self._offered)
-        return RestoreRequest(step, sources, self.roots)
+        return GenerationRequest(step, sources, self.roots)
 
     def _find(self, step: int) -> list[Generation]:
         """In all places that can be read; raises OSError if it may be in one that cannot, and is in no other."""
@@ -386,9 +417,9 @@ class StoreCheckpoints:
     def commit_request(self, step: int, last: bool) -> CommitRequest:
         self.copying.publish_complete()
         due = step > 0 and (last or step % self.every == 0)
-        self._own, self._waited = None, CommitTimer()
-        self._waited.start()
+        self._own = None
         self.stride.start_after(step)
+        self.stride.time_wait(True)
         self._asked = CommitRequest(
             step,
             self.roots,
@@ -402,23 +433,20 @@ class StoreCheckpoints:
     def save(self, step: int, state: Mapping[str, Any]) -> None:
         if self._asked is None or self._asked.step != step:
             raise ValueError(f"step {step} was not asked for")
-        write = partial(self._write, step, dict(state))
-        free_space = partial(self._commits.free_space, self._asked.first_needed)
-        self._own = retry_io(write, self._commits.root, self.disk_wait, free_space)
-
-    def _write(self, step: int, state: Mapping[str, Any]) -> StateFile:
         header: Header = {"role": TRAINER, "step": step}
-        own = self._commits.write(step, self.roots.epoch, f"{TRAINER}.state", header, state)
-        return replace(own, node=self.roots.owner(self.roots.node))
+        write = partial(self._commits.write, step, self.roots.epoch, f"{TRAINER}.state", header, dict(state))
+        free_space = partial(self._commits.free_space, self._asked.first_needed)
+        own = retry_io(write, self._commits.root, self.disk_wait, free_space)
+        self._own = replace(own, node=self.roots.owner(self.roots.node))
 
     def written_request(self, waits: bool) -> WrittenRequest:
-        self._waited.start()
+        self.stride.time_wait(True)
         return WrittenRequest(waits, self.copying.step)
 
     def copies(self, answers: Mapping[ProcessId, CommitAnswer], nodes: Nodes) -> list[Transfer] | None:
         files = {member: answer.file for member, answer in answers.items() if answer.file is not None}
         if len(files) < len(answers):
-            self._waited.stop()
+            self.stride.time_wait(False)
             return None
         if not self.spread or self._asked is None:
             return []
@@ -431,19 +459,20 @@ class StoreCheckpoints:
         if asked is None or own is None or asked.step != step:
             raise ValueError(f"the state of step {step} was not saved")
         files = {member.file_name: answer.file for member, answer in answers.items() if answer.file is not None}
-        extra = {**self._extra, NODES: where_kept(files, copied, self._at)} if self.spread else self._extra
+        extra = dict(self.copying.extra)
+        if self.spread:
+            extra[NODES] = where_kept(files, copied, self._at)
         publish = partial(self._commits.commit, step, self.roots.epoch, {**files, TRAINER: own}, extra)
         free_space = partial(self._commits.free_space, asked.first_needed)
-        self._latest = self._at = retry_io(publish, self._commits.root, self.disk_wait, free_space)
+        self._at = retry_io(publish, self._commits.root, self.disk_wait, free_space)
         self._kept = [self._at, *self._kept][: self._commits.keep]
-        self._waited.stop()
-        calls_s = max((answer.seconds for answer in answers.values()), default=0.0)
-        self.stride.note_commit(self._waited.seconds + calls_s)
+        self.stride.note_commit(max((answer.seconds for answer in answers.values()), default=0.0))
         self.committed_bytes += sum(file.nbytes for file in self._at.files.values())
         self._remember_writers(self._at)
         self.copying.note(answers)
         if asked.persist:
-            self.copying.begin(self._at)
+            self.copying.at = self._at
+            self._commits.pinned.add(step)
 
     def trainers_copy(self, nodes: Nodes) -> list[Transfer]:
         if not self.spread or self._at is None:
@@ -469,11 +498,7 @@ class StoreCheckpoints:
             _LOG.warning("step %d is lost with the nodes that had %s", manifest.step, ", ".join(lost))
         return not lost
 
-    @property
-    def _extra(self) -> dict[str, Any]:
-        return {CODE: self.code}
-
-    def persist_request(self) -> PersistRequest | None:
+    def persist_request(self) -> GenerationRequest | None:
         self.copying.claim(self.disk_wait)
         newest = find_newest(self._commits, self._manifests(self._commits, remember=False), self.disk_wait)
         if newest is None:
@@ -481,8 +506,9 @@ class StoreCheckpoints:
         if not self._patiently(partial(self.copying.is_left, newest.manifest)):
             return None
         self._latest = newest.manifest
-        return PersistRequest(newest.manifest.step, newest.pieces(self._commits), self.roots)
+        return GenerationRequest(newest.manifest.step, (newest.pieces(self._commits),), self.roots)
 
     def persisted(self, answers: Mapping[ProcessId, StateFile]) -> None:
         if self._latest is not None:
-            self.copying.publish(self._latest, answers)
+            copies = {member.file_name: copy for member, copy in answers.items()}
+            self.copying.publish(self._latest, copies)

@@ -23,16 +23,16 @@ from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.runtime.checkpoint.runs import TRAINER, Roots
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
+from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, write_part, write_whole
+from dlrover.python.rl.runtime.checkpoint.store import (
     NODES,
+    CheckpointStore,
     Manifest,
     Piece,
     decode,
     encode,
     write_manifest,
 )
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile, write_part, write_whole
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
 from dlrover.python.rl.trainer.port import Transfer
 
 _LOG = get_logger(__name__)
@@ -121,7 +121,7 @@ def held(roots: Roots, node: str) -> list[Held]:
         found = []
         for manifest in store.manifests():
             with suppress(FileNotFoundError):
-                content = (store.root / manifest.folder / _name_of(manifest)).read_bytes()
+                content = (store.root / manifest.folder / manifest.files[TRAINER].name).read_bytes()
                 found.append(Held(encode(manifest), content))
         return found
 
@@ -142,10 +142,6 @@ def adopt(store: CheckpointStore, held: Held) -> bool:
     write_whole(folder, manifest.files[TRAINER], memoryview(held.trainer))  # an overtaken trainer may do the same here
     write_manifest(folder, manifest, durable=False)
     return True
-
-
-def _name_of(manifest: Manifest) -> str:
-    return manifest.files[TRAINER].name
 
 
 # -- for the trainer --------------------------------------------------------------------------------------------------
@@ -173,7 +169,7 @@ def copy_for_neighbour(roots: Roots, store: CheckpointStore, manifest: Manifest,
     neighbour = _ring({**nodes, ProcessId("", 0): roots.node}).get(roots.node)
     if neighbour is None:
         return []
-    content = (store.root / manifest.folder / _name_of(manifest)).read_bytes()
+    content = (store.root / manifest.folder / manifest.files[TRAINER].name).read_bytes()
     return [Transfer(on_node[neighbour][0], (roots,), content=Held(encode(manifest), content))]
 
 

@@ -10,23 +10,22 @@ import stat
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import is_url
-from dlrover.python.rl.runtime.checkpoint.storage.generations import open_copies, save_generation
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode, encode
-from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import check_size
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore
+from dlrover.python.rl.runtime.checkpoint.object_store import Store, newest_step, open_copies
+from dlrover.python.rl.runtime.checkpoint.store import NODES, CheckpointStore, Manifest, decode, encode, folder_name
 
 _LOG = get_logger(__name__)
 
 _HELD, _SAVED_TO = "held", "saved-to"
 _PAUSE_S = 0.05
+_ALL = 1 << 30  # copies: the number that a run keeps is not known here, and its next commit removes the ones beyond
 _SHARED_MEMORY = Path("/dev/shm")
 _MEMORY_VARIABLE = "DLROVER_RL_MEMORY"
 _LEAST_SHARED_MEMORY = 1 << 28  # containers often come with 64 MB, which is no place for a model
@@ -115,22 +114,14 @@ def forget_memory(job: str, run: str | None = None, patience_s: float = 0.0, if_
 
 @dataclass(frozen=True)
 class RunMemory:
-    """The folder of a run in this node's memory; ``saved_to`` is where its copies go, empty if that is not known."""
+    """The folder of a run in this node's memory. It ``is_held`` while a process of the run is here; its copies go
+    to ``saved_to``, empty if that is not known."""
 
     job: str
     run: str
     root: Path
-
-    @property
-    def is_held(self) -> bool:
-        """True while a process of the run is here."""
-        return _is_held(self.root)
-
-    @property
-    def saved_to(self) -> str:
-        with suppress(OSError):
-            return os.readlink(self.root / _SAVED_TO)
-        return ""
+    is_held: bool
+    saved_to: str
 
     def states(self) -> list[os.stat_result]:
         """Return the state of each file and folder in it that is still there."""
@@ -143,69 +134,77 @@ class RunMemory:
 
 def list_memory() -> list[RunMemory]:
     """List what runs have in this node's memory, in the order of their names."""
-    roots = sorted(root for root in _memory_folder().glob("*-*") if root.is_dir() and not root.is_symlink())
-    return [RunMemory(*root.name.rpartition("-")[::2], root) for root in roots]
+    memories = []
+    for root in sorted(_memory_folder().glob("*-*")):
+        if root.is_dir() and not root.is_symlink():
+            job, _, run = root.name.rpartition("-")
+            saved_to = os.readlink(root / _SAVED_TO) if (root / _SAVED_TO).is_symlink() else ""
+            memories.append(RunMemory(job, run, root, _is_held(root), saved_to))
+    return memories
 
 
-_SAVED = "step %d of run %s was only in memory: saved to %s"
-
-_ALL = 1 << 30
-"""Copies: how many a run keeps is not known here, and its next commit removes those beyond."""
+def _copies_of(root: Path) -> Store | None:
+    """The store where the copies of the run in ``root`` go; None if the folder above it is not there."""
+    target = root / _SAVED_TO
+    if not target.is_symlink():
+        return None
+    place, run = os.readlink(target), root.name.rpartition("-")[2]
+    if is_url(place):
+        return open_copies(place, run, keep=_ALL)
+    return open_copies(Path(place), run, keep=_ALL) if Path(place).parent.parent.is_dir() else None
 
 
 def _save(root: Path) -> None:
     """Copy the newest generation of an ended run to the disk, if all of it was on this node and no later copy exists.
     Raises OSError."""
-    if not _is_to_be_saved(root):
+    copies = _copies_of(root)
+    if copies is None:
         return
-    run, place = root.name.rpartition("-")[2], os.readlink(root / _SAVED_TO)
-    memory, copies = (
-        CheckpointStore(root, run, durable=False),
-        open_copies(place if is_url(place) else Path(place), run, keep=_ALL),
-    )
-    newest = _newest_of(copies)
-    for manifest in memory.manifests():
-        if manifest.step > newest and save_generation(root, manifest, copies):
-            _LOG.warning(_SAVED, manifest.step, run, copies.root)
+    newest = newest_step(copies)
+    for manifest in CheckpointStore(root, copies.run, durable=False).manifests():
+        if manifest.step > newest and _save_generation(root, manifest, copies):
             return
-
-
-def _newest_of(copies: CheckpointStore | ObjectStore) -> int:
-    return next((copy.step for copy in copies.manifests() if copies.valid(copy, check_size)), 0)
 
 
 def known_in_memory(job: str, run: str) -> list[bytes]:
     """The manifests of the generations that this node knows of and that are to be saved."""
     root = memory_path(job, run)
-    if not _is_to_be_saved(root):
-        return []
-    return list(map(encode, CheckpointStore(root, run, durable=False).manifests()))
-
-
-def _is_to_be_saved(root: Path) -> bool:
-    """Whether the folder is there that copies of the run go to."""
-    target = root / _SAVED_TO
-    return target.is_symlink() and (is_url(place := os.readlink(target)) or Path(place).parent.parent.is_dir())
+    return list(map(encode, CheckpointStore(root, run, durable=False).manifests())) if _copies_of(root) else []
 
 
 def save_from_memory(job: str, run: str, content: bytes) -> bool | None:
-    """Copy what this node has of a generation, given by its manifest, that other nodes have the rest of. Returns True
-    if it is complete now, or a later copy exists; None after an error, which is logged."""
+    """Copy what this node has of a generation, whose manifest is ``content``, of which other nodes have more. Returns
+    True if it is complete now, or a later copy exists; None after an error, which is logged."""
     root, manifest = memory_path(job, run), decode(content)
-    if not _is_to_be_saved(root):
-        return False
     try:
-        place = os.readlink(root / _SAVED_TO)
-        copies = open_copies(place if is_url(place) else Path(place), run, keep=_ALL)
-        if _newest_of(copies) >= manifest.step:
-            return True
-        saved = save_generation(root, manifest, copies)
+        copies = _copies_of(root)
+        if copies is None:
+            return False
+        return newest_step(copies) >= manifest.step or _save_generation(root, manifest, copies)
     except OSError as error:
         _LOG.error("step %d of run %s cannot be saved from the memory of this node: %s", manifest.step, run, error)
         return None
-    if saved:
-        _LOG.warning(_SAVED, manifest.step, run, copies.root)
-    return saved
+
+
+def _save_generation(memory: Path, manifest: Manifest, copies: Store) -> bool:
+    """Copy the files of a generation that are in ``memory``, and make it a copy if that completes it: other nodes may
+    have other files, and save them. Returns False if it is not complete, or not intact. Raises OSError."""
+    # A later trainer may have claimed the copies and ended before its first commit.
+    epoch, folder = max(manifest.epoch, copies.epoch), memory / manifest.folder
+    try:
+        copies.claim(epoch)
+        for file in manifest.files.values():
+            if (folder / file.name).is_file():
+                copies.put(folder, manifest.step, epoch, file)
+        files = {name: replace(file, node="") for name, file in manifest.files.items()}
+        for file in files.values():
+            copies.check(folder_name(manifest.step, epoch), file)
+        extra = {name: value for name, value in manifest.extra.items() if name != NODES}
+        copies.commit(manifest.step, epoch, files, extra)
+    except (CheckpointCorrupt, CheckpointMissing, StaleEpoch, FileNotFoundError):
+        return False
+    _LOG.warning("step %d of run %s was only in memory: saved to %s", manifest.step, copies.run, copies.root)
+    return True
 
 
 _locks: dict[Path, int] = {}
@@ -235,19 +234,10 @@ def _is_held(root: Path) -> bool:
 
 
 def _memory_folder() -> Path:
-    if folder := os.environ.get(_MEMORY_VARIABLE):
-        return Path(folder) / _own_name()
-    memory = _SHARED_MEMORY if _is_usable(_SHARED_MEMORY) else Path(tempfile.gettempdir())
-    return memory / _own_name()
-
-
-def _own_name() -> str:
-    """A folder of another user could be renamed under the files in it."""
-    return f"dlrover-rl-{os.geteuid()}"
-
-
-def _is_usable(folder: Path) -> bool:
-    if not os.access(folder, os.W_OK | os.X_OK):
-        return False
-    disk = os.statvfs(folder)
-    return disk.f_blocks * disk.f_frsize >= _LEAST_SHARED_MEMORY
+    place = os.environ.get(_MEMORY_VARIABLE)
+    if not place:
+        is_usable = os.access(_SHARED_MEMORY, os.W_OK | os.X_OK)
+        disk = os.statvfs(_SHARED_MEMORY) if is_usable else None
+        is_large = disk is not None and disk.f_blocks * disk.f_frsize >= _LEAST_SHARED_MEMORY
+        place = str(_SHARED_MEMORY) if is_large else tempfile.gettempdir()
+    return Path(place) / f"dlrover-rl-{os.geteuid()}"  # a folder of another user could be renamed under its files

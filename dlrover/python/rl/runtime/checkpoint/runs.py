@@ -1,10 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The commits and copies of all runs in a job's directory, and the copies of its files where ``job_dir`` is a URL."""
+"""The commits and copies of all runs in a job's directory, the copies of its files where ``job_dir`` is a URL, and the
+room that commits need before the job starts.
+
+::
+
+    in a node's memory   2 commits, the one that is written, and 1 more while it is copied;
+                         on several nodes also 3 of the node before
+    in job_dir           checkpoint.keep copies of all states and the one that is written; with commit_to: job_dir also
+                         the generations that would be in memory
+"""
 
 import os
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,13 +23,20 @@ from typing import Any
 from fsspec.core import url_to_fs
 
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError
+from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
-from dlrover.python.rl.runtime.checkpoint.storage.generations import open_copies
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import Manifest
-from dlrover.python.rl.runtime.checkpoint.storage.object_store import ObjectStore, store_errors, stores_below
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import check_size
-from dlrover.python.rl.runtime.checkpoint.storage.store import CheckpointStore, newest_of
+from dlrover.python.rl.control.placement import Placement
+from dlrover.python.rl.runtime.checkpoint.node_memory import memory_path, memory_root
+from dlrover.python.rl.runtime.checkpoint.object_store import (
+    ObjectStore,
+    Store,
+    newest_step,
+    open_copies,
+    store_errors,
+    stores_below,
+)
+from dlrover.python.rl.runtime.checkpoint.state_file import check_size
+from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Manifest
 
 TRAINER, CODE = "trainer", "code"
 """Names in a manifest: of the trainer's file, and of the digests of the code that computed."""
@@ -28,23 +44,33 @@ TRAINER, CODE = "trainer", "code"
 STATES = COPIES, COMMITS = "checkpoints", "commits"
 """Their folders in a job's directory."""
 
+_KEPT = 3  # commits in memory, of which one is being written
+
 
 def forget_commits(job_dir: Path, run: str) -> None:
     """Remove the commits of an ended run from the job's directory, unless they go beyond its last copy; also the folder
     of copies if it has made none."""
     folder = job_dir.absolute()
     commits, copies = (CheckpointStore(folder / name / run, run, durable=True) for name in (COMMITS, COPIES))
-    if _newest_step(commits) <= _newest_step(copies):
+    if newest_step(commits) <= newest_step(copies):
         commits.remove()
     if copies.root.is_dir() and not any(path.is_dir() for path in copies.root.iterdir()):
         copies.remove()
 
 
-def _newest_step(store: CheckpointStore) -> int:
-    return next((manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)), 0)
+def newest_of(stores: Iterable[Store]) -> tuple[Store, Manifest] | None:
+    """The valid generation of the latest step of the run that committed last; a copy is younger than its commit."""
+    pairs = [(store, manifest) for store in stores for manifest in store.manifests()]
+    ended: dict[str, float] = {}
+    for store, manifest in pairs:
+        ended[store.run] = max(manifest.committed_at, ended.get(store.run, 0.0))
+    for store, manifest in sorted(pairs, key=lambda pair: (ended[pair[0].run], pair[1].step), reverse=True):
+        if store.valid(manifest, check_size):
+            return store, manifest
+    return None
 
 
-def newest_commit(job_dir: Path, archive: str = "") -> tuple[CheckpointStore | ObjectStore, Manifest] | None:
+def newest_commit(job_dir: Path, archive: str = "") -> tuple[Store, Manifest] | None:
     """The valid commit or copy made last by any run in the folder, or at the URL of its archive."""
     folder = job_dir.absolute()
     roots = [root for name in (COPIES, COMMITS) for root in (folder / name).glob("*") if root.is_dir()]
@@ -63,10 +89,10 @@ def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
     return f"{store.root}/{manifest.folder}", dict(members)
 
 
-def prune_earlier_runs(durable: CheckpointStore | ObjectStore) -> None:
+def prune_earlier_runs(durable: Store) -> None:
     """Of all runs in the folder of ``durable``, keep the newest copies; commits of earlier ones are superseded."""
     room = durable.keep - len(durable.manifests())
-    others: Sequence[CheckpointStore | ObjectStore]
+    others: Sequence[Store]
     if isinstance(durable, ObjectStore):
         others = stores_below(durable.root.rpartition("/")[0])
     else:
@@ -75,15 +101,12 @@ def prune_earlier_runs(durable: CheckpointStore | ObjectStore) -> None:
             if root.name != durable.run:
                 CheckpointStore(root, root.name, durable=True).remove()
         others = [CheckpointStore(root, root.name, durable=True) for root in (folder / COPIES).glob("*")]
-    for store in sorted(others, key=_committed_at, reverse=True):
+    ended = [(max((each.committed_at for each in store.manifests()), default=0.0), store) for store in others]
+    for _, store in sorted(ended, key=lambda pair: pair[0], reverse=True):
         if store.run != durable.run:
             kept = store.manifests()[: max(room, 0)]
             room -= len(kept)
             store.drop_older(kept[-1].step) if kept else store.remove()
-
-
-def _committed_at(store: CheckpointStore | ObjectStore) -> float:
-    return max((manifest.committed_at for manifest in store.manifests()), default=0.0)
 
 
 class RunFiles:
@@ -97,19 +120,16 @@ class RunFiles:
     def fetch(self) -> None:
         """Download what is not here, or shorter: this process may be the run's first one on its node."""
         with store_errors():
-            self._fetch()
-
-    def _fetch(self) -> None:
-        self._fs.invalidate_cache()
-        for path, details in self._fs.find(self._path, detail=True).items():
-            name = Path(str(path)).relative_to(self._path)
-            target = self._folder / name
-            if len(name.parts) > 1 or target.is_file() and target.stat().st_size >= details["size"]:
-                continue  # folders: models, which nothing continues from, and states
-            target.parent.mkdir(parents=True, exist_ok=True)
-            temporary = target.with_name(f".{target.name}.fetched")
-            self._fs.get_file(str(path), str(temporary))
-            temporary.replace(target)
+            self._fs.invalidate_cache()
+            for path, details in self._fs.find(self._path, detail=True).items():
+                name = Path(str(path)).relative_to(self._path)
+                target = self._folder / name
+                if len(name.parts) > 1 or target.is_file() and target.stat().st_size >= details["size"]:
+                    continue  # folders: models, which nothing continues from, and states
+                target.parent.mkdir(parents=True, exist_ok=True)
+                temporary = target.with_name(f".{target.name}.fetched")
+                self._fs.get_file(str(path), str(temporary))
+                temporary.replace(target)
 
     def put(self, name: str) -> None:
         with store_errors():
@@ -130,17 +150,14 @@ class RunFiles:
             if name.parts[0] in STATES or name.name.startswith((".", "owner.", "journal.")) or not path.is_file():
                 continue
             try:
-                self._upload_changed(name, path)
+                status = path.stat()
+                version = status.st_mtime_ns, status.st_size
+                if self._uploaded.get(name) != version:
+                    self.put(str(name))
+                    self._uploaded[name] = version
             except (FileNotFoundError, CheckpointMissing):
                 if path.exists():
                     raise
-
-    def _upload_changed(self, name: Path, path: Path) -> None:
-        status = path.stat()
-        version = status.st_mtime_ns, status.st_size
-        if self._uploaded.get(name) != version:
-            self.put(str(name))
-            self._uploaded[name] = version
 
 
 def files_of(job: JobSpec) -> RunFiles | None:
@@ -216,7 +233,7 @@ class Roots:
         """The ``StateFile.node`` of files that ``node`` writes there."""
         return "" if self.shared else node
 
-    def durable_store(self, keep: int = 2) -> CheckpointStore | ObjectStore:
+    def durable_store(self, keep: int = 2) -> Store:
         return open_copies(self.durable, self.run, keep)
 
 
@@ -238,3 +255,64 @@ def roots_of(job: JobSpec, run: str, epoch: int, node: str = "") -> Roots:
 def is_on_one_node(job: JobSpec) -> bool:
     """Losing the node ends such a job anyway."""
     return job.trainer.node_number == 1 and job.scheduling_strategy != "SIMPLE"
+
+
+@dataclass(frozen=True)
+class Room:
+    """Bytes in the memory of the node that needs most, and in the job's directory; of the states of all members,
+    ``states`` is a line for people."""
+
+    memory: int
+    disk: int
+    states: str
+
+
+def room_for(job: JobSpec, placement: Placement, state_bytes: Mapping[str, int | None]) -> Room | None:
+    """``state_bytes`` is that of one member of each role with state; None if one is not known."""
+    own = [0] * max(len(placement.nodes), 1)
+    parts = []
+    for role, slots in placement.slots.items():
+        nbytes = state_bytes.get(str(role), 0)
+        if nbytes is None:
+            return None
+        for slot in slots:
+            own[placement.position(slot.bundle)[0]] += nbytes
+        if nbytes:
+            parts.append(f"{role} {len(slots)} x {short_number(nbytes)}B")
+    roots = roots_of(job, "", 1)
+    most = sorted(own, reverse=True)
+    neighbours = most[1] if len(most) > 1 and not is_on_one_node(job) else 0
+    in_memory = (_KEPT + 1) * most[0] + _KEPT * neighbours
+    disk = 0 if job.archive else (job.checkpoint.keep + 1) * sum(own)
+    if roots.shared:
+        in_memory, disk = 0, disk + (_KEPT + 1) * sum(own)
+    return Room(in_memory, disk, ", ".join(parts))
+
+
+def describe_room(room: Room | None) -> list[str]:
+    """Lines for ``check``."""
+    if room is None:
+        return ["commits: the size of a state is not known before it is loaded"]
+    if not room.states:
+        return []
+    memory = f"{short_number(room.memory)}B in the memory of a node at most, " if room.memory else ""
+    return [f"commits: {room.states}; {memory}{short_number(room.disk)}B in the job's directory"]
+
+
+def validate_room(job: JobSpec, room: Room | None) -> list[ConfigError]:
+    """Return what cannot fit, where the job's nodes are like this machine."""
+    if room is None:
+        return []
+    advice = "checkpoint.keep: 1 and another disk are what helps"
+    needs = [("job_dir", room.disk, job.run_folders or job.job_dir, advice)]
+    if is_on_one_node(job):
+        memory, advice = memory_path(job.name, "").parent.parent, "checkpoint.commit_to: job_dir needs no memory"
+        needs.insert(0, ("checkpoint.commit_to", room.memory, memory, advice))
+    errors = []
+    for where, nbytes, folder, advice in needs:
+        disk = os.statvfs(next(parent for parent in (folder, *folder.parents) if parent.exists()))
+        size = disk.f_blocks * disk.f_frsize  # 0 for what is no disk
+        if 0 < size < nbytes:
+            need, has = short_number(nbytes), short_number(size)
+            errors.append(ConfigError(where, f"commits need {need}B in {folder}, which has {has}B in all: {advice}"))
+    return errors

@@ -160,7 +160,7 @@ def ray_worker_log_tail(session_dir: str | Path, pid: int, lines: int = 20) -> s
     for ending in ("err", "out"):
         count = lines - len(tail)
         if count > 0:
-            tail = _tail(_newest(Path(session_dir) / "logs", f"worker-*-{pid}.{ending}"), count) + tail
+            tail = _tail_of_newest(Path(session_dir) / "logs", f"worker-*-{pid}.{ending}", count) + tail
     return "\n".join(tail)
 
 
@@ -199,16 +199,13 @@ def _from_kernel(pid: int, why: str) -> str:
     states = [" ".join(line.split()) for line in _read(process / "status").splitlines() if line.startswith(keys)]
     report += [line for line in (command[:200], ", ".join(states)) if line]
     with contextlib.suppress(OSError):
-        report += [_thread(folder) for folder in sorted((process / "task").iterdir())[:_MOST_THREADS]]
+        for folder in sorted((process / "task").iterdir())[:_MOST_THREADS]:
+            name, place = _read(folder / "comm").strip(), _read(folder / "wchan").strip()
+            state = _read(folder / "stat").rpartition(") ")[2][:1]
+            asleep = f" in {place}" if place not in ("", "0") else ""
+            report.append(f"thread {folder.name} {name}: {state or '?'}{asleep}")
     kernel = _read(process / "stack").strip()
     return "\n".join([*report, f"kernel stack:\n{kernel}"] if kernel else report)
-
-
-def _thread(folder: Path) -> str:
-    name, place = _read(folder / "comm").strip(), _read(folder / "wchan").strip()
-    state = _read(folder / "stat").rpartition(") ")[2][:1]
-    asleep = f" in {place}" if place not in ("", "0") else ""
-    return f"thread {folder.name} {name}: {state or '?'}{asleep}"
 
 
 def _is_alive(pid: int) -> bool:
@@ -222,19 +219,13 @@ def _read(file: Path) -> str:
         return ""
 
 
-def _newest(folder: Path, pattern: str) -> Path | None:
+def _tail_of_newest(folder: Path, pattern: str, lines: int) -> list[str]:
     try:
-        return max(folder.glob(pattern), key=lambda file: file.stat().st_mtime, default=None)
-    except OSError:
-        return None
-
-
-def _tail(file: Path | None, lines: int) -> list[str]:
-    if file is None:
-        return []
-    try:
-        with file.open("rb") as stream:
-            stream.seek(max(0, file.stat().st_size - _TAIL_BYTES))
+        newest = max(folder.glob(pattern), key=lambda file: file.stat().st_mtime, default=None)
+        if newest is None:
+            return []
+        with newest.open("rb") as stream:
+            stream.seek(max(0, newest.stat().st_size - _TAIL_BYTES))
             text = stream.read(_TAIL_BYTES).decode(errors="replace")
     except OSError:
         return []

@@ -21,6 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, TypeAlias
 
 import cloudpickle
@@ -37,7 +38,12 @@ from dlrover.python.rl.common.log import cut_middle, valid_text
 from dlrover.python.rl.common.progress import last_progress_s, noted_progress
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.liveness import Work
-from dlrover.python.rl.runtime.checkpoint.member_state import CommitAnswer, CommitRequest, MemberState, RestoreRequest
+from dlrover.python.rl.runtime.checkpoint.member_state import (
+    CommitAnswer,
+    CommitRequest,
+    GenerationRequest,
+    MemberState,
+)
 from dlrover.python.rl.runtime.checkpoint.neighbours import held, read, store
 from dlrover.python.rl.runtime.member.arguments import CallHeader, CallId, Stored
 from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING
@@ -84,11 +90,6 @@ class _Answer:
     result: Stored | None = None
     error: InvocationError | None = None
 
-    def load(self) -> Any:
-        if self.error is not None:
-            raise self.error
-        return self.result.load() if self.result is not None else None
-
 
 class MemberHost:
     """Hosts one workload; see the module. ``node`` is the id of the node, for files that only this node has; ``""`` in
@@ -97,36 +98,23 @@ class MemberHost:
     def __init__(self, incarnation: int = 1, node: str = "", now_s: Callable[[], float] = time.monotonic) -> None:
         self.workload: Any = None  # before start()
         self.executed: Counter[str] = Counter()  # how often each method ran, repeated answers not counted
-        self._incarnation, self._node = incarnation, node
-        self._now_s = now_s
-        self._context, self._is_stateful = MemberContext(), False
+        self._incarnation, self._now_s = incarnation, now_s
+        self._context = MemberContext()
         self._state = MemberState(self._context.role, self._context.rank, incarnation, node)
         self._epoch = 0
         self._answers: dict[CallId, _Answer] = {}
-        self._latest, self._settled = _NEVER, 0
+        self._latest = _NEVER
         self._standing = Standing()
         self._now: tuple[str, CallId, float] | None = None
         self._progress, self._progressed_s = 0, 0.0
         self.work = Work()
         self._loop: asyncio.Runner | None = None
-        self._verbs: dict[str, Callable[..., Any]] = {
-            COMMIT: self._commit,
-            WRITTEN: lambda request: self._state.written(request),
-            RESTORE: self._restore,
-            PERSIST: lambda request: self._state.persist(request),
-            FORGET: self._forget,
-            WHERE: self._where,
-            READ: read,
-            STORE: lambda part, content: store(part, content, self._node),
-            HELD: lambda roots: held(roots, self._node),
-        }
 
     def start(self, workload_class: Any, context: MemberContext, master_handle: Any, config: Any) -> None:
         self._context = context
-        self._state = MemberState(context.role, context.rank, self._incarnation, self._node, context.world_size)
+        self._state = MemberState(context.role, context.rank, self._incarnation, self._state.node, context.world_size)
         with member_context(context), self._in(CONSTRUCTING, _NEVER):
             self.workload = workload_class(master_handle, config)
-        self._is_stateful = is_stateful(type(self.workload))
         self.workload.wait_until_written = self._state.wait_until_written
 
     def load(self, job: JobSpec, context: MemberContext) -> type[Any]:
@@ -138,7 +126,7 @@ class MemberHost:
 
     @property
     def is_rebuilt(self) -> bool:
-        """Whether a trainer has called it: an object that is new in an old process gets its state in such calls."""
+        """True once a trainer has called it: an object that is new in an old process gets its state in such calls."""
         return self._epoch > 0
 
     def current_call(self) -> CurrentCall | None:
@@ -179,25 +167,28 @@ class MemberHost:
         if header.method.startswith("!"):
             with self._in(header.method, header.call_id):
                 return self._serve(header.method, arguments()[0])
-        if header.keep and header.call_id in self._answers:
-            return self._repeat(header)
         if header.keep:
-            self._check_order(header)
+            if (answer := self._answers.get(header.call_id)) is not None:
+                return self._repeat(header, answer)
+            if header.call_id < self._latest:
+                reason = f"call {header.call_id} comes after call {self._latest} has run"
+                raise self._refusal(ReplayDiverged, header, reason)
+            if header.after is not None and header.after not in self._answers:
+                raise self._refusal(CallSkipped, header, f"call {header.after} has not run")
         args, kwargs = arguments()
         return self._execute(header, args, kwargs)
 
     def run(self, method: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a call through a raw handle: it belongs to no step, nothing is kept, and errors are raised unchanged."""
-        self._note_raw_call()
-        return self._call(method, _NEVER, args, kwargs)
-
-    def _note_raw_call(self) -> None:
         self._standing = replace(self._standing, since=None, at=None)
+        return self._call(method, _NEVER, args, kwargs)
 
     def failure(self, method: str, error: BaseException) -> InvocationError:
         """``error``, which is being handled, as the trainer receives it. If the method was not even entered, the
         trainer's traceback tells more: it ends at the call."""
-        text = "" if _is_raised_in(error, MemberHost._call) else valid_text(user_traceback(error))
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        is_entered = not frames or frames[-1].f_code is not MemberHost._call.__code__
+        text = valid_text(user_traceback(error)) if is_entered else ""
         failure = InvocationError(
             valid_text(cut_middle(f"{type(error).__name__}: {error}", _MOST_TEXT)),
             role=self._context.role,
@@ -224,30 +215,21 @@ class MemberHost:
         if header.incarnation > self._incarnation:
             reason = f"meant for incarnation {header.incarnation}, this is {self._incarnation}"
             raise self._refusal(StaleCall, header, reason)
-        if header.epoch > self._epoch and not self._is_stateful:
-            self._forget_failures()
+        if header.epoch > self._epoch and not is_stateful(type(self.workload)):
+            # Another trainer repeats the step: what failed last is tried again.
+            while self._answers and self._answers[last := max(self._answers)].error is not None:
+                del self._answers[last]
+            self._latest = max(self._answers, default=_NEVER)
         self._epoch = max(self._epoch, header.epoch)
-        if header.settled > self._settled:
+        if header.settled > self._standing.settled:
             self._settle(header.settled)
 
-    def _forget_failures(self) -> None:
-        """Another trainer repeats the step: what failed last is tried again."""
-        while self._answers and self._answers[last := max(self._answers)].error is not None:
-            del self._answers[last]
-        self._latest = max(self._answers, default=_NEVER)
-
-    def _repeat(self, header: CallHeader) -> Any:
-        answer = self._answers[header.call_id]
+    def _repeat(self, header: CallHeader, answer: _Answer) -> Any:
         if answer.method != header.method:
             raise self._refusal(ReplayDiverged, header, f"call {header.call_id} was {answer.method} before")
-        return answer.load()
-
-    def _check_order(self, header: CallHeader) -> None:
-        if header.call_id < self._latest:
-            reason = f"call {header.call_id} comes after call {self._latest} has run"
-            raise self._refusal(ReplayDiverged, header, reason)
-        if header.after is not None and header.after not in self._answers:
-            raise self._refusal(CallSkipped, header, f"call {header.after} has not run")
+        if answer.error is not None:
+            raise answer.error
+        return answer.result.load() if answer.result is not None else None
 
     def _refusal(self, kind: type[InvocationError], header: CallHeader, reason: str) -> InvocationError:
         return kind(reason, role=self._context.role, rank=self._context.rank, method=header.method)
@@ -256,7 +238,7 @@ class MemberHost:
 
     def _execute(self, header: CallHeader, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         if not header.keep:
-            self._note_raw_call()
+            self._standing = replace(self._standing, since=None, at=None)
         try:
             result = self._call(header.method, header.call_id, args, kwargs)
             stored = _stored(result) if header.keep else None
@@ -304,22 +286,34 @@ class MemberHost:
     # -- requests beside the methods ----------------------------------------------------------------------------------
 
     def _serve(self, verb: str, args: Sequence[Any]) -> Any:
+        verbs: dict[str, Callable[..., Any]] = {
+            COMMIT: self._commit,
+            WRITTEN: self._state.written,
+            RESTORE: self._restore,
+            PERSIST: self._state.persist,
+            FORGET: self._forget,
+            WHERE: self._where,
+            READ: read,
+            STORE: partial(store, node=self._state.node),
+            HELD: partial(held, node=self._state.node),
+        }
         try:
-            return self._verbs[verb](*args)
+            return verbs[verb](*args)
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the user's code may raise anything
             raise (failure := self.failure(verb.removeprefix("!"), error)) from failure.original
 
     def _where(self) -> Standing:
         is_deterministic = bool(self.workload.is_deterministic())
-        return replace(self._standing, settled=self._settled, deterministic=is_deterministic, node=self._node)
+        return replace(self._standing, deterministic=is_deterministic, node=self._state.node)
 
     def _commit(self, request: CommitRequest) -> CommitAnswer:
         answer = self._state.commit(self.workload, request)
         since = request.step if self._standing.since is None else self._standing.since
-        self._standing = Standing(since, request.step, max(self._standing.touched, request.step))
+        touched = max(self._standing.touched, request.step)
+        self._standing = replace(self._standing, since=since, at=request.step, touched=touched)
         return answer
 
-    def _restore(self, request: RestoreRequest) -> None:
+    def _restore(self, request: GenerationRequest) -> None:
         self._forget()
         self._state.restore(self.workload, request)
         self._standing = Standing(request.step, request.step, request.step)
@@ -327,19 +321,17 @@ class MemberHost:
     def _forget(self) -> None:
         """Forget the steps: the state is no longer that of a commit. The answers to calls of ``init`` stay."""
         self._drop(lambda step: step == 0)
-        self._settled = 0
         self._latest = max(self._answers, default=_NEVER)
         self._standing = Standing(None, None)
 
     def _settle(self, ended: int) -> None:
         """The calls of the steps up to ``ended`` will not be repeated."""
-        self._settled = ended
         self._drop(lambda step: step == 0 or step > ended)
-        at = self._standing.at
+        since, at = self._standing.since or 0, self._standing.at
         if at is None or at < ended:
-            self._standing = replace(self._standing, since=None, at=None)
+            self._standing = replace(self._standing, since=None, at=None, settled=ended)
         else:
-            self._standing = replace(self._standing, since=max(self._standing.since or 0, ended))
+            self._standing = replace(self._standing, since=max(since, ended), settled=ended)
 
     def _drop(self, keeps_step: Callable[[int], bool]) -> None:
         self._answers = {call_id: answer for call_id, answer in self._answers.items() if keeps_step(call_id[0])}
@@ -354,9 +346,3 @@ def _stored(result: Any) -> Stored:
 
 async def _awaited(result: Any) -> Any:
     return await result
-
-
-def _is_raised_in(error: BaseException, function: Callable[..., Any]) -> bool:
-    """Whether the innermost frame is that of ``function``."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return bool(frames) and frames[-1].f_code is function.__code__

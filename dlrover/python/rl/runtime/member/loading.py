@@ -23,9 +23,8 @@ from dlrover.python.rl.common.errors import (
     user_traceback,
 )
 from dlrover.python.rl.common.extensions import load_module
-from dlrover.python.rl.common.log import valid_text
+from dlrover.python.rl.common.log import hide_values, valid_text
 from dlrover.python.rl.common.names import ProcessId, hint
-from dlrover.python.rl.common.redaction import hide_values
 from dlrover.python.rl.config.secrets import Secrets, seal, variables_of
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import (

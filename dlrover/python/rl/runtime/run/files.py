@@ -23,15 +23,17 @@ from functools import cached_property
 from pathlib import Path
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.log import valid_text
+from dlrover.python.rl.common.log import redacted_bytes, valid_text
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, hint
 from dlrover.python.rl.common.private_files import open_below, open_folder
-from dlrover.python.rl.common.redaction import redacted_bytes
 from dlrover.python.rl.runtime.checkpoint.runs import STATES
-from dlrover.python.rl.runtime.run.owner import RECORDS, process_began
+from dlrover.python.rl.runtime.run.machine import process_began
 
 METRICS, SUMMARY = "metrics.jsonl", "summary.json"
 """The files of each step's metrics, and of the closing ones."""
+
+RECORDS = "owner.*.json"
+"""The records of starts, see folder.py."""
 
 LOGS = "logs"
 SUFFIX = ".log"
@@ -141,7 +143,7 @@ class LogReader:
 
     def __init__(self, folder: RunFolder, process: str = "", tail: int = 0) -> None:
         self._folder, self._process, self._tail = folder, process, tail
-        self._positions: dict[str, _LogPosition] = {}
+        self._positions: dict[str, tuple[int, int]] = {}  # inode and offset, by process
 
     def check(self, coming: Mapping[str, int] | None = None) -> None:
         """Raises InvalidJob if the process has no log, or if it is none of a job whose logs are ``coming``, which has
@@ -167,61 +169,48 @@ class LogReader:
             files = self._files(process, opened)
             if files and process not in self._positions:
                 self._positions[process] = self._begin(files)
-            for at, file in enumerate(files):
-                position = self._positions[process]
-                if file.inode != position.inode and any(other.inode == position.inode for other in files[at + 1 :]):
+            for at, (descriptor, state) in enumerate(files):
+                inode, offset = self._positions[process]
+                if state.st_ino != inode and any(newer.st_ino == inode for _, newer in files[at + 1 :]):
                     continue  # it was read before
-                if file.inode != position.inode or file.size < position.offset:
-                    position = self._positions[process] = _LogPosition(file.inode, 0)
-                data = os.pread(file.descriptor, _CHUNK, position.offset)
+                if state.st_ino != inode or state.st_size < offset:
+                    offset = 0
+                data = os.pread(descriptor, _CHUNK, offset)
                 is_complete = at < len(files) - 1
                 whole = data.rfind(b"\n") + 1
                 if not whole and (is_complete or len(data) >= _MAX_LINE):
                     whole = len(data)
-                position.offset += whole
+                self._positions[process] = state.st_ino, offset + whole
                 if whole:
                     return data[:whole]
         return b""
 
-    def _files(self, process: str, opened: ExitStack) -> list["_LogFile"]:
-        """The oldest first. They are opened from the newest on, so that a rotation in between hides none."""
-        files: dict[int, _LogFile] = {}
+    def _files(self, process: str, opened: ExitStack) -> list[tuple[int, os.stat_result]]:
+        """Descriptors, the oldest file first. They are opened from the newest on, so that a rotation hides none."""
+        files: dict[int, tuple[int, os.stat_result]] = {}
         for number in range(KEPT_LOGS):
             name = f"{process}{SUFFIX}" + (f".{number}" if number else "")
             with suppress(OSError, ValueError, InvalidJob):
                 descriptor = self._folder.descriptor((LOGS, name))
                 opened.callback(os.close, descriptor)
                 state = os.fstat(descriptor)
-                files[state.st_ino] = _LogFile(descriptor, state.st_ino, state.st_size)
+                files[state.st_ino] = descriptor, state
         return list(files.values())[::-1]
 
-    def _begin(self, files: list["_LogFile"]) -> "_LogPosition":
-        """Where the last ``tail`` lines begin, or everything."""
+    def _begin(self, files: list[tuple[int, os.stat_result]]) -> tuple[int, int]:
+        """The position of the last ``tail`` lines, or of everything."""
         left, room = self._tail, _MAX_TAIL
-        for file in reversed(files if self._tail else ()):
-            end = file.size
+        for descriptor, state in reversed(files if self._tail else ()):
+            end = state.st_size
             while end:
                 begin = max(end - _CHUNK, 0)
-                data = os.pread(file.descriptor, end - begin, begin)
+                data = os.pread(descriptor, end - begin, begin)
                 room -= len(data)
                 count = data.count(b"\n")
                 if count > left or room < _CHUNK:
-                    return _LogPosition(file.inode, begin + _start_of_last(data, min(left, max(count - 1, 0))))
+                    return state.st_ino, begin + _start_of_last(data, min(left, max(count - 1, 0)))
                 left, end = left - count, begin
-        return _LogPosition(files[0].inode, 0)
-
-
-@dataclass
-class _LogPosition:
-    inode: int
-    offset: int
-
-
-@dataclass(frozen=True)
-class _LogFile:
-    descriptor: int
-    inode: int
-    size: int
+        return files[0][1].st_ino, 0
 
 
 def _start_of_last(data: bytes, lines: int) -> int:
@@ -321,7 +310,11 @@ class LogCopier:
 
 def copy_output(folder: Path, process: str, title: str) -> LogCopier | None:
     """Copy what this process writes to its standard output and error; None if these are no files."""
-    sources = {path for number in (1, 2) if (path := _file_of(number)) is not None}
+    sources = set()
+    for number in (1, 2):
+        with suppress(OSError):
+            path = Path(os.readlink(f"/proc/self/fd/{number}"))
+            sources |= {path} if path.is_absolute() and path.is_file() else set()
     if not sources:
         return None
     copier = LogCopier(folder, process, sorted(sources))
@@ -363,14 +356,6 @@ def _rotate(target: Path) -> None:
         newer = target.with_name(f"{target.name}.{number - 1}") if number > 1 else target
         with suppress(FileNotFoundError):
             newer.replace(older)
-
-
-def _file_of(number: int) -> Path | None:
-    try:
-        path = Path(os.readlink(f"/proc/self/fd/{number}"))
-    except OSError:
-        return None
-    return path if path.is_absolute() and path.is_file() else None
 
 
 def _size(path: Path) -> int:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: a folder, its owner's records and the claim on it are read together.
 """The folder of a run, and who holds it.
 
 ::
@@ -8,59 +9,193 @@
     <job_dir>/owner.<n>.json                the n-th start in this folder; the highest number counts
 
 A start claims its folder by creating the next record, in which only one of several processes succeeds, and touches it
-while it runs. There is no lock, since one that a lost node holds on a shared disk stays.
+while it runs. There is no lock, since one that a lost node holds on a shared disk stays. A record, and the job beside
+it, are on disk before anything refers to them; until then the older ones stay.
 """
 
+import json
 import os
 import re
 import shutil
 import signal
+import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 from uuid import uuid4
+
+import yaml
 
 from dlrover.python.rl.common.errors import CheckpointMissing, ConfigError, InvalidJob, JobConflict
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import resume_command
+from dlrover.python.rl.common.private_files import open_file, share_file
 from dlrover.python.rl.config.layout import job_to_yaml
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import RunMemory, list_memory, memory_path
 from dlrover.python.rl.runtime.checkpoint.runs import STATES, files_of, newest_commit, resumed_layout
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import make_folder, sync_folder
-from dlrover.python.rl.runtime.run.files import METRICS, SUMMARY
-from dlrover.python.rl.runtime.run.machine import describe_origin, record_environment
-from dlrover.python.rl.runtime.run.owner import (
-    COMMITTED,
-    DESCRIPTION,
-    FAILED,
-    FINISHED,
-    LAUNCHED,
-    RUNNING,
-    Owner,
-    encode_owner,
-    has_commits_on_disk,
-    in_use,
-    newest_owner,
-    newest_record,
-    number_of,
-    owner_of,
-    read_owner,
-    records_in,
-    write_shared,
-)
+from dlrover.python.rl.runtime.checkpoint.state_file import make_folder, new_file, sync_folder
+from dlrover.python.rl.runtime.run.files import METRICS, RECORDS, SUMMARY
+from dlrover.python.rl.runtime.run.machine import describe_origin, process_began, record_environment
 
 _LOG = get_logger(__name__)
+
+RUNNING, FINISHED, FAILED = "running", "finished", "failed"
+IN_PROCESS, ON_RAY, LAUNCHED = "one process", "Ray", "torchrun"
+
+DESCRIPTION = "job.yaml"
+COMMITTED = "step-*[1-9]*.e*"  # a step's folder, but for step 0, which is the start
+_UNKNOWN = "unknown"
 
 LATEST, MODEL, CLUSTER = "latest", "model", "cluster"
 BEAT_S = 5.0
 _QUIET_S = 600.0
 _OWN_FOLDER = re.compile(r"\d{8}-\d{6}-[0-9a-f]{8}")
 _RESULTS = (METRICS, SUMMARY, MODEL, *(f"{name}/*/step-*" for name in STATES))
+
+
+@dataclass(frozen=True)
+class Owner:
+    """A start of a run. ``pid`` 0: it is not bound to one process, and lives until its record was not touched for
+    ``lease_s`` seconds; the same holds for a process on another machine."""
+
+    job: str
+    run: str
+    runtime: str
+    host: str
+    machine: str
+    pid: int
+    began: str
+    since_s: float
+    lease_s: float
+    work_dir: str
+    search_path: tuple[str, ...]
+    state: str = RUNNING
+    given: str = ""
+
+    @property
+    def is_here(self) -> bool:
+        return self.machine == _machine()
+
+    def __str__(self) -> str:
+        process = f"process {self.pid} on" if self.pid else "on"
+        since = datetime.fromtimestamp(self.since_s).strftime("%Y-%m-%d %H:%M:%S")
+        return f"run {self.run} of '{self.job}' ({self.runtime}, {process} {self.host}, since {since})"
+
+
+def owner_of(job: JobSpec, runtime: str, bound: bool) -> Owner:
+    pid = os.getpid() if bound else 0
+    return Owner(
+        job=job.name,
+        run=job.run,
+        runtime=runtime,
+        host=socket.gethostname(),
+        machine=_machine(),
+        pid=pid,
+        began=process_began(pid) if pid else "",
+        since_s=time.time(),
+        lease_s=job.liveness.lease_s,
+        work_dir=job.work_dir,
+        search_path=job.search_path,
+        given=job.given,
+    )
+
+
+def newest_owner(folder: Path) -> Owner | None:
+    """The owner in the newest record. If that is damaged, or missing beside commits, the start has no outcome, and what
+    the older records or the job's description tell of it counts; None if that is nothing."""
+    records = records_in(folder)
+    if any(record.is_symlink() for record in records):
+        return None  # no start here writes links
+    if records and (newest := read_owner(records[-1])) is not None:
+        return newest
+    older = next(filter(None, map(read_owner, reversed(records[:-1]))), None)
+    if older is not None:
+        return replace(older, state=RUNNING)
+    if not records and not has_commits_on_disk(folder):
+        return None
+    try:
+        with open_file(folder / DESCRIPTION) as file:
+            name = yaml.safe_load(file)["name"]
+    except (OSError, yaml.YAMLError, TypeError, KeyError):
+        return None
+    return Owner(str(name), _UNKNOWN, ON_RAY, _UNKNOWN, "", 0, "", 0.0, 0.0, "", ())
+
+
+def has_commits_on_disk(folder: Path, run: str = "*") -> bool:
+    return any(any(folder.glob(f"{name}/{run}/{COMMITTED}")) for name in STATES)
+
+
+def records_in(folder: Path) -> list[Path]:
+    return sorted(folder.glob(RECORDS), key=number_of)
+
+
+def newest_record(folder: Path) -> Path | None:
+    records = records_in(folder)
+    return records[-1] if records else None
+
+
+def number_of(record: Path | None) -> int:
+    digits = record.name.split(".")[1] if record is not None else "0"
+    return int(digits) if digits.isdigit() else 0
+
+
+def encode_owner(owner: Owner) -> bytes:
+    return json.dumps(asdict(owner), indent=1).encode()
+
+
+def read_owner(record: Path) -> Owner | None:
+    """The content of a record; None if it is gone or damaged."""
+    try:
+        with open_file(record) as file:
+            fields: dict[str, Any] = json.load(file)
+        return Owner(**{**fields, "search_path": tuple(fields["search_path"])})
+    except (OSError, ValueError, TypeError, KeyError):
+        return None
+
+
+def write_shared(path: Path, content: bytes, exclusive: bool = False) -> None:
+    """Write a file that is as readable as its folder: whole, and on disk when this returns. Raises FileExistsError if
+    it is ``exclusive`` and exists."""
+    with new_file(path, durable=True, exclusive=exclusive) as file:
+        share_file(Path(file.name))
+        file.write(content)
+
+
+def in_use(folder: Path) -> bool:
+    record = newest_record(folder)
+    owner = read_owner(record) if record is not None else None
+    return record is not None and owner is not None and is_alive(owner, record)
+
+
+def is_alive(owner: Owner, record: Path) -> bool:
+    if owner.state != RUNNING:
+        return False
+    if owner.pid and owner.is_here:
+        return process_began(owner.pid) == owner.began
+    probe = record.parent / f".now.{uuid4().hex}.tmp"  # the file system may have another machine's clock
+    try:
+        probe.touch()
+        return probe.stat().st_mtime - record.stat().st_mtime < owner.lease_s
+    except OSError:
+        return True  # a disk that does not answer is no reason to take over
+    finally:
+        with suppress(OSError):
+            probe.unlink()
+
+
+def _machine() -> str:
+    """This boot of this machine, and the container's own numbers of processes."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
 
 
 def new_run() -> str:
@@ -112,8 +247,10 @@ def conflict(job: JobSpec) -> str:
         return f"{folder} is in use by {owner}"
     if job.checkpoint.resume == "latest" or job.overwrite:
         return ""
-    if not _has_results(folder, owner):
-        return ""
+    is_kept = owner is not None and (owner.state == FINISHED or memory_path(owner.job, owner.run).exists())
+    files = (path for pattern in _RESULTS for path in folder.glob(pattern))
+    if not is_kept and not any(path.is_dir() or path.stat().st_size for path in files):
+        return ""  # nothing to continue from, in the folder or in this machine's memory
     whose = f"{owner}, {owner.state if owner.state != RUNNING else 'ended'}" if owner is not None else "an earlier run"
     is_launched = owner is not None and owner.runtime == LAUNCHED
     how = "the same command, or checkpoint.resume=latest," if is_launched else f"'{resume_command(folder)}'"
@@ -146,10 +283,16 @@ def claim(job: JobSpec, runtime: str, *, bound: bool) -> "Claim":
     for older in records_in(folder):
         if number_of(older) < number_of(record):
             older.unlink(missing_ok=True)
-    record_environment(job, runtime, number_of(record))
+    record_environment(job, number_of(record), runtime, on_ray=runtime == ON_RAY)
     if _is_own_folder(job):
-        _link_latest(folder)
-        _remove(superseded(job))
+        link = folder.parent / f".{LATEST}.{uuid4().hex}.tmp"
+        with suppress(OSError):  # a file system without links
+            link.symlink_to(folder.name)
+            link.replace(folder.parent / LATEST)
+            sync_folder(folder.parent)
+        for path in superseded(job):
+            _LOG.warning("removing %s: checkpoint.keep_runs", path)
+            shutil.rmtree(path, ignore_errors=True)
     return Claim(record, owner, job, replaced)
 
 
@@ -229,12 +372,6 @@ def _is_own_folder(job: JobSpec) -> bool:
     return (parent.parent.name, parent.name) == (RUNS.name, job.name) and bool(_OWN_FOLDER.fullmatch(job.job_dir.name))
 
 
-def _remove(folders: list[Path]) -> None:
-    for folder in folders:
-        _LOG.warning("removing %s: checkpoint.keep_runs", folder)
-        shutil.rmtree(folder, ignore_errors=True)
-
-
 @dataclass
 class Claim:
     """A claimed folder. Its owner calls :meth:`beat` every ``BEAT_S`` seconds, and :meth:`end` once."""
@@ -299,21 +436,6 @@ def held(claimed: Claim) -> Iterator[Claim]:
     finally:
         over.set()
         thread.join(BEAT_S)
-
-
-def _has_results(folder: Path, owner: Owner | None) -> bool:
-    """Return True if a run has finished or left something to go on with: in the folder, or in this machine's memory."""
-    if owner is not None and (owner.state == FINISHED or memory_path(owner.job, owner.run).exists()):
-        return True
-    return any(path.is_dir() or path.stat().st_size for pattern in _RESULTS for path in folder.glob(pattern))
-
-
-def _link_latest(folder: Path) -> None:
-    link = folder.parent / f".{LATEST}.{uuid4().hex}.tmp"
-    with suppress(OSError):  # a file system without links
-        link.symlink_to(folder.name)
-        link.replace(folder.parent / LATEST)
-        sync_folder(folder.parent)
 
 
 def repeated(job: JobSpec) -> JobSpec:

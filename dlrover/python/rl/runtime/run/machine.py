@@ -6,6 +6,7 @@ Each check is quick, changes nothing that stays, and says what to do. The record
 
 import json
 import os
+import platform
 import resource
 import shlex
 import shutil
@@ -18,18 +19,16 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.disk_space import append, replace
 from dlrover.python.rl.common.errors import CheckpointMissing
-from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.redaction import hide_values
+from dlrover.python.rl.common.log import get_logger, hide_values
+from dlrover.python.rl.common.names import installed_versions
 from dlrover.python.rl.config.secrets import hide_in_arguments, seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.runs import files_of
-from dlrover.python.rl.runtime.run.owner import ON_RAY
 
 _LOG = get_logger(__name__)
 
@@ -66,19 +65,30 @@ class MachineReport:
 
 def examine(folder: str, ports: Iterable[int] = ()) -> MachineReport:
     """Check this machine; ``folder`` is where runs write."""
-    checks = [check_folder(Path(folder)), check_shared_memory(_SHARED_MEMORY), check_open_files(), check_devices()]
-    checks.append(check_sandbox())
-    checks += [check_port(port) for port in ports]
-    return MachineReport(socket.gethostname(), 0.0, installed_versions(PACKAGES), tuple(checks))
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = Check("open files", soft >= _LEAST_FILES, f"limit {soft}", f"ulimit -n {64 * _LEAST_FILES}: Ray needs many")
+    is_confined = shutil.which("bwrap") is not None
+    confined = "installed" if is_confined else "not installed: programs that a model wrote can read your files"
+    checks = (
+        check_folder(Path(folder)),
+        check_shared_memory(_SHARED_MEMORY),
+        files,
+        check_devices(),
+        Check("bubblewrap", is_confined or None, confined),
+        *(check_port(port) for port in ports),
+    )
+    return MachineReport(
+        socket.gethostname(), 0.0, {"python": platform.python_version(), **installed_versions(PACKAGES)}, checks
+    )
 
 
-def installed_versions(packages: Iterable[str]) -> dict[str, str]:
-    """The versions of Python and of those ``packages`` that are installed."""
-    versions = {"python": ".".join(map(str, sys.version_info[:3]))}
-    for package in packages:
-        with suppress(metadata.PackageNotFoundError):
-            versions[package] = metadata.version(package)
-    return versions
+def process_began(pid: int) -> str:
+    """When the process of this number began, in ticks since the boot; empty if there is none."""
+    try:
+        state, *fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(") ")[2].split()
+    except (OSError, ValueError):
+        return ""
+    return "" if state in "ZX" else fields[18]
 
 
 def read_clock() -> float:
@@ -170,18 +180,6 @@ def check_shared_memory(path: Path) -> Check:
     return Check("shared memory", free_mb >= _LEAST_SHARED_MB, f"{free_mb:.0f} MB free", advice)
 
 
-def check_open_files() -> Check:
-    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    return Check("open files", soft >= _LEAST_FILES, f"limit {soft}", f"ulimit -n {64 * _LEAST_FILES}: Ray needs many")
-
-
-def check_sandbox() -> Check:
-    """For programs that a model wrote."""
-    if shutil.which("bwrap") is None:
-        return Check("bubblewrap", None, "not installed: programs that a model wrote can read your files")
-    return Check("bubblewrap", True, "installed")
-
-
 def check_port(port: int) -> Check:
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -264,10 +262,10 @@ def _ask_git(folder: str, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _describe_devices(runtime: str) -> dict[str, Any]:
+def _describe_devices(on_ray: bool) -> dict[str, Any]:
     """The CPUs and GPUs of this machine, or of the cluster that this process of Ray is connected to."""
     ray = sys.modules.get("ray")  # importing it takes a second
-    if runtime != ON_RAY or ray is None or not ray.is_initialized():
+    if not on_ray or ray is None or not ray.is_initialized():
         return {"nodes": 1, "cpus": os.cpu_count(), "gpus": check_devices().found}
     amounts, prefix = ray.cluster_resources(), "accelerator_type:"
     names = ", ".join(name.removeprefix(prefix) for name in amounts if name.startswith(prefix))
@@ -275,7 +273,7 @@ def _describe_devices(runtime: str) -> dict[str, Any]:
     return {"nodes": len(ray.nodes()), "cpus": amounts.get("CPU", 0), "gpus": gpus}
 
 
-def record_environment(job: JobSpec, runtime: str, number: int) -> None:
+def record_environment(job: JobSpec, number: int, runtime: str, on_ray: bool) -> None:
     """Add the line of start ``number`` to the folder of a job that has begun, and to its object store, whose earlier
     lines count. A line that cannot be written is missing, with a warning."""
     start = {
@@ -285,8 +283,8 @@ def record_environment(job: JobSpec, runtime: str, number: int) -> None:
         "host": socket.gethostname(),
         "runtime": runtime,
         **job.origin,
-        "versions": installed_versions(_VERSIONS),
-        "devices": _describe_devices(runtime),
+        "versions": {"python": platform.python_version(), **installed_versions(_VERSIONS)},
+        "devices": _describe_devices(on_ray),
     }
     path, files = job.job_dir / ENVIRONMENT, files_of(job)
     try:

@@ -28,8 +28,7 @@ from rich.progress import (
 from rich.table import Table
 
 from dlrover.python.rl.common.disk_space import DiskWait, replace
-from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.terminal import inert
+from dlrover.python.rl.common.log import get_logger, inert
 from dlrover.python.rl.runtime.run.files import METRICS
 from dlrover.python.rl.trainer.steps import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
@@ -128,7 +127,12 @@ class ProgressView:
     def __call__(self, report: StepReport) -> None:
         self._pace.note(report.step, time.monotonic())
         if self._bar is None:
-            self._line(report)
+            now_s = time.monotonic()
+            if now_s - self._printed_s < _PLAIN_INTERVAL_S and report.step != report.total_steps:
+                self._unprinted = report
+            else:
+                self._printed_s, self._unprinted = now_s, None
+                self._print(report)
             return
         metrics = format_metrics(report.metrics) + self._rate()
         total = report.total_steps or None
@@ -156,24 +160,13 @@ class ProgressView:
             self._task = bar.add_task(self.title, total=None, metrics="")
         bar.update(bar.tasks[self._task].id, **values)  # Rich has a separate type for task numbers
 
-    def _line(self, report: StepReport) -> None:
-        now_s = time.monotonic()
-        if now_s - self._printed_s < _PLAIN_INTERVAL_S and report.step != report.total_steps:
-            self._unprinted = report
-            return
-        self._printed_s, self._unprinted = now_s, None
-        self._print(report)
-
     def _print(self, report: StepReport) -> None:
-        self._show(f"{self.title}  {format_step(report)}{self._rate()}{self._eta(report)}")
+        eta_s = self._pace.step_s * (report.total_steps - report.step) if self._pace.step_s else 0.0
+        eta = f"  eta {eta_s:.0f} s" if self._pace.step_s and report.total_steps else ""
+        self._show(f"{self.title}  {format_step(report)}{self._rate()}{eta}")
 
     def _rate(self) -> str:
         return f"  {1 / self._pace.step_s:.3g} steps/s" if self._pace.step_s else ""
-
-    def _eta(self, report: StepReport) -> str:
-        if not self._pace.step_s or not report.total_steps:
-            return ""
-        return f"  eta {self._pace.step_s * (report.total_steps - report.step):.0f} s"
 
 
 Points: TypeAlias = Sequence[tuple[int, float]]
@@ -182,7 +175,10 @@ Points: TypeAlias = Sequence[tuple[int, float]]
 
 def redraw(folder: Path) -> None:
     """Draw the curve of a run that has ended early, if it has the metrics for one; does not wait for the disk."""
-    rows = list(_read_rows(folder / METRICS))
+    rows: list[Mapping[str, Any]] = []
+    with suppress(OSError, ValueError):  # an end within a line leaves a part of it
+        for line in (folder / METRICS).read_text(encoding="utf-8").splitlines():
+            rows.append(json.loads(line))
     name = next((name for name in CURVES if any(name in row for row in rows)), None)
     points = [(row["step"], row[name]) for row in rows if row.get(name) is not None] if name else []
     if name and points:
@@ -192,12 +188,6 @@ def redraw(folder: Path) -> None:
             pass
         except Exception as error:  # noqa: BLE001 - Ctrl-C may have left a half of matplotlib, and nothing needs the curve
             _LOG.warning("continuing without %s: %s", CURVES[name], error)
-
-
-def _read_rows(file: Path) -> Iterable[Mapping[str, Any]]:
-    with suppress(OSError, ValueError):  # an end within a line leaves a part of it
-        for line in file.read_text(encoding="utf-8").splitlines():
-            yield json.loads(line)
 
 
 def finite_points(name: str, rows: Iterable[tuple[int, Mapping[str, float]]]) -> Points:

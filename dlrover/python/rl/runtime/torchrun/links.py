@@ -126,9 +126,6 @@ class Link:
                     break
         return b""
 
-    def send_hello(self, data: bytes) -> None:
-        os.write(self._connection.fileno(), data.ljust(_HELLO_BYTES))
-
     def close(self) -> None:
         """Close at once; before :meth:`start`."""
         self._connection.close()
@@ -152,7 +149,10 @@ class Link:
     def _read_all(self, on_message: Callable[[Any], None], on_end: Callable[[], None]) -> None:
         try:
             while True:
-                on_message(self._read())
+                first = self._connection.recv_bytes()  # waits: for a message of the other process, or its end
+                count = int.from_bytes(first[:4], "big")
+                buffers = [self._connection.recv_bytes() for _ in range(count)]  # waits: likewise
+                on_message(pickle.loads(memoryview(first)[4:], buffers=buffers))
         except (EOFError, OSError):
             pass
         except Exception:  # noqa: BLE001 -- the boundary of a thread
@@ -168,12 +168,6 @@ class Link:
             self._open_threads -= 1
             if not self._open_threads:
                 self._connection.close()
-
-    def _read(self) -> Any:
-        first = self._connection.recv_bytes()  # waits: for messages, until the other process ends; a daemon thread
-        count = int.from_bytes(first[:4], "big")
-        buffers = [self._connection.recv_bytes() for _ in range(count)]  # waits: likewise
-        return pickle.loads(memoryview(first)[4:], buffers=buffers)
 
 
 def accept_all(launch: LaunchEnv, store: KeyValueStore) -> dict[int, Link]:
@@ -219,8 +213,8 @@ def join(launch: LaunchEnv, store: KeyValueStore) -> Link | None:
             store.set(_refused_key(launch, launch.rank), b"1")
             return None
         secret, tcp_port = entry[:_SECRET_BYTES], int(entry[_SECRET_BYTES:])
-        link = Link(socket.create_connection((launch.address, tcp_port), timeout=MEETING_S))
+        connection = socket.create_connection((launch.address, tcp_port), timeout=MEETING_S)
+        connection.sendall((secret + str(launch.rank).encode()).ljust(_HELLO_BYTES))
     except (OSError, RuntimeError) as error:  # torch's store raises RuntimeErrors
         raise ClusterUnavailable(f"rank {launch.rank} cannot reach rank 0 at {launch.address}: {error}") from error
-    link.send_hello(secret + str(launch.rank).encode())
-    return link
+    return Link(connection)

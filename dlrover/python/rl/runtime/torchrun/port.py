@@ -19,7 +19,6 @@ from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.worker import (
     Drop,
     End,
-    Fetch,
     Result,
     ResultKey,
     Run,
@@ -112,7 +111,12 @@ class TorchrunPort:
         values = Stored.of([encode(value) for value in (*call.args, *call.kwargs.values())], own=True)
         retain = call.sized and rank > 0
         with self._lock:
-            self._send_drops()
+            unneeded: dict[int, list[int]] = {}
+            while self._unneeded:
+                owner, number = self._unneeded.popleft()
+                unneeded.setdefault(owner, []).append(number)
+            for owner, numbers in unneeded.items():
+                self._links[owner].send(Drop(tuple(numbers)))
             result = self._add_result(rank, role, call.method, retain)
             self._send(result, Run(result.number, role, CallHeader.of(call, _FIRST), values, retain), call)
         return Ref(self, result, RowsOf(result), role, rank, call.method, _FIRST)
@@ -163,14 +167,6 @@ class TorchrunPort:
         else:
             self._links[result.owner].send(task)
 
-    def _send_drops(self) -> None:
-        by_rank: dict[int, list[int]] = {}
-        while self._unneeded:
-            rank, number = self._unneeded.popleft()
-            by_rank.setdefault(rank, []).append(number)
-        for rank, numbers in by_rank.items():
-            self._links[rank].send(Drop(tuple(numbers)))
-
     def _future(self, token: Any) -> Future[Stored]:
         """The future of a result, or of its row count; a result in another process is fetched."""
         if isinstance(token, RowsOf):
@@ -179,16 +175,16 @@ class TorchrunPort:
         with self._lock:
             if result.retained and not result.requested and result.owner not in self.lost:
                 result.requested = True
-                self._links[result.owner].send(Fetch(ResultKey(result.number)))
+                self._links[result.owner].send(ResultKey(result.number))
         return result.value
 
     def _fetch(self, key: ResultKey) -> Future[Stored]:
         result = self._results[key.number]  # alive: the call that takes it is running
         return self._future(RowsOf(result) if key.rows else result)
 
-    def _handle(self, rank: int, message: Fetch | Result) -> None:
-        if isinstance(message, Fetch):
-            send_when_done(message.key, self._fetch(message.key), self._links[rank].send)
+    def _handle(self, rank: int, message: ResultKey | Result) -> None:
+        if isinstance(message, ResultKey):
+            send_when_done(message, self._fetch(message), self._links[rank].send)
         else:
             self._settle(message)
 

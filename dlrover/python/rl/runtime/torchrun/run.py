@@ -17,7 +17,6 @@ from concurrent.futures import FIRST_EXCEPTION, Future
 from concurrent.futures import wait as wait_for
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from dlrover.python.rl.common.errors import InvocationError, WorkloadDied, WorkloadStartError, user_traceback
@@ -27,25 +26,32 @@ from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
-from dlrover.python.rl.runtime.checkpoint.runs import files_of, results_of, roots_of
+from dlrover.python.rl.runtime.checkpoint.runs import roots_of
 from dlrover.python.rl.runtime.interrupts import insistent_interrupts
-from dlrover.python.rl.runtime.local import trainer_maker
+from dlrover.python.rl.runtime.local import TrainerRun
 from dlrover.python.rl.runtime.member.arguments import Stored
 from dlrover.python.rl.runtime.member.loading import cause_of
-from dlrover.python.rl.runtime.run.folder import BEAT_S, Claim, claim, held
-from dlrover.python.rl.runtime.run.owner import FAILED, FINISHED, IN_PROCESS, LAUNCHED, ON_RAY, in_use, newest_owner
+from dlrover.python.rl.runtime.run.folder import (
+    BEAT_S,
+    FAILED,
+    FINISHED,
+    IN_PROCESS,
+    LAUNCHED,
+    ON_RAY,
+    Claim,
+    claim,
+    held,
+    in_use,
+    newest_owner,
+)
 from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv, Link
 from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.runtime.torchrun.worker import End, Worker
 from dlrover.python.rl.trainer.trainer import (
     Announcer,
-    BaseTrainer,
     Reporter,
-    TrainerLink,
     announce_nothing,
-    run_trainer,
-    tell_end,
 )
 from dlrover.python.rl.trainer.workload import MemberContext
 
@@ -70,18 +76,14 @@ def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, Claim
     """
     previous = newest_owner(job.job_dir)
     if previous is not None and previous.runtime != ON_RAY and job.checkpoint.resume == "latest":
-        _wait_until_free(job.job_dir, _PREDECESSOR_S if previous.is_here else job.liveness.lease_s + BEAT_S)
+        deadline_s = time.monotonic() + (_PREDECESSOR_S if previous.is_here else job.liveness.lease_s + BEAT_S)
+        while in_use(job.job_dir) and time.monotonic() < deadline_s:
+            time.sleep(_POLL_S)
         job = replace(job, run=previous.run)
     else:
         forget_memory(job.name)
     with held(claim(job, IN_PROCESS if alone else LAUNCHED, bound=True)) as claimed:
         yield job, claimed
-
-
-def _wait_until_free(folder: Path, limit_s: float) -> None:
-    deadline_s = time.monotonic() + limit_s
-    while in_use(folder) and time.monotonic() < deadline_s:
-        time.sleep(_POLL_S)
 
 
 @dataclass
@@ -98,7 +100,7 @@ class Leader:
     note_failure: Callable[[BaseException], None] = lambda error: None
     error: BaseException | None = None
     _tcp_ports: dict[str, HeldPort] = field(default_factory=dict)
-    _trainer: BaseTrainer | None = None
+    _trainer: TrainerRun | None = None
 
     def run(self) -> BaseException | None:
         """Run the job until all processes end. Returns its error, None if it finished."""
@@ -111,7 +113,7 @@ class Leader:
         except KeyboardInterrupt:
             redraw(self.job.job_dir)
             if self._trainer is not None:
-                tell_end(self._trainer, "stopped")
+                self._trainer.stop()
             raise
         trainer.join(CLOSE_S)
         for link in self.links.values():
@@ -128,24 +130,11 @@ class Leader:
         try:
             self.announce("starting the roles")
             self._start_members(port)
-            link = TrainerLink(
-                port=port,
-                report=self.report,
-                announce=self.announce,
-                job=self.job.name,
-                job_dir=self.job.job_dir,
-                resources={role: dict(spec.resource) for role, spec in self.job.workloads.items()},
-                checkpoints=checkpoints_of(self.job, self.job.run, self.start.number, socket.gethostname()),
-                files=files_of(self.job),
-                results=results_of(self.job),
-            )
-            make = trainer_maker(self.job)
-
-            def make_trainer() -> BaseTrainer:
-                self._trainer = make(link)
-                return self._trainer
-
-            run_trainer(make_trainer, link)
+            job, node = self.job, socket.gethostname()
+            checkpoints = checkpoints_of(job, job.run, self.start.number, node)
+            resources = {role: dict(spec.resource) for role, spec in job.workloads.items()}
+            self._trainer = TrainerRun(job, port, checkpoints, resources, self.report, self.announce)
+            self._trainer.run()
         except (Exception, SystemExit) as error:  # noqa: BLE001 -- the boundary of the job
             self.error = self._first_cause(port, error)
             cause = cause_of(self.error, "trainer", user_traceback(self.error, chain=False), alone=True)

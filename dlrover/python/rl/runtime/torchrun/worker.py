@@ -14,7 +14,7 @@ from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
-from dlrover.python.rl.runtime.local import process_environment
+from dlrover.python.rl.runtime.local import close_members, process_environment
 from dlrover.python.rl.runtime.member.arguments import CallHeader, Stored, decode
 from dlrover.python.rl.runtime.member.host import Arguments, MemberHost
 from dlrover.python.rl.runtime.member.loading import starting
@@ -26,7 +26,7 @@ _LOG = get_logger(__name__)
 
 @dataclass(frozen=True)
 class ResultKey:
-    """Names a result, or its row count, in messages and as an argument of a call."""
+    """Names a result, or its row count, as an argument of a call; as a message it asks for it."""
 
     number: int
     rows: bool = False
@@ -64,13 +64,6 @@ Task: TypeAlias = Start | Run | End
 
 
 @dataclass(frozen=True)
-class Fetch:
-    """Send a result, or its row count."""
-
-    key: ResultKey
-
-
-@dataclass(frozen=True)
 class Drop:
     """These retained results are no longer needed."""
 
@@ -79,7 +72,7 @@ class Drop:
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a task, or the answer to a :class:`Fetch`. The end of a call whose result is retained carries the
+    """The outcome of a task, or the answer to a request. The end of a call whose result is retained carries the
     row count only."""
 
     key: ResultKey
@@ -89,7 +82,7 @@ class Result:
 
 
 def send_when_done(key: ResultKey, future: Future[Stored], send: Callable[[Result], None]) -> None:
-    """Answer a :class:`Fetch`."""
+    """Answer a :class:`ResultKey`."""
 
     def answer(done: Future[Stored]) -> None:
         error = done.exception(0)
@@ -120,13 +113,13 @@ class Worker:
         self._runs: set[tuple[str, str]] = set()
         self.ended = threading.Event()
 
-    def handle(self, message: Task | Fetch | Drop | Result) -> None:
+    def handle(self, message: Task | ResultKey | Drop | Result) -> None:
         """Take a message of rank 0: tasks are queued, everything else is answered at once. Thread safe."""
         if isinstance(message, Drop):
             for number in message.numbers:
                 self._retained.pop(number, None)
-        elif isinstance(message, Fetch):
-            send_when_done(message.key, self._retained[message.key.number], self._send)
+        elif isinstance(message, ResultKey):
+            send_when_done(message, self._retained[message.number], self._send)
         elif isinstance(message, Result):
             future = self._requests.pop(message.key)
             if message.error is not None:
@@ -149,7 +142,7 @@ class Worker:
 
     def _request(self, key: ResultKey) -> Future[Stored]:
         self._requests[key] = future = Future[Stored]()
-        self._send(Fetch(key))
+        self._send(key)
         return future
 
     def _start(self, task: Start) -> Result:
@@ -172,7 +165,8 @@ class Worker:
         host, env = self._members[task.role]
 
         def load_arguments() -> Arguments:
-            values = [self._value(item) for item in task.values.load()]
+            items = task.values.load()
+            values = [self._get(item) if isinstance(item, ResultKey) else decode(item, self._get) for item in items]
             cut = len(values) - len(task.header.keywords)
             return values[:cut], dict(zip(task.header.keywords, values[cut:], strict=True))
 
@@ -192,9 +186,6 @@ class Worker:
             self._retained[task.number].set_exception(error)
         return Result(ResultKey(task.number), error)
 
-    def _value(self, item: Any) -> Any:
-        return self._get(item) if isinstance(item, ResultKey) else decode(item, self._get)
-
     def _get(self, key: Any) -> Any:
         if isinstance(key, list):
             return [self._get(item) for item in key]
@@ -204,12 +195,7 @@ class Worker:
         return stored.rows if retained is not None and key.rows else stored.load()
 
     def _close(self, clean: bool) -> None:
-        for host, env in self._members.values():
-            try:
-                with process_environment(env):
-                    host.close()
-            except Exception:  # noqa: BLE001 -- the boundary that a process would be; the others are closed too
-                _LOG.exception("closing %s failed", env["NAME"])
+        close_members(self._members.values())
         for job, run in self._runs if clean else ():
             forget_memory(job, run)
         self.ended.set()

@@ -28,7 +28,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import NAMESPACE
 from dlrover.python.rl.control.events import Process
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, known_in_memory, save_from_memory
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import decode
+from dlrover.python.rl.runtime.checkpoint.store import decode
 from dlrover.python.rl.runtime.member.heartbeat import stacks_of
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, node_table
 

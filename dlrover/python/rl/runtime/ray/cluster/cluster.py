@@ -35,9 +35,8 @@ from ray._private.accelerators import get_accelerator_manager_for_resource
 from ray._private.node import Node
 
 from dlrover.python.rl.common.errors import ClusterUnavailable, ConfigError, InvalidJob
-from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.log import get_logger, inert
 from dlrover.python.rl.common.names import NAMESPACE
-from dlrover.python.rl.common.terminal import inert
 from dlrover.python.rl.runtime.interrupts import sigterm_unwinds
 from dlrover.python.rl.runtime.member.loading import restore_environment
 from dlrover.python.rl.runtime.ray.cluster.health import risk_of_open_ray

@@ -26,9 +26,8 @@ from dlrover.python.rl.common.errors import (
     MasterLost,
     WorkloadStartError,
 )
-from dlrover.python.rl.common.log import get_logger
+from dlrover.python.rl.common.log import HIDDEN, get_logger
 from dlrover.python.rl.common.names import RLRoleType, master_name
-from dlrover.python.rl.common.redaction import HIDDEN
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import Cause, CauseKind, Process

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# Over 400 lines: a folder of generations, its manifests and its fence are read together.
 """Generations of state files in a folder: committed by a manifest, fenced by the trainer's epoch, the newest kept.
 
 ::
@@ -18,40 +19,253 @@
 A generation is changed as a whole, by renaming its folder, so readers see all of it or nothing.
 """
 
+import errno
+import fcntl
+import json
 import os
+import re
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
-from dataclasses import replace
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import count
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple
 
-from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing
+from dlrover.python.rl.common.disk_space import naming
+from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
-    MANIFEST,
-    EpochFence,
-    Manifest,
-    folder_name,
-    read_manifest,
-    step_and_epoch,
-    write_manifest,
-)
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import (
+from dlrover.python.rl.runtime.checkpoint.state_file import (
     Header,
     StateFile,
     check_file,
     check_size,
     copy_file,
     make_folder,
+    new_file,
     read_state,
     sync_folder,
     write_state,
 )
 
 _LOG = get_logger(__name__)
+
+MANIFEST = "manifest.json"
+NODES = "nodes"
+"""Name in ``Manifest.extra``: of the nodes that have all files of each process."""
+
+VERSION = 1
+
+_FOLDER = re.compile(r"step-(?P<step>\d{8,})\.e(?P<epoch>\d+)")
+_LARGEST = 1 << 28
+
+
+class Piece(NamedTuple):
+    """A file, and the folder of its generation: in the same root, or an absolute path or URL."""
+
+    folder: str
+    file: StateFile
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """One generation: the state of every stateful member and of the trainer after ``step``."""
+
+    step: int
+    epoch: int
+    run: str
+    files: Mapping[str, StateFile]  # by process: "ROLLOUT-0", "trainer"
+    extra: Mapping[str, Any] = field(default_factory=dict)
+    serial: int = 0  # rises with each commit in its folder; the highest is the newest
+    committed_at: float = 0.0
+
+    @property
+    def age(self) -> tuple[int, int]:
+        """Rises with each commit of a run."""
+        return self.epoch, self.serial
+
+    @property
+    def folder(self) -> str:
+        return folder_name(self.step, self.epoch)
+
+
+def folder_name(step: int, epoch: int) -> str:
+    return f"step-{step:08d}.e{epoch}"
+
+
+def step_and_epoch(name: str) -> tuple[int, int] | None:
+    match = _FOLDER.fullmatch(name)
+    return (int(match["step"]), int(match["epoch"])) if match else None
+
+
+def encode(manifest: Manifest) -> bytes:
+    fields = dict(vars(manifest), files={name: vars(file) for name, file in manifest.files.items()})
+    return _sealed(json.dumps({"version": VERSION, **fields}, sort_keys=True, allow_nan=False).encode())
+
+
+def _sealed(body: bytes) -> bytes:
+    return b'{"crc32": "%08x", "manifest": %s}\n' % (zlib.crc32(body), body)
+
+
+def decode(content: bytes) -> Manifest:
+    """The inverse of :func:`encode`. Raises ValueError if a byte is not as it was written, CheckpointMissing for calls
+    instead of states, as commits of earlier versions could have."""
+    fields = json.loads(content)["manifest"]
+    if _sealed(json.dumps(fields, sort_keys=True, allow_nan=False).encode()) != content:
+        raise ValueError("it does not match its checksum")
+    version = fields.pop("version")
+    if version != VERSION:
+        raise ValueError(f"format {version!r} instead of {VERSION}")
+    files = {name: StateFile(**file) for name, file in fields.pop("files").items()}
+    if fields.pop("earlier", {}):
+        raise CheckpointMissing(f"step {fields['step']} was committed as calls, by an earlier version of this package")
+    return Manifest(files=files, **fields)
+
+
+def read_manifest(folder: Path, run: str) -> Manifest:
+    """The manifest in ``folder``. Raises CheckpointMissing if there is none of this run, CheckpointCorrupt, OSError."""
+    path = folder / MANIFEST
+    try:
+        with naming(path), open(path, "rb") as file:
+            content = file.read(_LARGEST)
+        manifest = decode(content)
+    except (FileNotFoundError, NotADirectoryError):
+        raise CheckpointMissing(f"{path} is not there") from None
+    except CheckpointMissing as error:
+        _warn(f"{folder}: {error}; the newest whole state before it is used")
+        raise
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        raise CheckpointCorrupt(str(path), f"not a manifest: {error}") from error
+    if manifest.run != run:
+        raise CheckpointMissing(f"{path} belongs to run {manifest.run}, not to {run}")
+    if manifest.folder != folder.name:
+        raise CheckpointCorrupt(str(path), f"it belongs to {manifest.folder}")
+    return manifest
+
+
+@cache
+def _warn(message: str) -> None:
+    """Log it once in this process: a store is read at each commit."""
+    _LOG.warning(message)
+
+
+def write_manifest(folder: Path, manifest: Manifest, durable: bool) -> None:
+    """Make the files in ``folder`` a generation, or leave no manifest and raise OSError."""
+    path, content = folder / MANIFEST, encode(manifest)
+    try:
+        with new_file(path, durable, len(content)) as file:
+            file.write(content)
+    except OSError:
+        path.unlink(missing_ok=True)  # it may have its name already, while the name is not safe yet
+        raise
+
+
+LOCK_TIMEOUT_S = 30.0
+TAKE_OVER_S = 5.0
+"""Who takes a folder or a journal over waits so long for its lock: its holder may be frozen, or on a lost node."""
+
+_LOCK_POLL_S = 0.002
+
+
+def take_lock(handle: int, path: Path, timeout_s: float = LOCK_TIMEOUT_S) -> None:
+    """flock ``handle``, an open file at ``path``, until it is closed or the process ends. Raises TimeoutError."""
+    deadline = time.monotonic() + timeout_s
+    while True:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                message = f"another process has had the lock for {timeout_s:g} s"
+                raise TimeoutError(errno.ETIMEDOUT, message, str(path)) from None
+            time.sleep(_LOCK_POLL_S)
+        else:
+            return
+
+
+class EpochFence:
+    """The highest epoch that has claimed a folder, in its file ``EPOCH``; ``fallback`` estimates it if the file is
+    damaged."""
+
+    def __init__(self, root: Path, durable: bool, fallback: Callable[[], int]) -> None:
+        self._root, self._durable, self._fallback = root, durable, fallback
+        self._path, self._lock = root / "EPOCH", root / "LOCK"
+
+    @contextmanager
+    def locked(self, timeout_s: float = LOCK_TIMEOUT_S) -> Iterator[None]:
+        """Keep every other process from changing the folder. Raises CheckpointMissing if it is missing,
+        TimeoutError."""
+        is_current = False
+        while not is_current:  # else it was taken over between the opening and the lock
+            try:
+                handle = os.open(self._lock, os.O_CREAT | os.O_RDWR, 0o600)
+            except FileNotFoundError:
+                raise CheckpointMissing(f"{self._root} is not there") from None
+            try:
+                take_lock(handle, self._lock, timeout_s)
+                if is_current := _is_at(handle, self._lock):
+                    yield
+            finally:
+                os.close(handle)
+
+    def take_over(self, epoch: int) -> None:
+        """Refuse every lower epoch from now on. Raises StaleEpoch after a higher claim.
+
+        A process of a lower epoch may hold the lock and be frozen, or on a node that is lost: then the lock is replaced
+        by another one. When that process goes on, it can finish the change that it was at, which removes nothing that a
+        higher epoch has written, nor the newest generation before."""
+        try:
+            with self.locked(TAKE_OVER_S):
+                self.claim(epoch)
+        except TimeoutError as error:
+            _LOG.warning("taking %s over without its lock: %s", self._root, error)
+            self.claim(epoch)
+            fresh = self._lock.with_name(f".{self._lock.name}.{epoch}.tmp")
+            os.close(os.open(fresh, os.O_CREAT | os.O_RDWR, 0o600))
+            fresh.replace(self._lock)
+
+    def check(self, epoch: int) -> None:
+        """Raise StaleEpoch if a higher epoch than ``epoch`` has claimed the folder."""
+        highest = self.highest()
+        if epoch < highest:
+            raise StaleEpoch(f"epoch {epoch} has ended: epoch {highest} has taken over {self._root}")
+
+    def claim(self, epoch: int) -> None:
+        """Refuse every lower epoch from now on; call it under the lock. Raises StaleEpoch after a higher claim."""
+        self.check(epoch)
+        if self._content() != _line(epoch):
+            with new_file(self._path, self._durable) as file:
+                file.write(_line(epoch))
+
+    def _content(self) -> bytes | None:
+        try:
+            return self._path.read_bytes()
+        except FileNotFoundError:
+            return None
+
+    def highest(self) -> int:
+        content = self._content()
+        digits = (content or b"").partition(b" ")[0]
+        if digits.isdigit() and content == _line(int(digits)):
+            return int(digits)
+        if content is not None:
+            _LOG.warning("%s is damaged: using the highest epoch that has written", self._path)
+        return self._fallback()
+
+
+def _is_at(handle: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(handle), path.stat())
+    except FileNotFoundError:
+        return False
+
+
+def _line(epoch: int) -> bytes:
+    text = b"%d" % epoch
+    return b"%s %08x\n" % (text, zlib.crc32(text))
+
 
 _BAD, _GONE, _SPARE = ".bad", ".gone", "spare"
 _KEPT_BAD = 2
@@ -177,23 +391,17 @@ class CheckpointStore:
         for step, epoch in folders:
             folder = self.root / folder_name(step, epoch)
             try:
-                manifests.append(self._manifest_in(folder))
-            except CheckpointMissing:
+                version = _version(folder)
+                known, manifest = self._known.get(folder.name, (None, None))
+                if manifest is None or known != version:
+                    manifest = read_manifest(folder, self.run)
+                    self._known[folder.name] = version, manifest
+                manifests.append(manifest)
+            except (CheckpointMissing, FileNotFoundError, NotADirectoryError):
                 continue
             except CheckpointCorrupt as error:
-                self._set_aside(folder, str(error))
+                self.quarantine(folder.name, str(error))
         return sorted(manifests, key=lambda manifest: (manifest.epoch, manifest.serial), reverse=True)
-
-    def _manifest_in(self, folder: Path) -> Manifest:
-        """Read again only if its file is another one, or was changed."""
-        with suppress(FileNotFoundError, NotADirectoryError):
-            version = _version(folder)
-            known, manifest = self._known.get(folder.name, (None, None))
-            if manifest is None or known != version:
-                manifest = read_manifest(folder, self.run)
-                self._known[folder.name] = version, manifest
-            return manifest
-        raise CheckpointMissing(f"{folder} has no manifest")
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] = check_file) -> bool:
         """Return True if every file is intact; otherwise the generation is set aside.
@@ -203,7 +411,7 @@ class CheckpointStore:
             for file in self._files_here(manifest):
                 verify(folder, file)
         except (CheckpointCorrupt, CheckpointMissing) as error:
-            self._set_aside(folder, str(error))  # does nothing if it was just removed as superfluous
+            self.quarantine(manifest.folder, str(error))  # does nothing if it was just removed as superfluous
             return False
         return True
 
@@ -219,12 +427,22 @@ class CheckpointStore:
         """Compare the length of a file; raises as ``check_size``."""
         check_size(self.root / folder, file)
 
-    def quarantine(self, manifest: Manifest, why: str) -> bool:
-        """Set a generation aside: it is never loaded again, but kept for inspection. False if the disk refuses."""
-        return self._set_aside(self.root / manifest.folder, why)
+    def quarantine(self, name: str, why: str) -> bool:
+        """Rename a generation, which is never loaded again, but kept for inspection. False if the disk refuses."""
+        folder, names = self.root / name, (f"{name}{_BAD}.{number}" for number in count(1))
+        target = next(path for path in map(self.root.joinpath, names) if not path.exists())
+        try:
+            folder.rename(target)
+        except FileNotFoundError:
+            return True  # removed, or quarantined by another process
+        except OSError as error:
+            _LOG.warning("%s is not used (%s), and cannot be renamed: %s", folder, why, error)
+            return False
+        _LOG.warning("%s is not used: %s; it is now %s", folder, why, target.name)
+        return True
 
     def damaged(self) -> list[str]:
-        """The generations that were set aside."""
+        """The generations in quarantine."""
         return [folder.name for folder in self.root.glob(f"*{_BAD}*")]
 
     # -- folders ------------------------------------------------------------------------------------------------------
@@ -248,11 +466,8 @@ class CheckpointStore:
             old = name in committed or (step <= newest.step and epoch <= newest.epoch)
             if old and name not in needed and step not in self.pinned:
                 self._retire(self.root / name)
-        self._sweep()
         _remove_partial(self.root / newest.folder, _names_in(self.root / newest.folder))
-
-    def _sweep(self) -> None:
-        """Remove the remains of crashed processes: partial files, half-removed folders, all but two damaged ones."""
+        # The remains of crashed processes: partial files, half-removed folders, all but two damaged ones.
         names = _names_in(self.root)
         _remove_partial(self.root, names)
         for name in names:
@@ -262,19 +477,6 @@ class CheckpointStore:
         for folder in sorted(bad, key=_changed_at)[:-_KEPT_BAD]:
             _LOG.warning("removing %s: keeping the %d newer damaged ones", folder, _KEPT_BAD)
             shutil.rmtree(folder, ignore_errors=True)
-
-    def _set_aside(self, folder: Path, why: str) -> bool:
-        names = (f"{folder.name}{_BAD}.{number}" for number in count(1))
-        target = next(path for path in map(self.root.joinpath, names) if not path.exists())
-        try:
-            folder.rename(target)
-        except FileNotFoundError:
-            return True  # removed, or set aside by another process
-        except OSError as error:
-            _LOG.warning("%s is not used (%s), and cannot be set aside: %s", folder, why, error)
-            return False
-        _LOG.warning("%s is not used: %s; it is now %s", folder, why, target.name)
-        return True
 
     def _retire(self, folder: Path) -> None:
         """Remove a generation; in memory, its files stay until they are overwritten or the next one is removed."""
@@ -289,10 +491,9 @@ class CheckpointStore:
 
     def spare(self, path: Path) -> Path | None:
         """A file that is not needed, to be overwritten by the state at ``path``."""
-        if path.suffix != ".state":
-            return None
+        files = (self.root / _SPARE).glob(f"{path.name.partition('.')[0]}.*.state") if path.suffix == ".state" else ()
         with suppress(OSError):  # another process replaces it with a newer generation
-            return next((self.root / _SPARE).glob(f"{path.name.partition('.')[0]}.*.state"), None)
+            return next(iter(files), None)
         return None
 
     def _remove(self, folder: Path) -> None:
@@ -322,7 +523,7 @@ def _remove_partial(folder: Path, names: Iterable[str]) -> None:
 
 
 def _version(folder: Path) -> tuple[int, int, int]:
-    """Of its manifest."""
+    """The identity of its manifest, which is read again once this changes."""
     status = os.stat(folder / MANIFEST)
     return status.st_ino, status.st_mtime_ns, status.st_size
 
@@ -332,27 +533,3 @@ def _changed_at(path: Path) -> float:
         return path.stat().st_ctime
     except OSError:
         return 0.0
-
-
-class AnyStore(Protocol):
-    """What a folder and an object store of generations have in common."""
-
-    run: str
-
-    def manifests(self) -> list[Manifest]: ...
-    def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None]) -> bool: ...
-
-
-S = TypeVar("S", bound=AnyStore)
-
-
-def newest_of(stores: Iterable[S]) -> tuple[S, Manifest] | None:
-    """The valid generation of the latest step of the run that committed last; a copy is younger than its commit."""
-    pairs = [(store, manifest) for store in stores for manifest in store.manifests()]
-    ended: dict[str, float] = {}
-    for store, manifest in pairs:
-        ended[store.run] = max(manifest.committed_at, ended.get(store.run, 0.0))
-    for store, manifest in sorted(pairs, key=lambda pair: (ended[pair[0].run], pair[1].step), reverse=True):
-        if store.valid(manifest, check_size):
-            return store, manifest
-    return None

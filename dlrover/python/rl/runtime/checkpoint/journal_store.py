@@ -19,49 +19,38 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
-from uuid import uuid4
 
 from dlrover.python.rl.common.disk_space import is_transient
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.private_files import open_file
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import TAKE_OVER_S, take_lock
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import new_file, sync_folder
+from dlrover.python.rl.runtime.checkpoint.state_file import new_file, sync_folder
+from dlrover.python.rl.runtime.checkpoint.store import TAKE_OVER_S, take_lock
 
 _LOG = get_logger(__name__)
 
 
-class StateStore(Protocol):
-    """An append-only list of lines."""
+class StateStore:
+    """An append-only list of lines, in memory."""
 
-    def append(self, *lines: bytes) -> None: ...  # durable when this returns, absent when it raises
-
-    def read(self) -> list[bytes]: ...
-
-    def check(self) -> None: ...  # raises as append
-
-    def close(self) -> None: ...  # may be called twice
-
-
-class MemoryStateStore:
     def __init__(self) -> None:
         self._lines: list[bytes] = []
 
     def append(self, *lines: bytes) -> None:
+        """Add lines, which are safe when this returns, and absent when it raises."""
         self._lines += lines
 
     def read(self) -> list[bytes]:
         return list(self._lines)
 
     def check(self) -> None:
-        pass
+        """Raise as :meth:`append` would, for any reason but the disk."""
 
     def close(self) -> None:
-        pass
+        """Release the store; may be called twice."""
 
 
-class FileStateStore:
+class FileStateStore(StateStore):
     """Lines in a file, each synced to disk before :meth:`append` returns. Not thread safe.
 
     Opening takes the file over: another process that has it open can no longer append. A last line that a crash cut
@@ -76,8 +65,10 @@ class FileStateStore:
     def __init__(self, path: Path, must_exist: bool = False) -> None:
         if must_exist and not path.exists():
             raise JournalCorrupt(f"the journal {path} is not there")
+        path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            _create(path)
+            with suppress(FileExistsError), new_file(path, durable=True, exclusive=True) as file:
+                file.write(_header(0, 0))
         # Its creator may have died before the name was durable: the lines would be lost with the name.
         sync_folder(path.parent)
         self._path, self._suspect = path, False
@@ -119,7 +110,7 @@ class FileStateStore:
             if self._suspect:
                 self._reopen()
             with self._locked():
-                self._check_ours()
+                self.check()
                 try:
                     _write(self._file, records, self._end)
                     _write(self._file, header, 0)
@@ -133,19 +124,12 @@ class FileStateStore:
         self._lines += lines
         self._header, self._chain, self._end = header, chain, self._end + len(records)
 
-    def read(self) -> list[bytes]:
-        return list(self._lines)
-
-    def check(self) -> None:
-        """Raise as :meth:`append` would, for any reason but the disk."""
-        self._check_ours()
-
     def close(self) -> None:
         """Write the number of lines to the header, and close the file."""
         if self._file < 0:
             return
         with suppress(OSError, JournalCorrupt, StaleEpoch), self._locked():
-            self._check_ours()
+            self.check()
             _write(self._file, _header(self._owner, len(self._lines)), 0)
         with suppress(OSError):  # of a network file system that is away
             os.close(self._file)
@@ -180,7 +164,7 @@ class FileStateStore:
         _write(self._file, self._header, 0)
         os.fsync(self._file)
 
-    def _check_ours(self) -> None:
+    def check(self) -> None:
         header, status = os.pread(self._file, len(self._header), 0), os.fstat(self._file)
         # Another master has this file, or a copy of it at its path.
         current = header
@@ -292,20 +276,3 @@ def _write(file: int, content: bytes, at: int) -> None:
     while content:
         count = os.pwrite(file, content, at)
         content, at = content[count:], at + count
-
-
-def _create(path: Path) -> None:
-    """Create an empty journal, named only once its header is durable; one that another process creates meanwhile
-    stays."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
-    try:
-        with open(temporary, "xb") as file:
-            os.fchmod(file.fileno(), 0o600)  # the last log lines of a process may hold anything
-            file.write(_header(0, 0))
-            file.flush()
-            os.fsync(file.fileno())
-        with suppress(FileExistsError):
-            os.link(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)

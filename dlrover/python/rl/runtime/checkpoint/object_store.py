@@ -29,15 +29,16 @@ from fsspec.core import url_to_fs
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.runtime.checkpoint.storage.manifest import (
+from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, check_file, check_size, read_opened
+from dlrover.python.rl.runtime.checkpoint.store import (
     MANIFEST,
+    CheckpointStore,
     Manifest,
     decode,
     encode,
     folder_name,
     step_and_epoch,
 )
-from dlrover.python.rl.runtime.checkpoint.storage.state_file import StateFile, pass_through, read_opened
 
 _LOG = get_logger(__name__)
 
@@ -73,9 +74,19 @@ class ObjectStore:
         """Upload a file of generation ``step``, and check it meanwhile; one that is not intact does not appear. Raises
         StaleEpoch, CheckpointCorrupt, CheckpointMissing, OSError."""
         self._check(epoch)
-        with store_errors(), self._uploading(f"{self._path}/{folder_name(step, epoch)}/{file.name}") as target:
-            pass_through(source, file, target.write)
-        return StateFile(file.name, file.nbytes, file.checksum)
+        with store_errors():
+            target = self._fs.open(f"{self._path}/{folder_name(step, epoch)}/{file.name}", "wb", autocommit=False)
+            try:
+                check_file(source, file, target.write)
+                target.close()
+                target.commit()
+            except BaseException:
+                with suppress(Exception):
+                    target.discard()
+                raise
+            finally:
+                self._fs.transaction.files.remove(target)  # fsspec keeps it for the end of a transaction
+        return replace(file, node="")
 
     def commit(
         self,
@@ -102,7 +113,12 @@ class ObjectStore:
                 with suppress(FileNotFoundError):
                     self._fs.rm_file(f"{self._path}/{manifest.folder}/{name}")
             self._fs.pipe_file(f"{self._path}/{manifest.folder}/{MANIFEST}", encode(manifest))
-        self._prune(manifest, existing)
+        # The newest generations stay, and folders of later steps, which may still become one.
+        kept = {manifest.folder, *(old.folder for old in existing[: self.keep - 1])}
+        for name in self._folders():
+            ids = step_and_epoch(name) or (0, 0)
+            if name not in kept and ids[0] <= step and ids[1] <= epoch:
+                self._remove(name)
         return manifest
 
     def drop_older(self, step: int) -> None:
@@ -134,7 +150,7 @@ class ObjectStore:
             except CheckpointMissing:
                 continue  # removed meanwhile
             except (ValueError, TypeError, KeyError, AttributeError) as error:
-                self._set_aside(name, f"not a manifest: {error}")
+                self.quarantine(name, f"not a manifest: {error}")
         return sorted(manifests, key=lambda manifest: (manifest.epoch, manifest.serial), reverse=True)
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] | None = None) -> bool:
@@ -144,7 +160,7 @@ class ObjectStore:
             for file in manifest.files.values():
                 self.check(manifest.folder, file)
         except (CheckpointCorrupt, CheckpointMissing) as error:
-            self._set_aside(manifest.folder, str(error))
+            self.quarantine(manifest.folder, str(error))
             return False
         return True
 
@@ -163,11 +179,16 @@ class ObjectStore:
             raise CheckpointMissing(f"generation {manifest.folder} has no '{name}'")
         return read_from(f"{self.root}/{manifest.folder}/{file.name}", file, fs=self._fs)
 
-    def quarantine(self, manifest: Manifest, why: str) -> None:
-        self._set_aside(manifest.folder, why)
+    def quarantine(self, name: str, why: str) -> bool:
+        """Mark a generation, which is never loaded again. False if the store refuses."""
+        _LOG.warning("%s/%s is not used: %s", self.root, name, why)
+        with suppress(OSError), store_errors():
+            self._fs.pipe_file(f"{self._path}/{name}/{_BAD}", why.encode())
+            return True
+        return False
 
     def damaged(self) -> list[str]:
-        """The generations that were set aside."""
+        """The generations in quarantine."""
         return [name for name in self._folders() if _BAD in self.names(name)]
 
     # -- objects ------------------------------------------------------------------------------------------------------
@@ -189,28 +210,6 @@ class ObjectStore:
     def _folders(self) -> list[str]:
         return [name for name in self.names() if step_and_epoch(name)]
 
-    @contextmanager
-    def _uploading(self, path: str) -> Iterator[Any]:
-        target = self._fs.open(path, "wb", autocommit=False)
-        try:
-            yield target
-            target.close()
-            target.commit()
-        except BaseException:
-            with suppress(Exception):
-                target.discard()
-            raise
-        finally:
-            self._fs.transaction.files.remove(target)  # fsspec keeps it for the end of a transaction
-
-    def _prune(self, newest: Manifest, existing: list[Manifest]) -> None:
-        """Keep the newest generations, and folders of later steps, which may still become one."""
-        kept = {newest.folder, *(old.folder for old in existing[: self.keep - 1])}
-        for name in self._folders():
-            step, epoch = step_and_epoch(name) or (0, 0)
-            if name not in kept and step <= newest.step and epoch <= newest.epoch:
-                self._remove(name)
-
     def _remove(self, name: str) -> None:
         """The manifest first: what is left of it is no generation."""
         try:
@@ -220,11 +219,6 @@ class ObjectStore:
                 self._fs.rm(f"{self._path}/{name}", recursive=True)
         except (OSError, CheckpointMissing) as error:
             _LOG.warning("%s/%s cannot be removed: %s", self.root, name, error)
-
-    def _set_aside(self, name: str, why: str) -> None:
-        _LOG.warning("%s/%s is not used: %s", self.root, name, why)
-        with suppress(OSError), store_errors():
-            self._fs.pipe_file(f"{self._path}/{name}/{_BAD}", why.encode())
 
 
 def stores_below(url: str) -> list[ObjectStore]:
@@ -257,3 +251,18 @@ def store_errors() -> Iterator[None]:
         if isinstance(error, OSError) and (error.errno or 0) > 0:  # of name servers they are below
             raise
         raise OSError(errno.EIO, f"{type(error).__name__}: {error}") from error
+
+
+Store = CheckpointStore | ObjectStore
+
+
+def open_copies(place: Path | str, run: str, keep: int = 2) -> Store:
+    """The copies of a run in a folder, or at a URL."""
+    if isinstance(place, str):
+        return ObjectStore(place, run, keep)
+    return CheckpointStore(place, run, durable=True, keep=keep)
+
+
+def newest_step(store: Store) -> int:
+    """The step of the newest generation whose files have their length; 0 for none."""
+    return next((manifest.step for manifest in store.manifests() if store.valid(manifest, check_size)), 0)

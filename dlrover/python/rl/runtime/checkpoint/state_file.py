@@ -66,7 +66,15 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: 
         OSError: the disk is full (with the bytes needed and free), read-only, ...; ``path`` is unchanged.
     """
     state = tree if isinstance(tree, StateTree) else dump_in_place(tree)
-    parts, total = _layout(header, state.skeleton, state.buffers)
+    table = json.dumps({"header": dict(header), "sizes": [len(buffer) for buffer in state.buffers]}).encode()
+    at = _PREFIX.size + len(table) + len(state.skeleton)
+    body: list[memoryview | InPieces] = []
+    for buffer in state.buffers:
+        body += [memoryview(bytes(-at % _ALIGN)), buffer]
+        at += -at % _ALIGN + len(buffer)
+    total = at + _CRC.size
+    prefix = _PREFIX.pack(_MAGIC, VERSION, 0, total, len(table), len(state.skeleton))
+    parts = [memoryview(prefix), memoryview(table), memoryview(state.skeleton), *body]
     checksum = 0
     # Closed also after an error: buffers of a device have one reader at a time.
     with new_file(path, durable, total, recycled) as file, closing(_chunks(parts)) as chunks:
@@ -96,14 +104,32 @@ def read_opened(
     """Like :func:`read_state` from an open file of ``nbytes``. One of another length than expected is not read: a
     damaged one may be too large for the memory."""
     _check_length(name, nbytes, expected)
-    content, checksum = _read(file, nbytes)
-    _check(name, len(content), checksum, bytes(content[-_CRC.size :]), expected)
+    memory = mmap.mmap(-1, max(nbytes, 1))  # aligned like the buffers in the file
+    with suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE)  # else half of the time goes into giving it pages
+    content, filled, checksum = memoryview(memory), 0, 0
+    while filled < nbytes and (count := file.readinto(content[filled : min(filled + _CHUNK, nbytes)])):
+        checksum = crc32(content[filled : filled + count], checksum)
+        filled += count
+    content = content[:filled]
+    _check(name, filled, checksum, bytes(content[-_CRC.size :]), expected)
     return _decode(name, content, header or {})
 
 
-def check_file(folder: Path, expected: StateFile) -> None:
-    """Read a whole file and compare length and checksum; raises as :func:`read_state`."""
-    pass_through(folder, expected, lambda chunk: None)
+def check_file(folder: Path, expected: StateFile, consume: Callable[[memoryview], Any] | None = None) -> None:
+    """Read a whole file, which ``consume`` gets in chunks, and compare length and checksum at its end; raises as
+    :func:`read_state`."""
+    path = folder / expected.name
+    memory = memoryview(bytearray(_CHUNK))
+    nbytes, checksum, ending = 0, 0, b""
+    with _opened(path) as file:
+        while nbytes <= expected.nbytes and (count := file.readinto(memory)):  # type: ignore[attr-defined]
+            chunk = memory[:count]
+            nbytes, checksum = nbytes + count, crc32(chunk, checksum)
+            ending = (ending + bytes(chunk[-_CRC.size :]))[-_CRC.size :]
+            if consume is not None:
+                consume(chunk)
+    _check(path, nbytes, checksum, ending, expected)
 
 
 def check_size(folder: Path, expected: StateFile) -> None:
@@ -120,8 +146,8 @@ def copy_file(source: Path, target: Path, file: StateFile, durable: bool) -> Sta
     """Copy ``file`` from one folder to another, and check it meanwhile; if the source is not intact, the target is
     unchanged. Raises as :func:`read_state` and :func:`write_state`."""
     with new_file(target / file.name, durable, file.nbytes) as copy:
-        pass_through(source, file, copy.write)
-    return StateFile(file.name, file.nbytes, file.checksum)
+        check_file(source, file, copy.write)
+    return replace(file, node="")
 
 
 def write_whole(folder: Path, file: StateFile, content: memoryview) -> None:
@@ -199,21 +225,6 @@ def sync_folder(folder: Path) -> None:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _layout(
-    header: Header, skeleton: bytes, buffers: list[memoryview | InPieces]
-) -> tuple[list[memoryview | InPieces], int]:
-    sizes = [len(buffer) for buffer in buffers]
-    table = json.dumps({"header": dict(header), "sizes": sizes}).encode()
-    at = _PREFIX.size + len(table) + len(skeleton)
-    body: list[memoryview | InPieces] = []
-    for buffer in buffers:
-        body += [memoryview(bytes(-at % _ALIGN)), buffer]
-        at += -at % _ALIGN + len(buffer)
-    total = at + _CRC.size
-    prefix = _PREFIX.pack(_MAGIC, VERSION, 0, total, len(table), len(skeleton))
-    return [memoryview(prefix), memoryview(table), memoryview(skeleton), *body], total
-
-
 def _chunks(parts: Iterable[memoryview | InPieces]) -> Generator[memoryview, None, None]:
     """The same bytes in pieces that stay in the CPU cache between checksum and write."""
     for part in parts:
@@ -257,32 +268,6 @@ def _opened(path: Path) -> Iterator[BinaryIO]:
         yield file
 
 
-def _read(file: Any, nbytes: int) -> tuple[memoryview, int]:
-    """The whole file, aligned like the buffers in it, and its crc32."""
-    memory = mmap.mmap(-1, max(nbytes, 1))
-    with suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE)  # else half of the time goes into giving it pages
-    content, filled, checksum = memoryview(memory), 0, 0
-    while filled < nbytes and (count := file.readinto(content[filled : min(filled + _CHUNK, nbytes)])):
-        checksum = crc32(content[filled : filled + count], checksum)
-        filled += count
-    return content[:filled], checksum
-
-
-def pass_through(folder: Path, expected: StateFile, consume: Callable[[memoryview], Any]) -> None:
-    """Pass a file on in chunks; raises at its end if it is not intact."""
-    path = folder / expected.name
-    memory = memoryview(bytearray(_CHUNK))
-    nbytes, checksum, ending = 0, 0, b""
-    with _opened(path) as file:
-        while nbytes <= expected.nbytes and (count := file.readinto(memory)):  # type: ignore[attr-defined]
-            chunk = memory[:count]
-            nbytes, checksum = nbytes + count, crc32(chunk, checksum)
-            ending = (ending + bytes(chunk[-_CRC.size :]))[-_CRC.size :]
-            consume(chunk)
-    _check(path, nbytes, checksum, ending, expected)
-
-
 def _check_length(path: Path | str, nbytes: int, expected: StateFile | None) -> None:
     if expected is not None and nbytes != expected.nbytes:
         raise CheckpointCorrupt(str(path), f"{nbytes} bytes instead of {expected.nbytes}")
@@ -297,27 +282,23 @@ def _check(path: Path | str, nbytes: int, checksum: int, ending: bytes, expected
 
 
 def _decode(path: Path | str, content: memoryview, header: Header) -> Any:
-    magic, version, _, total, *lengths = _PREFIX.unpack_from(content)
+    magic, version, _, total, table_size, skeleton_size = _PREFIX.unpack_from(content)
     if magic != _MAGIC or version != VERSION or total != len(content):
         raise CheckpointCorrupt(str(path), f"not a state file of format {VERSION} ({magic!r}, format {version})")
     try:
-        owner, skeleton, buffers = _cut(content, *lengths)
+        at = _PREFIX.size + table_size
+        table = json.loads(bytes(content[_PREFIX.size : at]))
+        owner: Header = table["header"]
         wrong = {name: owner.get(name) for name, value in header.items() if owner.get(name) != value}
         if wrong:
             raise CheckpointCorrupt(str(path), f"it belongs to {wrong}, not to {dict(header)}")
+        skeleton = bytes(content[at : at + skeleton_size])
+        at += skeleton_size
+        buffers = []
+        for size in table["sizes"]:
+            at += -at % _ALIGN
+            buffers.append(content[at : at + size])
+            at += size
         return load(skeleton, buffers)
     except (ValueError, KeyError, DataError) as error:
         raise CheckpointCorrupt(str(path), f"it holds no state: {error}") from error
-
-
-def _cut(content: memoryview, table_size: int, skeleton_size: int) -> tuple[Header, bytes, list[memoryview]]:
-    at = _PREFIX.size + table_size
-    table = json.loads(bytes(content[_PREFIX.size : at]))
-    skeleton = bytes(content[at : at + skeleton_size])
-    at += skeleton_size
-    buffers = []
-    for size in table["sizes"]:
-        at += -at % _ALIGN
-        buffers.append(content[at : at + size])
-        at += size
-    return table["header"], skeleton, buffers
