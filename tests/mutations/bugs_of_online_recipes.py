@@ -5,7 +5,8 @@ from bug import Bug
 
 _ONLINE = "recipe/online"
 _BATCH, _COLLECTOR, _PROMPTS = f"{_ONLINE}/batch.py", f"{_ONLINE}/collector.py", f"{_ONLINE}/prompts.py"
-_TRAINER, _REWARDS, _UPDATES = f"{_ONLINE}/policy_trainer.py", "recipe/reporting/rewards.py", "recipe/base/updates.py"
+_TRAINER, _UPDATES = "recipe/trainers/policy_trainer.py", "recipe/base/updates.py"
+_REWARDS = "recipe/reporting/rewards.py"
 _COLUMNS = "data/batch.py"
 
 TESTS = {

@@ -16,6 +16,7 @@ from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ScorerWorkload, ShardedReferenceWorkload
+from dlrover.python.rl.trainer.plan import plan_of
 
 ACTOR = RLRoleType.ACTOR
 
@@ -70,10 +71,14 @@ def test_classes_of_users_and_their_subclasses_are_not_refused():
     class Own(ActorWorkload):
         pass
 
-    assert not [*GRPOTrainer.check_workloads({ACTOR: Own, RLRoleType("JUDGE"): Own, RLRoleType("CRITIC"): object})]
-    (error,) = RMTrainer.check_workloads({ACTOR: Own})
+    assert not [
+        *plan_of(GRPOTrainer).check_workloads({ACTOR: Own, RLRoleType("JUDGE"): Own, RLRoleType("CRITIC"): object})
+    ]
+    (error,) = plan_of(RMTrainer).check_workloads({ACTOR: Own})
     assert error.what == "RMTrainer needs ScorerWorkload here, not Own, a kind of ActorWorkload"
-    assert not [*RMTrainer.check_workloads({ACTOR: ScorerWorkload, RLRoleType("REFERENCE"): ShardedReferenceWorkload})]
+    assert not [
+        *plan_of(RMTrainer).check_workloads({ACTOR: ScorerWorkload, RLRoleType("REFERENCE"): ShardedReferenceWorkload})
+    ]
 
 
 @pytest.mark.parametrize(

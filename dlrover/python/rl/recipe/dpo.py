@@ -11,9 +11,9 @@ from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
-from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
-from dlrover.python.rl.recipe.offline.examples import PairData
 from dlrover.python.rl.recipe.rm import METRICS
+from dlrover.python.rl.recipe.trainers.example_trainer import ExampleConfig, ExamplePlan, ExampleTrainer
+from dlrover.python.rl.recipe.trainers.examples import PairData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,24 +28,27 @@ class DPOConfig(ExampleConfig):
     """Folder or hub name of the model of the role REFERENCE. None: ``model``."""
 
 
+class DPOPlan(ExamplePlan):
+    """Plans jobs of a :class:`DPOTrainer`."""
+
+    def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors, model, where = super().find_errors(cfg, roles), cfg.reference_model, "config.reference_model"
+        if model is not None:
+            errors += validate_model(model, where) or validate_vocabulary(model, cfg.model, where)
+        return errors
+
+
 class DPOTrainer(ExampleTrainer):
     """Direct preference optimisation, with the role REFERENCE; see ``ExampleTrainer``."""
 
     config_class = DPOConfig
+    plan = DPOPlan
     algorithm_name = "dpo"
     metric_names = METRICS
 
     @classmethod
     def reference_of(cls, cfg: DPOConfig) -> str:
         return cfg.reference_model or cfg.model
-
-    @classmethod
-    def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors, where = super().find_errors(cfg, roles), "config.reference_model"
-        if cfg.reference_model is not None:
-            model = cfg.reference_model
-            errors += validate_model(model, where) or validate_vocabulary(model, cfg.model, where)
-        return errors
 
     @classmethod
     def algorithm_of(cls, cfg: Any) -> Algorithm:

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError
+from dlrover.python.rl.common.errors import ConfigError, EngineError
 from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_cached, is_path
 from dlrover.python.rl.common.names import nearest, variable_hint
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
@@ -265,33 +265,3 @@ def _nearest_entry(path: Path) -> str:
     with suppress(OSError):  # below a file, or a folder that may not be listed
         close = nearest(missing.name, os.listdir(missing.parent))
     return f"; did you mean '{missing.parent / close}'?" if close else ""
-
-
-class FrozenModels:
-    """Part of a trainer's ``state``: a sample of the files of references, teachers and reward models, of those that are
-    in folders here."""
-
-    def __init__(self, trainer: Any, cfg: Any) -> None:
-        uses = trainer.model_uses(cfg, {role: len(handles) for role, handles in trainer.actor_handles.items()})
-        self._models = {str(role): use.model for role, use in uses.items() if use.kind == "frozen"}
-        self._fingerprints = {role: _fingerprint(model) for role, model in self._models.items()}
-
-    def state_dict(self) -> dict[str, str]:
-        return dict(self._fingerprints)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError if a model has other weights, wherever it is."""
-        errors = []
-        for role, model in self._models.items():
-            was, now = state.get(role, ""), self._fingerprints[role]
-            self._fingerprints[role] = now or was  # files that are not here now
-            if was and now and was != now:
-                what = f"the weights of '{model}', the {role.lower()}, are not those that the run was begun with"
-                errors.append(ConfigError("config", what))
-        if errors:
-            raise DataError(errors)
-
-
-def _fingerprint(model: str) -> str:
-    folder = Path(model).expanduser()
-    return fingerprint_files(folder if folder.is_dir() else None)

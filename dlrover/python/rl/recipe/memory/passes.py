@@ -30,14 +30,13 @@ from dlrover.python.rl.trainer.port import gather
 _LOG = get_logger(__name__)
 
 
-def choose_passes(trainer: Any, cfg: Any) -> EngineConfig:
-    """``cfg.engine`` without ``auto`` for passes and offload, and for weight sync where it is not ``pull``."""
+def choose_passes(trainer: Any, cfg: Any, uses: Mapping[RLRoleType, ModelUse]) -> EngineConfig:
+    """Return ``cfg.engine`` without ``auto`` for passes and offload, and for weight sync where it is not ``pull``."""
     engine: EngineConfig = cfg.engine
     may_stay = engine.offload == AUTO or (engine.offload is False and engine.weight_sync == AUTO)
     asks = may_stay and engine.device.startswith("cuda")
     if not has_auto_passes(engine) and not asks:
         return engine
-    uses = trainer.model_uses(cfg, {role: len(handles) for role, handles in trainer.actor_handles.items()})
     groups = {role: getattr(trainer, f"RG_{role}") for role in uses}
     sharing = {role: group for role, group in groups.items() if hasattr(group.workload_class, "device_share")}
     shares = {role: _all_of(group.device_share, engine) for role, group in sharing.items()}

@@ -20,10 +20,9 @@ from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.devices import Machine, peak_memory
-from dlrover.python.rl.recipe.base.engine_workload import TrainedWorkload, device_of, on_device
+from dlrover.python.rl.recipe.base.engine_workload import Machine, TrainedWorkload, device_of, on_device, peak_memory
 from dlrover.python.rl.recipe.base.updates import TRAINED, UpdatePlan, find_nonfinite_rows, join_columns, run_updates
-from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
+from dlrover.python.rl.recipe.trainers.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 _SENT_S = 2.0

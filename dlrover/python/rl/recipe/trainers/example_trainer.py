@@ -20,7 +20,7 @@ from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogCo
 from dlrover.python.rl.recipe.base.data_config import JobCursor
 from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, EXAMPLE_NAMES
 from dlrover.python.rl.recipe.base.updates import TRAINED, annotate_errors_with_samples
-from dlrover.python.rl.recipe.offline.examples import (
+from dlrover.python.rl.recipe.trainers.examples import (
     ExampleData,
     Examples,
     Measured,
@@ -29,7 +29,8 @@ from dlrover.python.rl.recipe.offline.examples import (
     validate_lengths,
     warn_of_cuts,
 )
-from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
+from dlrover.python.rl.recipe.trainers.recipe_plan import RecipePlan
+from dlrover.python.rl.recipe.trainers.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
@@ -81,6 +82,47 @@ class ExampleConfig:
         return self.eval_only or (has_rows if self.eval_every is None else self.eval_every > 0)
 
 
+class ExamplePlan(RecipePlan):
+    """Plans jobs of an :class:`ExampleTrainer`."""
+
+    def settings_of_state(self, config: Any) -> Mapping[str, Any]:
+        # Its place in the rows is a number of steps of this size.
+        return {**super().settings_of_state(config), "batch_size": config.get("batch_size")}
+
+    def longest_row(self, cfg: ExampleConfig) -> tuple[int, bool]:
+        return cfg.data.max_length * cfg.data.segment_rows, True  # a pair is in one pass
+
+    def describe_config(self, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
+        cuts = warn_of_cuts(require(self.trainer.config_class, config, "config"))
+        return [*super().describe_config(config, roles), *cuts]
+
+    def describe_step(self, cfg: ExampleConfig) -> str:
+        return f"{cfg.batch_size} examples, 1 update"
+
+    def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
+        return list(self.trainer.evaluation_metrics(Measured(0.0, dict.fromkeys(self.trainer.metric_names, 0.0))))
+
+    def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
+        errors += [] if errors else validate_lengths(cfg)
+        if cfg.eval_only and cfg.data.eval is None and cfg.data.eval_share is None and not cfg.eval_every:
+            message = "is needed: without eval_every or data.eval_share every row of data.train is trained on"
+            errors.append(ConfigError("config.data.eval", message))
+        try:
+            algorithm = self.trainer.algorithm_of(cfg)
+        except InvalidJob as error:
+            errors += [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+            algorithm = error.salvaged
+        if algorithm is None or not _uses_reference(algorithm) or RLRoleType.REFERENCE in roles:
+            return errors
+        if cfg.engine.lora is None:
+            errors.append(ConfigError("workload", "the role 'reference' is required: the loss compares with it"))
+        elif self.trainer.reference_of(cfg) != cfg.model:
+            message = "needs the role 'reference': without one it is the model without its adapters"
+            errors.append(ConfigError("config.reference_model", message))
+        return errors
+
+
 class ExampleTrainer(RecipeTrainer):
     """Role ACTOR, whose members are data-parallel ranks; and REFERENCE where the loss needs it, which with adapters is
     the actor without them.
@@ -97,6 +139,7 @@ class ExampleTrainer(RecipeTrainer):
     config_class: ClassVar[type[ExampleConfig]]
     """The dataclass of the job's ``config``; its ``data`` encodes rows as tokens."""
 
+    plan = ExamplePlan
     cfg: ExampleConfig
 
     metric_names: ClassVar[Mapping[str, str]]
@@ -109,11 +152,6 @@ class ExampleTrainer(RecipeTrainer):
     @classmethod
     def evaluation_metrics(cls, measured: Measured) -> dict[str, float]:
         return {f"eval/{name}": value for name, value in cls.metrics(measured).items()}
-
-    @classmethod
-    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
-        # Its place in the rows is a number of steps of this size.
-        return {**super().settings_of_state(config), "batch_size": config.get("batch_size")}
 
     def init(self) -> None:
         super().init()
@@ -245,51 +283,6 @@ class ExampleTrainer(RecipeTrainer):
         held_out_rows = 0 if held_out is None else len(held_out) // self.cfg.data.segment_rows
         rows = {"held_out_rows": held_out_rows, "cut_rows": counts.cut, "dropped_rows": counts.dropped}
         self.write_results({"examples": self.segment_count, **rows, "steps": steps})
-
-    @classmethod
-    def longest_row(cls, cfg: ExampleConfig) -> int:
-        return cfg.data.max_length * cfg.data.segment_rows  # a pair is in one pass
-
-    @classmethod
-    def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
-        cuts = warn_of_cuts(require(cls.config_class, config, "config"))
-        return [*super().describe_config(config, roles), *cuts]
-
-    @classmethod
-    def describe_step(cls, cfg: ExampleConfig) -> str:
-        return f"{cfg.batch_size} examples, 1 update"
-
-    @classmethod
-    def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
-        errors += [] if errors else validate_lengths(cfg)
-        if cfg.eval_only and cfg.data.eval is None and cfg.data.eval_share is None and not cfg.eval_every:
-            what = "is needed: without eval_every or data.eval_share every row of data.train is trained on"
-            errors.append(ConfigError("config.data.eval", what))
-        return [*errors, *cls._validate_algorithm(cfg, roles)]
-
-    @classmethod
-    def evaluation_names(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return list(cls.evaluation_metrics(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0))))
-
-    @classmethod
-    def _validate_algorithm(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors: list[ConfigError] = []
-        try:
-            algorithm = cls.algorithm_of(cfg)
-        except InvalidJob as error:
-            errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
-            if error.salvaged is None:
-                return errors
-            algorithm = error.salvaged
-        if not _uses_reference(algorithm) or RLRoleType.REFERENCE in roles:
-            return errors
-        if cfg.engine.lora is None:
-            errors.append(ConfigError("workload", "the role 'reference' is required: the loss compares with it"))
-        elif cls.reference_of(cfg) != cfg.model:
-            what = "needs the role 'reference': without one it is the model without its adapters"
-            errors.append(ConfigError("config.reference_model", what))
-        return errors
 
 
 def _uses_reference(algorithm: Algorithm) -> bool:
