@@ -2,9 +2,9 @@
 """The memory that a job's models take on each device, for people, before anything starts: a table, and the smallest
 change where something cannot fit. The arithmetic is in ``arithmetic``."""
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -20,27 +20,25 @@ from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.model_files import GB, device_bytes, parameters_of
 from dlrover.python.rl.recipe.memory.arithmetic import (
-    FEW_TOKENS,
-    FEWEST_TOKENS,
+    ON_HOST,
     STATE_ONLY,
     ModelUse,
     PlannedBytes,
     bytes_of,
     has_auto_passes,
+    has_state_only,
     host_bytes,
     is_on_host,
     is_quantized,
+    pass_choices,
     size_passes,
     sizes_of,
-    state_of,
 )
 
 _USABLE = 0.92
 """Of a device's memory: the rest is CUDA's own, and lost between blocks."""
 
 _MOST_MEMBERS = 1024
-
-_TOKENS, _HOST = "engine.max_tokens_per_microbatch", "engine.train_options.optimizer_on_host"
 
 _STATE = ("weights", "gradients", "optimizer")
 _COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "kv_cache", "exchange")
@@ -63,23 +61,18 @@ class MemoryPlan:
     ) -> "MemoryPlan":
         return cls(uses, engine, model, model_config, device_bytes(engine)).size_passes()
 
-    def known(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
-        """Those to which the arithmetic applies, of models whose shape is known."""
+    def sized(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
+        """Yield the roles whose memory is computed, of models whose shape is known, and sizes that divide their
+        members; where they do not, another check reports it."""
         for role, use in self.uses.items():
-            if use.kind != "rollout" and self.engine.train != "fsdp2":
-                continue
-            if not _divides(self.engine, use):
-                continue  # reported already
-            shape = self._shape_of(use)
+            is_computed = use.kind == "rollout" or self.engine.train in ("fsdp2", *STATE_ONLY)
+            shape = self._shape_of(use) if is_computed and _divides(self.engine, use) else None
             if shape is not None:
                 yield role, use, shape
 
-    def states(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
-        """Those of which only the state is computed."""
-        for role, use in self.uses.items() if self.engine.train in STATE_ONLY else ():
-            shape = self._shape_of(use)
-            if use.kind != "rollout" and shape is not None and _divides(self.engine, use):
-                yield role, use, shape
+    def known(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
+        """Yield the roles whose passes are computed, too."""
+        return (each for each in self.sized() if not has_state_only(each[1], self.engine))
 
     def _shape_of(self, use: ModelUse) -> ModelShape | None:
         return shape_of(use.model, self.model_config if use.model == self.model else None)
@@ -107,114 +100,93 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """A table for people, the roles that it lacks, and what does not fit on this machine's devices; empty without a
         model on a device."""
-        rows, known, notes = [], {role for role, *_ in self.known()}, [self.chosen] if self.chosen else []
-        for role, use, shape in self.known():
-            if nbytes := host_bytes(shape, use, self.engine):
-                where = f"  {role} x{use.members}: {_gb(nbytes)} GB of its host's memory each, for the optimizer"
-                notes.append(where if self.engine.threads else f"{where}; engine.threads: the cores that take its step")
-            found = self._held(use, bytes_of(shape, use, self.engine))
-            values = [*(getattr(found, name) for name in _COLUMNS), found.peak]
-            rows.append([f"{role} x{use.members}", *map(_gb, values)])
         if not self.uses:
             return []
-        for role, use, shape in self.states():
-            known.add(role)
-            state, on_host = state_of(shape, use, self.engine), host_bytes(shape, use, self.engine)
-            parts = ", ".join(f"{name} {_gb(getattr(state, name))}" for name in _STATE if getattr(state, name))
-            what = f"at least {_gb(state.peak)} ({parts})" + (f", and {_gb(on_host)} of its host" if on_host else "")
-            notes.append(f"  {role} x{use.members}: {what}; passes are not computed for {self.engine.train}")
-        if self.engine.weight_sync == "cuda_ipc" and self.kept_bytes:
-            notes.append(
-                f"  and {_gb(self.kept_bytes)} GB of weights that the actor keeps on the device for the rollout"
+        engine, rows, states = self.engine, list[list[str]](), list[str]()
+        notes, unknown = [self.chosen] if self.chosen else [], dict(self.uses)
+        for role, use, shape in self.sized():
+            del unknown[role]
+            name, planned, on_host = (
+                f"{role} x{use.members}",
+                bytes_of(shape, use, engine),
+                host_bytes(shape, use, engine),
             )
-        of = "" if self.device_bytes is None else f" of {self.device_bytes / GB:,.0f}"
-        head = ["", *(name.replace("_", " ") for name in _COLUMNS), "at most"]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        table = []
-        for label, *cells in [head, *rows]:
-            aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-            table.append("  ".join([f"  {label.ljust(widths[0])}", *aligned]))
-        warnings = [] if self.engine.device_memory_gb is not None else self._misfits()
-        unknown = [
-            f"  {role} x{use.members}: {self._why_unknown(use)}" for role, use in self.uses.items() if role not in known
-        ]
-        warnings = [f"  it may not fit here: {what}" for what in warnings]
-        return [f"memory of each device, GB{of}:", *(table if rows else ()), *notes, *unknown, *warnings]
+            if has_state_only(use, engine):
+                parts = ", ".join(f"{part} {_gb(getattr(planned, part))}" for part in _STATE if getattr(planned, part))
+                more = f", and {_gb(on_host)} of its host" if on_host else ""
+                needed = f"at least {_gb(planned.peak)} ({parts}){more}"
+                states.append(f"  {name}: {needed}; passes are not computed for {engine.train}")
+                continue
+            if on_host:
+                threads = "" if engine.threads else "; engine.threads: the cores that take its step"
+                notes.append(f"  {name}: {_gb(on_host)} GB of its host's memory each, for the optimizer{threads}")
+            planned = self._with_cache(use, planned)
+            rows.append([name, *(_gb(getattr(planned, column)) for column in _COLUMNS), _gb(planned.peak)])
+        notes += states
+        if engine.weight_sync == "cuda_ipc" and (kept := self.kept_bytes):
+            notes.append(f"  and {_gb(kept)} GB of weights that the actor keeps on the device for the rollout")
+        for role, use in unknown.items():
+            reason = f"not known without the config.json of {use.model}"
+            if use.kind != "rollout" and engine.train not in ("fsdp2", *STATE_ONLY):
+                reason = f"not computed for {engine.train}"
+            elif use.model == self.model:
+                reason += " (config.model_config)"
+            notes.append(f"  {role} x{use.members}: {reason}")
+        if engine.device_memory_gb is None:
+            notes += [f"  it may not fit here: {message}" for message in self._misfits()]
+        capacity = "" if self.device_bytes is None else f" of {self.device_bytes / GB:,.0f}"
+        return [f"memory of each device, GB{capacity}:", *_table(rows), *notes]
 
-    def _why_unknown(self, use: ModelUse) -> str:
-        if use.kind != "rollout" and self.engine.train not in ("fsdp2", *STATE_ONLY):
-            return f"not computed for {self.engine.train}"
-        named = " (config.model_config)" if use.model == self.model else ""
-        return f"not known without the config.json of {use.model}{named}"
-
-    def _held(self, use: ModelUse, wanted: PlannedBytes) -> PlannedBytes:
-        """The cache of a rollout has the size that is given for it. Else it takes what there is of its share; an engine
-        that does not fill its device, no more than it could use."""
+    def _with_cache(self, use: ModelUse, planned: PlannedBytes) -> PlannedBytes:
+        """Return the plan of a rollout with the cache that it takes: of the size that the job says; or what there is of
+        its share, but of an engine that does not fill its device no more than it could use."""
         if use.kind != "rollout":
-            return wanted
-        if given := self.engine.rollout_options.get("kv_cache_bytes"):
-            return replace(wanted, kv_cache=float(given))
+            return planned
+        if size := self.engine.rollout_options.get("kv_cache_bytes"):
+            return replace(planned, kv_cache=float(size))
         if self.device_bytes is None:
-            return wanted
-        rest = max(self.engine.gpu_memory_utilization * self.device_bytes - wanted.weights, 0.0)
+            return planned
+        room = max(self.engine.gpu_memory_utilization * self.device_bytes - planned.weights, 0.0)
         fills = engine_info(ROLLOUT_ENGINES, self.engine.rollout).fills_device
-        return replace(wanted, kv_cache=rest if fills else min(wanted.kv_cache, rest))
+        return replace(planned, kv_cache=room if fills else min(planned.kv_cache, room))
 
     def find_errors(self) -> list[ConfigError]:
-        """What cannot fit on devices of ``engine.device_memory_gb``, with the smallest change that would."""
+        """Report what cannot fit on devices of ``engine.device_memory_gb``, and what to change."""
         misfits = self._misfits() if self.engine.device_memory_gb is not None else []
-        return [ConfigError("config.engine", what) for what in misfits]
+        return [ConfigError("config.engine", message) for message in misfits]
 
     def _misfits(self) -> list[str]:
-        if self.device_bytes is None:
-            return []
-        messages = (self._describe_misfit(*each) for each in (*self.known(), *self.states()))
-        return [message for message in messages if message]
-
-    def _describe_misfit(self, role: RLRoleType, use: ModelUse, shape: ModelShape) -> str:
-        """Return the bytes and the smallest change with which it fits; empty if it fits as it is."""
-        share = self.engine.gpu_memory_utilization if use.kind == "rollout" else _USABLE
-        limit = share * (self.device_bytes or 0.0)
-        planned = _plan_bytes(shape, use, self.engine)
-        if (needed := _needed(use, planned, self.engine)) <= limit:
-            return ""
-        sizes = {name.replace("_", " "): size for name in _COLUMNS if (size := getattr(planned, name))}
-        parts = ", ".join(f"{name} {_gb(sizes[name])}" for name in sorted(sizes, key=lambda name: -sizes[name])[:3])
-        if use.kind == "rollout":
-            parts = f"weights {_gb(planned.weights)}, and the cache of one sequence"
-        has = f"{_gb(limit)} GB of a device's {_gb(self.device_bytes or 0.0)}"
-        change = next(self._fitting_changes(role, use, shape, limit), "no setting here makes it fit")
-        if _has_state_only(use, self.engine):
-            return f"{role} needs {_gb(needed)} GB for its weights, gradients and optimizer, and has {has}; {change}"
-        return f"{role} needs {_gb(needed)} GB, and has {has} ({parts}); {change}"
-
-    def _fitting_changes(self, role: RLRoleType, use: ModelUse, shape: ModelShape, limit: float) -> Iterator[str]:
-        name = f"workload.{role.lower()}"
-        for changes in _alternatives(self.engine, use, name):
-            engine = _apply(self.engine, changes)
-            changed = replace(use, members=changes.get(f"{name}.num", use.members))
-            if not _divides(engine, changed):
+        """The roles that do not fit: their bytes, and the first of the levers with which they do."""
+        messages, capacity, engine = [], self.device_bytes, self.engine
+        for role, use, shape in self.sized() if capacity is not None else ():
+            assert capacity is not None
+            limit = (engine.gpu_memory_utilization if use.kind == "rollout" else _USABLE) * capacity
+            planned = bytes_of(shape, use, engine)
+            if (needed := _needed_bytes(use, planned, engine)) <= limit:
                 continue
-            needed = _needed(changed, _plan_bytes(shape, changed, engine), engine)
-            if needed > limit:
-                continue
-            text = " ".join(f"{key}={'true' if value is True else value}" for key, value in changes.items())
-            on_host = host_bytes(shape, changed, engine)
-            if _has_state_only(use, engine):
-                yield f"with {text} it is {_gb(needed)} GB"
-            else:
-                yield f"it fits with {text}" + (f" and {_gb(on_host)} GB of its host" if on_host else "")
+            has = f"{_gb(limit)} GB of a device's {_gb(capacity)}"
+            sizes = {name.replace("_", " "): size for name in _COLUMNS if (size := getattr(planned, name))}
+            parts = ", ".join(f"{name} {_gb(sizes[name])}" for name in sorted(sizes, key=lambda name: -sizes[name])[:3])
+            if use.kind == "rollout":
+                parts = f"weights {_gb(planned.weights)}, and the cache of one sequence"
+            purpose = " for its weights, gradients and optimizer" if has_state_only(use, engine) else ""
+            parts = "" if purpose else f" ({parts})"
+            change = _find_change(role, use, shape, engine, limit)
+            messages.append(f"{role} needs {_gb(needed)} GB{purpose}, and has {has}{parts}; {change}")
+        return messages
 
 
-def _has_state_only(use: ModelUse, engine: EngineConfig) -> bool:
-    return use.kind != "rollout" and engine.train in STATE_ONLY
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head = ["", *(name.replace("_", " ") for name in _COLUMNS), "at most"]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    table = []
+    for label, *cells in [head, *rows] if rows else []:
+        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        table.append("  ".join([f"  {label.ljust(widths[0])}", *aligned]))
+    return table
 
 
-def _plan_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
-    return (state_of if _has_state_only(use, engine) else bytes_of)(shape, use, engine)
-
-
-def _needed(use: ModelUse, planned: PlannedBytes, engine: EngineConfig) -> float:
+def _needed_bytes(use: ModelUse, planned: PlannedBytes, engine: EngineConfig) -> float:
     return planned.weights + planned.kv_cache / engine.max_batch if use.kind == "rollout" else planned.peak
 
 
@@ -229,8 +201,62 @@ def _divides(engine: EngineConfig, use: ModelUse) -> bool:
     return True
 
 
+# -- what makes a role fit --------------------------------------------------------------------------------------------
+
 Changes: TypeAlias = dict[str, Any]
 """Settings by the names that they have in a job."""
+
+
+def _find_change(role: RLRoleType, use: ModelUse, shape: ModelShape, engine: EngineConfig, limit: float) -> str:
+    """Name the first lever, alone or with smaller passes, with which a role takes at most ``limit`` bytes."""
+    name, passes = f"workload.{role.lower()}", [Changes()]
+    if use.kind != "rollout" and engine.train == "fsdp2":
+        passes = [
+            ({"engine.gradient_checkpointing": True} if recompute and not engine.recomputes else {})
+            | ({"engine.max_tokens_per_microbatch": tokens} if tokens < engine.tokens_of_a_pass else {})
+            for tokens, recompute in pass_choices(engine, use)
+        ]
+    for lever, smaller in product(_levers(name, use, engine), passes):
+        changes = smaller | lever
+        changed, resized = _apply(engine, changes), replace(use, members=lever.get(f"{name}.num", use.members))
+        if not _divides(changed, resized):
+            continue
+        needed = _needed_bytes(resized, bytes_of(shape, resized, changed), changed)
+        if needed > limit:
+            continue
+        settings = " ".join(f"{key}={'true' if value is True else value}" for key, value in changes.items())
+        if has_state_only(use, engine):
+            return f"with {settings} it is {_gb(needed)} GB"
+        on_host = host_bytes(shape, resized, changed)
+        return f"it fits with {settings}" + (f" and {_gb(on_host)} GB of its host" if on_host else "")
+    return "no setting here makes it fit"
+
+
+def _levers(name: str, use: ModelUse, engine: EngineConfig) -> Iterator[Changes]:
+    """Yield none, then a division of the model over the members, the optimizer on the host, and more members."""
+    sizes, divisions = engine.parallel or ParallelSizes(), list[Changes]()
+    if use.kind == "rollout":
+        key = "engine.rollout_tensor_parallel_size"
+        yield from ({key: size, f"{name}.resource.gpu": size} for size in (2, 4, 8))
+        return
+    if use.kind == "frozen":
+        if engine.train == "fsdp2" and use.sharded_class and not engine.shard_frozen:
+            divisions = [{"engine.shard_frozen": True, f"{name}.class": use.sharded_class}]
+    elif engine.train == "megatron":
+        larger = (size for size in (2, 4, 8) if size > sizes.tensor_parallel_size)
+        divisions = [{"engine.parallel.tensor_parallel_size": size} for size in larger]
+    elif engine.train == "deepspeed" and engine.train_options.get("zero_stage", 3) != 3:
+        divisions = [{"engine.train_options.zero_stage": 3}]
+    elif sizes_of(use, engine).ddp_size > 1 or (engine.parallel is None and is_quantized(use)):
+        divisions = [{"engine.parallel.ddp_size": 1}]
+    divided: Changes = divisions[-1] if divisions else {}
+    yield from ({}, *divisions)
+    if use.kind == "trained" and engine.train in ON_HOST and not is_on_host(engine):
+        yield {**divided, "engine.train_options.optimizer_on_host": True}
+    members = 2 * use.members
+    while members <= _MOST_MEMBERS:
+        yield {**divided, f"{name}.num": members}
+        members *= 2
 
 
 def _apply(engine: EngineConfig, changes: Changes) -> EngineConfig:
@@ -244,51 +270,6 @@ def _apply(engine: EngineConfig, changes: Changes) -> EngineConfig:
             value = replace(engine.parallel or ParallelSizes(), **{option: value})
         engine = replace(engine, **{field: value})
     return engine
-
-
-def _alternatives(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[Changes]:
-    """Yield changes for the role ``name``, the smallest first: passes, the optimizer on the host, more members."""
-    if use.kind == "rollout":
-        larger = (size for size in (2, 4, 8) if size > engine.rollout_tensor_parallel_size)
-        yield from ({"engine.rollout_tensor_parallel_size": size, f"{name}.resource.gpu": size} for size in larger)
-        return
-    divided: Changes = {}
-    smaller = _smaller_states(engine) if _has_state_only(use, engine) else _smaller_passes(engine, use)
-    yield from smaller
-    if use.kind == "frozen":
-        if not use.sharded_class or _has_state_only(use, engine):
-            return
-        if not engine.shard_frozen:
-            divided = {"engine.shard_frozen": True, f"{name}.class": use.sharded_class}
-    elif engine.train == "fsdp2":
-        if not is_on_host(engine):
-            yield from ({_HOST: True, **changes} for changes in smaller)
-        if sizes_of(use, engine).ddp_size > 1 or (engine.parallel is None and is_quantized(use)):
-            divided = {"engine.parallel.ddp_size": 1}
-    members = use.members
-    while members <= _MOST_MEMBERS:
-        more = {f"{name}.num": members} if members > use.members else {}
-        yield from ({**divided, **changes, **more} for changes in smaller)
-        members *= 2
-
-
-def _smaller_passes(engine: EngineConfig, use: ModelUse) -> list[Changes]:
-    """Passes that take less memory, the engine's own first."""
-    most = engine.tokens_of_a_pass
-    halves = int(math.log2(max(most / max(FEWEST_TOKENS, use.longest), 1)))
-    passes: list[Changes] = [{}, *({_TOKENS: most >> number} for number in range(1, halves + 1))]
-    if use.kind == "trained" and not engine.recomputes:
-        passes += [{"engine.gradient_checkpointing": True, **changes} for changes in passes]
-    return sorted(passes, key=lambda changes: (changes.get(_TOKENS, most) < FEW_TOKENS, len(changes)))
-
-
-def _smaller_states(engine: EngineConfig) -> list[Changes]:
-    """Divisions of a state that take less memory, the engine's own first."""
-    if engine.train == "megatron":
-        tensor = (engine.parallel or ParallelSizes()).tensor_parallel_size
-        return [{}, *({"engine.parallel.tensor_parallel_size": size} for size in (2, 4, 8) if size > tensor)]
-    divided = {} if engine.train_options.get("zero_stage", 3) == 3 else {"engine.train_options.zero_stage": 3}
-    return [{}, divided, {**divided, _HOST: True}]
 
 
 def _gb(nbytes: float) -> str:
