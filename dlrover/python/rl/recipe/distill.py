@@ -13,9 +13,15 @@ from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.config.typed import Translation
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
 from dlrover.python.rl.engine.model.model_shape import shape_of
-from dlrover.python.rl.recipe.base.config import PolicyConfig, Positive, RewardConfig, RolloutConfig
+from dlrover.python.rl.recipe.base.config import (
+    DISTILLATION_ELSEWHERE,
+    DISTILLATION_NAMES,
+    PolicyConfig,
+    Positive,
+    RewardConfig,
+    RolloutConfig,
+)
 from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
-from dlrover.python.rl.recipe.base.other_names import DISTILLATION_ELSEWHERE, DISTILLATION_NAMES
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.reporting.rewards import find_cut

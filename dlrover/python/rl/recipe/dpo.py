@@ -9,10 +9,8 @@ from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
 from dlrover.python.rl.recipe.rm import METRICS
-from dlrover.python.rl.recipe.trainers.example_trainer import ExampleConfig, ExamplePlan, ExampleTrainer
+from dlrover.python.rl.recipe.trainers.example_trainer import ExampleConfig, ExampleTrainer
 from dlrover.python.rl.recipe.trainers.examples import PairData
 
 
@@ -28,21 +26,10 @@ class DPOConfig(ExampleConfig):
     """Folder or hub name of the model of the role REFERENCE. None: ``model``."""
 
 
-class DPOPlan(ExamplePlan):
-    """Plans jobs of a :class:`DPOTrainer`."""
-
-    def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors, model, where = super().find_errors(cfg, roles), cfg.reference_model, "config.reference_model"
-        if model is not None:
-            errors += validate_model(model, where) or validate_vocabulary(model, cfg.model, where)
-        return errors
-
-
 class DPOTrainer(ExampleTrainer):
     """Direct preference optimisation, with the role REFERENCE; see ``ExampleTrainer``."""
 
     config_class = DPOConfig
-    plan = DPOPlan
     algorithm_name = "dpo"
     metric_names = METRICS
 

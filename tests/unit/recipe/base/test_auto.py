@@ -13,17 +13,15 @@ from dlrover.python.rl.config.plain import from_plain, to_plain
 from dlrover.python.rl.config.typed import Translation, list_keys, rename_keys, require
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
+from dlrover.python.rl.recipe.base.config import EXAMPLE_NAMES, POLICY_NAMES, EngineConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.model_files import count_parameters
-from dlrover.python.rl.recipe.base.other_names import EXAMPLE_NAMES, POLICY_NAMES
 from dlrover.python.rl.recipe.distill import DistillationConfig
 from dlrover.python.rl.recipe.dpo import DPOTrainer
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
-from dlrover.python.rl.recipe.memory.plan import describe_engines
 from dlrover.python.rl.recipe.ppo import PPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
-from dlrover.python.rl.recipe.trainers.recipe_plan import complete_config
+from dlrover.python.rl.recipe.trainers.recipe_plan import complete_config, describe_engines
 from dlrover.python.rl.trainer.plan import plan_of
 
 GIVEN = {"model": "m", "data": {"train": "d.jsonl"}}

@@ -18,8 +18,7 @@ from dlrover.python.rl.recipe.base.engine_workload import DeviceShare, TrainedWo
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.memory import plan as memory_plan
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
-from dlrover.python.rl.recipe.memory.passes import all_stay, choose_passes, smallest_device, weights_stay
-from dlrover.python.rl.recipe.memory.plan import MemoryPlan
+from dlrover.python.rl.recipe.memory.plan import MemoryPlan, all_stay, choose_passes, smallest_device, weights_stay
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload
 from dlrover.python.rl.recipe.roles.rollout import RolloutWorkload
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer

@@ -40,7 +40,6 @@ Roles that share a device have it one at a time, so each has to fit by itself.
 """
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -69,7 +68,7 @@ ON_HOST = ("fsdp2", "deepspeed")
 _BUCKET = 1 << 27
 """Gradients of a bucket of DeepSpeed's."""
 
-_SIZED = 0.8
+SIZED = 0.8
 """Of a device's memory, for what the system chooses by the arithmetic, which is not exact."""
 
 
@@ -250,13 +249,6 @@ def _has_chunks(shape: ModelShape, tokens: float, tensor: int) -> bool:
     return tokens * shape.vocabulary > CHUNK_ELEMENTS and tensor == 1 and shape.raw_logits
 
 
-def fit_together(planned: Sequence[PlannedBytes], capacity: float, free: float, more: float = 0.0) -> bool:
-    """Whether engines can stay on a device of ``capacity`` bytes, of which some are ``free``, while each of them
-    computes, one at a time, and ``more`` bytes are kept there."""
-    resting, limit = more + sum(each.resting for each in planned), min(_SIZED * capacity, free)
-    return all(resting - each.resting + each.peak <= limit for each in planned)
-
-
 # -- passes that fit ---------------------------------------------------------------------------------------------------
 
 
@@ -274,7 +266,7 @@ def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, c
         return engine.with_passes(MOST_TOKENS, recompute=True)
     choices = pass_choices(engine, use)
     sized = [engine.with_passes(tokens, recompute) for tokens, recompute in choices]
-    fitting = (each for each in sized if bytes_of(shape, use, each).peak <= _SIZED * capacity)
+    fitting = (each for each in sized if bytes_of(shape, use, each).peak <= SIZED * capacity)
     smallest = engine.with_passes(min(tokens for tokens, _ in choices), recompute=use.kind == "trained")
     return next(fitting, smallest)
 

@@ -1,26 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a job's models take on each device, for people, before anything starts: a table, and the smallest
-change where something cannot fit. The arithmetic is in ``arithmetic``."""
+"""The memory that a job's models take on each device. Before anything starts there is a table for people, and what to
+change where something cannot fit; the arithmetic is in ``arithmetic``.
 
-from collections.abc import Iterator, Mapping, Sequence
+By the memory of a run's devices, :func:`choose_passes` decides how many tokens the passes of engines have, whether
+activations are recomputed, and whether roles that share a device leave it for each other. The trainer chooses once in a
+run, so that all ranks and their replacements compute alike: a trainer that replaces another one makes the same calls,
+as in all of ``init``, and members answer them from what they keep, also the one with the choice.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from pathlib import Path
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, EngineError
-from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup
-from dlrover.python.rl.common.log import short_number
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.engine.api.base import OptimizerConfig
-from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, absent_package, engine_info
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
-from dlrover.python.rl.engine.model.packing import Head
-from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.model_files import GB, device_bytes, parameters_of
+from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
+from dlrover.python.rl.recipe.base.engine_workload import DeviceShare
+from dlrover.python.rl.recipe.base.model_files import GB, device_bytes
 from dlrover.python.rl.recipe.memory.arithmetic import (
     ON_HOST,
+    SIZED,
     STATE_ONLY,
     ModelUse,
     PlannedBytes,
@@ -34,6 +39,9 @@ from dlrover.python.rl.recipe.memory.arithmetic import (
     size_passes,
     sizes_of,
 )
+from dlrover.python.rl.trainer.port import gather
+
+_LOG = get_logger(__name__)
 
 _USABLE = 0.92
 """Of a device's memory: the rest is CUDA's own, and lost between blocks."""
@@ -106,11 +114,8 @@ class MemoryPlan:
         notes, unknown = [self.chosen] if self.chosen else [], dict(self.uses)
         for role, use, shape in self.sized():
             del unknown[role]
-            name, planned, on_host = (
-                f"{role} x{use.members}",
-                bytes_of(shape, use, engine),
-                host_bytes(shape, use, engine),
-            )
+            name, planned = f"{role} x{use.members}", bytes_of(shape, use, engine)
+            on_host = host_bytes(shape, use, engine)
             if has_state_only(use, engine):
                 parts = ", ".join(f"{part} {_gb(getattr(planned, part))}" for part in _STATE if getattr(planned, part))
                 more = f", and {_gb(on_host)} of its host" if on_host else ""
@@ -276,34 +281,102 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / GB:,.1f}" if nbytes else "-"
 
 
-def describe_engines(  # noqa: PLR0913 -- what the lines are about
-    model: str,
+# -- what a run chooses by the memory of its devices ------------------------------------------------------------------
+
+
+def choose_passes(trainer: Any, cfg: Any, uses: Mapping[RLRoleType, ModelUse]) -> EngineConfig:
+    """Return ``cfg.engine`` without ``auto`` for passes and offload, and for weight sync where it is not ``pull``."""
+    engine: EngineConfig = cfg.engine
+    may_stay = engine.offload == AUTO or (engine.offload is False and engine.weight_sync == AUTO)
+    asks = may_stay and engine.device.startswith("cuda")
+    if not has_auto_passes(engine) and not asks:
+        return engine
+    groups = {role: getattr(trainer, f"RG_{role}") for role in uses}
+    sharing = {role: group for role, group in groups.items() if hasattr(group.workload_class, "device_share")}
+    shares = {role: _all_of(group.device_share, engine) for role, group in sharing.items()}
+    capacity = smallest_device(engine, uses, shares)
+    plan = MemoryPlan(uses, engine, cfg.model, cfg.model_config, capacity).size_passes()
+    if has_auto_passes(engine):
+        now = plan.engine.tokens_of_a_pass, plan.engine.recomputes
+        choices = [answer for group in sharing.values() for answer in _all_of(group.keep_passes, *now)]
+        tokens, recompute = next((first for first in choices if first != now), now)
+        _LOG.info("passes of %d tokens, activations %s", tokens, "recomputed" if recompute else "kept")
+        plan = replace(plan, engine=engine.with_passes(tokens, recompute))
+    if not asks:
+        return plan.engine
+    others = {role: getattr(trainer, f"RG_{role}") for role in trainer.actor_handles if role not in sharing}
+    unplanned = {role for role, group in others.items() if getattr(group.workload_class, "uses_device", True)}
+    engine = plan.engine
+    if engine.offload == AUTO:
+        stay = all_stay(plan, shares, unplanned, plan.kept_bytes if engine.weight_sync == "cuda_ipc" else 0.0)
+        if any(share.in_turn for members in shares.values() for share in members if share is not None):
+            _LOG.info("engines %s the devices that they share", "stay on" if stay else "leave")
+        engine = replace(engine, offload=not stay)
+    if not engine.offload and engine.weight_sync == AUTO and weights_stay(plan, shares, unplanned):
+        _LOG.info("new weights for the rollout stay on the device")
+        return replace(engine, weight_sync="cuda_ipc")
+    return engine
+
+
+def weights_stay(
+    plan: MemoryPlan, shares: Mapping[RLRoleType, Sequence[DeviceShare | None]], unplanned: Collection[RLRoleType] = ()
+) -> bool:
+    """Whether the weights between an actor and a rollout can be kept on their device: they have one, whose memory one
+    opens to the other, and it has room for them where all engines stay."""
+    sides = [shares.get(role, ()) for role in (RLRoleType.ACTOR, RLRoleType.ROLLOUT)]
+    members = [share for side in sides for share in side if share is not None and share.opens]
+    if [len(side) for side in sides] != [1, 1] or len(members) != 2 or len({share.place for share in members}) != 1:
+        return False
+    return all_stay(plan, shares, unplanned, plan.kept_bytes)
+
+
+def all_stay(
+    plan: MemoryPlan,
+    shares: Mapping[RLRoleType, Sequence[DeviceShare | None]],
+    unplanned: Collection[RLRoleType] = (),
+    more: float = 0.0,
+) -> bool:
+    """Whether members that have devices in turn can keep what they have there: all of it fits, with ``more`` bytes.
+    False where the needs of one are not known, as of ``unplanned`` roles, which the plan lacks, or where rows may be
+    longer than planned."""
+    planned = {role: bytes_of(shape, use, plan.engine) for role, use, shape in plan.known() if use.bounded}
+    places: dict[str, list[tuple[RLRoleType, DeviceShare]]] = {}
+    for role, share in ((role, share) for role, members in shares.items() for share in members if share is not None):
+        places.setdefault(share.place, []).append((role, share))
+    shared = [place for place in places.values() if any(share.in_turn for _, share in place)]
+    members = [member for place in shared for member in place]
+    if not members or plan.engine.rollout != "torch" or not all(share.in_turn for _, share in members):
+        return False
+    if any(role not in planned or any(str(other) in share.roles for other in unplanned) for role, share in members):
+        return False
+    for place in shared:
+        engines = [planned[role] for role, _ in place]
+        limit = min(SIZED * min(share.nbytes for _, share in place), *(share.free for _, share in place))
+        resting = more + sum(each.resting for each in engines)
+        if any(resting - each.resting + each.peak > limit for each in engines):  # one computes at a time
+            return False
+    return True
+
+
+def _all_of(method: Any, *arguments: Any) -> list[Any]:
+    """The answers of all members, also of those that compute on the same rows."""
+    return gather(method.options(blocking=False)(*arguments).refs, None)
+
+
+def smallest_device(
     engine: EngineConfig,
-    optimizer: OptimizerConfig,
-    fallback: str | None = None,
-    head: Head = "causal",
-    generates: bool = True,
-) -> list[str]:
-    """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
-    parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
-    if parameters is not None:
-        weights = parameters * (2 if engine.precision == "bf16" else 4)
-        uses = [f"{short_number(weights)}B of weights to generate"] if generates else []
-        if shape is not None and not is_on_host(engine):
-            use = ModelUse("trained", model, optimizer=optimizer, lora=engine.lora, head=head)
-            planned = bytes_of(shape, use, replace(engine, parallel=None))
-            trained = int(planned.weights + planned.gradients + planned.optimizer)
-            uses.append(f"{short_number(trained)}B to train, activations not counted")
-        size = "; ".join([f", {short_number(parameters)} parameters", *filter(None, [", ".join(uses)])])
-    elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
-        size = f", {NOT_LOOKED_UP}"
-    absent = {
-        absent_package(TRAIN_ENGINES, engine.train, engine.train_options),
-        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options) if generates else "",
-    }
-    rollout = f", rollout {engine.rollout}" if generates else ""
-    return [
-        f"model: {model}{size}",
-        f"engines: train {engine.train}{rollout}, on {engine.device} in {engine.precision}",
-        *(f"  {package} is not on this machine: those of the job need it" for package in sorted(absent) if package),
+    uses: Mapping[RLRoleType, ModelUse],
+    shares: Mapping[RLRoleType, Sequence[DeviceShare | None]],
+) -> float | None:
+    """Bytes that each member which trains or evaluates has for itself: of a device that members have at the same time,
+    its part. None where nothing is known."""
+    if engine.device_memory_gb is not None:
+        return engine.device_memory_gb * GB
+    users = Counter(share.place for members in shares.values() for share in members if share is not None)
+    own = [
+        share.nbytes / (1 if share.in_turn else users[share.place])
+        for role, members in shares.items()
+        for share in members
+        if share is not None and uses[role].kind != "rollout"
     ]
+    return min(own, default=None)

@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from textwrap import shorten
@@ -28,12 +29,12 @@ from dlrover.python.rl.data.prompts import (
     load_prompts,
     to_prompts,
 )
+from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.data.source import hold_out, is_left_unread
 from dlrover.python.rl.engine.model.loading import check_positions
 from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction
-from dlrover.python.rl.recipe.base.config import PolicyConfig
-from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData, digest_of_rows, name_source
+from dlrover.python.rl.recipe.base.config import PolicyConfig, PromptData
 from dlrover.python.rl.recipe.base.model_files import count_room, find_large, find_tokenizer
 
 _LOG = get_logger(__name__)
@@ -48,6 +49,60 @@ _SET_NAME = re.compile(r"[\w.-]+")
 
 _SHOWN = 60
 """Characters of a wrong value in an error."""
+
+
+def name_source(key: str, source: str, errors: Iterable[ConfigError]) -> list[ConfigError]:
+    """Errors of a data source; those of all of it with the key that names it, those of rows as they are."""
+    return [
+        ConfigError(f"config.data.{key}", f"{source}: {error.what}") if error.where == source else error
+        for error in errors
+    ]
+
+
+def digest_of_rows(rows: Iterable[Any]) -> str:
+    """Of JSON values, in their order. Of other objects in them the type alone counts: their text may be an address."""
+    whole = blake2b(digest_size=16)
+    for row in rows:
+        whole.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode() + b"\n")
+    return whole.hexdigest()
+
+
+class JobCursor(PromptCursor):
+    """The order of the rows of a job, of which ``digest`` is :func:`digest_of_rows`. Its state has their ``source``,
+    and its errors name the keys of the job."""
+
+    def __init__(  # noqa: PLR0913 -- what a position is of
+        self, source: str, rows: int, batch_size: int, seed: int, total: int | None = None, digest: str = ""
+    ) -> None:
+        super().__init__(rows, batch_size, seed, total)
+        self._source, self._digest = source, digest
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "source": self._source, "digest": self._digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume; raise DataError if the rows, their number or the seed have changed."""
+        try:
+            super().load_state_dict(state)
+        except DataError as error:
+            raise DataError([self._in_terms_of_job(fault, state) for fault in error.errors]) from None
+        if (was := state.get("digest")) and self._digest and was != self._digest:
+            what = f"'{self._source}' has other rows, or in another order, than the run was begun with"
+            raise DataError([ConfigError("config.data.train", f"{what}: go on with those, or begin another run")])
+
+    def _in_terms_of_job(self, fault: ConfigError, state: Mapping[str, Any]) -> ConfigError:
+        own, was = super().state_dict(), state.get(fault.where)
+        advice = "go on with that, or begin another run"
+        if fault.where == "seed":
+            return ConfigError("config.seed", f"{own['seed']}, but the run was begun with {was}: {advice}")
+        if fault.where == "rows":
+            source = state.get("source", self._source)  # states of earlier versions have none
+            what = f"'{self._source}' has {own['rows']} rows to train on, but the run was begun with"
+            if source == self._source:
+                what = f"{what} {was} of them: the file has changed, or the part that is held out"
+                return ConfigError("config.data", f"{what}; {advice}")
+            return ConfigError("config.data.train", f"{what} '{source}', which had {was}: {advice}")
+        return fault
 
 
 class PromptSource:

@@ -16,10 +16,18 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import Partition, partition
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
-from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogConfig, NonNegative, Positive
-from dlrover.python.rl.recipe.base.data_config import JobCursor
-from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, EXAMPLE_NAMES
+from dlrover.python.rl.recipe.base.config import (
+    ELSEWHERE,
+    EXAMPLE_NAMES,
+    EngineConfig,
+    KeepConfig,
+    LogConfig,
+    NonNegative,
+    Positive,
+)
+from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
 from dlrover.python.rl.recipe.base.updates import TRAINED, annotate_errors_with_samples
+from dlrover.python.rl.recipe.online.prompts import JobCursor
 from dlrover.python.rl.recipe.trainers.examples import (
     ExampleData,
     Examples,
@@ -113,11 +121,14 @@ class ExamplePlan(RecipePlan):
         except InvalidJob as error:
             errors += [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
             algorithm = error.salvaged
+        if (reference := self.trainer.reference_of(cfg)) != cfg.model:
+            where = "config.reference_model"
+            errors += validate_model(reference, where) or validate_vocabulary(reference, cfg.model, where)
         if algorithm is None or not _uses_reference(algorithm) or RLRoleType.REFERENCE in roles:
             return errors
         if cfg.engine.lora is None:
             errors.append(ConfigError("workload", "the role 'reference' is required: the loss compares with it"))
-        elif self.trainer.reference_of(cfg) != cfg.model:
+        elif reference != cfg.model:
             message = "needs the role 'reference': without one it is the model without its adapters"
             errors.append(ConfigError("config.reference_model", message))
         return errors

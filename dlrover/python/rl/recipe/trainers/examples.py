@@ -24,9 +24,9 @@ from dlrover.python.rl.engine.model.loading import merge_eos_ids
 from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.recipe.base.config import Positive
-from dlrover.python.rl.recipe.base.data_config import digest_of_rows, name_source
 from dlrover.python.rl.recipe.base.model_files import LARGEST, count_room, find_large, find_tokenizer
 from dlrover.python.rl.recipe.base.updates import TRAINED
+from dlrover.python.rl.recipe.online.prompts import digest_of_rows, name_source
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,13 +6,15 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
 from dlrover.python.rl.algorithm.registry import complete_options, option_names
 from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob, MissingExtra, VerifierError
-from dlrover.python.rl.common.hub import NOT_LOOKED_UP
+from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup
+from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.typed import answer, lies_in, rename_keys, require, salvage
@@ -21,6 +23,7 @@ from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.api.registry import (
     ROLLOUT_ENGINES,
     TRAIN_ENGINES,
+    absent_package,
     engine_info,
     find_optimizer_errors,
     find_rollout_errors,
@@ -36,9 +39,9 @@ from dlrover.python.rl.engine.weight_sync.transports import validate_transport, 
 from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.scoring import RewardFunction
 from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
-from dlrover.python.rl.recipe.base.model_files import validate_model, validate_model_config
-from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
-from dlrover.python.rl.recipe.memory.plan import MemoryPlan, describe_engines
+from dlrover.python.rl.recipe.base.model_files import parameters_of, validate_model, validate_model_config
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of, is_on_host
+from dlrover.python.rl.recipe.memory.plan import MemoryPlan
 from dlrover.python.rl.recipe.reporting.run_log import validate_keep
 from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.plan import TrainerPlan
@@ -312,3 +315,39 @@ def validate_reward(function: str | Mapping[str, float], where: str = "config.re
         except VerifierError as error:
             errors.append(ConfigError(f"{where}.function", str(error)))
     return errors if function else [ConfigError(f"{where}.function", "names no function")]
+
+
+# -- lines about a job -------------------------------------------------------------------------------------------------
+
+
+def describe_engines(  # noqa: PLR0913 -- what the lines are about
+    model: str,
+    engine: EngineConfig,
+    optimizer: OptimizerConfig,
+    fallback: str | None = None,
+    head: Head = "causal",
+    generates: bool = True,
+) -> list[str]:
+    """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
+    parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
+    if parameters is not None:
+        weights = parameters * (2 if engine.precision == "bf16" else 4)
+        uses = [f"{short_number(weights)}B of weights to generate"] if generates else []
+        if shape is not None and not is_on_host(engine):
+            use = ModelUse("trained", model, optimizer=optimizer, lora=engine.lora, head=head)
+            planned = bytes_of(shape, use, replace(engine, parallel=None))
+            trained = int(planned.weights + planned.gradients + planned.optimizer)
+            uses.append(f"{short_number(trained)}B to train, activations not counted")
+        size = "; ".join([f", {short_number(parameters)} parameters", *filter(None, [", ".join(uses)])])
+    elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
+        size = f", {NOT_LOOKED_UP}"
+    absent = {
+        absent_package(TRAIN_ENGINES, engine.train, engine.train_options),
+        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options) if generates else "",
+    }
+    rollout = f", rollout {engine.rollout}" if generates else ""
+    return [
+        f"model: {model}{size}",
+        f"engines: train {engine.train}{rollout}, on {engine.device} in {engine.precision}",
+        *(f"  {package} is not on this machine: those of the job need it" for package in sorted(absent) if package),
+    ]

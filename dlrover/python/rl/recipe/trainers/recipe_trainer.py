@@ -16,7 +16,7 @@ from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.engine.model.loading import fingerprint_files
 from dlrover.python.rl.recipe.base.engine_workload import Machine
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
-from dlrover.python.rl.recipe.memory.passes import choose_passes
+from dlrover.python.rl.recipe.memory.plan import choose_passes
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog
 from dlrover.python.rl.recipe.reporting.timing import PHASES, PHASES_BY_ROLE, Stopwatch, TimedPort
 from dlrover.python.rl.recipe.trainers.recipe_plan import RecipePlan
