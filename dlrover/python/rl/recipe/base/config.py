@@ -504,9 +504,3 @@ def training_sampling(rollout: RolloutConfig) -> SamplingParams:
         rollout.stop,
         keep_stop=rollout.env_path is not None,  # It is among the tokens, so the state that goes on from them has it.
     )
-
-
-def eval_sampling(rollout: RolloutConfig, evaluation: EvalConfig) -> SamplingParams:
-    """The sampling of answers to held-out prompts."""
-    training = training_sampling(rollout)
-    return replace(training, temperature=evaluation.temperature, samples_per_prompt=evaluation.samples)

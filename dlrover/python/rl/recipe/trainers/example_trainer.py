@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Gt
 
 from dlrover.python.rl.algorithm.base import Algorithm, select_added
-from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import require
@@ -116,11 +116,8 @@ class ExamplePlan(RecipePlan):
         if cfg.eval_only and cfg.data.eval is None and cfg.data.eval_share is None and not cfg.eval_every:
             message = "is needed: without eval_every or data.eval_share every row of data.train is trained on"
             errors.append(ConfigError("config.data.eval", message))
-        try:
-            algorithm = self.trainer.algorithm_of(cfg)
-        except InvalidJob as error:
-            errors += [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
-            algorithm = error.salvaged
+        algorithm, wrong_options = self.read_algorithm(cfg)
+        errors += wrong_options
         if (reference := self.trainer.reference_of(cfg)) != cfg.model:
             where = "config.reference_model"
             errors += validate_model(reference, where) or validate_vocabulary(reference, cfg.model, where)
@@ -171,7 +168,13 @@ class ExampleTrainer(RecipeTrainer):
         self.examples: Examples
         encode = self.RG_ACTOR.encode.options(target="RANK0")
         (self.examples,) = encode(cfg.model, cfg.data, cfg.evaluates, cfg.seed)
-        self._log_examples()
+        examples, data = self.examples, cfg.data
+        if examples.unused:
+            _LOG.info("%s: unused columns: %s", data.train, ", ".join(examples.unused))
+        if not examples.trains_end:
+            cause = f"{examples.counts.cut} of {examples.counts.rows} rows are cut at data.max_length"
+            cause = f"{cause}, now {data.max_length}" if examples.counts.cut else "the tokenizer has no such token"
+            _LOG.warning("%s trains no end of a sequence, so the model will not learn to stop: %s", data.train, cause)
         self.model_saver.evaluated = self.examples.evaluated
         self.segments_to_train = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * self.segment_count)
         self.cursor = self.state["cursor"] = JobCursor(
@@ -181,15 +184,6 @@ class ExampleTrainer(RecipeTrainer):
         for pending in self.load_models():
             pending.result()  # waits: for models, which the members' limits bound
         (self.machine,) = self.RG_ACTOR.machine()
-
-    def _log_examples(self) -> None:
-        examples, data = self.examples, self.cfg.data
-        if examples.unused:
-            _LOG.info("%s: unused columns: %s", data.train, ", ".join(examples.unused))
-        if not examples.trains_end:
-            cause = f"{examples.counts.cut} of {examples.counts.rows} rows are cut at data.max_length"
-            cause = f"{cause}, now {data.max_length}" if examples.counts.cut else "the tokenizer has no such token"
-            _LOG.warning("%s trains no end of a sequence, so the model will not learn to stop: %s", data.train, cause)
 
     def load_models(self) -> list[Pending]:
         cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
@@ -211,11 +205,17 @@ class ExampleTrainer(RecipeTrainer):
             metrics = self.metrics(Measured(trained.loss, trained.metrics))
             metrics |= {"grad_norm": trained.grad_norm, "lr": trained.lr, "updates/skipped": float(trained.skipped)}
             metrics |= {name: value for name, value in trained.metrics.items() if "/" in name}
-            if self.should_evaluate(step):
-                metrics |= self.evaluate(step)
+            every = self.cfg.eval_every or self.total_steps
+            if self.cfg.evaluates and (step % every == 0 or step == self.total_steps):
+                evaluation = self._measure_held_out() | self.extra_metrics(step)
+                self.model_saver.update(step, evaluation)
+                metrics |= evaluation
             self.model_saver.save_step(step)
             self.report(step, metrics, len(batch) // self.cfg.data.segment_rows, len(batch.ragged("tokens").values))
-        self.finish(self.last_step)
+        counts, held_out = self.examples.counts, self.examples.held_out
+        held_out_rows = 0 if held_out is None else len(held_out) // self.cfg.data.segment_rows
+        rows = {"held_out_rows": held_out_rows, "cut_rows": counts.cut, "dropped_rows": counts.dropped}
+        self.write_results({"examples": self.segment_count, **rows, "steps": self.last_step})
 
     @property
     def segment_count(self) -> int:
@@ -244,20 +244,17 @@ class ExampleTrainer(RecipeTrainer):
     def update(self, step: int, batch: Batch) -> UpdateResult:
         """One optimizer step; raises ``NonFiniteUpdate``, which names the rows, where it is refused."""
         shard = self._shard(batch)
-        everything = [{"sample": self._locate(line)} for line in batch.dense("line").tolist()]
-        write = self.run_log.write_refused
-        with annotate_errors_with_samples(step, write, everything, lambda: self._find_offending(shard)):
+        everything = [{"sample": f"{self.cfg.data.train}:{line}"} for line in batch.dense("line").tolist()]
+
+        def find_offending() -> list[dict[str, Any]]:
+            offending = Batch.concat(self.RG_ACTOR.find_nonfinite(shard, Replicate(("line",))))
+            rows = zip(offending.dense("line").tolist(), offending.objects("text"), strict=True)
+            return [{"sample": f"{self.cfg.data.train}:{line}", "text": text} for line, text in rows]
+
+        with annotate_errors_with_samples(step, self.run_log.write_refused, everything, find_offending):
             trained: UpdateResult
             trained, *_ = self.RG_ACTOR.train(shard)
         return trained
-
-    def _find_offending(self, shard: Shard) -> list[dict[str, Any]]:
-        offending = Batch.concat(self.RG_ACTOR.find_nonfinite(shard, Replicate(("line",))))
-        rows = zip(offending.dense("line").tolist(), offending.objects("text"), strict=True)
-        return [{"sample": self._locate(line), "text": text} for line, text in rows]
-
-    def _locate(self, line: int) -> str:
-        return f"{self.cfg.data.train}:{line}"
 
     def _shard(self, batch: Batch) -> Shard:
         return Shard(batch, rows=self._partition(batch, self.RG_ACTOR.data_parallel_size).groups)
@@ -265,16 +262,6 @@ class ExampleTrainer(RecipeTrainer):
     def _partition(self, batch: Batch, replicas: int) -> Partition:
         """The rows of each replica, with about as many tokens each; of few segments some replicas get none."""
         return partition(batch.ragged("tokens").lengths.tolist(), replicas, self.cfg.data.segment_rows)
-
-    def should_evaluate(self, step: int) -> bool:
-        every = self.cfg.eval_every or self.total_steps
-        return self.cfg.evaluates and (step % every == 0 or step == self.total_steps)
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics of the held-out examples; saves the model if it is the best so far."""
-        metrics = self._measure_held_out() | self.extra_metrics(step)
-        self.model_saver.update(step, metrics)
-        return metrics
 
     def _measure_held_out(self) -> dict[str, float]:
         assert self.examples.held_out is not None, "there are some where a run evaluates"
@@ -288,12 +275,6 @@ class ExampleTrainer(RecipeTrainer):
     def evaluation_algorithm(self) -> Algorithm:
         """Its ``annotate`` gives the weights of the mean over the held-out examples."""
         return self.algorithm
-
-    def finish(self, steps: int) -> None:
-        counts, held_out = self.examples.counts, self.examples.held_out
-        held_out_rows = 0 if held_out is None else len(held_out) // self.cfg.data.segment_rows
-        rows = {"held_out_rows": held_out_rows, "cut_rows": counts.cut, "dropped_rows": counts.dropped}
-        self.write_results({"examples": self.segment_count, **rows, "steps": steps})
 
 
 def _uses_reference(algorithm: Algorithm) -> bool:

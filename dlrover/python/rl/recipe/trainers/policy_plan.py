@@ -10,7 +10,7 @@ from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.registry import ALGORITHMS, always_recomputes, option_names
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
-from dlrover.python.rl.common.errors import ConfigError, EnvironmentFailed, InvalidJob
+from dlrover.python.rl.common.errors import ConfigError, EnvironmentFailed
 from dlrover.python.rl.common.names import WELL_KNOWN_ROLES, RLRoleType, nearest
 from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
@@ -140,18 +140,13 @@ class PolicyPlan(RecipePlan):
 
     def _validate_algorithm(self, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         """Check that the algorithm exists, learns from samples, and needs no column that the trainer does not have."""
-        errors: list[ConfigError] = []
-        try:
-            algorithm = self.trainer.algorithm_of(cfg)
-        except InvalidJob as error:
-            errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
-            name = str(cfg.algorithm.get("name", ""))
-            if ":" not in name and name not in (places := ALGORITHMS.places()):
-                names = [place for place in places if not issubclass(ALGORITHMS.load(place), _FROM_EXAMPLES)]
-                errors = [ConfigError("config.algorithm.name", ALGORITHMS.describe_unknown(name, names))]
-            if error.salvaged is None:
-                return errors
-            algorithm = error.salvaged
+        algorithm, errors = self.read_algorithm(cfg)
+        name = str(cfg.algorithm.get("name", ""))
+        if errors and ":" not in name and name not in (places := ALGORITHMS.places()):
+            names = [place for place in places if not issubclass(ALGORITHMS.load(place), _FROM_EXAMPLES)]
+            errors = [ConfigError("config.algorithm.name", ALGORITHMS.describe_unknown(name, names))]
+        if algorithm is None:
+            return errors
         if isinstance(algorithm, _FROM_EXAMPLES):
             message = "it learns from examples, not from samples as this trainer does"
             return [*errors, ConfigError("config.algorithm.name", message)]

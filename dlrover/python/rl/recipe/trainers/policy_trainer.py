@@ -99,8 +99,12 @@ class PolicyTrainer(RecipeTrainer):
     def init(self) -> None:
         super().init()
         cfg = self.cfg
-        needed = [output for output in self.aux_outputs(cfg) if output.is_needed(self.algorithm.needs.all)]
-        self.needed_outputs = [self._by_actor(output) for output in needed]
+        self.needed_outputs = [each for each in self.aux_outputs(cfg) if each.is_needed(self.algorithm.needs.all)]
+        if RLRoleType.REFERENCE not in self.actor_handles:  # then it is the actor without its adapters
+            actor: dict[str, Any] = {"role": "actor", "method": "reference_logprobs", "init": None, "collective": True}
+            self.needed_outputs = [
+                replace(each, **actor) if each.role == "reference" else each for each in self.needed_outputs
+            ]
         self.prompts = self.state["prompts"] = PromptSource(cfg)
         self.model_saver.evaluated = self.prompts.evaluated
         self.collector = SampleCollector(self, cfg, self.prompts)
@@ -115,12 +119,6 @@ class PolicyTrainer(RecipeTrainer):
         levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
         self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
 
-    def _by_actor(self, output: AuxOutput) -> AuxOutput:
-        """The actor without its adapters is the reference, where the job has none."""
-        if output.role != "reference" or RLRoleType.REFERENCE in self.actor_handles:
-            return output
-        return replace(output, role="actor", method="reference_logprobs", init=None, collective=True)
-
     def begin_log(self, step: int) -> None:
         super().begin_log(step)
         self.sample_log.begin_step(step)
@@ -129,7 +127,13 @@ class PolicyTrainer(RecipeTrainer):
 
     def fit(self) -> None:
         if self.cfg.eval_only:
-            self.evaluate_only()
+            self.announce("evaluating")
+            self.collector.sync_weights()
+            self.collector.check_prompts()
+            answers = self.collector.evaluate(0)
+            self.sample_log.write_held_out(answers)
+            metrics = step_metrics(self.collector.collect_scores(answers))
+            self.write_results({**self.prompts.summary(), **metrics})
             return
         for step in self.logged_steps(self.cfg.steps):
             self.collector.sync_weights()
@@ -304,15 +308,6 @@ class PolicyTrainer(RecipeTrainer):
         samples = merge_rows(batch.all_rows)
         tokens, generated = (int(samples.dense(name).sum()) for name in ("token_count", "action_tokens"))
         self.report(step, metrics, len(samples), tokens, generated)
-
-    def evaluate_only(self) -> None:
-        self.announce("evaluating")
-        self.collector.sync_weights()
-        self.collector.check_prompts()
-        answers = self.collector.evaluate(0)
-        self.sample_log.write_held_out(answers)
-        metrics = step_metrics(self.collector.collect_scores(answers))
-        self.write_results({**self.prompts.summary(), **metrics})
 
     def finish(self, before: Mapping[str, Scores], after: StepBatch) -> None:
         self.sample_log.write_held_out(after)

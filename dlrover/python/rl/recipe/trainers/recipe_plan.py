@@ -11,6 +11,7 @@ from typing import Any, Literal, TypeAlias, TypeVar, cast
 
 import torch
 
+from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import complete_options, option_names
 from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob, MissingExtra, VerifierError
 from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup
@@ -96,11 +97,7 @@ class RecipePlan(TrainerPlan, ABC):
         cfg, _ = salvage(self.trainer.config_class, config, "config")
         if cfg is None:
             return []
-        engine, errors = cfg.engine, list[ConfigError]()
-        try:
-            self.trainer.algorithm_of(cfg)
-        except InvalidJob as error:
-            errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+        engine, (_, errors) = cfg.engine, self.read_algorithm(cfg)
         train, rollout = "config.engine.train", "config.engine.rollout"
         errors += validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, train, False)
         if engine.rollout != AUTO:  # by what is installed there
@@ -159,6 +156,14 @@ class RecipePlan(TrainerPlan, ABC):
     @abstractmethod
     def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
         """The metrics of an evaluation, of which ``keep.best`` names one."""
+
+    def read_algorithm(self, cfg: Any) -> tuple[Algorithm | None, list[ConfigError]]:
+        """The algorithm, without its wrong options, if there is one of this recipe; and the errors of both."""
+        try:
+            return self.trainer.algorithm_of(cfg), []
+        except InvalidJob as error:
+            errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
+            return error.salvaged, errors
 
     @property
     def head(self) -> Head:

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of the recipes' trainers."""
+"""The base of the recipes' trainers: files of the run, evaluations, and the time of each phase of a step."""
 
+import threading
+import time
 from abc import abstractmethod
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -18,10 +22,10 @@ from dlrover.python.rl.recipe.base.engine_workload import Machine
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.memory.plan import choose_passes
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, RunLog
-from dlrover.python.rl.recipe.reporting.timing import PHASES, PHASES_BY_ROLE, Stopwatch, TimedPort
 from dlrover.python.rl.recipe.trainers.recipe_plan import RecipePlan
-from dlrover.python.rl.trainer.port import Pending
+from dlrover.python.rl.trainer.port import COMMIT, WRITTEN, Call, Outcome, Pending, Port, Ref
 from dlrover.python.rl.trainer.role_group import RoleGroup
+from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.steps import Attempt, Steps
 from dlrover.python.rl.trainer.trainer import BaseTrainer, RunEnd, TrainerLink
 
@@ -94,19 +98,18 @@ class RecipeTrainer(BaseTrainer):
         self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.results_dir, self.RG_ACTOR.save)
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
-        self.stopwatch = Stopwatch()
-        self._timed = TimedPort(link.port, self.stopwatch, PHASES | PHASES_BY_ROLE)
+        self._timed = TimedPort(link.port, Stopwatch(), PHASES | PHASES_BY_ROLE)
         return super().bind(replace(link, port=self._timed), attempt)
 
     def time_metrics(self) -> dict[str, float]:
         """Seconds since the last call: ``time/step``, and other ``time/<phase>``, which add up to it. At the end of a
         step's body they include the commit of the step before."""
         self._timed.forget()
-        whole, spent = self.stopwatch.lap()
+        whole, spent = self._timed.stopwatch.lap()
         return {"time/step": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
 
     def report(self, step: int, metrics: Mapping[str, float], samples: int, tokens: int, generated: int = 0) -> None:
-        """Log a step of so many samples, and tokens, of which the rollouts ``generated`` some."""
+        """Log a step with its numbers of samples and tokens, of which the rollouts ``generated`` some."""
         times, trained = self.time_metrics(), tokens if self.trained_tokens is None else self.trained_tokens
         metrics = {
             **metrics,
@@ -158,12 +161,13 @@ class RecipeTrainer(BaseTrainer):
 
 
 class FrozenModels:
-    """Part of a trainer's ``state``: a sample of the files of references, teachers and reward models, of those that are
-    in folders here."""
+    """Part of a trainer's ``state``: samples of the files of references, teachers and reward models in folders here."""
 
     def __init__(self, uses: Mapping[RLRoleType, ModelUse]) -> None:
         self._models = {str(role): use.model for role, use in uses.items() if use.kind == "frozen"}
-        self._fingerprints = {role: _fingerprint(model) for role, model in self._models.items()}
+        folders = {role: Path(model).expanduser() for role, model in self._models.items()}
+        files = {role: folder if folder.is_dir() else None for role, folder in folders.items()}
+        self._fingerprints = {role: fingerprint_files(folder) for role, folder in files.items()}
 
     def state_dict(self) -> dict[str, str]:
         return dict(self._fingerprints)
@@ -175,12 +179,115 @@ class FrozenModels:
             was, now = state.get(role, ""), self._fingerprints[role]
             self._fingerprints[role] = now or was  # files that are not here now
             if was and now and was != now:
-                what = f"the weights of '{model}', the {role.lower()}, are not those that the run was begun with"
-                errors.append(ConfigError("config", what))
+                message = f"the weights of '{model}', the {role.lower()}, are not those that the run was begun with"
+                errors.append(ConfigError("config", message))
         if errors:
             raise DataError(errors)
 
 
-def _fingerprint(model: str) -> str:
-    folder = Path(model).expanduser()
-    return fingerprint_files(folder if folder.is_dir() else None)
+# -- the time of each phase of a step, by the calls that the trainer waits for -----------------------------------------
+
+_REST = "trainer"
+
+
+class Stopwatch:
+    """Adds up the seconds that the thread which constructs it spends in phases; ``now_s`` is a monotonic clock."""
+
+    def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
+        self.now_s, self._thread = now_s, threading.get_ident()
+        self._seconds: dict[str, float] = {}
+        self._inside = False
+        self._lap_began_s = now_s()
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Book the block under ``name``; inside another phase it counts for that one."""
+        if self._inside or threading.get_ident() != self._thread:
+            yield
+            return
+        self._inside, began_s = True, self.now_s()
+        try:
+            yield
+        finally:
+            self._inside = False
+            self._seconds[name] = self._seconds.get(name, 0.0) + self.now_s() - began_s
+
+    def lap(self) -> tuple[float, dict[str, float]]:
+        """The seconds since the last lap, in all and by phase; the time outside every phase is the ``trainer``'s."""
+        now_s = self.now_s()
+        total_s, seconds = now_s - self._lap_began_s, self._seconds
+        self._lap_began_s, self._seconds = now_s, {}
+        return total_s, {**seconds, _REST: total_s - sum(seconds.values())}
+
+
+@dataclass
+class TimedPort:
+    """A port whose calls are timed; ``phases`` are by method, or by ``role.method`` where roles differ, and methods
+    that it lacks are phases under their own names.
+
+    A call may take pending results (rewards of completions that are still being generated). Its sources are waited for
+    first, in the order of the calls, so that each phase is booked its own time.
+    """
+
+    inner: Port
+    stopwatch: Stopwatch
+    phases: Mapping[str, str]
+    _calls: dict[int, tuple[Ref, tuple[Ref, ...]]] = field(default_factory=dict)
+
+    def put(self, value: Any) -> Ref:
+        with self.stopwatch.phase("sending"):
+            return self.inner.put(value)
+
+    def submit(self, role: str, rank: int, call: Call) -> Ref:
+        with self.stopwatch.phase(self._phase_of(role, call.method)):
+            ref = self.inner.submit(role, rank, call)
+        values = [each.parts if isinstance(each, Rows) else each for each in (*call.args, *call.kwargs.values())]
+        items = chain.from_iterable(each if isinstance(each, list | tuple) else [each] for each in values)
+        pending = tuple(each for each in items if isinstance(each, Ref) and each.method)
+        self._calls[id(ref.token)] = entry = ref, pending
+        if ref.size is not None:
+            self._calls[id(ref.size)] = entry  # a probe's token is the size
+        return ref
+
+    def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
+        remaining_s, since_s = timeout_s, self.stopwatch.now_s()
+        # The calls whose results ``refs`` take, directly or not, in the order of the calls; each counts once.
+        sources, queue = dict[int, Ref](), list(refs)
+        while queue:
+            ref = queue.pop()
+            _, arguments = self._calls.pop(id(ref.token), (ref, ()))
+            sources |= {id(source.token): source for source in arguments if source.size is not None}
+            queue += arguments
+        for source in reversed(sources.values()):
+            with self.stopwatch.phase(self._phase_of(source.role, source.method)):
+                self.inner.wait([source.probe()], remaining_s)
+            if timeout_s is not None:
+                remaining_s = max(timeout_s - (self.stopwatch.now_s() - since_s), 0.0)
+        with self.stopwatch.phase(self._phase_of(refs[0].role, refs[0].method) if refs else _REST):
+            return self.inner.wait(refs, remaining_s)
+
+    def forget(self) -> None:
+        """Drop the records of the calls so far; their sources are no longer waited for."""
+        self._calls = {}
+
+    def _phase_of(self, role: str, method: str) -> str:
+        by_method = self.phases.get(method, method.removeprefix("!"))
+        return self.phases.get(f"{role}.{method}", by_method)
+
+
+_METHODS = {
+    "generation": ("generate", "sample", "fetch", "summarize"),
+    "reward": ("score",),
+    "reference": ("logprobs", "reference_logprobs"),
+    "teacher": ("teacher_logprobs",),
+    "critic": ("values",),
+    "update": ("train", "update"),
+    "sync": ("publish_weights", "published_stamp", "receive_weights"),
+    "evaluation": ("measure",),
+    "saving": ("save", "texts", "begin_samples", "write_samples", "write_held_out"),
+    "commit": (COMMIT, WRITTEN),
+}
+PHASES = {method: phase for phase, methods in _METHODS.items() for method in methods}
+"""The phase of each workload method; a method that is not listed is a phase under its own name."""
+
+PHASES_BY_ROLE = {f"{RLRoleType.CRITIC}.update": "critic"}  # the speed of training is the actor's
