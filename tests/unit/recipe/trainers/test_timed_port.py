@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dlrover.python.rl.recipe.reporting.timing import Stopwatch, TimedPort
+from dlrover.python.rl.recipe.trainers.recipe_trainer import Stopwatch, TimedPort
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
 from tests.manual_clock import ManualClock
