@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from policy_jobs import policy_job, write_inputs
 
-from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.engine.api import registry
@@ -65,6 +65,19 @@ def test_a_class_of_another_role_is_refused_with_the_right_one(tmp_path, recipe,
     job = policy_job(tmp_path, recipe)
     job.workloads[role.upper()] = replace(job.workloads[role.upper()], class_=given)
     assert problems_of(job)[f"workload.{role}.class"].endswith(f"Trainer needs {needed} here, not {given}")
+
+
+class StrictTrainer(GRPOTrainer):
+    @classmethod
+    def check_config(cls, config, roles):
+        yield from super().check_config(config, roles)
+        yield ConfigError("config.steps", "has to be even")
+
+
+def test_trainer_of_a_user_adds_errors_to_the_recipes(tmp_path):
+    config = policy_job(tmp_path, "grpo", eval_every=-1).config
+    places = [error.where for error in plan_of(StrictTrainer).check_config(config, {ACTOR: 1})]
+    assert {"config.eval_every", "workload", "config.steps"} <= set(places)
 
 
 def test_classes_of_users_and_their_subclasses_are_not_refused():

@@ -254,13 +254,15 @@ def _levers(name: str, use: ModelUse, engine: EngineConfig) -> Iterator[Changes]
         divisions = [{"engine.train_options.zero_stage": 3}]
     elif sizes_of(use, engine).ddp_size > 1 or (engine.parallel is None and is_quantized(use)):
         divisions = [{"engine.parallel.ddp_size": 1}]
-    divided: Changes = divisions[-1] if divisions else {}
     yield from ({}, *divisions)
+    divided = [divisions[-1] if divisions else Changes()]
     if use.kind == "trained" and engine.train in ON_HOST and not is_on_host(engine):
-        yield {**divided, "engine.train_options.optimizer_on_host": True}
+        on_host = {**divided[0], "engine.train_options.optimizer_on_host": True}
+        yield on_host
+        divided += [on_host] if engine.train == "deepspeed" else []
     members = 2 * use.members
     while members <= _MOST_MEMBERS:
-        yield {**divided, f"{name}.num": members}
+        yield from ({**changes, f"{name}.num": members} for changes in divided)
         members *= 2
 
 
