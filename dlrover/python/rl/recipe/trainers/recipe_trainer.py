@@ -5,8 +5,8 @@ import threading
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -98,14 +98,13 @@ class RecipeTrainer(BaseTrainer):
         self.model_saver = self.state["model_saver"] = ModelSaver(cfg.keep, self.results_dir, self.RG_ACTOR.save)
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
-        self._timed = TimedPort(link.port, Stopwatch(), PHASES | PHASES_BY_ROLE)
+        self._timed = TimedPort(link.port, PHASES | PHASES_BY_ROLE)
         return super().bind(replace(link, port=self._timed), attempt)
 
     def time_metrics(self) -> dict[str, float]:
         """Seconds since the last call: ``time/step``, and other ``time/<phase>``, which add up to it. At the end of a
         step's body they include the commit of the step before."""
-        self._timed.forget()
-        whole, spent = self._timed.stopwatch.lap()
+        whole, spent = self._timed.lap()
         return {"time/step": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
 
     def report(self, step: int, metrics: Mapping[str, float], samples: int, tokens: int, generated: int = 0) -> None:
@@ -190,59 +189,52 @@ class FrozenModels:
 _REST = "trainer"
 
 
-class Stopwatch:
-    """Adds up the seconds that the thread which constructs it spends in phases; ``now_s`` is a monotonic clock."""
-
-    def __init__(self, now_s: Callable[[], float] = time.perf_counter) -> None:
-        self.now_s, self._thread = now_s, threading.get_ident()
-        self._seconds: dict[str, float] = {}
-        self._inside = False
-        self._lap_began_s = now_s()
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Book the block under ``name``; inside another phase it counts for that one."""
-        if self._inside or threading.get_ident() != self._thread:
-            yield
-            return
-        self._inside, began_s = True, self.now_s()
-        try:
-            yield
-        finally:
-            self._inside = False
-            self._seconds[name] = self._seconds.get(name, 0.0) + self.now_s() - began_s
-
-    def lap(self) -> tuple[float, dict[str, float]]:
-        """The seconds since the last lap, in all and by phase; the time outside every phase is the ``trainer``'s."""
-        now_s = self.now_s()
-        total_s, seconds = now_s - self._lap_began_s, self._seconds
-        self._lap_began_s, self._seconds = now_s, {}
-        return total_s, {**seconds, _REST: total_s - sum(seconds.values())}
-
-
-@dataclass
 class TimedPort:
     """A port whose calls are timed; ``phases`` are by method, or by ``role.method`` where roles differ, and methods
-    that it lacks are phases under their own names.
+    that it lacks are phases under their own names. The time that other threads wait is not booked.
 
     A call may take pending results (rewards of completions that are still being generated). Its sources are waited for
     first, in the order of the calls, so that each phase is booked its own time.
     """
 
-    inner: Port
-    stopwatch: Stopwatch
-    phases: Mapping[str, str]
-    _calls: dict[int, tuple[Ref, tuple[Ref, ...]]] = field(default_factory=dict)
+    def __init__(self, inner: Port, phases: Mapping[str, str], now_s: Callable[[], float] = time.perf_counter) -> None:
+        self._inner, self._phases, self._now_s = inner, phases, now_s
+        self._thread, self._inside = threading.get_ident(), False
+        self._calls: dict[int, tuple[Ref, tuple[Ref, ...]]] = {}
+        self._seconds: dict[str, float] = {}
+        self._lap_began_s = now_s()
+
+    def lap(self) -> tuple[float, dict[str, float]]:
+        """Return the seconds since the last lap, in all and by phase; the time outside every phase is the
+        ``trainer``'s. The sources of the calls so far are no longer waited for."""
+        now_s = self._now_s()
+        total_s, seconds = now_s - self._lap_began_s, self._seconds
+        self._lap_began_s, self._seconds, self._calls = now_s, {}, {}
+        return total_s, {**seconds, _REST: total_s - sum(seconds.values())}
+
+    @contextmanager
+    def _phase(self, role: str, method: str) -> Iterator[None]:
+        """Book the block under the phase of a call; inside another phase it counts for that one."""
+        if self._inside or threading.get_ident() != self._thread:
+            yield
+            return
+        self._inside, began_s = True, self._now_s()
+        try:
+            yield
+        finally:
+            self._inside = False
+            name = self._phases.get(f"{role}.{method}", self._phases.get(method, method.removeprefix("!")))
+            self._seconds[name] = self._seconds.get(name, 0.0) + self._now_s() - began_s
 
     def put(self, value: Any) -> Ref:
-        with self.stopwatch.phase("sending"):
-            return self.inner.put(value)
+        with self._phase("", "sending"):
+            return self._inner.put(value)
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
-        with self.stopwatch.phase(self._phase_of(role, call.method)):
-            ref = self.inner.submit(role, rank, call)
-        values = [each.parts if isinstance(each, Rows) else each for each in (*call.args, *call.kwargs.values())]
-        items = chain.from_iterable(each if isinstance(each, list | tuple) else [each] for each in values)
+        with self._phase(role, call.method):
+            ref = self._inner.submit(role, rank, call)
+        values = [list(each.parts) if isinstance(each, Rows) else each for each in (*call.args, *call.kwargs.values())]
+        items = chain.from_iterable(each if isinstance(each, list) else [each] for each in values)
         pending = tuple(each for each in items if isinstance(each, Ref) and each.method)
         self._calls[id(ref.token)] = entry = ref, pending
         if ref.size is not None:
@@ -250,7 +242,7 @@ class TimedPort:
         return ref
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        remaining_s, since_s = timeout_s, self.stopwatch.now_s()
+        remaining_s, since_s = timeout_s, self._now_s()
         # The calls whose results ``refs`` take, directly or not, in the order of the calls; each counts once.
         sources, queue = dict[int, Ref](), list(refs)
         while queue:
@@ -259,20 +251,12 @@ class TimedPort:
             sources |= {id(source.token): source for source in arguments if source.size is not None}
             queue += arguments
         for source in reversed(sources.values()):
-            with self.stopwatch.phase(self._phase_of(source.role, source.method)):
-                self.inner.wait([source.probe()], remaining_s)
+            with self._phase(source.role, source.method):
+                self._inner.wait([source.probe()], remaining_s)
             if timeout_s is not None:
-                remaining_s = max(timeout_s - (self.stopwatch.now_s() - since_s), 0.0)
-        with self.stopwatch.phase(self._phase_of(refs[0].role, refs[0].method) if refs else _REST):
-            return self.inner.wait(refs, remaining_s)
-
-    def forget(self) -> None:
-        """Drop the records of the calls so far; their sources are no longer waited for."""
-        self._calls = {}
-
-    def _phase_of(self, role: str, method: str) -> str:
-        by_method = self.phases.get(method, method.removeprefix("!"))
-        return self.phases.get(f"{role}.{method}", by_method)
+                remaining_s = max(timeout_s - (self._now_s() - since_s), 0.0)
+        with self._phase(refs[0].role, refs[0].method) if refs else nullcontext():
+            return self._inner.wait(refs, remaining_s)
 
 
 _METHODS = {
