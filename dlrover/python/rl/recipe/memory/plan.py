@@ -162,9 +162,10 @@ class MemoryPlan:
 
     def _misfits(self) -> list[str]:
         """The roles that do not fit: their bytes, and the first of the levers with which they do."""
-        messages, capacity, engine = [], self.device_bytes, self.engine
-        for role, use, shape in self.sized() if capacity is not None else ():
-            assert capacity is not None
+        messages, capacity, engine = list[str](), self.device_bytes, self.engine
+        if capacity is None:
+            return messages
+        for role, use, shape in self.sized():
             limit = (engine.gpu_memory_utilization if use.kind == "rollout" else _USABLE) * capacity
             planned = bytes_of(shape, use, engine)
             if (needed := _needed_bytes(use, planned, engine)) <= limit:
@@ -252,8 +253,9 @@ def _levers(name: str, use: ModelUse, engine: EngineConfig) -> Iterator[Changes]
         divisions = [{"engine.parallel.tensor_parallel_size": size} for size in larger]
     elif engine.train == "deepspeed" and engine.train_options.get("zero_stage", 3) != 3:
         divisions = [{"engine.train_options.zero_stage": 3}]
-    elif sizes_of(use, engine).ddp_size > 1 or (engine.parallel is None and is_quantized(use)):
-        divisions = [{"engine.parallel.ddp_size": 1}]
+    elif engine.train == "fsdp2":
+        copies = sizes_of(use, engine).ddp_size > 1 or (engine.parallel is None and is_quantized(use))
+        divisions = [{"engine.parallel.ddp_size": 1}] if copies else []
     yield from ({}, *divisions)
     divided = [divisions[-1] if divisions else Changes()]
     if use.kind == "trained" and engine.train in ON_HOST and not is_on_host(engine):
