@@ -6,6 +6,7 @@ import sys
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.config.builder import JobBuilder
+from dlrover.python.rl.trainer.plan import TrainerPlan
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, trainer_invocation
 
@@ -112,6 +113,22 @@ class Picky(Loop):
             yield ConfigError("workload.actor.num", f"{roles['ACTOR']} is more than 3")
         if config.get("broken"):
             raise RuntimeError("the check itself broke")
+
+
+class Plan(TrainerPlan):
+    def check_config(self, config, roles):
+        if not config["steps"]:
+            yield ConfigError("config.steps", f"is 0, says the plan of {self.trainer.__name__}")
+
+    def complete_config(self, config, devices):
+        return {**config, "unit": 7}
+
+    def describe_config(self, config, roles):
+        return [f"{config['steps']} step"]
+
+
+class Planned(Loop):
+    plan = Plan
 
 
 class Adder(BaseWorkload):

@@ -12,6 +12,7 @@ import pytest
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.trainer.plan import plan_of
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs/guides/own_algorithm"
@@ -57,10 +58,10 @@ def test_a_job_without_the_role_is_refused_before_the_start(folder):
         "algorithm": {"name": "repetition:WithoutRepetition"},
     }
     roles = dict.fromkeys((RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REWARD), 1)
-    errors = {str(error) for error in RepetitionTrainer.check_config(config, roles)}
+    errors = {str(error) for error in plan_of(RepetitionTrainer).check_config(config, roles)}
     assert errors == {"workload: the role 'repetition' is required by RepetitionTrainer"}
-    assert not list(RepetitionTrainer.check_config({**config, "algorithm": {}}, roles))
-    assert not list(RepetitionTrainer.check_config(config, {**roles, RLRoleType("repetition"): 1}))
+    assert not list(plan_of(RepetitionTrainer).check_config({**config, "algorithm": {}}, roles))
+    assert not list(plan_of(RepetitionTrainer).check_config(config, {**roles, RLRoleType("repetition"): 1}))
 
 
 def test_the_column_has_the_declared_dtype(folder):

@@ -5,13 +5,14 @@ from bug import Bug
 
 _ONLINE = "recipe/online"
 _BATCH, _COLLECTOR, _PROMPTS = f"{_ONLINE}/batch.py", f"{_ONLINE}/collector.py", f"{_ONLINE}/prompts.py"
-_TRAINER, _REWARDS, _UPDATES = f"{_ONLINE}/policy_trainer.py", "recipe/reporting/rewards.py", "recipe/base/updates.py"
+_TRAINER, _UPDATES = "recipe/trainers/policy_trainer.py", "recipe/base/updates.py"
+_REWARDS, _PLAN = "recipe/reporting/rewards.py", "recipe/trainers/policy_plan.py"
 _COLUMNS = "data/batch.py"
 
 TESTS = {
     _BATCH: (
         "recipe/online/test_step_batch.py",
-        "recipe/online/test_policy_trainer.py",
+        "recipe/trainers/test_policy_trainer.py",
         "recipe/reporting/test_whole_samples.py",
         "recipe/online/test_collector.py",
     ),
@@ -24,7 +25,8 @@ TESTS = {
     _COLUMNS: ("environment/test_turns.py",),
     _COLLECTOR: ("recipe/online/test_staleness.py", "recipe/online/test_collector.py"),
     _PROMPTS: ("recipe/online/test_prompt_source.py",),
-    _TRAINER: ("recipe/online/test_policy_trainer.py", "recipe/online/test_step_batch.py"),
+    _TRAINER: ("recipe/trainers/test_policy_trainer.py", "recipe/online/test_step_batch.py"),
+    _PLAN: ("recipe/trainers/test_policy_trainer.py",),
 }
 
 BUGS = {
@@ -114,10 +116,10 @@ BUGS = {
         _COLLECTOR, "key=lambda group: -self.staleness(", "key=lambda group: self.staleness("
     ),
     "a step takes groups that leave others late": Bug(
-        _COLLECTOR, "group.started and group.key not in keys]):", "group.started and group.key in keys]):"
+        _COLLECTOR, "group.started and group.key not in keys]", "group.started and group.key in keys]"
     ),
     "one late group is one too few": Bug(
-        _COLLECTOR, "> later * self.groups_per_step", "> (later + 1) * self.groups_per_step"
+        _COLLECTOR, "> steps * self.groups_per_step", "> (steps + 1) * self.groups_per_step"
     ),
     "a group that was started is lost with its share": Bug(
         _COLLECTOR,
@@ -167,7 +169,7 @@ BUGS = {
         _TRAINER, "if not any(map(math.isnan, evaluation.values())):", "if True:"
     ),
     "another vocabulary goes unnoticed": Bug(_TRAINER, 'if mark != marks["actor"]:', "if not mark:"),
-    "rollouts that may be stale go uncorrected": Bug(_TRAINER, "if (differs or stale) and", "if differs and"),
+    "rollouts that may be stale go uncorrected": Bug(_PLAN, "if (differs or stale) and", "if differs and"),
     "samples of an earlier attempt stay": Bug(
         _BATCH, "step, self._end)\n\n    def write_step", "step + 1, self._end)\n\n    def write_step"
     ),

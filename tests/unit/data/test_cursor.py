@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.sampler import PromptCursor
-from dlrover.python.rl.recipe.base.data_config import JobCursor
+from dlrover.python.rl.recipe.online.prompts import JobCursor
 
 
 @pytest.mark.feature(80)

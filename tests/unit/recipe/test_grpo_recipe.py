@@ -19,9 +19,8 @@ from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
 from dlrover.python.rl.config.plain import to_plain  # noqa: E402
 from dlrover.python.rl.control.state import Phase  # noqa: E402
 from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402
-from dlrover.python.rl.recipe.grpo import (
-    GRPOTrainer,  # noqa: E402
-)
+from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
+from dlrover.python.rl.trainer.plan import plan_of  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +154,7 @@ def test_a_bad_value_is_named_with_its_place(tmp_path, override, where, what):
 @pytest.mark.parametrize("name", ["sft", "dpo", "ipo", "reward_model"])
 def test_algorithms_on_examples_have_trainers_of_their_own(tmp_path, name):
     config = {**to_plain(grpo_job(tmp_path).config), "algorithm": {"name": name}}
-    problems = GRPOTrainer.check_config(config, dict.fromkeys(("ACTOR", "ROLLOUT", "REWARD"), 1))
+    problems = plan_of(GRPOTrainer).check_config(config, dict.fromkeys(("ACTOR", "ROLLOUT", "REWARD"), 1))
     assert [str(problem) for problem in problems] == [
         "config.algorithm.name: it learns from examples, not from samples as this trainer does"
     ]

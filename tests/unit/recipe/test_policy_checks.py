@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from policy_jobs import policy_job, write_inputs
 
-from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.engine.api import registry
@@ -16,6 +16,7 @@ from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ScorerWorkload, ShardedReferenceWorkload
+from dlrover.python.rl.trainer.plan import plan_of
 
 ACTOR = RLRoleType.ACTOR
 
@@ -66,14 +67,31 @@ def test_a_class_of_another_role_is_refused_with_the_right_one(tmp_path, recipe,
     assert problems_of(job)[f"workload.{role}.class"].endswith(f"Trainer needs {needed} here, not {given}")
 
 
+class StrictTrainer(GRPOTrainer):
+    @classmethod
+    def check_config(cls, config, roles):
+        yield from super().check_config(config, roles)
+        yield ConfigError("config.steps", "has to be even")
+
+
+def test_trainer_of_a_user_adds_errors_to_the_recipes(tmp_path):
+    config = policy_job(tmp_path, "grpo", eval_every=-1).config
+    places = [error.where for error in plan_of(StrictTrainer).check_config(config, {ACTOR: 1})]
+    assert {"config.eval_every", "workload", "config.steps"} <= set(places)
+
+
 def test_classes_of_users_and_their_subclasses_are_not_refused():
     class Own(ActorWorkload):
         pass
 
-    assert not [*GRPOTrainer.check_workloads({ACTOR: Own, RLRoleType("JUDGE"): Own, RLRoleType("CRITIC"): object})]
-    (error,) = RMTrainer.check_workloads({ACTOR: Own})
+    assert not [
+        *plan_of(GRPOTrainer).check_workloads({ACTOR: Own, RLRoleType("JUDGE"): Own, RLRoleType("CRITIC"): object})
+    ]
+    (error,) = plan_of(RMTrainer).check_workloads({ACTOR: Own})
     assert error.what == "RMTrainer needs ScorerWorkload here, not Own, a kind of ActorWorkload"
-    assert not [*RMTrainer.check_workloads({ACTOR: ScorerWorkload, RLRoleType("REFERENCE"): ShardedReferenceWorkload})]
+    assert not [
+        *plan_of(RMTrainer).check_workloads({ACTOR: ScorerWorkload, RLRoleType("REFERENCE"): ShardedReferenceWorkload})
+    ]
 
 
 @pytest.mark.parametrize(

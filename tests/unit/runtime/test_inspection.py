@@ -105,6 +105,14 @@ def test_a_class_of_the_wrong_kind_is_a_problem(tmp_path, trainer, actor, proble
     assert inspect_job(toy_job(tmp_path, trainer, actor)).errors == (problem,)
 
 
+def test_trainer_that_names_a_plan_is_asked_through_it(tmp_path):
+    found = inspect_job(toy_job(tmp_path, "Planned", steps=0))
+    assert found.errors == (ConfigError("config.steps", "is 0, says the plan of Planned"),)
+    found = inspect_job(toy_job(tmp_path, "Planned", steps=1))
+    assert (found.errors, found.about) == ((), ("1 step",))
+    assert dict(found.config) == {"steps": 1, "unit": 7}
+
+
 def test_a_check_that_fails_is_a_problem_itself(tmp_path):
     (problem,) = inspect_job(toy_job(tmp_path, "Picky", broken=True)).errors
     assert problem == ConfigError("trainer", "check_config raised RuntimeError: the check itself broke")

@@ -84,7 +84,6 @@ def test_each_predicate_is_true_for_its_role_alone(role):
 
 def test_the_defaults_a_subclass_may_change():
     assert BaseWorkload.data_parallel_size({}, 6) == 6
-    assert list(BaseWorkload.check_config({})) == []
     assert BaseWorkload.needs_own_process is False
     BaseWorkload(None, {}).close()
 

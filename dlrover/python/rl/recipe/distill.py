@@ -13,13 +13,20 @@ from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.config.typed import Translation
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_info
 from dlrover.python.rl.engine.model.model_shape import shape_of
-from dlrover.python.rl.recipe.base.config import PolicyConfig, Positive, RewardConfig, RolloutConfig
+from dlrover.python.rl.recipe.base.config import (
+    DISTILLATION_ELSEWHERE,
+    DISTILLATION_NAMES,
+    PolicyConfig,
+    Positive,
+    RewardConfig,
+    RolloutConfig,
+)
 from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
-from dlrover.python.rl.recipe.base.other_names import DISTILLATION_ELSEWHERE, DISTILLATION_NAMES
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
-from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 from dlrover.python.rl.recipe.reporting.rewards import find_cut
+from dlrover.python.rl.recipe.trainers.policy_plan import PolicyPlan
+from dlrover.python.rl.recipe.trainers.policy_trainer import PolicyTrainer
 
 _TEACHER_COLUMNS = {"teacher_logprobs": "float32", "candidates": "int64"}
 
@@ -55,6 +62,51 @@ class DistillationConfig(PolicyConfig):
     """Number of most likely ids that each teacher reports per token, for ``vocabulary_distillation``."""
 
 
+class DistillationPlan(PolicyPlan):
+    """Plans jobs of a :class:`DistillationTrainer`."""
+
+    own_columns = PolicyPlan.own_columns | _TEACHER_COLUMNS.keys()  # also where the job names no teacher
+
+    def models(self, cfg: Any) -> dict[RLRoleType, ModelUse]:
+        teachers = {
+            RLRoleType(name): ModelUse("frozen", teacher.model, sharded_class="ShardedTeacherWorkload")
+            for name, teacher in cfg.teachers.items()
+        }
+        return super().models(cfg) | teachers
+
+    def validate_own(self, cfg: DistillationConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors = [] if cfg.teachers else [ConfigError("config.teachers", "names no teacher: {teacher: {model: ...}}")]
+        if cfg.reward.on_failure != "drop_sample":
+            message = "has no effect: distillation trains on all samples, with and without a reward"
+            errors.append(ConfigError("config.reward.on_failure", message))
+        samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
+        for name, teacher in cfg.teachers.items():
+            where = f"config.teachers.{name}.model"
+            errors += validate_model(teacher.model, where) or validate_vocabulary(teacher.model, cfg.model, where)
+            if name.upper() not in roles:
+                message = f"the job has no role '{name}'{hint(name, [role.lower() for role in roles])}"
+                errors.append(ConfigError(f"config.teachers.{name}", message))
+            elif roles[RLRoleType(name)] > samples:
+                message = f"{roles[RLRoleType(name)]} members cannot share {samples} samples"
+                errors.append(ConfigError(f"workload.{name}.num", message))
+        needs = self.trainer.needs_of(cfg)
+        if not needs:
+            return errors  # the algorithm's own error is reported already
+        if "teacher_logprobs" not in needs:
+            errors.append(ConfigError("config.algorithm.name", "it does not use teachers: use distillation"))
+        if cfg.rollout.dynamic_filtering != "off":
+            message = "depends on rewards, which are not trained on here"
+            errors.append(ConfigError("config.rollout.dynamic_filtering", message))
+        shape = shape_of(cfg.model, cfg.model_config)
+        if "candidates" in needs and shape is not None and cfg.top > shape.vocabulary:
+            message = f"is {cfg.top}, and {cfg.model} has {shape.vocabulary} tokens"
+            errors.append(ConfigError("config.top", message))
+        if "candidates" in needs and not engine_info(TRAIN_ENGINES, cfg.engine.train).top_token_ids:
+            message = f"does not report the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
+            errors.append(ConfigError("config.engine.train", f"{cfg.engine.train} {message}"))
+        return errors
+
+
 class DistillationTrainer(PolicyTrainer):
     """Roles ACTOR, ROLLOUT and REWARD, one for each teacher, and REFERENCE if the algorithm has a KL penalty.
 
@@ -65,8 +117,8 @@ class DistillationTrainer(PolicyTrainer):
     """
 
     config_class = DistillationConfig
+    plan = DistillationPlan
     algorithm_name = "distillation"
-    own_columns = PolicyTrainer.own_columns | _TEACHER_COLUMNS.keys()  # also where the job names no teacher
     cfg: DistillationConfig
 
     @classmethod
@@ -95,50 +147,6 @@ class DistillationTrainer(PolicyTrainer):
         if self.cfg.rollout.mask_truncated:
             rows = rows.with_columns(masked=find_cut(rows))
         return replace(batch, train_rows=rows)
-
-    @classmethod
-    def model_uses(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
-        rows: dict[str, Any] = {"longest": cls.longest_row(cfg), "bounded": cls.bounds_rows(cfg)}
-        teachers = {RLRoleType(name): teacher.model for name, teacher in cfg.teachers.items()}
-        frozen = {
-            role: ModelUse("frozen", model, roles[role], sharded_class="ShardedTeacherWorkload", **rows)
-            for role, model in teachers.items()
-            if role in roles
-        }
-        return super().model_uses(cfg, roles) | frozen
-
-    @classmethod
-    def validate_own(cls, cfg: DistillationConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors = [] if cfg.teachers else [ConfigError("config.teachers", "names no teacher: {teacher: {model: ...}}")]
-        if cfg.reward.on_failure != "drop_sample":
-            message = "has no effect: distillation trains on all samples, with and without a reward"
-            errors.append(ConfigError("config.reward.on_failure", message))
-        samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
-        for name, teacher in cfg.teachers.items():
-            where = f"config.teachers.{name}.model"
-            errors += validate_model(teacher.model, where) or validate_vocabulary(teacher.model, cfg.model, where)
-            if name.upper() not in roles:
-                message = f"the job has no role '{name}'{hint(name, [role.lower() for role in roles])}"
-                errors.append(ConfigError(f"config.teachers.{name}", message))
-            elif roles[RLRoleType(name)] > samples:
-                message = f"{roles[RLRoleType(name)]} members cannot share {samples} samples"
-                errors.append(ConfigError(f"workload.{name}.num", message))
-        needs = cls.needs_of(cfg)
-        if not needs:
-            return errors  # the algorithm's own error is reported already
-        if "teacher_logprobs" not in needs:
-            errors.append(ConfigError("config.algorithm.name", "it does not use teachers: use distillation"))
-        if cfg.rollout.dynamic_filtering != "off":
-            message = "depends on rewards, which are not trained on here"
-            errors.append(ConfigError("config.rollout.dynamic_filtering", message))
-        shape = shape_of(cfg.model, cfg.model_config)
-        if "candidates" in needs and shape is not None and cfg.top > shape.vocabulary:
-            message = f"is {cfg.top}, and {cfg.model} has {shape.vocabulary} tokens"
-            errors.append(ConfigError("config.top", message))
-        if "candidates" in needs and not engine_info(TRAIN_ENGINES, cfg.engine.train).top_token_ids:
-            message = f"does not report the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
-            errors.append(ConfigError("config.engine.train", f"{cfg.engine.train} {message}"))
-        return errors
 
 
 if __name__ == "__main__":

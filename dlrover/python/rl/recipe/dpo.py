@@ -9,11 +9,9 @@ from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.registry import make_algorithm
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
-from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
-from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
-from dlrover.python.rl.recipe.offline.examples import PairData
 from dlrover.python.rl.recipe.rm import METRICS
+from dlrover.python.rl.recipe.trainers.example_trainer import ExampleConfig, ExampleTrainer
+from dlrover.python.rl.recipe.trainers.examples import PairData
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,14 +36,6 @@ class DPOTrainer(ExampleTrainer):
     @classmethod
     def reference_of(cls, cfg: DPOConfig) -> str:
         return cfg.reference_model or cfg.model
-
-    @classmethod
-    def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors, where = super().find_errors(cfg, roles), "config.reference_model"
-        if cfg.reference_model is not None:
-            model = cfg.reference_model
-            errors += validate_model(model, where) or validate_vocabulary(model, cfg.model, where)
-        return errors
 
     @classmethod
     def algorithm_of(cls, cfg: Any) -> Algorithm:

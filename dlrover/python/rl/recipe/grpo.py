@@ -4,7 +4,7 @@
 from dataclasses import dataclass
 
 from dlrover.python.rl.recipe.base.config import PolicyConfig
-from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
+from dlrover.python.rl.recipe.trainers.policy_trainer import PolicyTrainer
 
 
 @dataclass(frozen=True)

@@ -9,14 +9,15 @@ from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.base import OptimizerConfig
-from dlrover.python.rl.recipe.base.checks import require_role, validate_optimizer, validate_train_engine
 from dlrover.python.rl.recipe.base.config import NonNegative, PolicyConfig, Positive, RolloutConfig
 from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
 from dlrover.python.rl.recipe.base.updates import average_metrics
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
-from dlrover.python.rl.recipe.online.policy_trainer import AuxResults, PolicyTrainer
 from dlrover.python.rl.recipe.reporting.rewards import Scores
+from dlrover.python.rl.recipe.trainers.policy_plan import PolicyPlan
+from dlrover.python.rl.recipe.trainers.policy_trainer import AuxResults, PolicyTrainer
+from dlrover.python.rl.recipe.trainers.recipe_plan import validate_optimizer, validate_train_engine
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Shard
 
@@ -49,6 +50,23 @@ class PPOConfig(PolicyConfig):
     critic: CriticConfig = CriticConfig()
 
 
+class PPOPlan(PolicyPlan):
+    """Plans jobs of a :class:`PPOTrainer`."""
+
+    def models(self, cfg: Any) -> dict[RLRoleType, ModelUse]:
+        critic = ModelUse("trained", cfg.critic.model or cfg.model, optimizer=cfg.critic.optimizer, head="token")
+        return {**super().models(cfg), RLRoleType.CRITIC: critic}
+
+    def validate_own(self, cfg: PPOConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors, where = self.require_role(RLRoleType.CRITIC, roles), "config.critic.model"
+        if cfg.critic.model:
+            errors += validate_model(cfg.critic.model, where) or validate_vocabulary(cfg.critic.model, cfg.model, where)
+        errors += validate_optimizer(cfg.engine, cfg.critic.optimizer, "config.critic.optimizer")
+        if cfg.engine.parallel is not None and RLRoleType.CRITIC in roles:
+            errors += validate_train_engine(cfg.engine, roles[RLRoleType.CRITIC], role="critic")
+        return errors
+
+
 class PPOTrainer(PolicyTrainer):
     """Roles ACTOR, ROLLOUT, REWARD and CRITIC, and REFERENCE if the algorithm has a KL penalty.
 
@@ -59,6 +77,7 @@ class PPOTrainer(PolicyTrainer):
     """
 
     config_class = PPOConfig
+    plan = PPOPlan
     algorithm_name = "ppo"
     cfg: PPOConfig
 
@@ -99,26 +118,6 @@ class PPOTrainer(PolicyTrainer):
         if self.uses("values"):
             self.RG_CRITIC.save(self.results_dir / "critic")
         super().finish(before, after)
-
-    @classmethod
-    def model_uses(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
-        uses = super().model_uses(cfg, roles)
-        if RLRoleType.CRITIC in roles:
-            model, members = cfg.critic.model or cfg.model, roles[RLRoleType.CRITIC]
-            rows: dict[str, Any] = {"longest": cls.longest_row(cfg), "bounded": cls.bounds_rows(cfg)}
-            uses[RLRoleType.CRITIC] = ModelUse("trained", model, members, cfg.critic.optimizer, head="token", **rows)
-        return uses
-
-    @classmethod
-    def validate_own(cls, cfg: PPOConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors = require_role(cls.__name__, RLRoleType.CRITIC, roles)
-        if cfg.critic.model:
-            where = "config.critic.model"
-            errors += validate_model(cfg.critic.model, where) or validate_vocabulary(cfg.critic.model, cfg.model, where)
-        errors += validate_optimizer(cfg.engine, cfg.critic.optimizer, "config.critic.optimizer")
-        if cfg.engine.parallel is not None and RLRoleType.CRITIC in roles:
-            errors += validate_train_engine(cfg.engine, roles[RLRoleType.CRITIC], role="critic")
-        return errors
 
 
 if __name__ == "__main__":

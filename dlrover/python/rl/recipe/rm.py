@@ -7,8 +7,8 @@ from typing import Any
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.engine.api.base import OptimizerConfig
-from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
-from dlrover.python.rl.recipe.offline.examples import ScoredPairData
+from dlrover.python.rl.recipe.trainers.example_trainer import ExampleConfig, ExampleTrainer
+from dlrover.python.rl.recipe.trainers.examples import ScoredPairData
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -52,16 +52,11 @@ class ScriptTrainer(BaseTrainer):
         for _ in self.steps(1):  # what was lost in a step runs again
             running = [getattr(self, name).run(str(self.job_dir / "logs")) for name in self.get_role_groups()]
             while running:
-                running = [results for results in running if not _have_ended(results)]
-
-
-def _have_ended(results: Any) -> bool:
-    """Wait a moment for a role; raises its failure."""
-    try:
-        results.result(_POLL_S)
-    except InvocationTimeout:
-        return False
-    return True
+                results = running.pop(0)
+                try:
+                    results.result(_POLL_S)  # raises the failure of a role
+                except InvocationTimeout:
+                    running.append(results)
 
 
 class Script(BaseWorkload):
@@ -93,16 +88,27 @@ class Script(BaseWorkload):
                 env={**os.environ, **torchrun_environment(os.environ, self._member.to_env(), self.devices)},
             )
             assert process.stdin and process.stdout and process.stderr, "all are pipes"
+            ends = [bytearray(), bytearray()]
+            streams = (process.stdout, sys.stdout.buffer), (process.stderr, sys.stderr.buffer)
             copies = [
-                _Copy(process.stdout, (file, sys.stdout.buffer), self.report_progress),
-                _Copy(process.stderr, (file, sys.stderr.buffer), self.report_progress),
+                Thread(target=_copy, args=(source, (file, shown), self.report_progress, end), daemon=True)
+                for (source, shown), end in zip(streams, ends, strict=True)
             ]
+            for copy in copies:
+                copy.start()
             with suppress(BrokenPipeError), process.stdin:  # it has ended already; its exit code says why
                 process.stdin.write(pickle.dumps(self.config) if "function" in script else b"")
-            code = _wait(process, copies)
+            try:
+                code = process.wait()  # waits: for the program; ``hang_after_s`` counts from its last output
+            except BaseException:
+                process.terminate()  # the warden ends all below
+                raise
+            for copy in copies:
+                copy.join(_EXIT_S)
         if code:
-            last = next((line for copy in reversed(copies) if (line := copy.last_line())), "it wrote nothing")
-            raise ScriptFailed(f"{_outcome(code)}: {last} ({log})")
+            lines = [line for end in ends for line in end.decode(errors="replace").splitlines() if line.strip()]
+            outcome = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
+            raise ScriptFailed(f"{outcome}: {lines[-1].strip() if lines else 'it wrote nothing'} ({log})")
 
 
 def warden_command(script: Mapping[str, Any]) -> list[str]:
@@ -152,43 +158,17 @@ def torchrun_environment(
     return environment
 
 
-class _Copy(Thread):
-    """Copies what a program writes to other files, and keeps its end."""
-
-    def __init__(self, source: Any, targets: Sequence[IO[bytes]], progressed: Callable[[], None]) -> None:
-        super().__init__(name="output of a script", daemon=True)
-        self._source, self._targets, self._progressed, self._end = source, targets, progressed, b""
-        self.start()
-
-    def run(self) -> None:
-        with self._source as source:
-            for chunk in iter(lambda: source.read1(_CHUNK_BYTES), b""):
-                self._progressed()
-                self._end = (self._end + chunk)[-_END_BYTES:]
-                for target in self._targets:
-                    _append(target, chunk)
-
-    def last_line(self) -> str:
-        lines = [line for line in self._end.decode(errors="replace").splitlines() if line.strip()]
-        return lines[-1].strip() if lines else ""
+def _copy(source: Any, targets: Sequence[IO[bytes]], progressed: Callable[[], None], end: bytearray) -> None:
+    """Copy what a program writes to other files, and keep its last bytes."""
+    with source:
+        for chunk in iter(lambda: source.read1(_CHUNK_BYTES), b""):
+            progressed()
+            end[:] = (end + chunk)[-_END_BYTES:]
+            for target in targets:
+                _append(target, chunk)
 
 
 def _append(target: IO[bytes], chunk: bytes) -> None:
     with suppress(OSError, ValueError):  # a full disk costs lines of a log, not the program
         target.write(chunk)
         target.flush()
-
-
-def _wait(process: "subprocess.Popen[bytes]", copies: Sequence[Thread]) -> int:
-    try:
-        code = process.wait()  # waits: as long as the program runs; ``hang_after_s`` counts from its last output
-    except BaseException:
-        process.terminate()  # the warden ends all below
-        raise
-    for copy in copies:
-        copy.join(_EXIT_S)
-    return code
-
-
-def _outcome(code: int) -> str:
-    return f"ended by signal {-code}" if code < 0 else f"exit code {code}"

@@ -16,14 +16,14 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.engine.api.base import OptimizerConfig, SamplingParams
-from dlrover.python.rl.recipe.base.checks import validate_reward, validate_rollout_engine
 from dlrover.python.rl.recipe.base.config import EngineConfig, Positive, RewardConfig
-from dlrover.python.rl.recipe.offline.example_trainer import ExampleConfig, ExampleTrainer
-from dlrover.python.rl.recipe.offline.examples import Measured, SFTData
 from dlrover.python.rl.recipe.online.collector import bind_method, sync_weights
 from dlrover.python.rl.recipe.online.prompts import find_columns, make_prompt_batch
 from dlrover.python.rl.recipe.reporting.rewards import count_failures, mean_reward
 from dlrover.python.rl.recipe.reporting.sample_file import TEXTS
+from dlrover.python.rl.recipe.trainers.example_trainer import ExampleConfig, ExamplePlan, ExampleTrainer
+from dlrover.python.rl.recipe.trainers.examples import Measured, SFTData
+from dlrover.python.rl.recipe.trainers.recipe_plan import validate_reward, validate_rollout_engine
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
@@ -49,23 +49,6 @@ class AnswersConfig:
     reward: RewardConfig = RewardConfig()
 
 
-def validate_answers(
-    config: AnswersConfig, engine: EngineConfig, evaluates: bool, roles: Mapping[RLRoleType, int]
-) -> list[ConfigError]:
-    answering = {RLRoleType.ROLLOUT, RLRoleType.REWARD} & roles.keys()
-    if not answering:
-        return []
-    errors = [*validate_rollout_engine(engine), *validate_reward(config.reward.function, "config.answers.reward")]
-    if config.reward.model is not None:
-        errors.append(ConfigError("config.answers.reward.model", "is not used here: reward.function scores answers"))
-    if len(answering) == 1:
-        errors.append(ConfigError("workload", "answers need both of the roles 'rollout' and 'reward'"))
-    if not evaluates:
-        what = "without evaluations the roles 'rollout' and 'reward' would have nothing to do"
-        errors.append(ConfigError("config.eval_every", what))
-    return errors
-
-
 @dataclass(frozen=True, kw_only=True)
 class SFTConfig(ExampleConfig):
     """Supervised fine-tuning."""
@@ -79,11 +62,35 @@ class SFTConfig(ExampleConfig):
     """Evaluation by generated answers, if the job has the roles ``rollout`` and ``reward``."""
 
 
+class SFTPlan(ExamplePlan):
+    """Plans jobs of an :class:`SFTTrainer`."""
+
+    def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
+        return [*super().evaluation_names(cfg, roles), *([METRIC] if RLRoleType.ROLLOUT in roles else [])]
+
+    def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors, answering = super().find_errors(cfg, roles), {RLRoleType.ROLLOUT, RLRoleType.REWARD} & roles.keys()
+        if not answering:
+            return errors
+        reward = cfg.answers.reward
+        errors += [*validate_rollout_engine(cfg.engine), *validate_reward(reward.function, "config.answers.reward")]
+        if reward.model is not None:
+            message = "is not used here: reward.function scores answers"
+            errors.append(ConfigError("config.answers.reward.model", message))
+        if len(answering) == 1:
+            errors.append(ConfigError("workload", "answers need both of the roles 'rollout' and 'reward'"))
+        if not cfg.evaluates:
+            message = "without evaluations the roles 'rollout' and 'reward' would have nothing to do"
+            errors.append(ConfigError("config.eval_every", message))
+        return errors
+
+
 class SFTTrainer(ExampleTrainer):
     """Supervised fine-tuning; see ``ExampleTrainer``. With the roles ROLLOUT and REWARD evaluations also generate and
     score answers to the held-out prompts."""
 
     config_class = SFTConfig
+    plan = SFTPlan
     metric_names = {}
     cfg: SFTConfig
     answers: "Answers | None" = None
@@ -117,15 +124,6 @@ class SFTTrainer(ExampleTrainer):
         metrics = self.answers.metrics(step)
         self.run_log.write_held_out(self.answers.last)
         return metrics
-
-    @classmethod
-    def evaluation_names(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return [*super().evaluation_names(cfg, roles), *([METRIC] if RLRoleType.ROLLOUT in roles else [])]
-
-    @classmethod
-    def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        answers = validate_answers(cfg.answers, cfg.engine, cfg.evaluates, roles)
-        return [*super().find_errors(cfg, roles), *answers]
 
 
 class Answers:

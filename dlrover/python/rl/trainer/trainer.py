@@ -2,14 +2,13 @@
 """``BaseTrainer``, the user's loop over role groups, and ``run_trainer``, which runs it."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Protocol, TypeAlias
 
 from dlrover.python.rl.common.errors import (
     CallError,
-    ConfigError,
     InvocationError,
     InvocationTimeout,
     StepAbandoned,
@@ -18,6 +17,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.log import cut_middle, get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
+from dlrover.python.rl.trainer.plan import TrainerPlan
 from dlrover.python.rl.trainer.port import CallCounts, Checkpoints, Port, Recovery, Renewed, RestartInfo, RoleTraits
 from dlrover.python.rl.trainer.role_group import RoleGroup, replicas_of
 from dlrover.python.rl.trainer.steps import Attempt, Steps
@@ -105,6 +105,9 @@ class BaseTrainer(ABC):
     config_class: ClassVar[type[Any] | None] = None
     """The dataclass of the job's ``config``; None: any keys."""
 
+    plan: ClassVar[type[TrainerPlan]] = TrainerPlan
+    """Checks and describes jobs of this class before anything starts."""
+
     def __init__(
         self, actor_handles: Mapping[RLRoleType, list[Any]], actor_classes: Mapping[RLRoleType, type[Any]], config: Any
     ) -> None:
@@ -126,39 +129,6 @@ class BaseTrainer(ABC):
     def on_end(self, outcome: RunEnd) -> None:
         """Called when the run has failed or was stopped: not before its step is repeated, nor in a process that is
         killed. Another thread may be in :meth:`fit`. A runtime may start the trainer again all the same."""
-
-    @classmethod
-    def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
-        """Validate the job's ``config`` and role sizes for this trainer, before anything starts."""
-        return ()
-
-    @classmethod
-    def check_options(cls, config: Any) -> Iterable[ConfigError]:
-        """The part of :meth:`check_config` whose errors a job has on any machine, beside those of its schema."""
-        return ()
-
-    @classmethod
-    def check_workloads(cls, workloads: Mapping[RLRoleType, type[Any]]) -> Iterable[ConfigError]:
-        """Validate the classes of the roles for this trainer, before anything starts."""
-        return ()
-
-    @classmethod
-    def complete_config(cls, config: Any, devices: str) -> Mapping[str, Any] | None:
-        """The config with the default of every key that it lacks, which then is the job's; None: it has no schema.
-
-        ``devices`` is the job's ``device_type``, or ``HERE`` for those of this process. Raises InvalidJob.
-        """
-        return None
-
-    @classmethod
-    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
-        """The settings that the saved state of the trainer depends on; see ``BaseWorkload.settings_of_state``."""
-        return {}
-
-    @classmethod
-    def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[str]:
-        """Lines about a valid config for ``check`` and the beginning of a run."""
-        return ()
 
     def steps(self, total_steps: int) -> Iterator[int]:
         """Yield the steps after the last committed one up to ``total_steps``. The end of the body is the commit: the

@@ -9,7 +9,6 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, TypeVar
 
-from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.common.progress import note_progress
@@ -195,7 +194,10 @@ def is_unknown(was: Any, now: Any) -> bool:
 class BaseWorkload:
     """Base of every workload: subclass it, add methods, call them from the trainer through ``RG_<ROLE>``.
 
-    A class decorated with ``@ray.remote`` and a plain class are both accepted. Methods may be ``async def``.
+    A class decorated with ``@ray.remote`` and a plain class are both accepted. Methods may be ``async def``. Optional
+    class methods are asked before anything starts: ``check_config(config)`` yields ConfigErrors,
+    ``settings_of_state(config)`` returns what a saved state depends on (as of a ``TrainerPlan``), and
+    ``state_bytes(config, world_size)`` about how large a member's state is in a commit.
 
     Args:
         master_handle: handle of the job's master, or None in one process.
@@ -221,19 +223,6 @@ class BaseWorkload:
         state by :meth:`load_states`."""
         return False
 
-    @classmethod
-    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
-        """The settings that a saved state depends on, by their keys in ``config``; mappings are compared key by key, a
-        ``Setting`` by its ``kind``. A job with others is refused, before anything starts, if it would go on from a
-        state."""
-        return {}
-
-    @classmethod
-    def state_bytes(cls, config: Any, world_size: int) -> int | None:
-        """About how large the state of one of ``world_size`` members is in a commit; None: unknown. ``check`` computes
-        from it the room that the job needs, before anything starts."""
-        return None
-
     def __init__(self, master_handle: Any, config: Any) -> None:
         self._master_handle = master_handle
         self._config = config
@@ -247,11 +236,6 @@ class BaseWorkload:
         then form one replica, get the same shard of each argument, and give one result.
         """
         return world_size
-
-    @classmethod
-    def check_config(cls, config: Any) -> Iterable[ConfigError]:
-        """Validate the job's ``config`` for this workload, before anything starts."""
-        return ()
 
     @classmethod
     def warm_up(cls) -> None:

@@ -13,17 +13,16 @@ from dlrover.python.rl.config.plain import from_plain, to_plain
 from dlrover.python.rl.config.typed import Translation, list_keys, rename_keys, require
 from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
-from dlrover.python.rl.recipe.base.devices import complete_config
+from dlrover.python.rl.recipe.base.config import EXAMPLE_NAMES, POLICY_NAMES, EngineConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.model_files import count_parameters
-from dlrover.python.rl.recipe.base.other_names import EXAMPLE_NAMES, POLICY_NAMES
 from dlrover.python.rl.recipe.distill import DistillationConfig
 from dlrover.python.rl.recipe.dpo import DPOTrainer
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
-from dlrover.python.rl.recipe.memory.plan import describe_engines
 from dlrover.python.rl.recipe.ppo import PPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
+from dlrover.python.rl.recipe.trainers.recipe_plan import complete_config, describe_engines
+from dlrover.python.rl.trainer.plan import plan_of
 
 GIVEN = {"model": "m", "data": {"train": "d.jsonl"}}
 
@@ -84,7 +83,7 @@ def test_one_process_may_compute_on_a_cpu_beside_a_gpu(monkeypatch):
 @pytest.mark.parametrize("trainer", [GRPOTrainer, PPOTrainer, SFTTrainer, DPOTrainer, RMTrainer])
 def test_a_complete_configuration_is_read_as_itself(trainer, devices):
     given = {**GIVEN, "log": {"trackers": ["${not} a reference"]}}
-    complete = trainer.complete_config(given, devices)
+    complete = plan_of(trainer).complete_config(given, devices)
     again = require(trainer.config_class, to_plain(from_plain(complete)), "config")
     assert dataclasses.asdict(again) == complete
     assert again.log.trackers == ("${not} a reference",)
@@ -105,13 +104,13 @@ def test_a_complete_configuration_is_read_as_itself(trainer, devices):
     ],
 )
 def test_the_correction_is_on_where_rollouts_and_training_differ(devices, given, expected):
-    complete = GRPOTrainer.complete_config({**GIVEN, **given}, devices)["algorithm"]
+    complete = plan_of(GRPOTrainer).complete_config({**GIVEN, **given}, devices)["algorithm"]
     assert complete["correction"] == expected
 
 
 @pytest.mark.parametrize("name", ["grpo", "deepseek_grpo", "dapo", "gspo"])
 def test_a_complete_config_has_every_option_of_its_algorithm(name):
-    complete = GRPOTrainer.complete_config({**GIVEN, "algorithm": {"name": name}}, "CPU")["algorithm"]
+    complete = plan_of(GRPOTrainer).complete_config({**GIVEN, "algorithm": {"name": name}}, "CPU")["algorithm"]
     assert complete.pop("name") == name
     assert make_algorithm(name, complete) == make_algorithm(name)
     assert set(complete) == option_names(name)

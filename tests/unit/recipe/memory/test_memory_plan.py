@@ -224,7 +224,7 @@ def plan(monkeypatch, shape, uses, engine, gigabytes):
         (
             9.5,
             16384,
-            "engine.train_options.optimizer_on_host=true engine.gradient_checkpointing=true and 7.9 GB of its host",
+            "engine.gradient_checkpointing=true engine.train_options.optimizer_on_host=true and 7.9 GB of its host",
         ),
         (3.9, 16384, "engine.gradient_checkpointing=true engine.max_tokens_per_microbatch=1024 workload.actor.num=4"),
         (1, 16384, "no setting here makes it fit"),

@@ -14,18 +14,18 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.model_shape import ModelShape
 from dlrover.python.rl.recipe.base import engine_workload
 from dlrover.python.rl.recipe.base.config import EngineConfig, PolicyConfig
-from dlrover.python.rl.recipe.base.devices import complete_config
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare, TrainedWorkload
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.memory import plan as memory_plan
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
-from dlrover.python.rl.recipe.memory.passes import all_stay, choose_passes, smallest_device, weights_stay
-from dlrover.python.rl.recipe.memory.plan import MemoryPlan
+from dlrover.python.rl.recipe.memory.plan import MemoryPlan, all_stay, choose_passes, smallest_device, weights_stay
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload, RewardWorkload
 from dlrover.python.rl.recipe.roles.rollout import RolloutWorkload
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
+from dlrover.python.rl.recipe.trainers.recipe_plan import complete_config
 from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.member.host import MemberHost
+from dlrover.python.rl.trainer.plan import plan_of
 from dlrover.python.rl.trainer.port import Outcome, Pending, Ref
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 from dlrover.python.rl.trainer.workload import MemberContext
@@ -71,14 +71,19 @@ def device(name, gigabytes, in_turn=False):
 def trainer(monkeypatch):
     monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: SMALL)
     return SimpleNamespace(
-        model_uses=SFTTrainer.model_uses,
         actor_handles={ACTOR: [None, None]},
         RG_ACTOR=Group(device("a/cuda-0", 80), device("a/cuda-1", 80)),
     )
 
 
+def choose(trainer, uses=None, **engine):
+    cfg = complete_config(SFTConfig, {**GIVEN, "engine": engine}, "GPU")
+    members = {role: len(handles) for role, handles in trainer.actor_handles.items()}
+    return choose_passes(trainer, cfg, uses or plan_of(SFTTrainer).model_uses(cfg, members))
+
+
 def chosen(trainer, **engine):
-    found = choose_passes(trainer, complete_config(SFTConfig, {**GIVEN, "engine": engine}, "GPU"))
+    found = choose(trainer, **engine)
     assert found.device_memory_gb == engine.get("device_memory_gb")
     return found.max_tokens_per_microbatch, found.gradient_checkpointing
 
@@ -116,8 +121,7 @@ class Member(TrainedWorkload):
 
 class Choosing(BaseTrainer):
     def init(self):
-        self.model_uses = SFTTrainer.model_uses
-        self.engine = choose_passes(self, complete_config(SFTConfig, GIVEN, "GPU"))
+        self.engine = choose(self)
 
     def fit(self):
         pass
@@ -217,12 +221,12 @@ def test_weights_stay_on_the_one_device_of_actor_and_rollout_if_it_has_room_for_
 )
 def test_weights_that_stay_count_for_engines_that_stay(gigabytes, weight_sync, expected):
     uses = {ACTOR: ModelUse("trained", "m", longest=512), ROLLOUT: ModelUse("rollout", "m", longest=512)}
-    trainer = SimpleNamespace(actor_handles={ACTOR: [None], ROLLOUT: [None]}, model_uses=lambda cfg, sizes: uses)
+    trainer = SimpleNamespace(actor_handles={ACTOR: [None], ROLLOUT: [None]})
     trainer.RG_ACTOR, trainer.RG_ROLLOUT = Group(together(gigabytes)), Group(together(gigabytes))
     engine = {"rollout": "torch", "precision": "bf16", "weight_sync": weight_sync.partition(",")[0]}
     engine |= {"offload": False} if "stay" in weight_sync else {}
     engine |= {"max_tokens_per_microbatch": 16384, "gradient_checkpointing": False}
-    found = choose_passes(trainer, complete_config(SFTConfig, {**GIVEN, "engine": engine}, "GPU"))
+    found = choose(trainer, uses, **engine)
     assert (found.offload, found.weight_sync) == expected
 
 
@@ -245,7 +249,7 @@ def test_they_leave_where_what_others_need_is_not_known():
 def test_the_choice_reaches_the_members_in_their_settings(trainer):
     def offload(*shares, roles=("ACTOR",), **engine):
         trainer.RG_ACTOR = Group(*(together(each, roles) for each in shares))
-        return choose_passes(trainer, complete_config(SFTConfig, {**GIVEN, "engine": engine}, "GPU")).offload
+        return choose(trainer, **engine).offload
 
     assert offload(80, 80, rollout="torch", roles=("ACTOR",)) is False
     trainer.actor_handles["REWARD"], trainer.RG_REWARD = [None], SimpleNamespace(workload_class=RewardWorkload)
@@ -267,7 +271,7 @@ def test_the_choice_reaches_the_members_in_their_settings(trainer):
 def test_prompts_and_turns_without_a_bound_may_be_longer_than_what_is_planned(data, rollout, bounded):
     config = {"model": "m", "data": {"train": "d", **data}, "rollout": rollout}
     cfg = complete_config(PolicyConfig, config, "GPU")
-    assert GRPOTrainer.model_uses(cfg, {ACTOR: 1})[ACTOR].bounded == bounded
+    assert plan_of(GRPOTrainer).model_uses(cfg, {ACTOR: 1})[ACTOR].bounded == bounded
 
 
 def test_a_member_says_which_device_it_has():

@@ -11,8 +11,7 @@ import pytest
 from dlrover.python.rl.common.errors import ConfigError, DataError, ReplayDiverged, WeightSyncError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.engine.api.weights import WeightStamp
-from dlrover.python.rl.recipe.base.config import RewardConfig, RolloutConfig
-from dlrover.python.rl.recipe.base.data_config import PromptData
+from dlrover.python.rl.recipe.base.config import PromptData, RewardConfig, RolloutConfig
 from dlrover.python.rl.recipe.grpo import GRPOConfig
 from dlrover.python.rl.recipe.online.collector import SampleCollector
 from dlrover.python.rl.trainer.port import Pending, Ref

@@ -7,9 +7,9 @@ import pytest
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 from dlrover.python.rl.common.hub import Lookup, looking_up
-from dlrover.python.rl.recipe.base.data_config import PromptData, digest_of_rows
+from dlrover.python.rl.recipe.base.config import PromptData
 from dlrover.python.rl.recipe.grpo import GRPOConfig
-from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data
+from dlrover.python.rl.recipe.online.prompts import PromptSource, digest_of_rows, validate_data
 
 EXACT = "'dlrover.python.rl.environment.verifiers:exact'"
 

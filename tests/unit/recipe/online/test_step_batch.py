@@ -14,8 +14,8 @@ from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import PolicyConfig, RolloutConfig
 from dlrover.python.rl.recipe.online.batch import StepBatch
-from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 from dlrover.python.rl.recipe.reporting.rewards import StepWarnings, find_cut, uniform_share
+from dlrover.python.rl.recipe.trainers.policy_trainer import PolicyTrainer
 from dlrover.python.rl.trainer.port import Pending
 
 

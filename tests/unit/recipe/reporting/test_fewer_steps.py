@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
+from dlrover.python.rl.recipe.trainers.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.trainer.port import RestartInfo
 
 CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]

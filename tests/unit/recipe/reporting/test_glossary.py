@@ -12,7 +12,7 @@ sys.path.append(str(Path(__file__).parents[1]))
 import example_jobs  # noqa: E402
 import policy_jobs  # noqa: E402
 
-from dlrover.python.rl.recipe.base.other_names import METRIC_NAMES  # noqa: E402
+from dlrover.python.rl.recipe.base.config import METRIC_NAMES  # noqa: E402
 
 
 def test_a_name_that_the_glossary_lacks_is_found():

@@ -74,7 +74,7 @@ from dlrover.python.rl.master.process.brain import (
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
-from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, read_lines
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, leave
 from dlrover.python.rl.runtime.member.inspection import Inspection, inspect_in_child
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi, fenced, kill_process, read_stacks

@@ -5,16 +5,16 @@
 import importlib.util
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
+from importlib.resources import files
 from typing import Annotated, Any, ClassVar, Literal
 
+import yaml
 from annotated_types import Ge, Gt, Le
 
 from dlrover.python.rl.config.typed import Translation
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, engine_info
 from dlrover.python.rl.engine.api.settings import ParallelSizes
-from dlrover.python.rl.recipe.base.data_config import EvalConfig, PromptData
-from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, METRIC_NAMES, POLICY_NAMES
 
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
@@ -25,6 +25,43 @@ MOST_TOKENS = 16384
 AUTO = "auto"
 
 _LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
+
+
+# -- other names: keys of RL2, TRL, OpenRLHF and verl, and former names of metrics -----------------------------------
+
+_NAMES: Mapping[str, Any] = yaml.safe_load((files(__package__) / "other_names.yaml").read_text(encoding="utf-8"))
+
+
+def _invert(section: str) -> dict[str, str]:
+    return {name: ours for ours, names in _NAMES[section].items() for name in names}
+
+
+EXAMPLE_NAMES: Mapping[str, str] = {**_invert("all"), **_invert("examples")}
+"""Keys of recipes that learn from examples."""
+
+POLICY_NAMES: Mapping[str, str | Translation] = {
+    **_invert("all"),
+    **_invert("policy"),
+    **{name: Translation(ours["key"], ours["values"]) for name, ours in _NAMES["translated"].items()},
+}
+"""Keys of recipes that learn from samples."""
+
+ELSEWHERE: Mapping[str, str] = _invert("answered")
+"""Answers to keys that have no equal."""
+
+DISTILLATION_NAMES: Mapping[str, str | Translation] = {
+    name: ours for name, ours in POLICY_NAMES.items() if name not in _NAMES["answered in distillation"]
+}
+"""Keys of the recipe that learns from teachers."""
+
+DISTILLATION_ELSEWHERE: Mapping[str, str] = {**ELSEWHERE, **_NAMES["answered in distillation"]}
+"""Answers to keys there."""
+
+METRIC_NAMES: Mapping[str, str] = _invert("metrics")
+"""The name of each metric that had another one; ``keep.best`` may be either."""
+
+
+# -- settings ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -351,6 +388,63 @@ class LogConfig:
 
 
 @dataclass(frozen=True)
+class PromptData:
+    """Prompts for training and evaluation: rows of ``prompt`` or ``messages``, with ``answer``."""
+
+    train: str | None = None
+    """A file (``.json``, ``.jsonl``, ``.csv``, ``.parquet``, ``.arrow``), a folder or a hub name; the prefix ``split@``
+    selects a split. None: the environment creates prompts from ``extra_info["seed"]``, one of 16,384 numbers."""
+
+    eval: str | Mapping[str, str] | None = None
+    """Prompts for evaluation, given in the same way; or several sets of them by name, each with its own metrics. None:
+    ``eval_rows`` prompts are held out of ``train``."""
+
+    eval_rows: Annotated[int, Gt(0)] | None = None
+    """Number of evaluation prompts of each set. None: at most 200, the first of ``eval`` or a tenth of ``train``; if
+    ``train`` repeats a single prompt, that one; 64 without data."""
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    """Column names of the data: ``{prompt: question}``."""
+
+    chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the model's chat template for prompts of messages, such as ``{enable_thinking: false}`` or
+    ``tools``. They take the place of those that an environment declares, and a row's own take theirs."""
+
+    max_prompt_tokens: Annotated[int, Gt(0)] | None = None
+    """Maximum tokens of a prompt, chat template included. None: the limit of the model."""
+
+    over_long: Literal["refuse", "drop"] = "refuse"
+    """Treatment of prompts longer than ``max_prompt_tokens``, evaluation prompts included, when the model is loaded:
+    refuse the data and name them; or drop and count them. Prompts are never cut."""
+
+    @property
+    def sources(self) -> dict[str, str]:
+        """All of them by their keys."""
+        sets = {f"eval.{name}" if name else "eval": source for name, source in self.eval_sets.items()}
+        return ({"train": self.train} if self.train else {}) | sets
+
+    @property
+    def eval_sets(self) -> dict[str, str]:
+        """The sets of ``eval`` by name, which is empty for a single one; none if it is None."""
+        if self.eval is None:
+            return {}
+        return {"": self.eval} if isinstance(self.eval, str) else dict(self.eval)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Generation of answers to evaluation prompts."""
+
+    samples: Annotated[int, Gt(0)] = 1
+    """Answers to each prompt. Above 1 there are the metrics ``avg@<samples>``, the mean reward, and, where rewards are
+    0 or 1, ``pass@<k>``: the probability that one of k answers is right, estimated without bias for the powers of 2 up
+    to ``samples``, and for ``samples`` (equation 1 of arXiv:2107.03374)."""
+
+    temperature: Annotated[float, Ge(0.0)] = 0.0
+    """Sampling temperature; 0: greedy. Above 0, ``rollout.top_k`` and ``rollout.top_p`` apply."""
+
+
+@dataclass(frozen=True)
 class PolicyConfig:
     """Settings shared by trainers that learn from samples."""
 
@@ -410,9 +504,3 @@ def training_sampling(rollout: RolloutConfig) -> SamplingParams:
         rollout.stop,
         keep_stop=rollout.env_path is not None,  # It is among the tokens, so the state that goes on from them has it.
     )
-
-
-def eval_sampling(rollout: RolloutConfig, evaluation: EvalConfig) -> SamplingParams:
-    """The sampling of answers to held-out prompts."""
-    training = training_sampling(rollout)
-    return replace(training, temperature=evaluation.temperature, samples_per_prompt=evaluation.samples)

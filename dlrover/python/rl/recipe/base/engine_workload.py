@@ -25,7 +25,7 @@ import os
 import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import chain, repeat
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple, TypeVar
@@ -281,6 +281,49 @@ def physical_device(device: str) -> str:
     index = str(local.index or 0)
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     return f"{local.type}-{visible[int(index)] if local.type == 'cuda' and int(index) < len(visible) else index}"
+
+
+_PEAKS = {"H200": 989e12, "H100": 989e12, "A100": 312e12, "L40S": 362e12, "L4": 121e12, "V100": 125e12}
+"""Dense floating-point operations per second of tensor cores in 16 bits, from the makers' data sheets."""
+
+_PER_PARAMETER = 6
+"""Floating-point operations of a token and parameter, forward and backward (Kaplan et al., arXiv:2001.08361, 2.1)."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """The parameters of the whole model, and the peak FLOP/s of one member's device, None if unknown."""
+
+    parameters: int
+    peak_flops: float | None = None
+
+    @classmethod
+    def of(cls, engine: Any, device: str, precision: str) -> "Machine":
+        """Return the machine of an engine; a user's engine may have no ``parameter_count``."""
+        peak = None
+        if torch.device(device).type == "cuda" and precision == "bf16":
+            name = torch.cuda.get_device_name(torch.device(device)).upper()
+            peak = next((flops for part, flops in _PEAKS.items() if part in name), None)
+        return cls(int(getattr(engine, "parameter_count", 0)), peak)
+
+    def metrics(self, tokens: int, trained: int, members: int, times: Mapping[str, float]) -> dict[str, float]:
+        """``speed/tokens_per_s`` over the whole step. Over its update alone, of the tokens ``trained`` on, once for
+        each epoch: ``speed/train_tflops`` (10^12 operations per second, without attention and recomputation), and its
+        share of the peak, ``speed/mfu``, if known."""
+        metrics = {"speed/tokens_per_s": tokens / times["time/step"]}
+        update_s = times.get("time/update", 0.0)
+        if not self.parameters or not update_s:
+            return metrics
+        flops = _PER_PARAMETER * self.parameters * trained / update_s
+        share = {"speed/mfu": flops / (self.peak_flops * members)} if self.peak_flops else {}
+        return {**metrics, "speed/train_tflops": flops / 1e12, **share}
+
+
+def peak_memory(device: str) -> dict[str, float]:
+    """``memory/peak_gib``: the most that this process has had allocated on ``device``; empty for a CPU."""
+    if torch.device(device).type != "cuda":
+        return {}
+    return {"memory/peak_gib": torch.cuda.max_memory_allocated(torch.device(device)) / 2**30}
 
 
 class TrainedWorkload(EngineWorkload):

@@ -5,7 +5,7 @@ import json
 import math
 import os
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from difflib import get_close_matches
 from functools import cache
@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError
+from dlrover.python.rl.common.errors import ConfigError, EngineError
 from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_cached, is_path
 from dlrover.python.rl.common.names import nearest, variable_hint
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig
@@ -44,19 +44,15 @@ GB = 1e9
 
 def count_parameters(folder: Path) -> int | None:
     """The elements of all tensors in a folder's safetensors files; None if they cannot be read."""
-    shapes = _shapes(folder)
-    return None if shapes is None else sum(map(math.prod, shapes.values()))
-
-
-def _shapes(folder: Path) -> dict[str, list[int]] | None:
     index = folder / _INDEX
     try:
         # Folders may have the same weights again, in files that no index names.
         files = _files_of(index) if index.is_file() else ["model.safetensors"]
         tensors = (item for file in files for item in _read_header(folder / file)[0].items())
-        return {name: tensor["shape"] for name, tensor in tensors} or None
+        shapes = {name: tensor["shape"] for name, tensor in tensors}
     except _UNREADABLE:
         return None
+    return sum(map(math.prod, shapes.values())) if shapes else None
 
 
 def _files_of(index: Path) -> list[str]:
@@ -86,17 +82,14 @@ def _find_weight_fault(folder: Path) -> str:
             return f"{folder} lacks {', '.join(absent)}, which {index.name} names"
     elif not files and not (folder / _OLD_WEIGHTS).is_file():
         return f"{folder} holds no weights: no *.safetensors and no {_OLD_WEIGHTS}"
-    return next(filter(None, (_find_file_fault(folder / name) for name in files)), "")
-
-
-def _find_file_fault(file: Path) -> str:
-    if file.suffix != ".safetensors":
-        return ""
-    try:
-        size, whole = file.stat().st_size, _read_header(file)[1]
-    except _UNREADABLE as error:
-        return f"{file} is no whole file of safetensors: its header cannot be read: {error}"
-    return "" if size == whole else f"{file} is not whole: it has {size:,} bytes, and by its header {whole:,}"
+    for file in (folder / name for name in files if name.endswith(".safetensors")):
+        try:
+            size, whole = file.stat().st_size, _read_header(file)[1]
+        except _UNREADABLE as error:
+            return f"{file} is no whole file of safetensors: its header cannot be read: {error}"
+        if size != whole:
+            return f"{file} is not whole: it has {size:,} bytes, and by its header {whole:,}"
+    return ""
 
 
 def moment_bytes(optimizer: OptimizerConfig, lora: LoraSettings | None = None) -> float:
@@ -176,11 +169,11 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
 def validate_vocabulary(model: str, policy: str, where: str) -> list[ConfigError]:
     """Token ids of the policy have to mean the same tokens to a model. What the files of both leave open is compared
     when they are loaded, such as tokens that only one names."""
-    found, wanted = (_vocabulary(Path(name).expanduser()) for name in (model, policy))
-    if found is None or wanted is None:
+    tokens, wanted = (_vocabulary(Path(name).expanduser()) for name in (model, policy))
+    if tokens is None or wanted is None:
         return []
     by_id = {number: token for token, number in wanted.items()}
-    for token, number in found.items():
+    for token, number in tokens.items():
         if wanted.get(token, number) != number or by_id.get(number, token) != token:
             other = f"{wanted[token]}" if token in wanted else f"that of {by_id[number]!r}"
             what = f"the id of {token!r} is {number} in {model}, and {other} in {policy}"
@@ -222,15 +215,14 @@ def count_room(cfg: Any, generates: bool = False) -> int | None:
 
 def find_large(rows: Iterable[T], content: Callable[[T], Any], limit: int) -> list[T]:
     """The rows that may have more than ``limit`` tokens, the largest first: a token is at least a byte of its text."""
-    sized = [(_count_bytes(content(row)), number, row) for number, row in enumerate(rows)]
-    large = sorted((item for item in sized if item[0] > limit), key=lambda item: (-item[0], item[1]))
-    return [row for _, _, row in large[:LARGEST]]
-
-
-def _count_bytes(content: Any) -> int:
-    is_text = isinstance(content, str)
-    text = content if is_text else json.dumps(content, ensure_ascii=False, default=str)
-    return len(text.encode(errors="replace")) + (_OPENING if is_text else _TEMPLATE)
+    large = []
+    for row in rows:
+        written = content(row)
+        is_text = isinstance(written, str)
+        text = written if is_text else json.dumps(written, ensure_ascii=False, default=str)
+        nbytes = len(text.encode(errors="replace")) + (_OPENING if is_text else _TEMPLATE)
+        large += [(nbytes, row)] if nbytes > limit else []
+    return [row for _, row in sorted(large, key=lambda item: -item[0])[:LARGEST]]  # stable: else in their order
 
 
 @cache
@@ -254,44 +246,10 @@ def validate_model_config(given: str | None) -> list[ConfigError]:
         where = "" if path.is_absolute() else f" in {Path.cwd()}"
         may_be_of_hub = given.count("/") == 1 and not given.startswith((".", "/", "~")) and not given.endswith(".json")
         of_hub = ", nor a model in this machine's cache of the hub" if may_be_of_hub else ""
-        what = f"no such file or folder: {given}{where}{of_hub}{_nearest_entry(path)}"
+        missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
+        close = None
+        with suppress(OSError):  # below a file, or a folder that may not be listed
+            close = nearest(missing.name, os.listdir(missing.parent))
+        meant = f"; did you mean '{missing.parent / close}'?" if close else ""
+        what = f"no such file or folder: {given}{where}{of_hub}{meant}"
     return [ConfigError("config.model_config", what)]
-
-
-def _nearest_entry(path: Path) -> str:
-    """The entry that the first missing part of ``path`` may mean, as an end of a message."""
-    missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
-    close = None
-    with suppress(OSError):  # below a file, or a folder that may not be listed
-        close = nearest(missing.name, os.listdir(missing.parent))
-    return f"; did you mean '{missing.parent / close}'?" if close else ""
-
-
-class FrozenModels:
-    """Part of a trainer's ``state``: a sample of the files of references, teachers and reward models, of those that are
-    in folders here."""
-
-    def __init__(self, trainer: Any, cfg: Any) -> None:
-        uses = trainer.model_uses(cfg, {role: len(handles) for role, handles in trainer.actor_handles.items()})
-        self._models = {str(role): use.model for role, use in uses.items() if use.kind == "frozen"}
-        self._fingerprints = {role: _fingerprint(model) for role, model in self._models.items()}
-
-    def state_dict(self) -> dict[str, str]:
-        return dict(self._fingerprints)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError if a model has other weights, wherever it is."""
-        errors = []
-        for role, model in self._models.items():
-            was, now = state.get(role, ""), self._fingerprints[role]
-            self._fingerprints[role] = now or was  # files that are not here now
-            if was and now and was != now:
-                what = f"the weights of '{model}', the {role.lower()}, are not those that the run was begun with"
-                errors.append(ConfigError("config", what))
-        if errors:
-            raise DataError(errors)
-
-
-def _fingerprint(model: str) -> str:
-    folder = Path(model).expanduser()
-    return fingerprint_files(folder if folder.is_dir() else None)

@@ -9,7 +9,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from dlrover.python.rl.common.errors import InvocationError, NonFiniteUpdate, RowsDiffer
-from dlrover.python.rl.data.batch import Array, Batch, Column, Ragged
+from dlrover.python.rl.data.batch import Array, Batch, Ragged
 from dlrover.python.rl.engine.api.base import UpdateResult
 
 TRAINED = ("tokens", "action_mask")
@@ -31,9 +31,6 @@ class UpdatePlan:
     updates: int = 1
     epochs: int = 1
     dtypes: Mapping[str, str] = field(default_factory=dict)
-
-    def cast(self, outputs: Sequence[Batch]) -> list[Batch]:
-        return [cast_columns(columns, self.dtypes) for columns in outputs]
 
 
 def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
@@ -66,30 +63,22 @@ def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()
     names = dict.fromkeys([*TRAINED, *(name for name in sorted(needs) if name in rollouts)])
     columns = {**rollouts.select(*names).columns, **rows.columns}
     for name in dict.fromkeys(name for output in aux_outputs for name in output.columns):
-        columns[name] = _stack([output.ragged(name) for output in aux_outputs if name in output])
+        first, *others = [output.ragged(name) for output in aux_outputs if name in output]
+        columns[name] = first
+        if others:
+            values = [each.values if each.values.ndim > 1 else each.values[:, None] for each in (first, *others)]
+            columns[name] = first.like(np.concatenate(values, axis=1))
     return Batch(columns)
-
-
-def _stack(columns: Sequence[Ragged]) -> Column:
-    if len(columns) == 1:
-        return columns[0]
-    values = [column.values if column.values.ndim > 1 else column.values[:, None] for column in columns]
-    return columns[0].like(np.concatenate(values, axis=1))
 
 
 def run_updates(batch: Batch, plan: UpdatePlan, train: Callable[[Batch], UpdateResult]) -> list[UpdateResult]:
     """Train on the rows of each update, epoch by epoch; a rank without rows of an update takes part too."""
-    return [train(part) for _ in range(plan.epochs) for part in _split_updates(batch, plan.updates)]
-
-
-def _split_updates(batch: Batch, updates: int) -> Iterator[Batch]:
-    if "update" not in batch:
-        yield batch
-        return
-    update = batch.dense("update")
-    for number in range(updates):
-        rows = np.flatnonzero(update == number).tolist()
-        yield batch if len(rows) == len(batch) else batch.take(rows)
+    parts = [batch]
+    if "update" in batch:
+        numbers = batch.dense("update")
+        rows = [np.flatnonzero(numbers == number).tolist() for number in range(plan.updates)]
+        parts = [batch if len(chosen) == len(batch) else batch.take(chosen) for chosen in rows]
+    return [train(part) for _ in range(plan.epochs) for part in parts]
 
 
 def means_by_weight(metrics: Mapping[str, float]) -> dict[str, float]:
@@ -124,19 +113,14 @@ def annotate_errors_with_samples(
     except InvocationError as error:
         if not isinstance(error.original, NonFiniteUpdate):
             raise
-        offending = find_offending()
-        write_refused(step, offending or samples)
         reason = "samples with a value that is not finite"
-        if not offending:
-            reason = "each sample alone is finite; together they were"
-        names = _list_names(offending or samples)
-        raise NonFiniteUpdate(f"step {step}: {error.original}; {reason}: {names}") from error
-
-
-def _list_names(samples: SampleRows) -> str:
-    names = ", ".join(str(sample["sample"]) for sample in samples[:_MAX_NAMES])
-    more = f" and {len(samples) - _MAX_NAMES} more" if len(samples) > _MAX_NAMES else ""
-    return f"{names}{more} (all in refused.jsonl)"
+        if not (offending := find_offending()):
+            offending, reason = samples, "each sample alone is finite; together they were"
+        write_refused(step, offending)
+        names = ", ".join(str(sample["sample"]) for sample in offending[:_MAX_NAMES])
+        more = f" and {len(offending) - _MAX_NAMES} more" if len(offending) > _MAX_NAMES else ""
+        cause = f"{error.original}; {reason}: {names}{more} (all in refused.jsonl)"
+        raise NonFiniteUpdate(f"step {step}: {cause}") from error
 
 
 def find_nonfinite_rows(batch: Batch, outputs: Array) -> list[int]:

@@ -15,7 +15,7 @@ from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.state_tree import dump, load
 from dlrover.python.rl.engine.api.base import OptimizerConfig, SamplingParams
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.model.loading import CausalLM, TensorSource, as_causal_lm
+from dlrover.python.rl.engine.model.loading import TensorSource, as_causal_lm
 from dlrover.python.rl.engine.model.ranks import get_random_state, preserve_random_state, seed_random, set_random_state
 from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, tiny_config
@@ -57,36 +57,28 @@ def warm_reference() -> None:
 
 def warm_rollout() -> None:
     with preserve_random_state():
-        weights = Fsdp2TrainEngine(_throwaway_spec(), None).publish()
-        engine = TorchRolloutEngine(_throwaway_lm())
+        weights, spec = Fsdp2TrainEngine(_throwaway_spec(), None).publish(), _throwaway_spec()
+        model: Any = Qwen2ForCausalLM.from_pretrained(  # like a model for rollouts, but without files
+            None,
+            config=spec.config,
+            state_dict=Qwen2ForCausalLM(spec.config).state_dict(),
+            dtype=torch.float32,
+            attn_implementation="sdpa",
+        )
+        engine = TorchRolloutEngine(as_causal_lm(model, spec.tokenizer))
         engine.receive(weights)
-        completions = engine.generate(_prompts(engine.tokenizer), SamplingParams(3, 1.0, 2), (0,))
+        tokens = [np.array(engine.tokenizer.encode(text), dtype=np.int64) for text in ("1+1=", "12+3=")]
+        prompts = Batch({"prompt_id": np.arange(2), "tokens": Ragged.from_rows(tokens, dtype=np.int64)})
+        completions = engine.generate(prompts, SamplingParams(3, 1.0, 2), (0,))
         del weights, engine, completions
     gc.collect()
 
 
-def _throwaway_lm() -> CausalLM:
-    """Loaded like a model for rollouts, but without files."""
-    tokenizer = make_byte_tokenizer()
-    config = tiny_config(tokenizer, **_SHAPE)
-    weights = Qwen2ForCausalLM(config).state_dict()
-    model: Any = Qwen2ForCausalLM.from_pretrained(
-        None, config=config, state_dict=weights, dtype=torch.float32, attn_implementation="sdpa"
-    )
-    return as_causal_lm(model, tokenizer)
-
-
 def _throwaway_spec() -> ModelSpec:
-    """The same for training."""
     tokenizer = make_byte_tokenizer()
     config = tiny_config(tokenizer, **_SHAPE)
     weights = TensorSource(Qwen2ForCausalLM(config).state_dict())
     return ModelSpec("throwaway", None, config, tokenizer, weights=weights)
-
-
-def _prompts(tokenizer: Any) -> Batch:
-    tokens = [np.array(tokenizer.encode(text), dtype=np.int64) for text in ("1+1=", "12+3=")]
-    return Batch({"prompt_id": np.arange(2), "tokens": Ragged.from_rows(tokens, dtype=np.int64)})
 
 
 def _make_batch() -> Batch:

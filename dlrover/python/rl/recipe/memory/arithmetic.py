@@ -40,7 +40,6 @@ Roles that share a device have it one at a time, so each has to fit by itself.
 """
 
 import math
-from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Literal
@@ -63,12 +62,13 @@ STATE_ONLY = ("deepspeed", "megatron")
 _QUANTIZED = 0.5 + 4 / 64
 """Bytes of a number in 4 bits, in blocks of 64 with a float32 scale."""
 
-_ON_HOST = ("fsdp2", "deepspeed")
+ON_HOST = ("fsdp2", "deepspeed")
+"""Train engines with the option ``optimizer_on_host``."""
 
 _BUCKET = 1 << 27
 """Gradients of a bucket of DeepSpeed's."""
 
-_SIZED = 0.8
+SIZED = 0.8
 """Of a device's memory, for what the system chooses by the arithmetic, which is not exact."""
 
 
@@ -112,7 +112,8 @@ class PlannedBytes:
 
 
 def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
-    """``engine`` is resolved, and its sizes divide the members."""
+    """Compute the memory of a role's device, of its state alone with an engine of :data:`STATE_ONLY`. ``engine`` is
+    resolved, and its sizes divide the members."""
     width = 2 if engine.dtype == "bf16" else 4
     if use.kind == "rollout":
         divisor = engine.rollout_tensor_parallel_size
@@ -121,14 +122,26 @@ def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedB
         return PlannedBytes(width * shape.parameters / divisor, kv_cache=cache / divisor)
     shape = shape.with_score_head() if use.head == "token" else shape
     tokens = max(engine.tokens_of_a_pass, use.longest)
-    return (
-        _trained(shape, use, engine, width, tokens)
-        if use.kind == "trained"
-        else _frozen(shape, use, engine, width, tokens)
+    if use.kind == "trained":
+        of_engine = {"deepspeed": _of_deepspeed, "megatron": _of_megatron}.get(engine.train)
+        return of_engine(shape, use, engine, width) if of_engine else _of_fsdp2(shape, use, engine, width, tokens)
+    if engine.train in STATE_ONLY:
+        return PlannedBytes(width * shape.parameters)
+    shards = use.members if engine.shard_frozen and use.sharded_class else 1
+    return PlannedBytes(
+        width * shape.parameters / shards,
+        gathered=width * (2 * shape.layer + shape.outside) if shards > 1 else 0.0,
+        activations=tokens * _of_layer(shape, width, 1),
+        logits=_logits(shape, width, tokens, 1, trains=False),
     )
 
 
-def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, tokens: float) -> PlannedBytes:
+def has_state_only(use: ModelUse, engine: EngineConfig) -> bool:
+    """Return True if the passes of an engine come on top of :func:`bytes_of`."""
+    return use.kind != "rollout" and engine.train in STATE_ONLY
+
+
+def _of_fsdp2(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, tokens: float) -> PlannedBytes:
     sizes = sizes_of(use, engine)
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
     shards = use.members // sizes.ddp_size
@@ -137,19 +150,28 @@ def _trained(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int,
     master, copy = 0 if on_host and not gathers else 4, 0 if gathers or (width == 4 and not on_host) else width
     frozen = 0.0 if use.lora is None else _base(shape, use.lora, width)
     has_gradients = use.lora is None  # of layers; those of adapters are few
-    gathered = 2 * _layer_of_base(shape, use, width) + width * shape.outside
+    matrices = shape.matrices / shape.layers if is_quantized(use) else 0
+    gathered = 2 * (width * (shape.layer - matrices) + _QUANTIZED * matrices) + width * shape.outside
     if has_gradients:
         gathered += width * (shape.layer + shape.outside) + 4 * shape.layer
     restored = shape.hidden * max(shape.queries, shape.intermediate) if is_quantized(use) else 0
     outer = (2 * width + 4) * shape.outside if gathers and has_gradients else 0
-    logits = _logits(shape, width, tokens / context, tensor, trains=True)
+    tokens /= context
+    logits = _logits(shape, width, tokens, tensor, trains=True)
+    activations = tokens * _of_layer(shape, width, tensor)
+    if engine.recomputes:  # one layer's are there after the logits
+        activations = tokens * width * shape.hidden * shape.layers + max(activations - logits, 0.0)
+    else:
+        activations *= shape.layers
+    if has_gradients and _has_chunks(shape, tokens, tensor):  # the output layer's gradient, added up over chunks
+        logits += (4 + width) * shape.vocabulary * shape.hidden
     return PlannedBytes(
         (frozen + (master + copy) * changed) / shards,
         4 * changed / shards,
         0.0 if on_host else moment_bytes(use.optimizer, use.lora) * changed / shards,
         gathered / tensor + (width + 0.5) * restored if gathers else width * restored,
-        _activations(shape, width, tokens / context, tensor, logits if engine.recomputes else None),
-        logits + (_head_gradient(shape, width, tokens / context, tensor) if has_gradients else 0),
+        activations,
+        logits,
         exchange=max(outer / tensor, (4 if on_host else width) * shape.tensor),
     )
 
@@ -171,12 +193,6 @@ def _base(shape: ModelShape, lora: LoraSettings, width: int) -> float:
     return width * (parameters - shape.matrices) + _QUANTIZED * shape.matrices
 
 
-def _layer_of_base(shape: ModelShape, use: ModelUse, width: int) -> float:
-    """Bytes of one layer."""
-    matrices = shape.matrices / shape.layers if is_quantized(use) else 0
-    return width * (shape.layer - matrices) + _QUANTIZED * matrices
-
-
 def _changed(shape: ModelShape, use: ModelUse) -> float:
     """Parameters that are trained."""
     return shape.parameters if use.lora is None else shape.trained_parameters(use.lora)
@@ -184,7 +200,7 @@ def _changed(shape: ModelShape, use: ModelUse) -> float:
 
 def is_on_host(engine: EngineConfig) -> bool:
     """Whether the float32 weights and the moments of trained models are in the host's memory."""
-    return engine.train in _ON_HOST and engine.train_options.get("optimizer_on_host") is True
+    return engine.train in ON_HOST and engine.train_options.get("optimizer_on_host") is True
 
 
 def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
@@ -194,25 +210,6 @@ def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
     shape = shape.with_score_head() if use.head == "token" else shape
     sizes = sizes_of(use, engine)
     return (8 + moment_bytes(use.optimizer, use.lora)) * _changed(shape, use) * sizes.ddp_size / use.members
-
-
-def _frozen(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int, tokens: float) -> PlannedBytes:
-    shards = use.members if engine.shard_frozen and use.sharded_class else 1
-    return PlannedBytes(
-        width * shape.parameters / shards,
-        gathered=width * (2 * shape.layer + shape.outside) if shards > 1 else 0.0,
-        activations=tokens * _of_layer(shape, width, 1),
-        logits=_logits(shape, width, tokens, 1, trains=False),
-    )
-
-
-def state_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
-    """``engine`` is resolved, trains with one of :data:`STATE_ONLY`, and its sizes divide the members."""
-    width = 2 if engine.dtype == "bf16" else 4
-    shape = shape.with_score_head() if use.head == "token" else shape
-    if use.kind == "frozen":
-        return PlannedBytes(width * shape.parameters)
-    return (_of_deepspeed if engine.train == "deepspeed" else _of_megatron)(shape, use, engine, width)
 
 
 def _of_deepspeed(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int) -> PlannedBytes:
@@ -242,14 +239,6 @@ def _of_layer(shape: ModelShape, width: int, tensor: int) -> float:
     return norms + width * (2 * shape.queries + 2 * shape.keys + 4 * shape.intermediate) / tensor
 
 
-def _activations(shape: ModelShape, width: int, tokens: float, tensor: int, logits: float | None) -> float:
-    """Those beside ``logits`` if they are recomputed."""
-    of_layer = tokens * _of_layer(shape, width, tensor)
-    if logits is None:
-        return shape.layers * of_layer
-    return tokens * width * shape.hidden * shape.layers + max(of_layer - logits, 0.0)
-
-
 def _logits(shape: ModelShape, width: int, tokens: float, tensor: int, trains: bool) -> float:
     whole = tokens * shape.vocabulary
     chunk = CHUNK_ELEMENTS if _has_chunks(shape, tokens, tensor) else whole / tensor
@@ -260,18 +249,6 @@ def _has_chunks(shape: ModelShape, tokens: float, tensor: int) -> bool:
     return tokens * shape.vocabulary > CHUNK_ELEMENTS and tensor == 1 and shape.raw_logits
 
 
-def _head_gradient(shape: ModelShape, width: int, tokens: float, tensor: int) -> float:
-    """Of the output layer, added up over chunks."""
-    return (4 + width) * shape.vocabulary * shape.hidden if _has_chunks(shape, tokens, tensor) else 0.0
-
-
-def fit_together(planned: Sequence[PlannedBytes], capacity: float, free: float, more: float = 0.0) -> bool:
-    """Whether engines can stay on a device of ``capacity`` bytes, of which some are ``free``, while each of them
-    computes, one at a time, and ``more`` bytes are kept there."""
-    resting, limit = more + sum(each.resting for each in planned), min(_SIZED * capacity, free)
-    return all(resting - each.resting + each.peak <= limit for each in planned)
-
-
 # -- passes that fit ---------------------------------------------------------------------------------------------------
 
 
@@ -280,22 +257,28 @@ def has_auto_passes(engine: EngineConfig) -> bool:
 
 
 def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, capacity: float | None) -> EngineConfig:
-    """``engine`` without ``auto`` for the passes of a model that is trained or evaluated: the largest that fit a device
-    of ``capacity`` bytes; the smallest if none fit. Activations are not recomputed if that is possible with
-    :data:`FEW_TOKENS` or more, and all rows are known to fit a pass. Where the memory is not known,
+    """Return ``engine`` without ``auto`` for the passes of a model that is trained or evaluated: the best of
+    :func:`pass_choices` that fits a device of ``capacity`` bytes, or else the smallest. Where the memory is not known,
     :data:`MOST_TOKENS` tokens, recomputed."""
     if not has_auto_passes(engine):
         return engine
     if shape is None or capacity is None or engine.train != "fsdp2":
         return engine.with_passes(MOST_TOKENS, recompute=True)
-    sizes = sorted(_sizes_of_passes(use), key=lambda each: (each[1] < FEW_TOKENS, each[0], -each[1]))
-    choices = [engine.with_passes(tokens, recompute) for recompute, tokens in sizes]
-    fitting = (each for each in choices if bytes_of(shape, use, each).peak <= _SIZED * capacity)
-    return next(fitting, engine.with_passes(min(tokens for _, tokens in sizes), recompute=use.kind == "trained"))
+    choices = pass_choices(engine, use)
+    sized = [engine.with_passes(tokens, recompute) for tokens, recompute in choices]
+    fitting = (each for each in sized if bytes_of(shape, use, each).peak <= SIZED * capacity)
+    smallest = engine.with_passes(min(tokens for tokens, _ in choices), recompute=use.kind == "trained")
+    return next(fitting, smallest)
 
 
-def _sizes_of_passes(use: ModelUse) -> Iterator[tuple[bool, int]]:
-    fewest = min(max(FEWEST_TOKENS, use.longest), MOST_TOKENS)
-    halves = [MOST_TOKENS >> number for number in range((MOST_TOKENS // fewest).bit_length())]
-    trained = (False, True) if use.bounded else (True,)
-    return product(trained if use.kind == "trained" else (False,), halves)
+def pass_choices(engine: EngineConfig, use: ModelUse) -> list[tuple[int, bool]]:
+    """List the tokens of a pass, and True for recomputed activations, from the best choice on: as many tokens as the
+    engine may have, at least those of the longest row. Activations are kept if that is possible with :data:`FEW_TOKENS`
+    or more, and all rows are known to fit a pass."""
+    most = engine.tokens_of_a_pass
+    fewest = min(max(FEWEST_TOKENS, use.longest), most)
+    sizes = [most >> number for number in range((most // fewest).bit_length())]
+    checkpointing = engine.gradient_checkpointing
+    recomputes = checkpointing is True or (checkpointing == AUTO and not use.bounded)
+    ways = (False,) if use.kind != "trained" else (True,) if recomputes else (False, True)
+    return sorted(product(sizes, ways), key=lambda choice: (choice[0] < FEW_TOKENS, choice[1], -choice[0]))

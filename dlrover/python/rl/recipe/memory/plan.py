@@ -1,46 +1,52 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a job's models take on each device, for people, before anything starts: a table, and the smallest
-change where something cannot fit. The arithmetic is in ``arithmetic``."""
+"""The memory that a job's models take on each device. Before anything starts there is a table for people, and what to
+change where something cannot fit; the arithmetic is in ``arithmetic``.
 
-import math
-from collections.abc import Iterator, Mapping
+By the memory of a run's devices, :func:`choose_passes` decides how many tokens the passes of engines have, whether
+activations are recomputed, and whether roles that share a device leave it for each other. The trainer chooses once in a
+run, so that all ranks and their replacements compute alike: a trainer that replaces another one makes the same calls,
+as in all of ``init``, and members answer them from what they keep, also the one with the choice.
+"""
+
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import product
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ConfigError, EngineError
-from dlrover.python.rl.common.hub import NOT_LOOKED_UP, Lookup, current_lookup
-from dlrover.python.rl.common.log import short_number
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.engine.api.base import OptimizerConfig
-from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, TRAIN_ENGINES, absent_package, engine_info
+from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
-from dlrover.python.rl.engine.model.packing import Head
-from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.model_files import GB, device_bytes, parameters_of
+from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
+from dlrover.python.rl.recipe.base.engine_workload import DeviceShare
+from dlrover.python.rl.recipe.base.model_files import GB, device_bytes
 from dlrover.python.rl.recipe.memory.arithmetic import (
-    FEW_TOKENS,
-    FEWEST_TOKENS,
+    ON_HOST,
+    SIZED,
     STATE_ONLY,
     ModelUse,
     PlannedBytes,
     bytes_of,
     has_auto_passes,
+    has_state_only,
     host_bytes,
     is_on_host,
     is_quantized,
+    pass_choices,
     size_passes,
     sizes_of,
-    state_of,
 )
+from dlrover.python.rl.trainer.port import gather
+
+_LOG = get_logger(__name__)
 
 _USABLE = 0.92
 """Of a device's memory: the rest is CUDA's own, and lost between blocks."""
 
 _MOST_MEMBERS = 1024
-
-_TOKENS, _HOST = "engine.max_tokens_per_microbatch", "engine.train_options.optimizer_on_host"
 
 _STATE = ("weights", "gradients", "optimizer")
 _COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "logits", "kv_cache", "exchange")
@@ -63,23 +69,18 @@ class MemoryPlan:
     ) -> "MemoryPlan":
         return cls(uses, engine, model, model_config, device_bytes(engine)).size_passes()
 
-    def known(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
-        """Those to which the arithmetic applies, of models whose shape is known."""
+    def sized(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
+        """Yield the roles whose memory is computed, of models whose shape is known, and sizes that divide their
+        members; where they do not, another check reports it."""
         for role, use in self.uses.items():
-            if use.kind != "rollout" and self.engine.train != "fsdp2":
-                continue
-            if not _divides(self.engine, use):
-                continue  # reported already
-            shape = self._shape_of(use)
+            is_computed = use.kind == "rollout" or self.engine.train in ("fsdp2", *STATE_ONLY)
+            shape = self._shape_of(use) if is_computed and _divides(self.engine, use) else None
             if shape is not None:
                 yield role, use, shape
 
-    def states(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
-        """Those of which only the state is computed."""
-        for role, use in self.uses.items() if self.engine.train in STATE_ONLY else ():
-            shape = self._shape_of(use)
-            if use.kind != "rollout" and shape is not None and _divides(self.engine, use):
-                yield role, use, shape
+    def known(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
+        """Yield the roles whose passes are computed, too."""
+        return (each for each in self.sized() if not has_state_only(each[1], self.engine))
 
     def _shape_of(self, use: ModelUse) -> ModelShape | None:
         return shape_of(use.model, self.model_config if use.model == self.model else None)
@@ -107,114 +108,91 @@ class MemoryPlan:
     def lines(self) -> list[str]:
         """A table for people, the roles that it lacks, and what does not fit on this machine's devices; empty without a
         model on a device."""
-        rows, known, notes = [], {role for role, *_ in self.known()}, [self.chosen] if self.chosen else []
-        for role, use, shape in self.known():
-            if nbytes := host_bytes(shape, use, self.engine):
-                where = f"  {role} x{use.members}: {_gb(nbytes)} GB of its host's memory each, for the optimizer"
-                notes.append(where if self.engine.threads else f"{where}; engine.threads: the cores that take its step")
-            found = self._held(use, bytes_of(shape, use, self.engine))
-            values = [*(getattr(found, name) for name in _COLUMNS), found.peak]
-            rows.append([f"{role} x{use.members}", *map(_gb, values)])
         if not self.uses:
             return []
-        for role, use, shape in self.states():
-            known.add(role)
-            state, on_host = state_of(shape, use, self.engine), host_bytes(shape, use, self.engine)
-            parts = ", ".join(f"{name} {_gb(getattr(state, name))}" for name in _STATE if getattr(state, name))
-            what = f"at least {_gb(state.peak)} ({parts})" + (f", and {_gb(on_host)} of its host" if on_host else "")
-            notes.append(f"  {role} x{use.members}: {what}; passes are not computed for {self.engine.train}")
-        if self.engine.weight_sync == "cuda_ipc" and self.kept_bytes:
-            notes.append(
-                f"  and {_gb(self.kept_bytes)} GB of weights that the actor keeps on the device for the rollout"
-            )
-        of = "" if self.device_bytes is None else f" of {self.device_bytes / GB:,.0f}"
-        head = ["", *(name.replace("_", " ") for name in _COLUMNS), "at most"]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
-        table = []
-        for label, *cells in [head, *rows]:
-            aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-            table.append("  ".join([f"  {label.ljust(widths[0])}", *aligned]))
-        warnings = [] if self.engine.device_memory_gb is not None else self._misfits()
-        unknown = [
-            f"  {role} x{use.members}: {self._why_unknown(use)}" for role, use in self.uses.items() if role not in known
-        ]
-        warnings = [f"  it may not fit here: {what}" for what in warnings]
-        return [f"memory of each device, GB{of}:", *(table if rows else ()), *notes, *unknown, *warnings]
+        engine, rows, states = self.engine, list[list[str]](), list[str]()
+        notes, unknown = [self.chosen] if self.chosen else [], dict(self.uses)
+        for role, use, shape in self.sized():
+            del unknown[role]
+            name, planned = f"{role} x{use.members}", bytes_of(shape, use, engine)
+            on_host = host_bytes(shape, use, engine)
+            if has_state_only(use, engine):
+                parts = ", ".join(f"{part} {_gb(getattr(planned, part))}" for part in _STATE if getattr(planned, part))
+                more = f", and {_gb(on_host)} of its host" if on_host else ""
+                needed = f"at least {_gb(planned.peak)} ({parts}){more}"
+                states.append(f"  {name}: {needed}; passes are not computed for {engine.train}")
+                continue
+            if on_host:
+                threads = "" if engine.threads else "; engine.threads: the cores that take its step"
+                notes.append(f"  {name}: {_gb(on_host)} GB of its host's memory each, for the optimizer{threads}")
+            planned = self._with_cache(use, planned)
+            rows.append([name, *(_gb(getattr(planned, column)) for column in _COLUMNS), _gb(planned.peak)])
+        notes += states
+        if engine.weight_sync == "cuda_ipc" and (kept := self.kept_bytes):
+            notes.append(f"  and {_gb(kept)} GB of weights that the actor keeps on the device for the rollout")
+        for role, use in unknown.items():
+            reason = f"not known without the config.json of {use.model}"
+            if use.kind != "rollout" and engine.train not in ("fsdp2", *STATE_ONLY):
+                reason = f"not computed for {engine.train}"
+            elif use.model == self.model:
+                reason += " (config.model_config)"
+            notes.append(f"  {role} x{use.members}: {reason}")
+        if engine.device_memory_gb is None:
+            notes += [f"  it may not fit here: {message}" for message in self._misfits()]
+        capacity = "" if self.device_bytes is None else f" of {self.device_bytes / GB:,.0f}"
+        return [f"memory of each device, GB{capacity}:", *_table(rows), *notes]
 
-    def _why_unknown(self, use: ModelUse) -> str:
-        if use.kind != "rollout" and self.engine.train not in ("fsdp2", *STATE_ONLY):
-            return f"not computed for {self.engine.train}"
-        named = " (config.model_config)" if use.model == self.model else ""
-        return f"not known without the config.json of {use.model}{named}"
-
-    def _held(self, use: ModelUse, wanted: PlannedBytes) -> PlannedBytes:
-        """The cache of a rollout has the size that is given for it. Else it takes what there is of its share; an engine
-        that does not fill its device, no more than it could use."""
+    def _with_cache(self, use: ModelUse, planned: PlannedBytes) -> PlannedBytes:
+        """Return the plan of a rollout with the cache that it takes: of the size that the job says; or what there is of
+        its share, but of an engine that does not fill its device no more than it could use."""
         if use.kind != "rollout":
-            return wanted
-        if given := self.engine.rollout_options.get("kv_cache_bytes"):
-            return replace(wanted, kv_cache=float(given))
+            return planned
+        if size := self.engine.rollout_options.get("kv_cache_bytes"):
+            return replace(planned, kv_cache=float(size))
         if self.device_bytes is None:
-            return wanted
-        rest = max(self.engine.gpu_memory_utilization * self.device_bytes - wanted.weights, 0.0)
+            return planned
+        room = max(self.engine.gpu_memory_utilization * self.device_bytes - planned.weights, 0.0)
         fills = engine_info(ROLLOUT_ENGINES, self.engine.rollout).fills_device
-        return replace(wanted, kv_cache=rest if fills else min(wanted.kv_cache, rest))
+        return replace(planned, kv_cache=room if fills else min(planned.kv_cache, room))
 
     def find_errors(self) -> list[ConfigError]:
-        """What cannot fit on devices of ``engine.device_memory_gb``, with the smallest change that would."""
+        """Report what cannot fit on devices of ``engine.device_memory_gb``, and what to change."""
         misfits = self._misfits() if self.engine.device_memory_gb is not None else []
-        return [ConfigError("config.engine", what) for what in misfits]
+        return [ConfigError("config.engine", message) for message in misfits]
 
     def _misfits(self) -> list[str]:
-        if self.device_bytes is None:
-            return []
-        messages = (self._describe_misfit(*each) for each in (*self.known(), *self.states()))
-        return [message for message in messages if message]
-
-    def _describe_misfit(self, role: RLRoleType, use: ModelUse, shape: ModelShape) -> str:
-        """Return the bytes and the smallest change with which it fits; empty if it fits as it is."""
-        share = self.engine.gpu_memory_utilization if use.kind == "rollout" else _USABLE
-        limit = share * (self.device_bytes or 0.0)
-        planned = _plan_bytes(shape, use, self.engine)
-        if (needed := _needed(use, planned, self.engine)) <= limit:
-            return ""
-        sizes = {name.replace("_", " "): size for name in _COLUMNS if (size := getattr(planned, name))}
-        parts = ", ".join(f"{name} {_gb(sizes[name])}" for name in sorted(sizes, key=lambda name: -sizes[name])[:3])
-        if use.kind == "rollout":
-            parts = f"weights {_gb(planned.weights)}, and the cache of one sequence"
-        has = f"{_gb(limit)} GB of a device's {_gb(self.device_bytes or 0.0)}"
-        change = next(self._fitting_changes(role, use, shape, limit), "no setting here makes it fit")
-        if _has_state_only(use, self.engine):
-            return f"{role} needs {_gb(needed)} GB for its weights, gradients and optimizer, and has {has}; {change}"
-        return f"{role} needs {_gb(needed)} GB, and has {has} ({parts}); {change}"
-
-    def _fitting_changes(self, role: RLRoleType, use: ModelUse, shape: ModelShape, limit: float) -> Iterator[str]:
-        name = f"workload.{role.lower()}"
-        for changes in _alternatives(self.engine, use, name):
-            engine = _apply(self.engine, changes)
-            changed = replace(use, members=changes.get(f"{name}.num", use.members))
-            if not _divides(engine, changed):
+        """The roles that do not fit: their bytes, and the first of the levers with which they do."""
+        messages, capacity, engine = list[str](), self.device_bytes, self.engine
+        if capacity is None:
+            return messages
+        for role, use, shape in self.sized():
+            limit = (engine.gpu_memory_utilization if use.kind == "rollout" else _USABLE) * capacity
+            planned = bytes_of(shape, use, engine)
+            if (needed := _needed_bytes(use, planned, engine)) <= limit:
                 continue
-            needed = _needed(changed, _plan_bytes(shape, changed, engine), engine)
-            if needed > limit:
-                continue
-            text = " ".join(f"{key}={'true' if value is True else value}" for key, value in changes.items())
-            on_host = host_bytes(shape, changed, engine)
-            if _has_state_only(use, engine):
-                yield f"with {text} it is {_gb(needed)} GB"
-            else:
-                yield f"it fits with {text}" + (f" and {_gb(on_host)} GB of its host" if on_host else "")
+            has = f"{_gb(limit)} GB of a device's {_gb(capacity)}"
+            sizes = {name.replace("_", " "): size for name in _COLUMNS if (size := getattr(planned, name))}
+            parts = ", ".join(f"{name} {_gb(sizes[name])}" for name in sorted(sizes, key=lambda name: -sizes[name])[:3])
+            if use.kind == "rollout":
+                parts = f"weights {_gb(planned.weights)}, and the cache of one sequence"
+            purpose = " for its weights, gradients and optimizer" if has_state_only(use, engine) else ""
+            parts = "" if purpose else f" ({parts})"
+            change = _find_change(role, use, shape, engine, limit)
+            messages.append(f"{role} needs {_gb(needed)} GB{purpose}, and has {has}{parts}; {change}")
+        return messages
 
 
-def _has_state_only(use: ModelUse, engine: EngineConfig) -> bool:
-    return use.kind != "rollout" and engine.train in STATE_ONLY
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head = ["", *(name.replace("_", " ") for name in _COLUMNS), "at most"]
+    widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
+    table = []
+    for label, *cells in [head, *rows] if rows else []:
+        aligned = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        table.append("  ".join([f"  {label.ljust(widths[0])}", *aligned]))
+    return table
 
 
-def _plan_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
-    return (state_of if _has_state_only(use, engine) else bytes_of)(shape, use, engine)
-
-
-def _needed(use: ModelUse, planned: PlannedBytes, engine: EngineConfig) -> float:
+def _needed_bytes(use: ModelUse, planned: PlannedBytes, engine: EngineConfig) -> float:
     return planned.weights + planned.kv_cache / engine.max_batch if use.kind == "rollout" else planned.peak
 
 
@@ -229,8 +207,65 @@ def _divides(engine: EngineConfig, use: ModelUse) -> bool:
     return True
 
 
+# -- what makes a role fit --------------------------------------------------------------------------------------------
+
 Changes: TypeAlias = dict[str, Any]
 """Settings by the names that they have in a job."""
+
+
+def _find_change(role: RLRoleType, use: ModelUse, shape: ModelShape, engine: EngineConfig, limit: float) -> str:
+    """Name the first lever, alone or with smaller passes, with which a role takes at most ``limit`` bytes."""
+    name, passes = f"workload.{role.lower()}", [Changes()]
+    if use.kind != "rollout" and engine.train == "fsdp2":
+        passes = [
+            ({"engine.gradient_checkpointing": True} if recompute and not engine.recomputes else {})
+            | ({"engine.max_tokens_per_microbatch": tokens} if tokens < engine.tokens_of_a_pass else {})
+            for tokens, recompute in pass_choices(engine, use)
+        ]
+    for lever, smaller in product(_levers(name, use, engine), passes):
+        changes = smaller | lever
+        changed, resized = _apply(engine, changes), replace(use, members=lever.get(f"{name}.num", use.members))
+        if not _divides(changed, resized):
+            continue
+        needed = _needed_bytes(resized, bytes_of(shape, resized, changed), changed)
+        if needed > limit:
+            continue
+        settings = " ".join(f"{key}={'true' if value is True else value}" for key, value in changes.items())
+        if has_state_only(use, engine):
+            return f"with {settings} it is {_gb(needed)} GB"
+        on_host = host_bytes(shape, resized, changed)
+        return f"it fits with {settings}" + (f" and {_gb(on_host)} GB of its host" if on_host else "")
+    return "no setting here makes it fit"
+
+
+def _levers(name: str, use: ModelUse, engine: EngineConfig) -> Iterator[Changes]:
+    """Yield none, then a division of the model over the members, the optimizer on the host, and more members."""
+    sizes, divisions = engine.parallel or ParallelSizes(), list[Changes]()
+    if use.kind == "rollout":
+        key = "engine.rollout_tensor_parallel_size"
+        yield from ({key: size, f"{name}.resource.gpu": size} for size in (2, 4, 8))
+        return
+    if use.kind == "frozen":
+        if engine.train == "fsdp2" and use.sharded_class and not engine.shard_frozen:
+            divisions = [{"engine.shard_frozen": True, f"{name}.class": use.sharded_class}]
+    elif engine.train == "megatron":
+        larger = (size for size in (2, 4, 8) if size > sizes.tensor_parallel_size)
+        divisions = [{"engine.parallel.tensor_parallel_size": size} for size in larger]
+    elif engine.train == "deepspeed" and engine.train_options.get("zero_stage", 3) != 3:
+        divisions = [{"engine.train_options.zero_stage": 3}]
+    elif engine.train == "fsdp2":
+        copies = sizes_of(use, engine).ddp_size > 1 or (engine.parallel is None and is_quantized(use))
+        divisions = [{"engine.parallel.ddp_size": 1}] if copies else []
+    yield from ({}, *divisions)
+    divided = [divisions[-1] if divisions else Changes()]
+    if use.kind == "trained" and engine.train in ON_HOST and not is_on_host(engine):
+        on_host = {**divided[0], "engine.train_options.optimizer_on_host": True}
+        yield on_host
+        divided += [on_host] if engine.train == "deepspeed" else []
+    members = 2 * use.members
+    while members <= _MOST_MEMBERS:
+        yield from ({**changes, f"{name}.num": members} for changes in divided)
+        members *= 2
 
 
 def _apply(engine: EngineConfig, changes: Changes) -> EngineConfig:
@@ -246,83 +281,106 @@ def _apply(engine: EngineConfig, changes: Changes) -> EngineConfig:
     return engine
 
 
-def _alternatives(engine: EngineConfig, use: ModelUse, name: str) -> Iterator[Changes]:
-    """Yield changes for the role ``name``, the smallest first: passes, the optimizer on the host, more members."""
-    if use.kind == "rollout":
-        larger = (size for size in (2, 4, 8) if size > engine.rollout_tensor_parallel_size)
-        yield from ({"engine.rollout_tensor_parallel_size": size, f"{name}.resource.gpu": size} for size in larger)
-        return
-    divided: Changes = {}
-    smaller = _smaller_states(engine) if _has_state_only(use, engine) else _smaller_passes(engine, use)
-    yield from smaller
-    if use.kind == "frozen":
-        if not use.sharded_class or _has_state_only(use, engine):
-            return
-        if not engine.shard_frozen:
-            divided = {"engine.shard_frozen": True, f"{name}.class": use.sharded_class}
-    elif engine.train == "fsdp2":
-        if not is_on_host(engine):
-            yield from ({_HOST: True, **changes} for changes in smaller)
-        if sizes_of(use, engine).ddp_size > 1 or (engine.parallel is None and is_quantized(use)):
-            divided = {"engine.parallel.ddp_size": 1}
-    members = use.members
-    while members <= _MOST_MEMBERS:
-        more = {f"{name}.num": members} if members > use.members else {}
-        yield from ({**divided, **changes, **more} for changes in smaller)
-        members *= 2
-
-
-def _smaller_passes(engine: EngineConfig, use: ModelUse) -> list[Changes]:
-    """Passes that take less memory, the engine's own first."""
-    most = engine.tokens_of_a_pass
-    halves = int(math.log2(max(most / max(FEWEST_TOKENS, use.longest), 1)))
-    passes: list[Changes] = [{}, *({_TOKENS: most >> number} for number in range(1, halves + 1))]
-    if use.kind == "trained" and not engine.recomputes:
-        passes += [{"engine.gradient_checkpointing": True, **changes} for changes in passes]
-    return sorted(passes, key=lambda changes: (changes.get(_TOKENS, most) < FEW_TOKENS, len(changes)))
-
-
-def _smaller_states(engine: EngineConfig) -> list[Changes]:
-    """Divisions of a state that take less memory, the engine's own first."""
-    if engine.train == "megatron":
-        tensor = (engine.parallel or ParallelSizes()).tensor_parallel_size
-        return [{}, *({"engine.parallel.tensor_parallel_size": size} for size in (2, 4, 8) if size > tensor)]
-    divided = {} if engine.train_options.get("zero_stage", 3) == 3 else {"engine.train_options.zero_stage": 3}
-    return [{}, divided, {**divided, _HOST: True}]
-
-
 def _gb(nbytes: float) -> str:
     return f"{nbytes / GB:,.1f}" if nbytes else "-"
 
 
-def describe_engines(  # noqa: PLR0913 -- what the lines are about
-    model: str,
+# -- what a run chooses by the memory of its devices ------------------------------------------------------------------
+
+
+def choose_passes(trainer: Any, cfg: Any, uses: Mapping[RLRoleType, ModelUse]) -> EngineConfig:
+    """Return ``cfg.engine`` without ``auto`` for passes and offload, and for weight sync where it is not ``pull``."""
+    engine: EngineConfig = cfg.engine
+    may_stay = engine.offload == AUTO or (engine.offload is False and engine.weight_sync == AUTO)
+    asks = may_stay and engine.device.startswith("cuda")
+    if not has_auto_passes(engine) and not asks:
+        return engine
+    groups = {role: getattr(trainer, f"RG_{role}") for role in uses}
+    sharing = {role: group for role, group in groups.items() if hasattr(group.workload_class, "device_share")}
+    shares = {role: _all_of(group.device_share, engine) for role, group in sharing.items()}
+    capacity = smallest_device(engine, uses, shares)
+    plan = MemoryPlan(uses, engine, cfg.model, cfg.model_config, capacity).size_passes()
+    if has_auto_passes(engine):
+        now = plan.engine.tokens_of_a_pass, plan.engine.recomputes
+        choices = [answer for group in sharing.values() for answer in _all_of(group.keep_passes, *now)]
+        tokens, recompute = next((first for first in choices if first != now), now)
+        _LOG.info("passes of %d tokens, activations %s", tokens, "recomputed" if recompute else "kept")
+        plan = replace(plan, engine=engine.with_passes(tokens, recompute))
+    if not asks:
+        return plan.engine
+    others = {role: getattr(trainer, f"RG_{role}") for role in trainer.actor_handles if role not in sharing}
+    unplanned = {role for role, group in others.items() if getattr(group.workload_class, "uses_device", True)}
+    engine = plan.engine
+    if engine.offload == AUTO:
+        stay = all_stay(plan, shares, unplanned, plan.kept_bytes if engine.weight_sync == "cuda_ipc" else 0.0)
+        if any(share.in_turn for members in shares.values() for share in members if share is not None):
+            _LOG.info("engines %s the devices that they share", "stay on" if stay else "leave")
+        engine = replace(engine, offload=not stay)
+    if not engine.offload and engine.weight_sync == AUTO and weights_stay(plan, shares, unplanned):
+        _LOG.info("new weights for the rollout stay on the device")
+        return replace(engine, weight_sync="cuda_ipc")
+    return engine
+
+
+def weights_stay(
+    plan: MemoryPlan, shares: Mapping[RLRoleType, Sequence[DeviceShare | None]], unplanned: Collection[RLRoleType] = ()
+) -> bool:
+    """Whether the weights between an actor and a rollout can be kept on their device: they have one, whose memory one
+    opens to the other, and it has room for them where all engines stay."""
+    sides = [shares.get(role, ()) for role in (RLRoleType.ACTOR, RLRoleType.ROLLOUT)]
+    members = [share for side in sides for share in side if share is not None and share.opens]
+    if [len(side) for side in sides] != [1, 1] or len(members) != 2 or len({share.place for share in members}) != 1:
+        return False
+    return all_stay(plan, shares, unplanned, plan.kept_bytes)
+
+
+def all_stay(
+    plan: MemoryPlan,
+    shares: Mapping[RLRoleType, Sequence[DeviceShare | None]],
+    unplanned: Collection[RLRoleType] = (),
+    more: float = 0.0,
+) -> bool:
+    """Whether members that have devices in turn can keep what they have there: all of it fits, with ``more`` bytes.
+    False where the needs of one are not known, as of ``unplanned`` roles, which the plan lacks, or where rows may be
+    longer than planned."""
+    planned = {role: bytes_of(shape, use, plan.engine) for role, use, shape in plan.known() if use.bounded}
+    places: dict[str, list[tuple[RLRoleType, DeviceShare]]] = {}
+    for role, share in ((role, share) for role, members in shares.items() for share in members if share is not None):
+        places.setdefault(share.place, []).append((role, share))
+    shared = [place for place in places.values() if any(share.in_turn for _, share in place)]
+    members = [member for place in shared for member in place]
+    if not members or plan.engine.rollout != "torch" or not all(share.in_turn for _, share in members):
+        return False
+    if any(role not in planned or any(str(other) in share.roles for other in unplanned) for role, share in members):
+        return False
+    for place in shared:
+        engines = [planned[role] for role, _ in place]
+        limit = min(SIZED * min(share.nbytes for _, share in place), *(share.free for _, share in place))
+        resting = more + sum(each.resting for each in engines)
+        if any(resting - each.resting + each.peak > limit for each in engines):  # one computes at a time
+            return False
+    return True
+
+
+def _all_of(method: Any, *arguments: Any) -> list[Any]:
+    """The answers of all members, also of those that compute on the same rows."""
+    return gather(method.options(blocking=False)(*arguments).refs, None)
+
+
+def smallest_device(
     engine: EngineConfig,
-    optimizer: OptimizerConfig,
-    fallback: str | None = None,
-    head: Head = "causal",
-    generates: bool = True,
-) -> list[str]:
-    """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
-    parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
-    if parameters is not None:
-        weights = parameters * (2 if engine.precision == "bf16" else 4)
-        uses = [f"{short_number(weights)}B of weights to generate"] if generates else []
-        if shape is not None and not is_on_host(engine):
-            use = ModelUse("trained", model, optimizer=optimizer, lora=engine.lora, head=head)
-            planned = bytes_of(shape, use, replace(engine, parallel=None))
-            trained = int(planned.weights + planned.gradients + planned.optimizer)
-            uses.append(f"{short_number(trained)}B to train, activations not counted")
-        size = "; ".join([f", {short_number(parameters)} parameters", *filter(None, [", ".join(uses)])])
-    elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
-        size = f", {NOT_LOOKED_UP}"
-    absent = {
-        absent_package(TRAIN_ENGINES, engine.train, engine.train_options),
-        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options) if generates else "",
-    }
-    rollout = f", rollout {engine.rollout}" if generates else ""
-    return [
-        f"model: {model}{size}",
-        f"engines: train {engine.train}{rollout}, on {engine.device} in {engine.precision}",
-        *(f"  {package} is not on this machine: those of the job need it" for package in sorted(absent) if package),
+    uses: Mapping[RLRoleType, ModelUse],
+    shares: Mapping[RLRoleType, Sequence[DeviceShare | None]],
+) -> float | None:
+    """Bytes that each member which trains or evaluates has for itself: of a device that members have at the same time,
+    its part. None where nothing is known."""
+    if engine.device_memory_gb is not None:
+        return engine.device_memory_gb * GB
+    users = Counter(share.place for members in shares.values() for share in members if share is not None)
+    own = [
+        share.nbytes / (1 if share.in_turn else users[share.place])
+        for role, members in shares.items()
+        for share in members
+        if share is not None and uses[role].kind != "rollout"
     ]
+    return min(own, default=None)

@@ -195,7 +195,8 @@ class SampleLog:
         numbers, rows = numbers.take(chosen), tuple(rows[row] for row in chosen)
         texts = self._texts(batch.rollouts)
         if self._is_local:
-            self._run_log.write_samples(step, format_rows(numbers, _fetch(texts, rows)))
+            fetched = Batch.concat(texts.result()).take(rows)  # waits: for what members have
+            self._run_log.write_samples(step, format_rows(numbers, fetched))
             return
         place = self._folder / SAMPLES, step, self._end
         (written,) = self._rollouts.write_samples(*place, numbers, Shard(texts, rows=rows), shown)
@@ -207,7 +208,8 @@ class SampleLog:
         numbers = self._prompts.name_sets(select_logged(answers.scored, self._prompts.held_out_rows))
         texts = self._texts(answers.rollouts)
         if self._is_local:
-            self._run_log.write_held_out(format_rows(numbers, _fetch(texts, answers.rows)))
+            fetched = Batch.concat(texts.result()).take(answers.rows)  # waits: for what members have
+            self._run_log.write_held_out(format_rows(numbers, fetched))
         else:
             file = self._touch(HELD_OUT)
             self._rollouts.write_held_out(file, numbers, Shard(texts, rows=answers.rows))
@@ -232,7 +234,3 @@ class SampleLog:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self._end = state["end"]
-
-
-def _fetch(texts: Pending, rows: Sequence[int]) -> Batch:
-    return Batch.concat(texts.result()).take(rows)  # waits: for what members have

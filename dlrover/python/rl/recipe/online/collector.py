@@ -14,7 +14,7 @@ from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.jsonl import raise_errors
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.weight_sync.base import Ticket
-from dlrover.python.rl.recipe.base.config import PolicyConfig, eval_sampling, training_sampling
+from dlrover.python.rl.recipe.base.config import PolicyConfig, training_sampling
 from dlrover.python.rl.recipe.online.batch import StepBatch
 from dlrover.python.rl.recipe.online.prompts import PromptSource
 from dlrover.python.rl.recipe.reporting.rewards import Scores, collect_scores, find_failed_groups, trainable_rewards
@@ -44,7 +44,7 @@ class StalenessTracker:
     max_staleness: int
     members: int
     rows: int
-    shares: int = 0  # 0: as many as members, whose numbers are then those of the shares
+    shares: int = 0  # 0: as many as members, which then have one each
     open: dict[GroupKey, Group] = field(default_factory=dict)
     _step_ids: set[int] = field(default_factory=set)
     _versions: list[int] = field(default_factory=list)
@@ -132,17 +132,13 @@ class StalenessTracker:
         if len(complete) < count:
             return None
         keys = {group.key for group in sorted(complete, key=lambda group: -self.staleness(group.min_version))[:count]}
-        if self._would_be_late([group for group in self.open.values() if group.started and group.key not in keys]):
-            return None
+        later = [group for group in self.open.values() if group.started and group.key not in keys]
+        remaining = [self.max_staleness - self.staleness(group.min_version) for group in later]
+        for steps in range(self.max_staleness):
+            if sum(due <= steps for due in remaining) > steps * self.groups_per_step:
+                return None
         self._step_ids |= {key.prompt_id for key in keys}
         return [self.open.pop(key) for key in list(self.open) if key in keys]
-
-    def _would_be_late(self, rest: Sequence[Group]) -> bool:
-        remaining = [self.max_staleness - self.staleness(group.min_version) for group in rest]
-        return any(
-            sum(steps <= later for steps in remaining) > later * self.groups_per_step
-            for later in range(self.max_staleness)
-        )
 
     # -- state --------------------------------------------------------------------------------------------------------
 
@@ -238,6 +234,7 @@ class SampleCollector:
         total, rollout = self._cfg.prompts_per_step, self._cfg.rollout
         refills = rollout.max_refills if rollout.dynamic_filtering == "refill" else 0
         self._tracker.begin_step()
+        is_filtering = rollout.dynamic_filtering != "off"
         parts: list[StepBatch] = []
         for _ in range(1 + refills):
             missing = total - sum(part.groups for part in parts)
@@ -245,18 +242,16 @@ class SampleCollector:
                 break
             capacity = self._tracker.capacity(self._cfg.steps - step + 1, collected=total - missing)
             self._tracker.request(step, self.prompts.next_rows(capacity))
-            parts.append(self._collect_groups(step, missing))
+            groups = self._wait_for(missing)
+            batch = self._fetch(step, groups)
+            while groups := self._select_to_redraw(groups, batch.scored):
+                self._tracker.retry(step, groups)
+                groups = self._wait_for(len(groups))
+                batch = StepBatch.concat([batch, replace(self._fetch(step, groups), groups=0)])
+            if is_filtering:
+                batch = batch.drop_uniform_groups(trainable_rewards(batch.scored, self._cfg.reward))
+            parts.append(batch)
         return StepBatch.concat(parts)
-
-    def _collect_groups(self, step: int, count: int) -> StepBatch:
-        groups = self._wait_for(count)
-        batch = self._fetch(step, groups)
-        while groups := self._select_to_redraw(groups, batch.scored):
-            self._tracker.retry(step, groups)
-            groups = self._wait_for(len(groups))
-            batch = StepBatch.concat([batch, replace(self._fetch(step, groups), groups=0)])
-        is_filtering = self._cfg.rollout.dynamic_filtering != "off"
-        return batch.drop_uniform_groups(trainable_rewards(batch.scored, self._cfg.reward)) if is_filtering else batch
 
     def _select_to_redraw(self, groups: Sequence[Group], scored: Batch) -> list[Group]:
         """The failed ones of ``groups`` that have retries left; where rollouts run ahead, earlier steps may have had
@@ -342,7 +337,8 @@ class SampleCollector:
 
     def evaluate(self, step: int) -> StepBatch:
         """Answers to the held-out prompts with their rewards, by the weights that were synced last."""
-        sampling = eval_sampling(self._cfg.rollout, self._cfg.eval)
+        evaluation = self._cfg.eval
+        sampling = replace(self.sampling, temperature=evaluation.temperature, samples_per_prompt=evaluation.samples)
         seed, rows = Replicate((self._cfg.seed, step)), len(self.prompts.held_out)
         generate = bind_method(self._trainer.RG_ROLLOUT, "generate", rows)
         rollouts = generate(Shard(self.prompts.held_out), sampling, seed)

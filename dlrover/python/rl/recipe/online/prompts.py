@@ -6,6 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from itertools import accumulate, chain, islice
 from pathlib import Path
 from textwrap import shorten
@@ -28,12 +29,12 @@ from dlrover.python.rl.data.prompts import (
     load_prompts,
     to_prompts,
 )
+from dlrover.python.rl.data.sampler import PromptCursor
 from dlrover.python.rl.data.source import hold_out, is_left_unread
 from dlrover.python.rl.engine.model.loading import check_positions
 from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction
-from dlrover.python.rl.recipe.base.config import PolicyConfig
-from dlrover.python.rl.recipe.base.data_config import JobCursor, PromptData, digest_of_rows, name_source
+from dlrover.python.rl.recipe.base.config import PolicyConfig, PromptData
 from dlrover.python.rl.recipe.base.model_files import count_room, find_large, find_tokenizer
 
 _LOG = get_logger(__name__)
@@ -50,6 +51,60 @@ _SHOWN = 60
 """Characters of a wrong value in an error."""
 
 
+def name_source(key: str, source: str, errors: Iterable[ConfigError]) -> list[ConfigError]:
+    """Errors of a data source; those of all of it with the key that names it, those of rows as they are."""
+    return [
+        ConfigError(f"config.data.{key}", f"{source}: {error.what}") if error.where == source else error
+        for error in errors
+    ]
+
+
+def digest_of_rows(rows: Iterable[Any]) -> str:
+    """Of JSON values, in their order. Of other objects in them the type alone counts: their text may be an address."""
+    whole = blake2b(digest_size=16)
+    for row in rows:
+        whole.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode() + b"\n")
+    return whole.hexdigest()
+
+
+class JobCursor(PromptCursor):
+    """The order of the rows of a job, of which ``digest`` is :func:`digest_of_rows`. Its state has their ``source``,
+    and its errors name the keys of the job."""
+
+    def __init__(  # noqa: PLR0913 -- what a position is of
+        self, source: str, rows: int, batch_size: int, seed: int, total: int | None = None, digest: str = ""
+    ) -> None:
+        super().__init__(rows, batch_size, seed, total)
+        self._source, self._digest = source, digest
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "source": self._source, "digest": self._digest}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Resume; raise DataError if the rows, their number or the seed have changed."""
+        try:
+            super().load_state_dict(state)
+        except DataError as error:
+            raise DataError([self._in_terms_of_job(fault, state) for fault in error.errors]) from None
+        if (was := state.get("digest")) and self._digest and was != self._digest:
+            what = f"'{self._source}' has other rows, or in another order, than the run was begun with"
+            raise DataError([ConfigError("config.data.train", f"{what}: go on with those, or begin another run")])
+
+    def _in_terms_of_job(self, fault: ConfigError, state: Mapping[str, Any]) -> ConfigError:
+        own, was = super().state_dict(), state.get(fault.where)
+        advice = "go on with that, or begin another run"
+        if fault.where == "seed":
+            return ConfigError("config.seed", f"{own['seed']}, but the run was begun with {was}: {advice}")
+        if fault.where == "rows":
+            source = state.get("source", self._source)  # states of earlier versions have none
+            what = f"'{self._source}' has {own['rows']} rows to train on, but the run was begun with"
+            if source == self._source:
+                what = f"{what} {was} of them: the file has changed, or the part that is held out"
+                return ConfigError("config.data", f"{what}; {advice}")
+            return ConfigError("config.data.train", f"{what} '{source}', which had {was}: {advice}")
+        return fault
+
+
 class PromptSource:
     """The prompts to train on, in their order, and those to evaluate on (``held_out``, see :func:`make_prompt_batch`).
 
@@ -62,7 +117,10 @@ class PromptSource:
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data
         self._source = source = data.train or "rollout.env_path"
-        rows = load_prompts(data.train, data.keys) if data.train else _empty_rows(config)
+        # Rows for an environment that gives the first state, and those to evaluate on; as many for a run of any length,
+        # which may be resumed with more steps.
+        empty = _GAMES + (0 if data.eval else data.eval_rows or _HELD_OUT_GAMES)
+        rows = load_prompts(data.train, data.keys) if data.train else empty_prompts(empty)
         if data.eval is None:
             train, held_rows = _hold_out([row.prompt or row.extra_info for row in rows], data, config.seed)
             held_out, self.held_out_rows = make_prompt_batch(rows, held_rows), len(rows)
@@ -75,20 +133,19 @@ class PromptSource:
             held_out, self.held_out_rows = make_prompt_batch(evaluated, range(len(evaluated))), len(evaluated)
             files = [(path, loaded[name]) for name, path in data.eval_sets.items()]
             self.places, self._first_held = _places((source, rows), *files), len(rows)
-            self.eval_sets = _number_sets(loaded)
+            ends = list(accumulate(map(len, loaded.values())))
+            self.eval_sets = {name: range(end - len(loaded[name]), end) for name, end in zip(loaded, ends, strict=True)}
         self._rows, self.rows, self._config = rows, len(rows), config
         self.columns = find_columns([*rows, *evaluated])
         self._every, self._limit = (train, held_out), [data.max_prompt_tokens, data.over_long]
         self._digest = digest_of_rows(row.prompt or row.extra_info for row in rows)
-        self._digests = {name: self._digest_of_set(numbers) for name, numbers in self.eval_sets.items()}
+        self._digests, ids = dict[str, str](), held_out.dense("prompt_id").tolist()
+        for name, numbers in self.eval_sets.items():
+            prompts = held_out.take([row for row, number in enumerate(ids) if number in numbers])
+            pairs = zip(prompts.objects("prompt"), prompts.objects("extra_info"), strict=True)
+            self._digests[name] = digest_of_rows(pairs)
         self.changed_sets: set[str] = set()
         self._drop_rows([])
-
-    def _digest_of_set(self, numbers: range) -> str:
-        _, held_out = self._every
-        chosen = [row for row, number in enumerate(held_out.dense("prompt_id").tolist()) if number in numbers]
-        prompts = held_out.take(chosen)
-        return digest_of_rows(zip(*(prompts.objects(name) for name in ("prompt", "extra_info")), strict=True))
 
     @property
     def evaluated(self) -> str:
@@ -177,13 +234,6 @@ def find_columns(rows: Iterable[PromptRow]) -> list[str]:
     return sorted({name for row in rows for name in row.extra_info})
 
 
-def _empty_rows(config: PolicyConfig) -> list[PromptRow]:
-    """Rows for an environment that gives the first state, and those to evaluate on; as many for a run of any length,
-    which may be resumed with more steps."""
-    held_out = 0 if config.data.eval else config.data.eval_rows or _HELD_OUT_GAMES
-    return empty_prompts(_GAMES + held_out)
-
-
 def _hold_out(prompts: Sequence[Any], data: PromptData, seed: int) -> tuple[list[int], list[int]]:
     """The numbers of the rows to train on, and of those to evaluate on; ValueError or DataError if ``data.eval_rows``
     is impossible."""
@@ -196,12 +246,6 @@ def _hold_out(prompts: Sequence[Any], data: PromptData, seed: int) -> tuple[list
             raise
         _LOG.warning("%s repeats a single prompt, which the run is evaluated on, too", data.train)
         return list(range(len(prompts))), [0]
-
-
-def _number_sets(sets: Mapping[str, Sequence[PromptRow]]) -> dict[str, range]:
-    """The numbers of the rows of each set, one after another."""
-    ends = list(accumulate(map(len, sets.values())))
-    return {name: range(end - len(rows), end) for (name, rows), end in zip(sets.items(), ends, strict=True)}
 
 
 def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
@@ -282,22 +326,21 @@ def _find_missing(
             function, label = RewardFunction(load_function(name), columns), readable_name(name)
             if missing := function.find_missing(present):
                 errors.append(ConfigError("config.reward.function", f"'{label}' asks for {missing} of {path}"))
-            faults = [
-                ConfigError(f"{path}:{row.line}", _column_fault(row, column, label))
-                for row in rows
-                for column in function.find_empty(Completed("", row.answer, row.extra_info))
-            ]
-            errors += first_errors(faults)
+            empty = ((row, function.find_empty(Completed("", row.answer, row.extra_info))) for row in rows)
+            errors += first_errors(
+                [_column_fault(f"{path}:{row.line}", row, column, label) for row, names in empty for column in names]
+            )
     return errors
 
 
-def _column_fault(row: PromptRow, column: str, function: str) -> str:
-    given = row.extra_info.get(column)
-    if given is None:
+def _column_fault(where: str, row: PromptRow, column: str, function: str) -> ConfigError:
+    value = row.extra_info.get(column)
+    if value is None:
         columns = describe_columns({"prompt": row.prompt, **row.extra_info}, column)
-        return f"has no '{column}', which reward.function '{function}' needs{columns}"
-    shown = shorten(json.dumps(given, ensure_ascii=False, default=str), _SHOWN, placeholder="...")
-    return f"its '{column}' is {shown}, a {type(given).__name__}: reward.function '{function}' needs text or a number"
+        return ConfigError(where, f"has no '{column}', which reward.function '{function}' needs{columns}")
+    shown = shorten(json.dumps(value, ensure_ascii=False, default=str), _SHOWN, placeholder="...")
+    fault = f"its '{column}' is {shown}, a {type(value).__name__}"
+    return ConfigError(where, f"{fault}: reward.function '{function}' needs text or a number")
 
 
 def _validate_evaluation(config: PolicyConfig) -> list[ConfigError]:
@@ -317,19 +360,13 @@ def _validate_evaluation(config: PolicyConfig) -> list[ConfigError]:
 def _find_untemplated(cfg: PolicyConfig, files: Mapping[str, Sequence[PromptRow]]) -> list[ConfigError]:
     """Conversations need a chat template; for a model on the hub this is checked when it is loaded."""
     folder = Path(cfg.model).expanduser()
-    if not cfg.model or not (folder / "config.json").is_file() or _has_chat_template(folder):
+    names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
+    if not cfg.model or not (folder / "config.json").is_file() or any((folder / name).exists() for name in names):
         return []
+    with suppress(OSError, ValueError):
+        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        if isinstance(settings, dict) and settings.get("chat_template"):
+            return []
     what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
     talks = (f"{path}:{row.line}" for path, rows in files.items() for row in rows if not isinstance(row.prompt, str))
     return [ConfigError("config.model", f"{what} {place} need") for place in islice(talks, 1)]
-
-
-def _has_chat_template(folder: Path) -> bool:
-    files = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
-    if any((folder / name).exists() for name in files):
-        return True
-    try:
-        settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return False
-    return isinstance(settings, dict) and bool(settings.get("chat_template"))

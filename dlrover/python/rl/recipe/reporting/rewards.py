@@ -128,7 +128,17 @@ class RewardFailures:
         self._steps = self._steps + 1 if np.isnan(trainable_rewards(scored, self._config)).all() else 0
         if not self._steps:
             return
-        message, most = _describe_failure(merge_rows(scored), scored.objects("error")), self._config.give_up_after
+        samples, most = merge_rows(scored), self._config.give_up_after
+        last = [error for error in scored.objects("error") if error is not None][-1]
+        scorer, unscored = "environment" if "score" in samples else "reward function", is_unscored(samples)
+        message = f"the {scorer} failed on all {len(samples)} samples, last with: {last}"
+        if not unscored.all():
+            groups = len(np.unique(samples.dense("prompt_id")))
+            message = (
+                f"the {scorer} failed on {unscored.sum()} of {len(samples)} samples, which are in each of the {groups}"
+                " groups: none is left to train on (reward.on_failure: drop_sample would keep the others); last with:"
+                f" {last}"
+            )
         if self._steps >= most > 1:
             message = f"{message}; it was the last of {self._steps} such steps in a row (reward.give_up_after)"
         if step == 1 or self._steps >= most:
@@ -169,18 +179,6 @@ def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.flo
         has_failure = np.bincount(group, weights=is_unscored(scored)) > 0
         reward[has_failure[group]] = np.nan
     return reward
-
-
-def _describe_failure(samples: Batch, errors: list[str | None]) -> str:
-    last = [error for error in errors if error is not None][-1]
-    scorer = "environment" if "score" in samples else "reward function"
-    if is_unscored(samples).all():
-        return f"the {scorer} failed on all {len(samples)} samples, last with: {last}"
-    count, groups = int(is_unscored(samples).sum()), len(np.unique(samples.dense("prompt_id")))
-    fault = f"the {scorer} failed on {count} of {len(samples)} samples, which are in each of the {groups} groups"
-    return (
-        f"{fault}: none is left to train on (reward.on_failure: drop_sample would keep the others); last with: {last}"
-    )
 
 
 def failure_metrics(scored: Batch, train_rows: Batch) -> dict[str, float]:
@@ -289,25 +287,20 @@ def count_failures(rewards: Rewards) -> int:
 
 def step_metrics(answers: Mapping[str, Scores]) -> dict[str, float]:
     """The metrics of an evaluation during training, by set; the name of a single one is empty."""
-    return {
-        _name_metric(name, of_set): value
-        for of_set, scores in answers.items()
-        for name, value in _metrics_of_set(scores).items()
-    }
+    named = dict[str, float]()
+    for of_set, scores in answers.items():
+        rewards = scores["reward"]
+        metrics = {"eval/accuracy": accuracy(rewards)} if is_binary(rewards) else {}
+        metrics |= {"eval/reward": mean_reward(rewards), "eval/failed": float(count_failures(rewards))}
+        if "score" in scores:
+            metrics[SCORED] = mean_reward(scores["score"])
+        metrics |= {f"eval/{name}": value for name, value in _repeated(scores).items()}
+        named |= {_name_metric(name, of_set): value for name, value in metrics.items()}
+    return named
 
 
 def _name_metric(name: str, of_set: str) -> str:
     return name.replace("eval/", f"eval/{of_set}/", 1) if of_set else name
-
-
-def _metrics_of_set(scores: Scores) -> dict[str, float]:
-    """An accuracy is among them where every reward is 0 or 1."""
-    rewards = scores["reward"]
-    metrics = {"eval/reward": mean_reward(rewards), "eval/failed": float(count_failures(rewards))}
-    if "score" in scores:
-        metrics[SCORED] = mean_reward(scores["score"])
-    metrics |= {f"eval/{name}": value for name, value in _repeated(scores).items()}
-    return {"eval/accuracy": accuracy(rewards), **metrics} if is_binary(rewards) else metrics
 
 
 def _repeated(scores: Scores) -> dict[str, float]:

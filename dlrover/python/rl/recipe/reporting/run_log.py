@@ -10,7 +10,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 from uuid import uuid4
@@ -112,8 +112,7 @@ class RunLog:
     again, and are in ``*.superseded.jsonl`` until it has ended; nothing is changed before :meth:`begin_step`. On a full
     disk each method waits for ``disk_wait``; then the error is raised, and no partial line is left. As part of a
     trainer's ``state`` it keeps the totals and the id of the run, by which trackers recognize it when it is resumed;
-    they show ``settings``, and
-    the ``name`` of the job, by default the folder's."""
+    they show ``settings``, and the ``name`` of the job, by default the folder's."""
 
     def __init__(
         self,
@@ -157,9 +156,11 @@ class RunLog:
         for name in (METRICS, SAMPLES) if self.owns_samples else (METRICS,):
             self._append(name, ())
             cut_at_step(folder / name, step + 1)
-        rows = (folder / METRICS).read_text(encoding="utf-8").splitlines()
-        parsed = (_parse_metrics(json.loads(row)) for row in rows)
-        self._history = [(number, _curves_of(values)) for number, values in parsed]
+        rows = map(json.loads, (folder / METRICS).read_text(encoding="utf-8").splitlines())
+        self._history = [
+            (row["step"], _curves_of({name: math.nan if value is None else value for name, value in row.items()}))
+            for row in rows
+        ]
         if [number for number, _ in self._history if number] != list(range(1, step + 1)):
             _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / METRICS, step)
         self._tensorboard = TensorBoardWriter(folder / _TENSORBOARD, step + 1, self._disk_wait)
@@ -224,7 +225,8 @@ class RunLog:
         if now_s - self._drawn_s < _REDRAW_S or not self._can_plot or (self.drawing and self.drawing.is_alive()):
             return
         self._drawn_s, points = now_s, finite_points(name, self._history)
-        self.drawing = threading.Thread(target=self._try_to_draw, args=(name, points), name="curve", daemon=True)
+        draw = partial(self._draw, name, points, may_fail=True)  # the end of the run draws it again
+        self.drawing = threading.Thread(target=draw, name="curve", daemon=True)
         self.drawing.start()
 
     def write_curve(self, name: str) -> None:
@@ -233,14 +235,13 @@ class RunLog:
             self.drawing.join()  # waits: for a drawing, or as long as a full disk is waited for
         self._draw(name, finite_points(name, self._history))
 
-    def _try_to_draw(self, name: str, points: Points) -> None:
-        with suppress(OSError):  # the end of the run draws it again
-            self._draw(name, points)
-
-    def _draw(self, name: str, points: Points) -> None:
+    def _draw(self, name: str, points: Points, may_fail: bool = False) -> None:
         file = CURVES[name]
         try:
             self._replace(file, curve_png(name, points))
+        except OSError:
+            if not may_fail:
+                raise
         except ImportError:
             if self._can_plot:
                 _LOG.warning("matplotlib is not installed (dlrover-rl[plot]); continuing without %s", file)
@@ -255,10 +256,6 @@ class RunLog:
 
 def _curves_of(values: Mapping[str, float]) -> dict[str, float]:
     return {name: values[name] for name in CURVES if name in values}
-
-
-def _parse_metrics(row: dict[str, Any]) -> tuple[int, dict[str, float]]:
-    return row.pop("step"), {name: math.nan if value is None else value for name, value in row.items()}
 
 
 def validate_keep(config: KeepConfig, eval_every: int | None, metric_names: Collection[str]) -> list[ConfigError]:
@@ -284,6 +281,7 @@ class ModelSaver:
 
     def __init__(self, config: KeepConfig, folder: Path, save: Callable[[Path], Any]) -> None:
         self._config, self._folder, self._save = config, folder, save
+        self._measure = [config.metric, config.prefers_low]
         self.evaluated = ""
         """A digest of the rows that are evaluated on."""
         self._best: float | None = None
@@ -309,18 +307,14 @@ class ModelSaver:
             _LOG.warning("step %d: the evaluation has no %s, and does not count for keep.best", step, name)
         if math.isnan(metrics.get(name, math.nan)):
             return
-        if not self._is_better(metrics[name]):
+        value, lowest = metrics[name], self._config.prefers_low
+        if self._best is not None and not (value < self._best if lowest else value > self._best):
             self._worse += 1
             if self.should_stop:
                 _LOG.info("%s has not been better than %g for %d evaluations", name, self._best, self._worse)
             return
-        self._best, self._best_step, self._worse = metrics[name], step, 0
+        self._best, self._best_step, self._worse = value, step, 0
         self._save(self._folder / "best")
-
-    def _is_better(self, value: float) -> bool:
-        if self._best is None:
-            return True
-        return value < self._best if self._config.prefers_low else value > self._best
 
     def save_step(self, step: int) -> None:
         """Save the model of a step where one is due, and remove the oldest."""
@@ -346,10 +340,6 @@ class ModelSaver:
     def state_dict(self) -> dict[str, Any]:
         measured = {"of": self._measure, "evaluated": self.evaluated}
         return {**measured, "best": self._best, "step": self._best_step, "worse": self._worse}
-
-    @property
-    def _measure(self) -> list[Any]:
-        return [self._config.metric, self._config.prefers_low]
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Another metric than before, or other rows, begin without a best model."""

@@ -9,7 +9,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -85,9 +85,20 @@ def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
     """Cut a file of rising steps off before its first line of ``step`` or later, or the first that is torn; returns its
     size. Lines before byte ``expected`` are not read if it can be that place. After the first step, the lines cut off
     are superseded: they are kept beside the file until their steps have been repeated."""
-    size = expected if expected is not None and _can_begin_at(file, expected, step) else _find_step(file, step)
-    if step > 1:
-        _keep_superseded(file, size)
+    with open(file, "rb") as lines:
+        size = expected if expected is not None and _can_begin_at(lines, expected, step) else 0
+        lines.seek(size)
+        for line in lines:
+            match = _STEP.match(line)
+            if match is None or int(match[1]) >= step or not line.endswith(b"\n"):
+                break
+            size += len(line)
+        lines.seek(size)
+        tail = [line for line in lines if line.endswith(b"\n")] if step > 1 else []
+    if tail:
+        old = superseded(file)
+        later = _lines_after(old, _step_of(tail[-1])) if old.exists() else []
+        replace(old, b"".join([*tail, *later]))
     os.truncate(file, size)
     return size
 
@@ -106,16 +117,6 @@ def drop_superseded(file: Path, step: int) -> None:
             old.unlink()
 
 
-def _keep_superseded(file: Path, size: int) -> None:
-    with open(file, "rb") as lines:
-        lines.seek(size)
-        tail = [line for line in lines if line.endswith(b"\n")]
-    if tail:
-        old = superseded(file)
-        later = _lines_after(old, _step_of(tail[-1])) if old.exists() else []
-        replace(old, b"".join([*tail, *later]))
-
-
 def _lines_after(file: Path, step: int) -> list[bytes]:
     return [line for line in file.read_bytes().splitlines(keepends=True) if _step_of(line) > step]
 
@@ -125,24 +126,12 @@ def _step_of(line: bytes) -> int:
     return int(match[1]) if match is not None else 0
 
 
-def _can_begin_at(file: Path, at: int, step: int) -> bool:
-    with open(file, "rb") as lines:
-        lines.seek(max(at - 1, 0))
-        if at and lines.read(1) != b"\n":
-            return False
-        match = _STEP.match(lines.read(32))
+def _can_begin_at(lines: IO[bytes], at: int, step: int) -> bool:
+    lines.seek(max(at - 1, 0))
+    if at and lines.read(1) != b"\n":
+        return False
+    match = _STEP.match(lines.read(32))
     return match is None or int(match[1]) >= step
-
-
-def _find_step(file: Path, step: int) -> int:
-    size = 0
-    with open(file, "rb") as lines:
-        for line in lines:
-            match = _STEP.match(line)
-            if match is None or int(match[1]) >= step or not line.endswith(b"\n"):
-                break
-            size += len(line)
-    return size
 
 
 def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
@@ -156,13 +145,13 @@ def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
-    texts = {name: text if isinstance(text, str) else str(text) for name, text in row.items() if text is not None}
-    return "  ".join(f"{name} {_shorten(text, max_chars)}" for name, text in texts.items())
-
-
-def _shorten(text: str, max_chars: int) -> str:
-    line = repr(text)[1:-1]
-    return line if len(line) <= max_chars else f"{line[:max_chars]}... ({len(text)} characters)"
+    shown = []
+    for name, value in row.items():
+        text = str(value)
+        line = repr(text)[1:-1]
+        cut = line if len(line) <= max_chars else f"{line[:max_chars]}... ({len(text)} characters)"
+        shown += [] if value is None else [f"{name} {cut}"]
+    return "  ".join(shown)
 
 
 def format_line(row: Mapping[str, Any]) -> bytes:

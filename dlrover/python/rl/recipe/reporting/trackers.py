@@ -116,10 +116,11 @@ class Trackers:
         if not self._open or (step or 1) == self._state["step"]:  # step 0 is sent in step 1
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
-        for name in list(self._open):
-            self._send(name, lambda tracker: tracker.log(finite, step))
-        for name in list(self._open) if samples else ():
-            self._send(name, lambda tracker: _log_samples(tracker, samples, step))
+        for name, tracker in list(self._open.items()):
+            self._send(name, partial(tracker.log, finite, step))
+        for name, tracker in list(self._open.items()) if samples else ():
+            if isinstance(tracker, SampleTracker):
+                self._send(name, partial(tracker.log_samples, samples, step))
         self._state["step"] = step
         self._save_state()
 
@@ -149,18 +150,16 @@ class Trackers:
                 tracker.start(self._settings, TrackedRun(run, self._name, self._folder, notes))
             except ImportError as error:
                 package = error.name or name
-                rest = "it" if package == name else name
-                _LOG.warning("%s is not installed; continuing without %s", package, rest)
+                _LOG.warning("%s is not installed; continuing without %s", package, "it" if package == name else name)
             except Exception as error:  # noqa: BLE001 -- a tracker's failure must not end the training
                 _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
             else:
                 trackers[name] = tracker
         return trackers
 
-    def _send(self, name: str, action: Callable[[Tracker], None]) -> None:
-        trackers = self._open or {}
-        if name in trackers and not _try(name, partial(action, trackers[name])):
-            del trackers[name]
+    def _send(self, name: str, action: Callable[[], None]) -> None:
+        if self._open is not None and not _try(name, action):
+            del self._open[name]
 
     def _saved_state(self) -> dict[str, Any]:
         file = self._folder / _STATE_FILE
@@ -178,11 +177,6 @@ def _try(name: str, action: Callable[[], None]) -> bool:
         _LOG.warning("%s failed; continuing without it: %s: %s", name, type(error).__name__, error)
         return False
     return True
-
-
-def _log_samples(tracker: Tracker, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-    if isinstance(tracker, SampleTracker):
-        tracker.log_samples(rows, step)
 
 
 class WandbTracker:

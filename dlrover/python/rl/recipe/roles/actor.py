@@ -20,10 +20,16 @@ from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.devices import Machine, peak_memory
-from dlrover.python.rl.recipe.base.engine_workload import TrainedWorkload, device_of, on_device
-from dlrover.python.rl.recipe.base.updates import TRAINED, UpdatePlan, find_nonfinite_rows, join_columns, run_updates
-from dlrover.python.rl.recipe.offline.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
+from dlrover.python.rl.recipe.base.engine_workload import Machine, TrainedWorkload, device_of, on_device, peak_memory
+from dlrover.python.rl.recipe.base.updates import (
+    TRAINED,
+    UpdatePlan,
+    cast_columns,
+    find_nonfinite_rows,
+    join_columns,
+    run_updates,
+)
+from dlrover.python.rl.recipe.trainers.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 _SENT_S = 2.0
@@ -62,7 +68,7 @@ class ActorWorkload(TrainedWorkload):
         roles."""
         generated = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         needs = self._algorithm.needs.loss | {"rollout_logprobs"}
-        batch = join_columns(generated, rows, plan.cast(aux), needs)
+        batch = join_columns(generated, rows, [cast_columns(columns, plan.dtypes) for columns in aux], needs)
         if "old_logprobs" not in batch:
             batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
         loss = EngineLoss(self._algorithm, logs_entropy=True)
@@ -132,21 +138,22 @@ class ActorWorkload(TrainedWorkload):
             if not waits_for_receivers(self._weights):
                 self._published = self._weights.send(ticket, self._engine)
         if waits_for_receivers(self._weights):
-            self._sending = Future[WeightStamp | None]()
-            threading.Thread(target=self._send_weights, args=(ticket, self._sending), daemon=True).start()
+            self._sending = sending = Future[WeightStamp | None]()
+
+            def send() -> None:
+                try:
+                    use_device(self._runs_on[0])
+                    with self._bare_turn():
+                        sending.set_result(self._weights.send(ticket, self._engine))
+                except BaseException as error:  # noqa: BLE001 - raised by published_stamp()
+                    sending.set_exception(error)
+
+            threading.Thread(target=send, daemon=True).start()
         return ticket
 
     def _finish(self) -> None:
         if self._sending is not None and not wait([self._sending], _SENT_S).done:
             raise EngineError("weights are still being sent")  # by a thread, from the engine
-
-    def _send_weights(self, ticket: Ticket, sending: "Future[WeightStamp | None]") -> None:
-        try:
-            use_device(self._runs_on[0])
-            with self._bare_turn():
-                sending.set_result(self._weights.send(ticket, self._engine))
-        except BaseException as error:  # noqa: BLE001 - raised by published_stamp()
-            sending.set_exception(error)
 
     @trainer_invocation(target="RANK0")
     def published_stamp(self) -> WeightStamp | None:

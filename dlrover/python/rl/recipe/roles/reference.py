@@ -34,10 +34,9 @@ class ReferenceWorkload(EngineWorkload):
         return [ConfigError("config.engine.shard_frozen", what)]
 
     def init_model(self, model: str, engine: EngineConfig) -> None:
-        self._make_train_engine(model, engine, rendezvous=self._rendezvous())
-
-    def _rendezvous(self) -> Rendezvous:
-        return Rendezvous()
+        address = self.torch_master_addr, self.torch_master_port
+        ranks = Rendezvous(self.rank, self.world_size, *address) if self.needs_own_process else Rendezvous()
+        self._make_train_engine(model, engine, rendezvous=ranks)
 
     @trainer_invocation(blocking=False)
     @on_device
@@ -66,9 +65,6 @@ class ShardedReferenceWorkload(ReferenceWorkload):
     """REFERENCE: a frozen copy of which each member holds a part, gathered layer by layer as it computes."""
 
     needs_own_process = True
-
-    def _rendezvous(self) -> Rendezvous:
-        return Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
 
 
 class ShardedTeacherWorkload(ShardedReferenceWorkload, TeacherWorkload):

@@ -3,13 +3,12 @@
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-import numpy.typing as npt
 
 from dlrover.python.rl.common.by_value import label_of
 from dlrover.python.rl.common.errors import ConfigError, DataError, EngineError, VerifierError
@@ -83,8 +82,13 @@ class RewardWorkload(BaseWorkload):
         samples = map(Completed, completions, answers, (info or {} for info in infos), prompts, prefixes)
         results = self._verifiers.score(samples)
         failures = [result for result in results if isinstance(result, VerifierError)]
-        if failures:
-            self._log_failures(failures, len(results))
+        if failures:  # one line for all, and the first time the traceback of the user's function
+            reason, details = _first_line(failures[0]), failures[0].remote_traceback
+            kind = reason.partition(": ")[0]
+            is_new = details and kind not in self._shown
+            traceback = f"\n{cut_middle(details, _MOST_TRACEBACK, _CUT)}" if is_new else ""
+            self._shown.add(kind)
+            _LOG.warning("%d of %d samples failed: %s%s", len(failures), len(results), reason, traceback)
         errors = [_first_line(result) if isinstance(result, VerifierError) else None for result in results]
         failed = Reward(math.nan, dict.fromkeys(self._parts, math.nan))
         rewards = [failed if isinstance(result, VerifierError) else result for result in results]
@@ -92,14 +96,6 @@ class RewardWorkload(BaseWorkload):
         values |= {label: [reward.parts[name] for reward in rewards] for name, label in self._parts.items()}
         columns = {name: np.array(numbers, dtype=np.float64) for name, numbers in values.items()}
         return summarize_rows(rollouts).with_columns(error=errors, **columns)
-
-    def _log_failures(self, failures: Sequence[VerifierError], count: int) -> None:
-        """One line for all, and the first time the traceback of the user's function."""
-        reason, details = _first_line(failures[0]), failures[0].remote_traceback
-        kind = reason.partition(": ")[0]
-        traceback = f"\n{cut_middle(details, _MOST_TRACEBACK, _CUT)}" if details and kind not in self._shown else ""
-        self._shown.add(kind)
-        _LOG.warning("%d of %d samples failed: %s%s", len(failures), count, reason, traceback)
 
     def close(self) -> None:
         if hasattr(self, "_verifiers"):
@@ -171,7 +167,12 @@ class ModelRewardWorkload(EngineWorkload):
         rewards = np.full(len(encoded), np.nan)
         errors = [tokens if isinstance(tokens, str) else None for tokens in encoded]
         if rows:
-            rewards[rows] = self._compute_scores([tokens for tokens in encoded if not isinstance(tokens, str)])
+            sequences = [tokens for tokens in encoded if not isinstance(tokens, str)]
+            tokens = Ragged.from_rows(sequences, dtype=np.int64)
+            ends, last = tokens.offsets[1:] - 1, np.zeros(len(tokens.values), dtype=np.bool_)
+            last[ends] = True
+            outputs: Batch = self._engine.evaluate(Batch({"tokens": tokens, "action_mask": tokens.like(last)}))
+            rewards[rows] = outputs.ragged("scores").values[ends].astype(np.float64)
         for row in np.flatnonzero(~np.isfinite(rewards)).tolist():
             errors[row] = errors[row] or f"the reward model's score is {rewards[row]}"
             rewards[row] = np.nan
@@ -194,14 +195,6 @@ class ModelRewardWorkload(EngineWorkload):
         if self._longest is not None and len(tokens) > self._longest:
             return f"the reward model reads {self._longest} tokens at most, not {len(tokens)}"
         return tokens
-
-    def _compute_scores(self, sequences: Sequence[Sequence[int]]) -> npt.NDArray[np.float64]:
-        tokens = Ragged.from_rows(sequences, dtype=np.int64)
-        ends = tokens.offsets[1:] - 1
-        last = np.zeros(len(tokens.values), dtype=np.bool_)
-        last[ends] = True
-        outputs: Batch = self._engine.evaluate(Batch({"tokens": tokens, "action_mask": tokens.like(last)}))
-        return outputs.ragged("scores").values[ends].astype(np.float64)
 
 
 def _inspect_head(folder: Path) -> tuple[int | None, list[str]]:

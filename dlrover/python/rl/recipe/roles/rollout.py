@@ -94,9 +94,15 @@ class RolloutWorkload(EngineWorkload):
             if rollout.max_staleness and self._device_locks:
                 raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
             self._engine: BaseRolloutEngine = make(model, settings, memory)
+        # The ids that no reward sees are counted where the engine may sample some.
         self._known_ids = None if engine.mask_unknown_ids else count_known_ids(self._engine.tokenizer)
         self._weights = self._make_weight_transport(engine, device)
-        guard = _make_guard(rollout) if rollout.env_path else None
+        guard = None
+        if rollout.env_path:
+            open_environment = IsolatedEnvironment if rollout.env_isolated else load_environment
+            rules = StepRules(rollout.env_missing_state, rollout.env_failure_reward)
+            environment: Environment = open_environment(rollout.env_path, rollout.env_options)
+            guard = Guard(environment, rollout.env_timeout_s, rules=rules)
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads, own) if rollout.max_staleness else InlineLoop()
         copies = None
         if rollout.max_staleness and "/" in self.name:
@@ -160,11 +166,8 @@ class RolloutWorkload(EngineWorkload):
         """Wait for some groups of the last :meth:`sample` and return their rows, in this order; see
         :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`."""
         with nullcontext() if self._scheduler.are_complete(groups) else self._turn():
-            return self._with_unknown_ids(self._loop.run(self._scheduler.fetch(groups)))
-
-    def _with_unknown_ids(self, rollouts: Batch) -> Batch:
-        """Count the ids that no reward sees, where the engine may sample some."""
-        return rollouts if self._known_ids is None else count_unknown_ids(rollouts, self._known_ids)
+            rollouts = self._loop.run(self._scheduler.fetch(groups))
+            return rollouts if self._known_ids is None else count_unknown_ids(rollouts, self._known_ids)
 
     def summarize(self, rollouts: Batch) -> Batch:
         """What the trainer needs of the rows of :meth:`fetch` or :meth:`generate`, with the rewards of an environment;
@@ -204,7 +207,8 @@ class RolloutWorkload(EngineWorkload):
         ``prompts`` has ``prompt_id``, and as objects ``prompt`` (text or messages), ``answer`` and ``extra_info``;
         ``seed`` is the job's, the step and, if any, the retry. Raises EngineError if a prompt cannot be completed or
         the engine cannot generate."""
-        return self._with_unknown_ids(self._loop.run(self._scheduler.generate(prompts, sampling, seed)))
+        rollouts = self._loop.run(self._scheduler.generate(prompts, sampling, seed))
+        return rollouts if self._known_ids is None else count_unknown_ids(rollouts, self._known_ids)
 
     def close(self) -> None:
         if hasattr(self, "_scheduler"):
@@ -219,15 +223,3 @@ def _require_file(file: Path) -> None:
     if not file.is_file():
         message = f"{file} is not on {socket.gethostname()}, where a rollout runs: all nodes have to see job_dir"
         raise DataError([ConfigError("job_dir", message)])
-
-
-def _make_guard(rollout: RolloutConfig) -> Guard:
-    rules = StepRules(rollout.env_missing_state, rollout.env_failure_reward)
-    return Guard(_make_environment(rollout), rollout.env_timeout_s, rules=rules)
-
-
-def _make_environment(rollout: RolloutConfig) -> Environment:
-    assert rollout.env_path is not None
-    if rollout.env_isolated:
-        return IsolatedEnvironment(rollout.env_path, rollout.env_options)
-    return load_environment(rollout.env_path, rollout.env_options)

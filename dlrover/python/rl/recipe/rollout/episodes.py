@@ -24,7 +24,6 @@ from dlrover.python.rl.data.batch import GENERATED, Batch, ColumnSpec, Ragged, S
 from dlrover.python.rl.data.conversation import continue_chat, encode_prompt, find_think_prefix, prompt_text
 from dlrover.python.rl.engine.api.base import Completion, Request, SamplingParams
 from dlrover.python.rl.engine.api.weights import WeightStamp
-from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.messages import Message
 from dlrover.python.rl.environment.core.turns import ROW, Episode, Guard, Trajectory
 from dlrover.python.rl.recipe.rollout.stream import EngineStream, PendingRequest
@@ -96,10 +95,6 @@ class Group:
     def key(self) -> GroupKey:
         return GroupKey(self.prompt_id, self.retry, self.created_step)
 
-    def seed_of_turn(self, turn: int) -> tuple[int, ...]:
-        """Turn 0 has the seed of a sample without further turns."""
-        return (*self.seed, *([0] * (3 - len(self.seed))), turn) if turn else self.seed
-
 
 def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, ColumnSpec] = GENERATED) -> Batch:
     """The rows of complete groups: groups in this order, samples by index, sequences of a sample adjacent.
@@ -124,7 +119,9 @@ def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, Co
         "version": _integers(row.max() for row in versions),
         "min_version": _integers(row[row >= 0].min(initial=row.max()) for row in versions),
         "trajectory": _integers(_trajectory_number(group, sample) for group, sample, _ in rows),
-        "digest": _integers(_digest(row) for row in tokens),
+        "digest": _integers(
+            int.from_bytes(blake2b(row.tobytes(), digest_size=8).digest(), "little", signed=True) for row in tokens
+        ),
         "completion": [row.text for row in sequences],
         "prompt": [group.prompt if row.opening == group.text else row.opening for group, _, row in rows],
         "answer": [group.answer for group, _, _ in rows],
@@ -166,10 +163,6 @@ def _count_true(flags: Ragged) -> npt.NDArray[np.int64]:
 
 def _integers(values: Any) -> npt.NDArray[np.int64]:
     return np.fromiter(values, dtype=np.int64)
-
-
-def _digest(tokens: npt.NDArray[np.int64]) -> int:
-    return int.from_bytes(blake2b(tokens.tobytes(), digest_size=8).digest(), "little", signed=True)
 
 
 def _trajectory_number(group: Group, sample: Sample) -> int:
@@ -239,14 +232,21 @@ class EpisodeRunner:
         trajectory = self._start_trajectory(group, state, chat)
         fits = partial(self._fits, group.sampling)
         if state is not None and not fits(trajectory.context):
-            guard.fail(episode, _first_state_error(len(trajectory.context)))
+            fault = "nothing to begin with: the row has no prompt, and reset returned no state"
+            if count := len(trajectory.context):
+                fault = f"the first state leaves no room for an action: it has {count} tokens"
+            guard.fail(episode, EnvironmentFailed(fault))
         while episode.state is not None:
             completion = await self._generate(group, sample, trajectory.context)
             tokens = completion.request.done.tolist()
             ending = str(self._tokenizer.decode(tokens[-1:])) if completion.finish == "eos" else ""
             trajectory.act(completion.text, tokens, _columns_of(completion), ending)
             # A message has no prompt before it that could tell that its thoughts are open.
-            result = await self._step(guard, episode, find_think_prefix(chat.text) + trajectory.action)
+            self.generating -= 1
+            try:
+                result = await guard.step(episode, find_think_prefix(chat.text) + trajectory.action)
+            finally:
+                self.generating += 1
             if result is not None:
                 trajectory.reward(result.reward, result.score)
             state = _render_state(guard, episode, chat, trajectory.action)
@@ -270,7 +270,9 @@ class EpisodeRunner:
 
     async def _generate(self, group: Group, sample: Sample, context: Sequence[int]) -> Completion:
         request = Request.fresh(group.prompt_id, sample.index, context)
-        seed = group.seed_of_turn(sample.turns)
+        seed = group.seed  # turn 0 has the seed of a sample without further turns
+        if sample.turns:
+            seed = (*seed, *([0] * (3 - len(seed))), sample.turns)
         sample.pending = self._stream.submit(request, group.sampling, seed, group.priority)
         completion = await self._stream.wait(sample.pending)
         versions = completion.request.versions
@@ -278,13 +280,6 @@ class EpisodeRunner:
         sample.pending = None
         sample.turns += 1
         return completion
-
-    async def _step(self, guard: Guard, episode: Episode, action: str) -> StepResult | None:
-        self.generating -= 1
-        try:
-            return await guard.step(episode, action)
-        finally:
-            self.generating += 1
 
     def _fits(self, sampling: SamplingParams, tokens: list[int]) -> bool:
         try:
@@ -310,12 +305,6 @@ def _render_state(guard: Guard, episode: Episode, chat: ChatText, action: str = 
 
 def _columns_of(completion: Completion) -> dict[str, Any]:
     return {**completion.columns, "finished": completion.finish in ("eos", "stop")}
-
-
-def _first_state_error(tokens: int) -> EnvironmentFailed:
-    if not tokens:
-        return EnvironmentFailed("nothing to begin with: the row has no prompt, and reset returned no state")
-    return EnvironmentFailed(f"the first state leaves no room for an action: it has {tokens} tokens")
 
 
 class KeptSamples:
@@ -360,8 +349,10 @@ class KeptSamples:
         specs = {**ROW, **columns}
         try:
             data = json.loads(self._file(group.key, index).read_text())
-            asked = (tuple(data["seed"]), data["sampling"], data["prompt"])
-            is_valid = asked == (group.seed, repr(group.sampling), group.text) and self._stands_on(data["stamps"])
+            stamps, origin = self._read_stamps(), (tuple(data["seed"]), data["sampling"], data["prompt"])
+            is_valid = origin == (group.seed, repr(group.sampling), group.text) and all(
+                mark is not None and stamps.get(version) == mark for version, mark in data["stamps"].items()
+            )
             if not is_valid or any(values.keys() != specs.keys() for values, _, _ in data["sequences"]):
                 return None
             sequences = [SequenceColumns(specs, *sequence) for sequence in data["sequences"]]
@@ -373,19 +364,16 @@ class KeptSamples:
     def retain(self, keys: Iterable[GroupKey]) -> None:
         """Forget the samples of all other groups."""
         names = {_name(key) for key in keys}
-        self._writer.submit(self._retain, names)
 
-    def _retain(self, names: set[str]) -> None:
-        for file in self._folder.iterdir():
-            if file.stem.rpartition("-")[0] not in names:
-                file.unlink(missing_ok=True)
+        def remove() -> None:
+            for file in self._folder.iterdir():
+                if file.stem.rpartition("-")[0] not in names:
+                    file.unlink(missing_ok=True)
+
+        self._writer.submit(remove)
 
     def close(self) -> None:
         self._writer.shutdown(wait=False, cancel_futures=True)
-
-    def _stands_on(self, stamps: Mapping[str, str | None]) -> bool:
-        known = self._read_stamps()
-        return all(mark is not None and known.get(version) == mark for version, mark in stamps.items())
 
     def _read_stamps(self) -> dict[str, str]:
         try:

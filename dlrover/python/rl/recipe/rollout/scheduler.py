@@ -5,7 +5,7 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -75,15 +75,20 @@ class RolloutScheduler:
     async def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
         self._check_weights()
         self._sampling = sampling, seed
-        groups = self._set_groups(wanted)
+        groups = [self._find_or_create(row) for row in _plain_rows(wanted)]
+        by_key = {group.key: group for group in groups}
+        self._cancel([group for key, group in self._groups.items() if key not in by_key])
+        self._groups = by_key
+        self._queue = deque(group for group in by_key.values() if not group.started)
+        if self._kept is not None:
+            self._kept.retain(by_key)
         needed = min(enough, len(groups))
         await self._run_until(groups, lambda: sum(group.complete for group in groups) >= needed, patience_s)
         return self._status(groups)
 
     def are_complete(self, wanted: Batch) -> bool:
         """Whether :meth:`fetch` would return these at once. May be called from any thread."""
-        keys = [_key_of(row) for row in _plain_rows(wanted)]
-        groups = [self._groups.get(key) for key in keys]
+        groups = [self._groups.get(_key_of(row)) for row in _plain_rows(wanted)]
         return all(group is not None and group.complete for group in groups)
 
     async def fetch(self, wanted: Batch) -> Batch:
@@ -98,7 +103,10 @@ class RolloutScheduler:
             Group(row["prompt_id"], step, retry, **_prompt_of(row), sampling=sampling, seed=seed, priority=True)
             for row in _plain_rows(prompts)
         ]
-        with self._prioritized():
+        # Only priority requests run; but where the number of episodes is limited, running ones have to end before
+        # others can start, so all of them run.
+        is_limited = self.guard is not None and self.guard.episodes is not None
+        with nullcontext() if is_limited else self._stream.exclusive():
             try:
                 return await self._complete(groups)
             finally:
@@ -109,16 +117,6 @@ class RolloutScheduler:
             self._start_group(group)
         await self._run_until(groups, lambda: all(group.complete for group in groups))
         return make_batch(groups, self.guard is not None, self._runner.columns)
-
-    def _set_groups(self, wanted: Batch) -> list[Group]:
-        groups = [self._find_or_create(row) for row in _plain_rows(wanted)]
-        by_key = {group.key: group for group in groups}
-        self._cancel([group for key, group in self._groups.items() if key not in by_key])
-        self._groups = by_key
-        self._queue = deque(group for group in by_key.values() if not group.started)
-        if self._kept is not None:
-            self._kept.retain(by_key)
-        return groups
 
     def _find_or_create(self, row: dict[str, Any]) -> Group:
         key = _key_of(row)
@@ -162,21 +160,17 @@ class RolloutScheduler:
         if repeats and any(group.started and not group.complete for group in groups):
             self._restart(list(groups))
         else:
-            self._restart_after(stamp.version if is_known else stamp.version - 1)
+            last = stamp.version if is_known else stamp.version - 1
+            later = [group for group in groups if any(self._version_range(each)[1] > last for each in group.samples)]
+            if later:
+                _LOG.warning(
+                    "restarting %d groups: they have tokens of later weights than version %d", len(later), last
+                )
+            self._restart(later)
         self.engine.receive(weights, rewind=True)
         self._stamps = {version: earlier for version, earlier in self._stamps.items() if version < stamp.version}
         self._stamps[stamp.version] = stamp
         self._wakeup.notify()
-
-    def _restart_after(self, version: int) -> None:
-        later = [
-            group
-            for group in self._groups.values()
-            if any(self._version_range(sample)[1] > version for sample in group.samples)
-        ]
-        if later:
-            _LOG.warning("restarting %d groups: they have tokens of later weights than version %d", len(later), version)
-        self._restart(later)
 
     def _restart(self, groups: Sequence[Group]) -> None:
         self._cancel(groups)
@@ -217,7 +211,10 @@ class RolloutScheduler:
         loop = asyncio.get_running_loop()
         deadline_s = loop.time() + patience_s
         while not should_stop() and (remaining_s := deadline_s - loop.time()) > 0:
-            if self._start_queued():
+            queued = len(self._queue)
+            while self._queue and self._runner.generating < self._max_generating and not self._stream.is_exclusive:
+                self._start_group(self._queue.popleft())
+            if len(self._queue) < queued:
                 await asyncio.sleep(0)  # Their tasks submit the requests of the next step.
                 if should_stop():  # all that was needed was kept
                     return
@@ -238,12 +235,6 @@ class RolloutScheduler:
                     raise error
             await self._wakeup.wait(remaining_s if remaining_s < math.inf else None)
 
-    def _start_queued(self) -> bool:
-        length = len(self._queue)
-        while self._queue and self._runner.generating < self._max_generating and not self._stream.is_exclusive:
-            self._start_group(self._queue.popleft())
-        return len(self._queue) < length
-
     def _start_group(self, group: Group) -> None:
         if group.started:
             return
@@ -256,7 +247,10 @@ class RolloutScheduler:
             group.failure = error
             return
         group.started = True
-        group.samples = [self._find_kept(group, index) for index in range(group.sampling.samples_per_prompt)]
+        group.samples = [Sample(index) for index in range(group.sampling.samples_per_prompt)]
+        if self._kept is not None and not group.priority:
+            columns = self._runner.columns
+            group.samples = [self._kept.load(group, each.index, columns) or each for each in group.samples]
         missing = [sample for sample in group.samples if not sample.ended]
         if not missing:
             group.complete = True
@@ -265,11 +259,6 @@ class RolloutScheduler:
         for sample in missing:
             sample.task = asyncio.get_running_loop().create_task(self._run_sample(group, sample, tokens))
             sample.task.add_done_callback(partial(self._forget_task, group, sample))
-
-    def _find_kept(self, group: Group, index: int) -> Sample:
-        reuses = self._kept is not None and not group.priority
-        kept = self._kept.load(group, index, self._runner.columns) if self._kept is not None and reuses else None
-        return kept or Sample(index)
 
     async def _run_sample(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
         try:
@@ -300,14 +289,6 @@ class RolloutScheduler:
             if task is not None and not task.done():
                 self._cancelled.add(task)
                 task.cancel()
-
-    @contextmanager
-    def _prioritized(self) -> Iterator[None]:
-        """Inside the block only priority requests run; but where the number of episodes is limited, running ones have
-        to end before others can start, so all of them run."""
-        is_limited = self.guard is not None and self.guard.episodes is not None
-        with nullcontext() if is_limited else self._stream.exclusive():
-            yield
 
     async def close(self) -> None:
         if self._driver is not None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError, InvalidJob
 from dlrover.python.rl.common.hub import LOOKUP, Lookup, current_lookup
@@ -27,6 +27,7 @@ from dlrover.python.rl.config.typed import lies_in, parse, rename_keys
 from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.checkpoint.runs import resumed_layout
 from dlrover.python.rl.runtime.member.loading import load_class
+from dlrover.python.rl.trainer.plan import TrainerPlan, call_hook, plan_of
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer
 from dlrover.python.rl.trainer.workload import BaseWorkload, is_stateful, is_unknown
@@ -36,6 +37,9 @@ _LOG = get_logger(__name__)
 DEADLINE_S = 180.0
 
 _DEVICE = "config.engine.device"
+
+SettingsReader: TypeAlias = tuple[type[Any], Callable[[Any], Mapping[str, Any]]]
+"""A class with a state, and the function that returns the settings of a config that its state depends on."""
 
 
 @dataclass(frozen=True)
@@ -89,18 +93,20 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
             errors.append(ConfigError("trainer.class", f"{job.trainer.class_} does not define {', '.join(missing)}"))
         job, renamed = _with_own_names(trainer, job)
         given = to_plain(job.config) if renamed else None
-        config, faults = _complete(trainer, job, here)
+        plan = plan_of(trainer)
+        config, faults = _complete(plan, job, here)
         job = job if config is None else replace(job, config=from_plain(config))
-        faults += _ask("trainer", partial(trainer.check_config, job.config, roles))
+        faults += _ask("trainer", partial(plan.check_config, job.config, roles))
         errors += faults
-        about = [] if faults else renamed + _ask_lines(partial(trainer.describe_config, job.config, roles))
+        about = [] if faults else renamed + _ask_lines(partial(plan.describe_config, job.config, roles))
     for role, spec in job.workloads.items():
         where = f"workload.{role.lower()}"
         workload = _load(errors, where, spec.module, spec.class_, BaseWorkload, job)
         if workload is None:
             continue
         methods[role], loaded[str(role)] = tuple(public_methods(workload)), workload
-        errors += [item for item in _ask(where, partial(workload.check_config, job.config)) if item not in errors]
+        own_errors = _ask(where, partial(call_hook, workload, "check_config", (), job.config))
+        errors += [error for error in own_errors if error not in errors]
         if not workload.needs_own_process:
             continue
         collectives.append(str(role))
@@ -109,7 +115,9 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
         if spec.num > 1:
             reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
-    errors += _validate_workloads(trainer, loaded)
+    if trainer is not None:
+        classes = {RLRoleType(role): workload for role, workload in loaded.items()}
+        errors += _ask("workload", partial(plan_of(trainer).check_workloads, classes))
     stateful = {str(role): num for role, num in roles.items() if role in loaded and is_stateful(loaded[role])}
     errors += _validate_resume(job, before, stateful, loaded, trainer, about) if len(methods) == len(roles) else []
     return Inspection(
@@ -143,7 +151,7 @@ def inspect_types(job: JobSpec) -> Inspection:
 
 def _check_options(trainer: Any, job: JobSpec, wrong: list[str]) -> list[ConfigError]:
     try:
-        return [error for error in trainer.check_options(job.config) if not lies_in(error.where, wrong)]
+        return [error for error in plan_of(trainer).check_options(job.config) if not lies_in(error.where, wrong)]
     except Exception as error:  # noqa: BLE001 -- the user's code, which may need what is elsewhere
         _LOG.info("%s.check_options: %s: %s", trainer.__name__, type(error).__name__, error)
         return []
@@ -151,7 +159,7 @@ def _check_options(trainer: Any, job: JobSpec, wrong: list[str]) -> list[ConfigE
 
 def _state_bytes(workload: Any, config: Any, members: int) -> int | None:
     try:
-        nbytes: int | None = workload.state_bytes(config, members)
+        nbytes: int | None = call_hook(workload, "state_bytes", None, config, members)
     except Exception as error:  # noqa: BLE001 -- the user's code may raise anything, and only an estimate depends on it
         _LOG.warning("%s.state_bytes raised %s: %s", workload.__name__, type(error).__name__, error)
         return None
@@ -184,12 +192,12 @@ def _with_own_names(trainer: type[BaseTrainer], job: JobSpec) -> tuple[JobSpec, 
     return replace(job, config=from_plain(config)), lines
 
 
-def _complete(trainer: Any, job: JobSpec, here: bool) -> tuple[Mapping[str, Any] | None, list[ConfigError]]:
+def _complete(plan: TrainerPlan, job: JobSpec, here: bool) -> tuple[Mapping[str, Any] | None, list[ConfigError]]:
     """The complete config, and the errors that only completing it finds. Keys that overrides have added are errors for
     a trainer without a schema."""
     devices = "HERE" if here and job.trainer.device_type == "GPU" else job.trainer.device_type
     try:
-        config = trainer.complete_config(job.config, devices)
+        config = plan.complete_config(job.config, devices)
     except InvalidJob as error:
         return None, [fault for fault in error.errors if fault.where == _DEVICE]  # check_config reports the others
     except Exception as error:  # noqa: BLE001 -- the user's code may raise anything: it is reported
@@ -204,28 +212,24 @@ def _ask_lines(question: Callable[[], Iterable[str]]) -> list[str]:
         return [f"describe_config raised {type(error).__name__}: {error}"]
 
 
-def _validate_workloads(trainer: Any, loaded: Mapping[str, Any]) -> list[ConfigError]:
-    if trainer is None:
-        return []
-    return _ask("workload", partial(trainer.check_workloads, {RLRoleType(role): cls for role, cls in loaded.items()}))
-
-
 def _validate_resume(
     job: JobSpec, before: str, stateful: Mapping[str, int], loaded: Mapping[str, Any], trainer: Any, about: list[str]
 ) -> list[ConfigError]:
     """``trainer`` is None if it cannot be loaded. ``about`` gets lines on what is not known."""
-    classes = [*([] if trainer is None else [trainer]), *(loaded[role] for role in stateful)]
-    return [*_validate_members(job, stateful, loaded), *_validate_settings(job, before, classes, about)]
+    readers: list[SettingsReader] = [] if trainer is None else [(trainer, plan_of(trainer).settings_of_state)]
+    readers += [(loaded[role], partial(call_hook, loaded[role], "settings_of_state", {})) for role in stateful]
+    return [*_validate_members(job, stateful, loaded), *_validate_settings(job, before, readers, about)]
 
 
-def _validate_settings(job: JobSpec, before: str, classes: Iterable[Any], about: list[str]) -> list[ConfigError]:
-    """A job goes on from a state with the settings that the states of objects of these classes depend on; ``before``:
-    the description of the run that has it."""
+def _validate_settings(
+    job: JobSpec, before: str, readers: Iterable[SettingsReader], about: list[str]
+) -> list[ConfigError]:
+    """Refuse settings that states depend on and that differ from the run's that ``before`` describes."""
     errors: dict[str, ConfigError] = {}
-    for stateful in classes if before else ():
+    for stateful, settings_of_state in readers if before else ():
         try:
             earlier = load_job_text(before, job.name, search_path=job.search_path)
-            was, now = stateful.settings_of_state(earlier.config), stateful.settings_of_state(job.config)
+            was, now = settings_of_state(earlier.config), settings_of_state(job.config)
             changed = [
                 (key, _inline(old), _inline(new), is_unknown(old, new)) for key, old, new in _differences(was, now)
             ]

@@ -11,10 +11,11 @@ import pytest
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.base.config import PolicyConfig
-from dlrover.python.rl.recipe.online import policy_trainer
 from dlrover.python.rl.recipe.online.batch import SampleLog, StepBatch
-from dlrover.python.rl.recipe.online.policy_trainer import PolicyTrainer
 from dlrover.python.rl.recipe.reporting.rewards import StepWarnings
+from dlrover.python.rl.recipe.trainers import policy_trainer
+from dlrover.python.rl.recipe.trainers.policy_trainer import PolicyTrainer
+from dlrover.python.rl.trainer.plan import plan_of
 from dlrover.python.rl.trainer.port import Pending
 
 NAN = float("nan")
@@ -109,7 +110,7 @@ def test_a_role_with_another_vocabulary_is_refused(marks, is_refused):
 )
 def test_rollouts_that_differ_from_the_policy_are_corrected(name, engine, precision, max_staleness, corrects):
     config = {"engine": {"rollout": engine, "precision": precision}, "rollout": {"max_staleness": max_staleness}}
-    assert bool(PolicyTrainer.algorithm_defaults(config, name)) == corrects
+    assert bool(plan_of(PolicyTrainer).algorithm_defaults(config, name)) == corrects
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from dlrover.python.rl.recipe.reporting.timing import Stopwatch, TimedPort
+from dlrover.python.rl.recipe.trainers.recipe_trainer import TimedPort
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
 from tests.manual_clock import ManualClock
@@ -43,37 +43,32 @@ def call(method, *args):
 @pytest.fixture
 def timed():
     clock = ManualClock()
-    stopwatch = Stopwatch(clock)
-    return (
-        clock,
-        stopwatch,
-        TimedPort(SlowPort(clock, {"generate": 5.0, "score": 2.0, "update": 3.0}), stopwatch, PHASES),
-    )
+    return clock, TimedPort(SlowPort(clock, {"generate": 5.0, "score": 2.0, "update": 3.0}), PHASES, clock)
 
 
 @pytest.mark.feature(140)
 def test_each_phase_has_its_own_time_when_one_waits_for_another(timed):
-    clock, stopwatch, port = timed
+    clock, port = timed
     completions = port.submit("ROLLOUT", 0, call("generate"))
     clock.now_s += 1.0  # the trainer's own work
     rewards = port.submit("REWARD", 0, call("score", Rows((completions,), 0, 1)))
     assert port.wait([rewards], None) == [Outcome()]
     port.wait([port.submit("ACTOR", 0, call("update", completions))], None)
-    whole, spent = stopwatch.lap()
+    whole, spent = port.lap()
     assert spent == {"generation": 4.0, "reward": 2.0, "update": 3.0, "trainer": 1.0}
     assert whole == 10.0
-    assert stopwatch.lap() == (0.0, {"trainer": 0.0})
+    assert port.lap() == (0.0, {"trainer": 0.0})
 
 
 def test_a_method_of_one_role_can_have_a_phase_of_its_own(timed):
-    _, stopwatch, port = timed
+    _, port = timed
     for role in ("CRITIC", "ACTOR"):
         port.wait([port.submit(role, 0, call("update"))], None)
-    assert stopwatch.lap() == (6.0, {"critic": 3.0, "update": 3.0, "trainer": 0.0})
+    assert port.lap() == (6.0, {"critic": 3.0, "update": 3.0, "trainer": 0.0})
 
 
 def test_a_deadline_is_for_the_whole_wait(timed):
-    clock, _, port = timed
+    clock, port = timed
     completions = port.submit("ROLLOUT", 0, call("generate"))
     rewards = port.submit("REWARD", 0, call("score", completions))
     assert port.wait([rewards], 6.0) == [Outcome(late=True)]
@@ -83,8 +78,8 @@ def test_a_deadline_is_for_the_whole_wait(timed):
 
 
 def test_waits_of_other_threads_are_not_booked(timed):
-    _, stopwatch, port = timed
+    _, port = timed
     waiting = threading.Thread(target=lambda: port.wait([port.submit("ROLLOUT", 0, call("generate"))], None))
     waiting.start()
     waiting.join(10)
-    assert stopwatch.lap() == (5.0, {"trainer": 5.0})
+    assert port.lap() == (5.0, {"trainer": 5.0})

@@ -2,7 +2,6 @@
 """Models that a run does not train stay those that it was begun with."""
 
 import shutil
-from types import SimpleNamespace
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -10,15 +9,14 @@ from safetensors.torch import load_file, save_file
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.recipe.base.model_files import FrozenModels
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
+from dlrover.python.rl.recipe.trainers.recipe_trainer import FrozenModels
 
 
 def models(**paths):
     uses = {RLRoleType(role.upper()): ModelUse("frozen", str(path)) for role, path in paths.items()}
     uses[RLRoleType.ACTOR] = ModelUse("trained", "anything")
-    trainer = SimpleNamespace(actor_handles={role: [None] for role in uses}, model_uses=lambda cfg, members: uses)
-    return FrozenModels(trainer, None)
+    return FrozenModels(uses)
 
 
 def test_other_weights_are_refused_and_another_place_is_not(tmp_path):

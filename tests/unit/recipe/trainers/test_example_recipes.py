@@ -21,9 +21,10 @@ from dlrover.python.rl.engine.model.spec import ModelSpec
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write_tiny_model
 from dlrover.python.rl.recipe.dpo import DPOConfig, DPOTrainer
 from dlrover.python.rl.recipe.grpo import GRPOConfig
-from dlrover.python.rl.recipe.offline.examples import PairData, ScoredPairData, SFTData
 from dlrover.python.rl.recipe.rm import RMConfig, RMTrainer
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
+from dlrover.python.rl.recipe.trainers.examples import PairData, ScoredPairData, SFTData
+from dlrover.python.rl.trainer.plan import plan_of
 
 SEEDS = (0, 1, 2)
 LEARNING = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])]
@@ -309,7 +310,7 @@ def test_a_batch_that_is_larger_than_the_data_has_pairs_several_times(inputs, tm
 
 def problems_of(trainer, config, **roles):
     sizes = {RLRoleType(role): size for role, size in (roles or {"ACTOR": 1, "REFERENCE": 1}).items()}
-    return {problem.where: problem.what for problem in trainer.check_config(config, sizes)}
+    return {problem.where: problem.what for problem in plan_of(trainer).check_config(config, sizes)}
 
 
 @pytest.mark.parametrize("trainer", [SFTTrainer, RMTrainer, DPOTrainer])

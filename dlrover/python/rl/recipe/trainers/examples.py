@@ -24,9 +24,9 @@ from dlrover.python.rl.engine.model.loading import merge_eos_ids
 from dlrover.python.rl.engine.model.packing import select_columns
 from dlrover.python.rl.engine.model.ranks import preserve_random_state
 from dlrover.python.rl.recipe.base.config import Positive
-from dlrover.python.rl.recipe.base.data_config import digest_of_rows, name_source
 from dlrover.python.rl.recipe.base.model_files import LARGEST, count_room, find_large, find_tokenizer
 from dlrover.python.rl.recipe.base.updates import TRAINED
+from dlrover.python.rl.recipe.online.prompts import digest_of_rows, name_source
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -142,7 +142,10 @@ def load_examples(
     trains_end = not isinstance(data, SFTData) or bool(np.isin(trained, eos_ids).any())
     if held_out is None or not evaluates:
         return Examples(train, None, counts, digest=digest, trains_end=trains_end, unused=rows.unused)
-    prompts = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": [_answer(row) for row in held_out]}
+    prompts: dict[str, list[Any]] = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": []}
+    for row in held_out:  # the response, or the first answer of a conversation; None of a pair
+        answers = [message["content"] for message in row.get("messages", ()) if message["role"] == "assistant"]
+        prompts["answer"].append(row.get("response", answers[0] if answers else None))
     prompts["extra_info"] = [{"chat_template_kwargs": template_kwargs_of(row)} for row in held_out]
     evaluated = digest_of_rows(row for _, row in held_out.numbered)
     encoded, _ = _encode(data, held_out, tokenizer, eos_ids)
@@ -163,12 +166,6 @@ def _encode(data: ExampleData, rows: SourceRows, tokenizer: Any, eos_ids: Sequen
     trained = np.array([int(mask.sum()) for mask in batch.ragged("action_mask")], dtype=np.int64)
     others = {name: batch[name] for name in batch.columns if name not in (*TRAINED, "row")}
     return batch.select(*TRAINED).with_columns(action_tokens=trained, line=lines, **others), counts
-
-
-def _answer(row: Mapping[str, Any]) -> Any:
-    """The response, or the first answer of a conversation; None of a pair."""
-    answers = [message["content"] for message in row.get("messages", ()) if message["role"] == "assistant"]
-    return row.get("response", answers[0] if answers else None)
 
 
 def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[ConfigError]:

@@ -17,10 +17,11 @@ from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import KeepConfig
 from dlrover.python.rl.recipe.dpo import DPOConfig, DPOTrainer
-from dlrover.python.rl.recipe.offline.examples import Measured, PairData, SFTData, load_examples, validate_examples
 from dlrover.python.rl.recipe.reporting.run_log import ModelSaver, validate_keep
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
+from dlrover.python.rl.recipe.trainers.examples import Measured, PairData, SFTData, load_examples, validate_examples
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
+from dlrover.python.rl.trainer.plan import plan_of
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
 HELD_OUT = [{"prompt": "7+7=", "response": "14"}, {"prompt": "1=", "response": "one, and a good deal more"}]
@@ -146,7 +147,9 @@ def test_an_evaluated_policy_is_compared_with_the_reference_it_was_trained_again
     found = json.loads((tmp_path / "alone/summary.json").read_text())
     assert found["eval/rewards/margins"] == pytest.approx(last["eval/rewards/margins"], rel=1e-5) != 0.0
     lora = {"engine": {"threads": 1, "lora": {}}, "reference_model": "another"}
-    errors = DPOTrainer.find_errors(require(DPOConfig, config | trained | lora, "config"), {RLRoleType.ACTOR: 1})
+    errors = plan_of(DPOTrainer).find_errors(
+        require(DPOConfig, config | trained | lora, "config"), {RLRoleType.ACTOR: 1}
+    )
     assert [str(error).partition(":")[0] for error in errors if "the role" in str(error)] == ["config.reference_model"]
 
 
@@ -156,7 +159,7 @@ def test_an_evaluated_policy_is_compared_with_the_reference_it_was_trained_again
 )
 def test_what_was_trained_on_is_not_called_held_out(inputs, data, every, faults):
     config = config_of(inputs, data={"train": str(inputs / "examples.jsonl"), **data}, eval_only=True, eval_every=every)
-    errors = SFTTrainer.find_errors(require(SFTConfig, config, "config"), {RLRoleType.ACTOR: 1})
+    errors = plan_of(SFTTrainer).find_errors(require(SFTConfig, config, "config"), {RLRoleType.ACTOR: 1})
     assert [error.where for error in errors] == faults
 
 
@@ -195,7 +198,7 @@ def test_answers_are_drawn_and_judged_where_the_job_has_the_roles_for_it(inputs,
 
 def test_roles_that_do_not_go_together_are_refused(inputs):
     def problems_of(config, **roles):
-        found = SFTTrainer.check_config(config, {RLRoleType(role): size for role, size in roles.items()})
+        found = plan_of(SFTTrainer).check_config(config, {RLRoleType(role): size for role, size in roles.items()})
         return {problem.where: problem.what for problem in found}
 
     config = config_of(inputs, eval_every=1)

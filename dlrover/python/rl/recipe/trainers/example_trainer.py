@@ -9,18 +9,26 @@ from typing import Annotated, Any, ClassVar
 from annotated_types import Gt
 
 from dlrover.python.rl.algorithm.base import Algorithm, select_added
-from dlrover.python.rl.common.errors import ConfigError, InvalidJob
+from dlrover.python.rl.common.errors import ConfigError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.sampler import Partition, partition
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
-from dlrover.python.rl.recipe.base.config import EngineConfig, KeepConfig, LogConfig, NonNegative, Positive
-from dlrover.python.rl.recipe.base.data_config import JobCursor
-from dlrover.python.rl.recipe.base.other_names import ELSEWHERE, EXAMPLE_NAMES
+from dlrover.python.rl.recipe.base.config import (
+    ELSEWHERE,
+    EXAMPLE_NAMES,
+    EngineConfig,
+    KeepConfig,
+    LogConfig,
+    NonNegative,
+    Positive,
+)
+from dlrover.python.rl.recipe.base.model_files import validate_model, validate_vocabulary
 from dlrover.python.rl.recipe.base.updates import TRAINED, annotate_errors_with_samples
-from dlrover.python.rl.recipe.offline.examples import (
+from dlrover.python.rl.recipe.online.prompts import JobCursor
+from dlrover.python.rl.recipe.trainers.examples import (
     ExampleData,
     Examples,
     Measured,
@@ -29,7 +37,8 @@ from dlrover.python.rl.recipe.offline.examples import (
     validate_lengths,
     warn_of_cuts,
 )
-from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
+from dlrover.python.rl.recipe.trainers.recipe_plan import RecipePlan
+from dlrover.python.rl.recipe.trainers.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 
@@ -81,6 +90,47 @@ class ExampleConfig:
         return self.eval_only or (has_rows if self.eval_every is None else self.eval_every > 0)
 
 
+class ExamplePlan(RecipePlan):
+    """Plans jobs of an :class:`ExampleTrainer`."""
+
+    def settings_of_state(self, config: Any) -> Mapping[str, Any]:
+        # Its place in the rows is a number of steps of this size.
+        return {**super().settings_of_state(config), "batch_size": config.get("batch_size")}
+
+    def longest_row(self, cfg: ExampleConfig) -> tuple[int, bool]:
+        return cfg.data.max_length * cfg.data.segment_rows, True  # a pair is in one pass
+
+    def describe_config(self, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
+        cuts = warn_of_cuts(require(self.trainer.config_class, config, "config"))
+        return [*super().describe_config(config, roles), *cuts]
+
+    def describe_step(self, cfg: ExampleConfig) -> str:
+        return f"{cfg.batch_size} examples, 1 update"
+
+    def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
+        return list(self.trainer.evaluation_metrics(Measured(0.0, dict.fromkeys(self.trainer.metric_names, 0.0))))
+
+    def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
+        errors += [] if errors else validate_lengths(cfg)
+        if cfg.eval_only and cfg.data.eval is None and cfg.data.eval_share is None and not cfg.eval_every:
+            message = "is needed: without eval_every or data.eval_share every row of data.train is trained on"
+            errors.append(ConfigError("config.data.eval", message))
+        algorithm, wrong_options = self.read_algorithm(cfg)
+        errors += wrong_options
+        if (reference := self.trainer.reference_of(cfg)) != cfg.model:
+            where = "config.reference_model"
+            errors += validate_model(reference, where) or validate_vocabulary(reference, cfg.model, where)
+        if algorithm is None or not _uses_reference(algorithm) or RLRoleType.REFERENCE in roles:
+            return errors
+        if cfg.engine.lora is None:
+            errors.append(ConfigError("workload", "the role 'reference' is required: the loss compares with it"))
+        elif reference != cfg.model:
+            message = "needs the role 'reference': without one it is the model without its adapters"
+            errors.append(ConfigError("config.reference_model", message))
+        return errors
+
+
 class ExampleTrainer(RecipeTrainer):
     """Role ACTOR, whose members are data-parallel ranks; and REFERENCE where the loss needs it, which with adapters is
     the actor without them.
@@ -97,6 +147,7 @@ class ExampleTrainer(RecipeTrainer):
     config_class: ClassVar[type[ExampleConfig]]
     """The dataclass of the job's ``config``; its ``data`` encodes rows as tokens."""
 
+    plan = ExamplePlan
     cfg: ExampleConfig
 
     metric_names: ClassVar[Mapping[str, str]]
@@ -110,11 +161,6 @@ class ExampleTrainer(RecipeTrainer):
     def evaluation_metrics(cls, measured: Measured) -> dict[str, float]:
         return {f"eval/{name}": value for name, value in cls.metrics(measured).items()}
 
-    @classmethod
-    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
-        # Its place in the rows is a number of steps of this size.
-        return {**super().settings_of_state(config), "batch_size": config.get("batch_size")}
-
     def init(self) -> None:
         super().init()
         cfg = self.cfg
@@ -122,7 +168,13 @@ class ExampleTrainer(RecipeTrainer):
         self.examples: Examples
         encode = self.RG_ACTOR.encode.options(target="RANK0")
         (self.examples,) = encode(cfg.model, cfg.data, cfg.evaluates, cfg.seed)
-        self._log_examples()
+        examples, data = self.examples, cfg.data
+        if examples.unused:
+            _LOG.info("%s: unused columns: %s", data.train, ", ".join(examples.unused))
+        if not examples.trains_end:
+            cause = f"{examples.counts.cut} of {examples.counts.rows} rows are cut at data.max_length"
+            cause = f"{cause}, now {data.max_length}" if examples.counts.cut else "the tokenizer has no such token"
+            _LOG.warning("%s trains no end of a sequence, so the model will not learn to stop: %s", data.train, cause)
         self.model_saver.evaluated = self.examples.evaluated
         self.segments_to_train = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * self.segment_count)
         self.cursor = self.state["cursor"] = JobCursor(
@@ -132,15 +184,6 @@ class ExampleTrainer(RecipeTrainer):
         for pending in self.load_models():
             pending.result()  # waits: for models, which the members' limits bound
         (self.machine,) = self.RG_ACTOR.machine()
-
-    def _log_examples(self) -> None:
-        examples, data = self.examples, self.cfg.data
-        if examples.unused:
-            _LOG.info("%s: unused columns: %s", data.train, ", ".join(examples.unused))
-        if not examples.trains_end:
-            cause = f"{examples.counts.cut} of {examples.counts.rows} rows are cut at data.max_length"
-            cause = f"{cause}, now {data.max_length}" if examples.counts.cut else "the tokenizer has no such token"
-            _LOG.warning("%s trains no end of a sequence, so the model will not learn to stop: %s", data.train, cause)
 
     def load_models(self) -> list[Pending]:
         cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
@@ -162,11 +205,17 @@ class ExampleTrainer(RecipeTrainer):
             metrics = self.metrics(Measured(trained.loss, trained.metrics))
             metrics |= {"grad_norm": trained.grad_norm, "lr": trained.lr, "updates/skipped": float(trained.skipped)}
             metrics |= {name: value for name, value in trained.metrics.items() if "/" in name}
-            if self.should_evaluate(step):
-                metrics |= self.evaluate(step)
+            every = self.cfg.eval_every or self.total_steps
+            if self.cfg.evaluates and (step % every == 0 or step == self.total_steps):
+                evaluation = self._measure_held_out() | self.extra_metrics(step)
+                self.model_saver.update(step, evaluation)
+                metrics |= evaluation
             self.model_saver.save_step(step)
             self.report(step, metrics, len(batch) // self.cfg.data.segment_rows, len(batch.ragged("tokens").values))
-        self.finish(self.last_step)
+        counts, held_out = self.examples.counts, self.examples.held_out
+        held_out_rows = 0 if held_out is None else len(held_out) // self.cfg.data.segment_rows
+        rows = {"held_out_rows": held_out_rows, "cut_rows": counts.cut, "dropped_rows": counts.dropped}
+        self.write_results({"examples": self.segment_count, **rows, "steps": self.last_step})
 
     @property
     def segment_count(self) -> int:
@@ -195,20 +244,17 @@ class ExampleTrainer(RecipeTrainer):
     def update(self, step: int, batch: Batch) -> UpdateResult:
         """One optimizer step; raises ``NonFiniteUpdate``, which names the rows, where it is refused."""
         shard = self._shard(batch)
-        everything = [{"sample": self._locate(line)} for line in batch.dense("line").tolist()]
-        write = self.run_log.write_refused
-        with annotate_errors_with_samples(step, write, everything, lambda: self._find_offending(shard)):
+        everything = [{"sample": f"{self.cfg.data.train}:{line}"} for line in batch.dense("line").tolist()]
+
+        def find_offending() -> list[dict[str, Any]]:
+            offending = Batch.concat(self.RG_ACTOR.find_nonfinite(shard, Replicate(("line",))))
+            rows = zip(offending.dense("line").tolist(), offending.objects("text"), strict=True)
+            return [{"sample": f"{self.cfg.data.train}:{line}", "text": text} for line, text in rows]
+
+        with annotate_errors_with_samples(step, self.run_log.write_refused, everything, find_offending):
             trained: UpdateResult
             trained, *_ = self.RG_ACTOR.train(shard)
         return trained
-
-    def _find_offending(self, shard: Shard) -> list[dict[str, Any]]:
-        offending = Batch.concat(self.RG_ACTOR.find_nonfinite(shard, Replicate(("line",))))
-        rows = zip(offending.dense("line").tolist(), offending.objects("text"), strict=True)
-        return [{"sample": self._locate(line), "text": text} for line, text in rows]
-
-    def _locate(self, line: int) -> str:
-        return f"{self.cfg.data.train}:{line}"
 
     def _shard(self, batch: Batch) -> Shard:
         return Shard(batch, rows=self._partition(batch, self.RG_ACTOR.data_parallel_size).groups)
@@ -216,16 +262,6 @@ class ExampleTrainer(RecipeTrainer):
     def _partition(self, batch: Batch, replicas: int) -> Partition:
         """The rows of each replica, with about as many tokens each; of few segments some replicas get none."""
         return partition(batch.ragged("tokens").lengths.tolist(), replicas, self.cfg.data.segment_rows)
-
-    def should_evaluate(self, step: int) -> bool:
-        every = self.cfg.eval_every or self.total_steps
-        return self.cfg.evaluates and (step % every == 0 or step == self.total_steps)
-
-    def evaluate(self, step: int) -> dict[str, float]:
-        """The metrics of the held-out examples; saves the model if it is the best so far."""
-        metrics = self._measure_held_out() | self.extra_metrics(step)
-        self.model_saver.update(step, metrics)
-        return metrics
 
     def _measure_held_out(self) -> dict[str, float]:
         assert self.examples.held_out is not None, "there are some where a run evaluates"
@@ -239,57 +275,6 @@ class ExampleTrainer(RecipeTrainer):
     def evaluation_algorithm(self) -> Algorithm:
         """Its ``annotate`` gives the weights of the mean over the held-out examples."""
         return self.algorithm
-
-    def finish(self, steps: int) -> None:
-        counts, held_out = self.examples.counts, self.examples.held_out
-        held_out_rows = 0 if held_out is None else len(held_out) // self.cfg.data.segment_rows
-        rows = {"held_out_rows": held_out_rows, "cut_rows": counts.cut, "dropped_rows": counts.dropped}
-        self.write_results({"examples": self.segment_count, **rows, "steps": steps})
-
-    @classmethod
-    def longest_row(cls, cfg: ExampleConfig) -> int:
-        return cfg.data.max_length * cfg.data.segment_rows  # a pair is in one pass
-
-    @classmethod
-    def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
-        cuts = warn_of_cuts(require(cls.config_class, config, "config"))
-        return [*super().describe_config(config, roles), *cuts]
-
-    @classmethod
-    def describe_step(cls, cfg: ExampleConfig) -> str:
-        return f"{cfg.batch_size} examples, 1 update"
-
-    @classmethod
-    def find_errors(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
-        errors += [] if errors else validate_lengths(cfg)
-        if cfg.eval_only and cfg.data.eval is None and cfg.data.eval_share is None and not cfg.eval_every:
-            what = "is needed: without eval_every or data.eval_share every row of data.train is trained on"
-            errors.append(ConfigError("config.data.eval", what))
-        return [*errors, *cls._validate_algorithm(cfg, roles)]
-
-    @classmethod
-    def evaluation_names(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return list(cls.evaluation_metrics(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0))))
-
-    @classmethod
-    def _validate_algorithm(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors: list[ConfigError] = []
-        try:
-            algorithm = cls.algorithm_of(cfg)
-        except InvalidJob as error:
-            errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
-            if error.salvaged is None:
-                return errors
-            algorithm = error.salvaged
-        if not _uses_reference(algorithm) or RLRoleType.REFERENCE in roles:
-            return errors
-        if cfg.engine.lora is None:
-            errors.append(ConfigError("workload", "the role 'reference' is required: the loss compares with it"))
-        elif cls.reference_of(cfg) != cfg.model:
-            what = "needs the role 'reference': without one it is the model without its adapters"
-            errors.append(ConfigError("config.reference_model", what))
-        return errors
 
 
 def _uses_reference(algorithm: Algorithm) -> bool:

@@ -9,13 +9,11 @@ from functools import partial
 from typing import Any, TypeAlias
 
 from dlrover.python.rl.algorithm.base import Algorithm
-from dlrover.python.rl.algorithm.registry import always_recomputes, make_algorithm, option_names
-from dlrover.python.rl.common.errors import ConfigError, EngineError, InvalidJob
+from dlrover.python.rl.algorithm.registry import make_algorithm
+from dlrover.python.rl.common.errors import EngineError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
-from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch, Column
-from dlrover.python.rl.recipe.base.checks import require_role, validate_algorithm, validate_roles, validate_rollout
 from dlrover.python.rl.recipe.base.config import PolicyConfig, SenderConfig
 from dlrover.python.rl.recipe.base.updates import (
     UpdatePlan,
@@ -25,11 +23,9 @@ from dlrover.python.rl.recipe.base.updates import (
     cast_columns,
     means_by_weight,
 )
-from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput, SampleLog, StepBatch, name_samples
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
-from dlrover.python.rl.recipe.online.prompts import PromptSource, validate_data, warn_of_repeats
-from dlrover.python.rl.recipe.reporting.recipe_trainer import RecipeTrainer
+from dlrover.python.rl.recipe.online.prompts import PromptSource
 from dlrover.python.rl.recipe.reporting.rewards import (
     RewardFailures,
     Scores,
@@ -45,6 +41,8 @@ from dlrover.python.rl.recipe.reporting.rewards import (
     summarize_evaluations,
     uniform_share,
 )
+from dlrover.python.rl.recipe.trainers.policy_plan import PolicyPlan
+from dlrover.python.rl.recipe.trainers.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.trainer.port import Pending
 from dlrover.python.rl.trainer.role_group import RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
@@ -76,10 +74,21 @@ class PolicyTrainer(RecipeTrainer):
     curve = "reward/mean"
     evaluates_first = True
     algorithm_name = "grpo"
-    own_columns = frozenset({"action_mask", "old_logprobs", "rollout_logprobs"})
-    """What an algorithm has of this trainer in every job, beside what the train engine computes itself."""
-
+    plan = PolicyPlan
     cfg: PolicyConfig
+
+    @classmethod
+    def algorithm_of(cls, cfg: PolicyConfig) -> Algorithm:
+        options = dict(cfg.algorithm)
+        return make_algorithm(str(options.pop("name", cls.algorithm_name)), options)
+
+    @classmethod
+    def needs_of(cls, cfg: PolicyConfig) -> frozenset[str]:
+        """The columns that the algorithm needs; empty if the configuration names none that exists."""
+        try:
+            return cls.algorithm_of(cfg).needs.all
+        except InvalidJob as error:
+            return frozenset() if error.salvaged is None else error.salvaged.needs.all
 
     @classmethod
     def aux_outputs(cls, cfg: Any) -> list[AuxOutput]:
@@ -90,8 +99,12 @@ class PolicyTrainer(RecipeTrainer):
     def init(self) -> None:
         super().init()
         cfg = self.cfg
-        needed = [output for output in self.aux_outputs(cfg) if output.is_needed(self.algorithm.needs.all)]
-        self.needed_outputs = [self._by_actor(output) for output in needed]
+        self.needed_outputs = [each for each in self.aux_outputs(cfg) if each.is_needed(self.algorithm.needs.all)]
+        if RLRoleType.REFERENCE not in self.actor_handles:  # then it is the actor without its adapters
+            actor: dict[str, Any] = {"role": "actor", "method": "reference_logprobs", "init": None, "collective": True}
+            self.needed_outputs = [
+                replace(each, **actor) if each.role == "reference" else each for each in self.needed_outputs
+            ]
         self.prompts = self.state["prompts"] = PromptSource(cfg)
         self.model_saver.evaluated = self.prompts.evaluated
         self.collector = SampleCollector(self, cfg, self.prompts)
@@ -106,12 +119,6 @@ class PolicyTrainer(RecipeTrainer):
         levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
         self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
 
-    def _by_actor(self, output: AuxOutput) -> AuxOutput:
-        """The actor without its adapters is the reference, where the job has none."""
-        if output.role != "reference" or RLRoleType.REFERENCE in self.actor_handles:
-            return output
-        return replace(output, role="actor", method="reference_logprobs", init=None, collective=True)
-
     def begin_log(self, step: int) -> None:
         super().begin_log(step)
         self.sample_log.begin_step(step)
@@ -120,7 +127,13 @@ class PolicyTrainer(RecipeTrainer):
 
     def fit(self) -> None:
         if self.cfg.eval_only:
-            self.evaluate_only()
+            self.announce("evaluating")
+            self.collector.sync_weights()
+            self.collector.check_prompts()
+            answers = self.collector.evaluate(0)
+            self.sample_log.write_held_out(answers)
+            metrics = step_metrics(self.collector.collect_scores(answers))
+            self.write_results({**self.prompts.summary(), **metrics})
             return
         for step in self.logged_steps(self.cfg.steps):
             self.collector.sync_weights()
@@ -296,100 +309,12 @@ class PolicyTrainer(RecipeTrainer):
         tokens, generated = (int(samples.dense(name).sum()) for name in ("token_count", "action_tokens"))
         self.report(step, metrics, len(samples), tokens, generated)
 
-    def evaluate_only(self) -> None:
-        self.announce("evaluating")
-        self.collector.sync_weights()
-        self.collector.check_prompts()
-        answers = self.collector.evaluate(0)
-        self.sample_log.write_held_out(answers)
-        metrics = step_metrics(self.collector.collect_scores(answers))
-        self.write_results({**self.prompts.summary(), **metrics})
-
     def finish(self, before: Mapping[str, Scores], after: StepBatch) -> None:
         self.sample_log.write_held_out(after)
-        names = self.evaluation_names(self.cfg, {})
+        has_score = self.cfg.rollout.env_path is not None
+        names = evaluation_metrics(self.cfg.data.eval_sets, self.cfg.eval.samples, has_score)
         scores = summarize_evaluations(before, self.collector.collect_scores(after), names)
         self.write_results({**self.prompts.summary(), **scores, **self.engines})
-
-    # -- before the start ---------------------------------------------------------------------------------------------
-
-    @classmethod
-    def algorithm_defaults(cls, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """Where rollouts and training differ in more than float32 rounding, the correction is on; and where samples may
-        be stale, and the algorithm compares with the policy before the update rather than with that of the rollouts."""
-        differs = config["engine"]["rollout"] != "torch" or config["engine"]["precision"] != "fp32"
-        stale = config["rollout"]["max_staleness"] > 0 and always_recomputes(name)
-        return {"correction": "truncate"} if (differs or stale) and "correction" in option_names(name) else {}
-
-    @classmethod
-    def algorithm_of(cls, cfg: PolicyConfig) -> Algorithm:
-        options = dict(cfg.algorithm)
-        return make_algorithm(str(options.pop("name", cls.algorithm_name)), options)
-
-    @classmethod
-    def longest_row(cls, cfg: PolicyConfig) -> int:
-        turns = cfg.rollout.max_turns if cfg.rollout.env_path else 1
-        return (cfg.data.max_prompt_tokens or 0) + turns * cfg.rollout.max_new_tokens
-
-    @classmethod
-    def bounds_rows(cls, cfg: PolicyConfig) -> bool:
-        return cfg.data.max_prompt_tokens is not None and cfg.rollout.env_path is None
-
-    @classmethod
-    def model_uses(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
-        uses = super().model_uses(cfg, roles)
-        if cfg.reward.model is not None and RLRoleType.REWARD in roles:
-            rows: dict[str, Any] = {"longest": cls.longest_row(cfg), "bounded": cls.bounds_rows(cfg)}
-            members = roles[RLRoleType.REWARD]
-            uses[RLRoleType.REWARD] = ModelUse("frozen", cfg.reward.model, members, head="token", **rows)
-        return uses
-
-    @classmethod
-    def describe_step(cls, cfg: PolicyConfig) -> str:
-        samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
-        updates = cfg.updates_per_step * cfg.epochs
-        turns = f" in up to {cfg.rollout.max_turns} turns" if cfg.rollout.env_path else ""
-        return (
-            f"{cfg.prompts_per_step} prompts x {cfg.rollout.samples_per_prompt} samples = {samples} of up to"
-            f" {cfg.rollout.max_new_tokens} new tokens{turns}; {updates} update{'s' if updates > 1 else ''} of"
-            f" {-(-samples // cfg.updates_per_step)}"
-        )
-
-    @classmethod
-    def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
-        repeats = warn_of_repeats(require(cls.config_class, config, "config"))
-        return [*super().describe_config(config, roles), *repeats]
-
-    @classmethod
-    def needs_of(cls, cfg: PolicyConfig) -> frozenset[str]:
-        """The columns that the algorithm needs; empty if the configuration names none that exists."""
-        try:
-            return cls.algorithm_of(cfg).needs.all
-        except InvalidJob as error:
-            return frozenset() if error.salvaged is None else error.salvaged.needs.all
-
-    @classmethod
-    def find_errors(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors = [*super().find_errors(cfg, roles), *validate_data(cfg)]
-        errors += [*validate_roles(cls.__name__, cfg, roles), *validate_rollout(cfg)]
-        columns = cls.own_columns | {name for output in cls.aux_outputs(cfg) for name in output.columns}
-        errors += validate_algorithm(lambda: cls.algorithm_of(cfg), columns, cfg, roles)
-        errors += cls.validate_own(cfg, roles)
-        is_unfit = any(error.where in ("config.algorithm", "config.algorithm.name") for error in errors)
-        for output in () if is_unfit else cls.aux_outputs(cfg):
-            is_reported = any(f"'{output.role}'" in error.what for error in errors)
-            by_actor = output.role == "reference" and cfg.engine.lora is not None
-            if output.is_needed(cls.needs_of(cfg)) and not is_reported and not by_actor:
-                errors += require_role(cls.__name__, RLRoleType(output.role), roles)
-        return errors
-
-    @classmethod
-    def evaluation_names(cls, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return evaluation_metrics(cfg.data.eval_sets, cfg.eval.samples, cfg.rollout.env_path is not None)
-
-    @classmethod
-    def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        return []
 
 
 def _group_name(name: str) -> str:

@@ -6,8 +6,8 @@ from example_jobs import EXAMPLES, metrics_of, stage, write_rows
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe import workloads
-from dlrover.python.rl.recipe.base.devices import Machine, peak_memory
-from dlrover.python.rl.recipe.reporting.timing import PHASES
+from dlrover.python.rl.recipe.base.engine_workload import Machine, peak_memory
+from dlrover.python.rl.recipe.trainers.recipe_trainer import PHASES
 from dlrover.python.rl.trainer.port import COMMIT, WRITTEN
 
 
