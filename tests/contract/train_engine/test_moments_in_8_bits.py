@@ -12,7 +12,7 @@ from processes import run
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.memory.arithmetic import STATE_ONLY, ModelUse, state_of
+from dlrover.python.rl.recipe.memory.arithmetic import STATE_ONLY, ModelUse, bytes_of
 
 pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
 
@@ -75,7 +75,7 @@ def test_steps_are_near_those_of_adamw_and_go_on_from_the_bits(tmp_path, case):
         else:
             assert repr(of_checkpoint) == repr(of_states[0])
         if case.engine in STATE_ONLY:
-            planned = state_of(shape_of(str(path)), use, engine)
+            planned = bytes_of(shape_of(str(path)), use, engine)
             # Here megatron's rows, each of which has a scale at least, are of 16 or 32 numbers.
             tolerance = 0.2 if case.engine == "megatron" else 0.1
             assert footprint.get("optimizer", 0) == pytest.approx(planned.optimizer, rel=tolerance)

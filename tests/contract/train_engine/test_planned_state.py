@@ -9,7 +9,7 @@ from processes import run
 
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, state_of
+from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of
 
 SHIM = {"cpu_shim": True}
 CASES = [
@@ -40,7 +40,7 @@ def test_a_device_holds_what_was_planned(tmp_path, case, precision):
     engine = EngineConfig(
         train=case.engine, device="cuda", precision=precision, train_options=case.backend, parallel=case.sizes
     )
-    planned = state_of(shape_of(str(path)), ModelUse("trained", str(path), case.world_size), engine)
+    planned = bytes_of(shape_of(str(path)), ModelUse("trained", str(path), case.world_size), engine)
     for footprint, reduced in run(case.world_size, held, case, path, precision):
         assert planned.weights == pytest.approx(footprint["weights"], rel=0.03)
         assert planned.optimizer == pytest.approx(footprint.get("optimizer", 0), rel=0.03)

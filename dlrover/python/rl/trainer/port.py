@@ -242,10 +242,10 @@ class Recovery:
     def opened(self) -> None:
         """The trainer has entered ``steps()``: failures are recovered from here on. Called once in each epoch."""
 
-    def began(self, step: int) -> None:
+    def began(self, step: int, /) -> None:
         """Must return at once."""
 
-    def progressed(self, step: int) -> None:
+    def progressed(self, step: int, /) -> None:
         """Must return at once."""
 
 
