@@ -31,7 +31,6 @@ from dlrover.python.rl.algorithm.losses.columns import (
     TokenColumns,
     TokenLosses,
     TokenUnits,
-    check_group_size,
     column,
     group_advantages,
     weighted_sum,
@@ -109,10 +108,15 @@ def correction_weights(
     """Factors of token losses ``[tokens]``, without gradient.
 
     ``columns`` hold ``old_logprobs`` (of the train engine, before the update), ``rollout_logprobs`` and ``weight``. The
-    metrics are ``mismatch_kl`` and ``mismatch_bounded`` (tokens whose factor was bounded).
+    metrics are ``mismatch_kl``, k3 of KL(rollout || old), and of a correction ``mismatch_bounded`` (tokens whose factor
+    was bounded).
     """
-    weight, metrics = column(columns, "weight"), mismatch_metrics(columns)
-    log_ratio = _mismatch(columns)
+    weight = column(columns, "weight")
+    log_ratio = (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
+    kl = torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
+    metrics = {"mismatch_kl": weighted_sum(weight, kl)}
+    if kind == "none":
+        return torch.ones_like(weight), metrics
     if level == "sequence":
         units = TokenUnits.of(columns)
         log_ratio = units.spread(units.sums(log_ratio))
@@ -121,17 +125,6 @@ def correction_weights(
     factor = ratio.clamp(max=high) if kind == "truncate" else torch.where(within, ratio, 0.0)
     metrics["mismatch_bounded"] = weighted_sum(weight, (factor != ratio).to(weight.dtype))
     return factor, metrics
-
-
-def mismatch_metrics(columns: TokenColumns) -> Metrics:
-    """``mismatch_kl``, k3 of KL(rollout || old)."""
-    log_ratio = _mismatch(columns)
-    kl = torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
-    return {"mismatch_kl": weighted_sum(column(columns, "weight"), kl)}
-
-
-def _mismatch(columns: TokenColumns) -> torch.Tensor:
-    return (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
 
 
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
@@ -260,8 +253,11 @@ class PolicyGradient:
         return Needs(frozenset(annotate), frozenset(loss))
 
     def check_group_size(self, samples_per_prompt: int) -> None:
-        if self.compares_samples:
-            check_group_size(samples_per_prompt)
+        if self.compares_samples and samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt is {samples_per_prompt}: the baseline is the mean over a prompt's samples, so a"
+                " single sample always has advantage 0 and nothing is learned; use at least 2"
+            )
 
     # -- the global batch ---------------------------------------------------------------------------------------------
 
@@ -303,12 +299,10 @@ class PolicyGradient:
             penalty = self.kl_coef * kl_estimate(old, reference, self.kl_estimator)
             columns = {**columns, "advantage": column(columns, "advantage") - penalty}
         losses, metrics = self.surrogate(logprobs, columns)
-        if self.correction != "none":
+        if self.correction != "none" or "rollout_logprobs" in columns:
             bounds = correction_bounds(self.correction_low, self.correction_high)
             factor, mismatch = correction_weights(columns, self.correction, self.correction_level, *bounds)
             losses, metrics = losses * factor, {**metrics, **mismatch}
-        elif "rollout_logprobs" in columns:
-            metrics |= mismatch_metrics(columns)
         if "ref_logprobs" in self.needs.loss:
             reference = column(columns, "ref_logprobs")
             if self.kl_in == "loss":
