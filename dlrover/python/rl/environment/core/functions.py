@@ -70,12 +70,7 @@ def load_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-_CALLS = {
-    "reset": ("extra_info",),
-    "step": ("state", "action", "extra_info"),
-    "close": ("extra_info",),
-    "shutdown": (),
-}
+_CALLS = {"reset": ("extra_info",), "step": ("state", "action", "extra_info"), "close": ("extra_info",), "shutdown": ()}
 """Functions of an environment, and what they are called with, by position."""
 
 
