@@ -33,11 +33,8 @@ from dlrover.python.rl.data.jsonl import (
     sort_by_line,
 )
 
-_Scan: TypeAlias = Callable[[Path], tuple[list[NumberedRow], list[ConfigError]]]
-
 DEFAULT_SPLIT = "train"
 
-_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _FOLDER_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|zip|tar|h5|xml)\b")  # also compressed: .jsonl.gz
 _MOST_FILES = 10_000
 _ALMOST = 0.75
@@ -214,18 +211,15 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     path = Path(address.place).expanduser()
     if path.is_dir():
         return *_load(address, str(path)), True
-    scanners = (partial(scan_jsonl, may_be_array=True), scan_jsonl, scan_csv, scan_arrow, scan_arrow)
-    readers: dict[str, _Scan] = dict(zip(_FILES, scanners, strict=True))
-    read = readers.get(path.suffix.lower())
-    if read is not None:
+    if read := _READERS.get(path.suffix.lower()):
         if address.split != DEFAULT_SPLIT:
             fault = f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'"
             return [], [ConfigError(address.place, fault)], True
         rows, errors = read(path)
         return rows, errors, path.suffix.lower() not in (".json", ".jsonl")
     if path.is_file():
-        kinds = ", ".join(_FILES)
-        return [], [ConfigError(address.place, f"a file of kind '{path.suffix}' cannot be read; known: {kinds}")], True
+        fault = f"a file of kind '{path.suffix}' cannot be read; known: {', '.join(_READERS)}"
+        return [], [ConfigError(address.place, fault)], True
     if is_path(address.place, "dataset"):
         fault = describe_unreadable(path, FileNotFoundError())
         return [], [ConfigError(address.place, fault + how_to_cache(address.place, "dataset"))], True
@@ -249,7 +243,7 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
         elif folder.is_dir() and not any(
             _FOLDER_FILE.search(path.name.lower()) for path in islice(folder.rglob("*"), _MOST_FILES)
         ):
-            return [], [ConfigError(address.place, f"holds no {', '.join(f'*{kind}' for kind in _FILES)}")]
+            return [], [ConfigError(address.place, f"holds no {', '.join(f'*{kind}' for kind in _READERS)}")]
         else:
             splits = datasets.load_dataset(name, configuration or None)
         if not isinstance(splits, datasets.DatasetDict):
@@ -355,6 +349,16 @@ def scan_arrow(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
         return list(enumerate(table.to_pylist(), start=1)), []
     except (pa.ArrowException, OSError) as error:
         return [], [ConfigError(str(path), f"cannot be read: {error}")]
+
+
+_READERS: Mapping[str, Callable[[Path], tuple[list[NumberedRow], list[ConfigError]]]] = {
+    ".json": partial(scan_jsonl, may_be_array=True),
+    ".jsonl": scan_jsonl,
+    ".csv": scan_csv,
+    ".parquet": scan_arrow,
+    ".arrow": scan_arrow,
+}
+"""Readers of files by their kind."""
 
 
 # -- held-out rows ----------------------------------------------------------------------------------------------------
