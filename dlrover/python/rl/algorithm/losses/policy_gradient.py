@@ -130,12 +130,12 @@ def correction_weights(
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 """Estimators of a value: for metrics and for rewards."""
 
-KLPenalty: TypeAlias = Literal["k2", "k3"]
-"""Estimators whose gradient leads to the reference: for losses."""
-
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
-    """The estimator's value of each token, ``[tokens]``."""
+    """The estimator's value of each token, ``[tokens]``, differentiated through ``logprobs``.
+
+    On-policy the expected gradient of k2 is the gradient of KL(pi || ref), and k3's is the one of KL(ref || pi); it has
+    none beyond :data:`MAX_KL_LOG_RATIO`."""
     x = logprobs - ref_logprobs
     if kind == "k1":
         return x
@@ -145,18 +145,6 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEsti
         log_ratio = (-x).clamp(max=MAX_KL_LOG_RATIO)
         return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLEstimator))}")
-
-
-def check_penalty(kind: str) -> None:
-    """Raise ValueError for an estimator that is no loss. On-policy the expected gradient of k2 is the gradient of
-    KL(pi || ref), and k3's that of KL(ref || pi), which has none beyond :data:`MAX_KL_LOG_RATIO`."""
-    if kind == "k1":
-        raise ValueError(
-            "k1 cannot be a loss: its gradient is that of log pi, whose expectation under pi is zero, so it adds noise"
-            " and no pull to the reference; use 'k2' or 'k3'"
-        )
-    if kind not in get_args(KLPenalty):
-        raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLPenalty))}")
 
 
 def changed_fields(config: Any, *names: str) -> list[str]:
@@ -223,9 +211,12 @@ class PolicyGradient:
     """Upper bound of the correction's weight; None: 2."""
 
     def __post_init__(self) -> None:
-        if self.kl_in == "loss":
-            check_penalty(self.kl_estimator)
         check_fields(self)
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "k1 cannot be a loss: its gradient is that of log pi, whose expectation under pi is zero, so it adds"
+                " noise and no pull to the reference; use 'k2' or 'k3'"
+            )
         if unused := changed_fields(self, *IGNORED_OPTIONS[self.correction]):
             raise ValueError(f"{', '.join(unused)}: no effect with correction '{self.correction}'")
         if self.correction == "mask":
