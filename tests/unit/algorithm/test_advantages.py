@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dlrover.python.rl.algorithm.losses.columns import check_group_size, group_advantages
+from dlrover.python.rl.algorithm.losses.columns import group_advantages
 
 
 def advantages(prompt_id, reward, normalize="std"):
@@ -71,9 +71,3 @@ def test_wrong_arguments_are_refused():
         advantages([1], [1.0], "sd")
     with pytest.raises(ValueError, match=r"infinite rewards in rows \[1\]"):
         advantages([1, 1], [1.0, np.inf])
-
-
-def test_a_group_of_one_is_refused():
-    check_group_size(2)
-    with pytest.raises(ValueError, match="samples_per_prompt is 1: .* use at least 2"):
-        check_group_size(1)

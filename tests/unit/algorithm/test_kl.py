@@ -4,7 +4,8 @@
 import pytest
 import torch
 
-from dlrover.python.rl.algorithm.losses.policy_gradient import check_penalty, kl_estimate
+from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.algorithm.losses.policy_gradient import kl_estimate
 from dlrover.python.rl.algorithm.registry import make_algorithm
 
 KINDS = ("k1", "k2", "k3")
@@ -66,9 +67,9 @@ def test_equal_policies_give_zero(kind):
 def test_k1_is_no_loss_and_unknown_kinds_are_refused():
     logprobs = torch.tensor([-1.0])
     with pytest.raises(ValueError, match="k1 cannot be a loss: .* expectation under pi is zero"):
-        check_penalty("k1")
-    with pytest.raises(ValueError, match="unknown KL estimator 'k4'"):
-        check_penalty("k4")
+        GRPO(kl_estimator="k1")
+    with pytest.raises(ValueError, match="kl_estimator: input should be 'k1', 'k2' or 'k3', got 'k4'"):
+        GRPO(kl_estimator="k4")
     with pytest.raises(ValueError, match="unknown KL estimator 'kl'"):
         kl_estimate(logprobs, logprobs, "kl")
 

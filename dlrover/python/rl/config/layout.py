@@ -238,11 +238,6 @@ def with_scripts(values: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     return {**values, **changed}, scripts
 
 
-def runs_scripts_only(values: Mapping[str, Any]) -> bool:
-    trainer = values.get("trainer")
-    return isinstance(trainer, Mapping) and trainer.get("module") == _MODULE
-
-
 def _validate(role: Any, spec: Mapping[str, Any]) -> list[ConfigError]:
     where, programs = f"workload.{role}", [key for key in _PROGRAMS if spec.get(key)]
     classes = [key for key in _CLASSES if spec.get(key)]
@@ -435,7 +430,9 @@ def _validate_roles(values: Any) -> list[ConfigError]:
         if name in nums:
             errors.append(ConfigError(f"workload.{role}", f"the role '{role.lower()}' occurs twice"))
         nums[name] = _count(spec.get("num", 1)) if isinstance(spec, dict) else None
-    if RLRoleType.ACTOR not in nums and not runs_scripts_only(values):
+    trainer = values.get("trainer")
+    runs_scripts_only = isinstance(trainer, Mapping) and trainer.get("module") == _MODULE
+    if RLRoleType.ACTOR not in nums and not runs_scripts_only:
         near = nearest("actor", map(str, workload))
         advice = f"did you mean '{near}'?" if near else f"the job has {', '.join(map(str, workload)) or 'none'}"
         errors.append(ConfigError("workload", f"the role 'actor' is required; {advice}"))

@@ -299,10 +299,7 @@ def arguments_of_template(extra_info: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _render(
-    tokenizer: Tokenizer,
-    messages: Messages,
-    generation: bool = False,
-    template_kwargs: Mapping[str, Any] = NO_KWARGS,
+    tokenizer: Tokenizer, messages: Messages, generation: bool = False, template_kwargs: Mapping[str, Any] = NO_KWARGS
 ) -> str:
     options = {**template_kwargs, "tokenize": False, "add_generation_prompt": generation}
     try:

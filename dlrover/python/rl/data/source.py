@@ -33,132 +33,8 @@ from dlrover.python.rl.data.jsonl import (
     sort_by_line,
 )
 
-_STRUCTURED = ("messages", "extra_info")
-_CONVERSATION_CELLS = ("prompt", "chosen", "rejected")
-_NO_JSON = object()
-_BEYOND = "\0beyond the header"
-"""The key of cells that a row has beyond the header."""
-
-
-def scan_csv(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Cells are texts; ``messages`` and ``extra_info`` are JSON, and empty if absent."""
-    rows: list[NumberedRow] = []
-    errors: list[ConfigError] = []
-    limit = csv.field_size_limit(sys.maxsize)
-    try:
-        content = path.read_bytes().decode("utf-8-sig")
-        for line, cells in _records(StringIO(content, newline="")):
-            row = {name: _cell(name, text or "") for name, text in cells.items() if name}  # an index has no name
-            faults = [f"'{name}' is not JSON" for name, value in row.items() if value is _NO_JSON]
-            if _BEYOND in cells or None in cells.values():
-                faults = [f"has {'more' if _BEYOND in cells else 'fewer'} cells than the header"]
-            errors += [ConfigError(f"{path}:{line}", fault) for fault in faults]
-            rows += [] if faults else [(line, row)]
-    except OSError as error:
-        return [], [ConfigError(str(path), describe_unreadable(path, error))]
-    except (UnicodeDecodeError, csv.Error) as error:
-        errors.append(ConfigError(str(path), f"not CSV in UTF-8: {error}"))
-    finally:
-        csv.field_size_limit(limit)
-    return rows, errors
-
-
-def _records(file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield each record and its first line."""
-    reader = csv.DictReader(file, strict=True, restkey=_BEYOND)
-    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
-    if twice := [name for name in reader.fieldnames if name and reader.fieldnames.count(name) > 1]:
-        raise csv.Error(f"its header has {twice[0]!r} twice")
-    line = 1 + (reader.line_num if reader.fieldnames else 0)
-    for cells in reader:
-        yield line, cells
-        line = reader.line_num + 1
-
-
-def _cell(name: str, text: str) -> Any:
-    if not text and name in (*_STRUCTURED, "answer"):
-        return None
-    if name in _STRUCTURED or (name in _CONVERSATION_CELLS and text.lstrip().startswith("[")):
-        try:
-            value = json.loads(text)
-        except (ValueError, RecursionError):
-            return _NO_JSON if name in _STRUCTURED else text
-        is_conversation = isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
-        return value if name in _STRUCTURED or (value and is_conversation) else text
-    return text
-
-
-def as_plain(value: Any) -> Any:
-    """Return a cell with its dates and times (ISO 8601), decimals and UUIDs as text, which JSON and other processes
-    have."""
-    if isinstance(value, dict):
-        return {key: as_plain(item) for key, item in value.items()}
-    if isinstance(value, list):
-        return [as_plain(item) for item in value]
-    if isinstance(value, date | time):
-        return value.isoformat()
-    return str(value) if isinstance(value, Decimal | timedelta | UUID) else value
-
-
-def scan_arrow(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
-    """Reads with pyarrow instead of ``datasets``, whose cache would hold a copy."""
-    if not path.is_file():
-        return [], [ConfigError(str(path), describe_unreadable(path, FileNotFoundError()))]
-    try:
-        import pyarrow as pa
-        import pyarrow.ipc
-        import pyarrow.parquet
-    except ImportError:
-        return [], [ConfigError(str(path), str(MissingExtra("datasets", "data")))]
-    try:
-        if path.suffix.lower() == ".parquet":
-            table = pyarrow.parquet.read_table(path)
-        else:
-            with pa.memory_map(str(path)) as source:
-                is_stream = source.read(6) != b"ARROW1"  # ``datasets`` writes streams
-                source.seek(0)
-                table = (pa.ipc.open_stream if is_stream else pa.ipc.open_file)(source).read_all()
-        return list(enumerate(table.to_pylist(), start=1)), []
-    except (pa.ArrowException, OSError) as error:
-        return [], [ConfigError(str(path), f"cannot be read: {error}")]
-
-
-HELD_OUT_SHARE = 0.03
-"""Default share of rows held out."""
-
-
-def hold_out(prompts: Sequence[Any], size: int | float = HELD_OUT_SHARE, seed: int = 0) -> tuple[list[int], list[int]]:
-    """Choose rows to evaluate on, by a hash of seed and prompt: equal prompts always fall on the same side.
-
-    ``size`` is a count (int) or a fraction (float below 1; at least one row); only copies of the last chosen prompt can
-    exceed it. Returns the indices to train on and those held out, both rising. Raises ValueError if ``size`` leaves a
-    side without a row, DataError if all rows are copies of the chosen prompts."""
-    if isinstance(size, float):
-        if not 0 < size < 1:
-            raise ValueError(f"a held-out fraction must be between 0 and 1, not {size:g}")
-        size = max(1, round(size * len(prompts)))
-    if not 0 < size < len(prompts):
-        raise ValueError(f"{size} of {len(prompts)} rows cannot be held out: both sides need a row")
-    copies: dict[bytes, list[int]] = defaultdict(list)
-    for index, prompt in enumerate(prompts):
-        text = json.dumps([seed, prompt], sort_keys=True)
-        copies[blake2b(text.encode(), digest_size=16).digest()].append(index)
-    held_out: list[int] = []
-    for digest in sorted(copies):
-        if len(held_out) >= size:
-            break
-        held_out += copies[digest]
-    if len(held_out) == len(prompts):
-        raise DataError("the rows repeat too few prompts to hold any out: nothing would be left to train on")
-    chosen = set(held_out)
-    return [index for index in range(len(prompts)) if index not in chosen], sorted(held_out)
-
-
-_Scan: TypeAlias = Callable[[Path], tuple[list[NumberedRow], list[ConfigError]]]
-
 DEFAULT_SPLIT = "train"
 
-_FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 _FOLDER_FILE = re.compile(r"\.(jsonl?|csv|tsv|parquet|arrow|txt|zip|tar|h5|xml)\b")  # also compressed: .jsonl.gz
 _MOST_FILES = 10_000
 _ALMOST = 0.75
@@ -335,18 +211,15 @@ def _read(address: _Address) -> tuple[list[NumberedRow], list[ConfigError], bool
     path = Path(address.place).expanduser()
     if path.is_dir():
         return *_load(address, str(path)), True
-    scanners = (partial(scan_jsonl, may_be_array=True), scan_jsonl, scan_csv, scan_arrow, scan_arrow)
-    readers: dict[str, _Scan] = dict(zip(_FILES, scanners, strict=True))
-    read = readers.get(path.suffix.lower())
-    if read is not None:
+    if read := _READERS.get(path.suffix.lower()):
         if address.split != DEFAULT_SPLIT:
             fault = f"a file is the split '{DEFAULT_SPLIT}'; it has no '{address.split}'"
             return [], [ConfigError(address.place, fault)], True
         rows, errors = read(path)
         return rows, errors, path.suffix.lower() not in (".json", ".jsonl")
     if path.is_file():
-        kinds = ", ".join(_FILES)
-        return [], [ConfigError(address.place, f"a file of kind '{path.suffix}' cannot be read; known: {kinds}")], True
+        fault = f"a file of kind '{path.suffix}' cannot be read; known: {', '.join(_READERS)}"
+        return [], [ConfigError(address.place, fault)], True
     if is_path(address.place, "dataset"):
         fault = describe_unreadable(path, FileNotFoundError())
         return [], [ConfigError(address.place, fault + how_to_cache(address.place, "dataset"))], True
@@ -370,7 +243,7 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
         elif folder.is_dir() and not any(
             _FOLDER_FILE.search(path.name.lower()) for path in islice(folder.rglob("*"), _MOST_FILES)
         ):
-            return [], [ConfigError(address.place, f"holds no {', '.join(f'*{kind}' for kind in _FILES)}")]
+            return [], [ConfigError(address.place, f"holds no {', '.join(f'*{kind}' for kind in _READERS)}")]
         else:
             splits = datasets.load_dataset(name, configuration or None)
         if not isinstance(splits, datasets.DatasetDict):
@@ -384,3 +257,138 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
         return [], [ConfigError(address.place, fault or f"cannot be loaded: {type(error).__name__}: {error}{cause}")]
     finally:
         datasets.config.HF_HUB_OFFLINE = is_offline
+
+
+# -- tables -----------------------------------------------------------------------------------------------------------
+
+_STRUCTURED = ("messages", "extra_info")
+_CONVERSATION_CELLS = ("prompt", "chosen", "rejected")
+_NO_JSON = object()
+_BEYOND = "\0beyond the header"
+"""The key of cells that a row has beyond the header."""
+
+
+def scan_csv(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """Cells are texts; ``messages`` and ``extra_info`` are JSON, and empty if absent."""
+    rows: list[NumberedRow] = []
+    errors: list[ConfigError] = []
+    limit = csv.field_size_limit(sys.maxsize)
+    try:
+        content = path.read_bytes().decode("utf-8-sig")
+        for line, cells in _records(StringIO(content, newline="")):
+            row = {name: _cell(name, text or "") for name, text in cells.items() if name}  # an index has no name
+            faults = [f"'{name}' is not JSON" for name, value in row.items() if value is _NO_JSON]
+            if _BEYOND in cells or None in cells.values():
+                faults = [f"has {'more' if _BEYOND in cells else 'fewer'} cells than the header"]
+            errors += [ConfigError(f"{path}:{line}", fault) for fault in faults]
+            rows += [] if faults else [(line, row)]
+    except OSError as error:
+        return [], [ConfigError(str(path), describe_unreadable(path, error))]
+    except (UnicodeDecodeError, csv.Error) as error:
+        errors.append(ConfigError(str(path), f"not CSV in UTF-8: {error}"))
+    finally:
+        csv.field_size_limit(limit)
+    return rows, errors
+
+
+def _records(file: Any) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield each record and its first line."""
+    reader = csv.DictReader(file, strict=True, restkey=_BEYOND)
+    reader.fieldnames = [name.strip() for name in reader.fieldnames or ()]
+    if twice := [name for name in reader.fieldnames if name and reader.fieldnames.count(name) > 1]:
+        raise csv.Error(f"its header has {twice[0]!r} twice")
+    line = 1 + (reader.line_num if reader.fieldnames else 0)
+    for cells in reader:
+        yield line, cells
+        line = reader.line_num + 1
+
+
+def _cell(name: str, text: str) -> Any:
+    if not text and name in (*_STRUCTURED, "answer"):
+        return None
+    if name in _STRUCTURED or (name in _CONVERSATION_CELLS and text.lstrip().startswith("[")):
+        try:
+            value = json.loads(text)
+        except (ValueError, RecursionError):
+            return _NO_JSON if name in _STRUCTURED else text
+        is_conversation = isinstance(value, list) and all(isinstance(item, dict) and "role" in item for item in value)
+        return value if name in _STRUCTURED or (value and is_conversation) else text
+    return text
+
+
+def as_plain(value: Any) -> Any:
+    """Return a cell with its dates and times (ISO 8601), decimals and UUIDs as text, which JSON and other processes
+    have."""
+    if isinstance(value, dict):
+        return {key: as_plain(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [as_plain(item) for item in value]
+    if isinstance(value, date | time):
+        return value.isoformat()
+    return str(value) if isinstance(value, Decimal | timedelta | UUID) else value
+
+
+def scan_arrow(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
+    """Reads with pyarrow instead of ``datasets``, whose cache would hold a copy."""
+    if not path.is_file():
+        return [], [ConfigError(str(path), describe_unreadable(path, FileNotFoundError()))]
+    try:
+        import pyarrow as pa
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        return [], [ConfigError(str(path), str(MissingExtra("datasets", "data")))]
+    try:
+        if path.suffix.lower() == ".parquet":
+            table = pyarrow.parquet.read_table(path)
+        else:
+            with pa.memory_map(str(path)) as source:
+                is_stream = source.read(6) != b"ARROW1"  # ``datasets`` writes streams
+                source.seek(0)
+                table = (pa.ipc.open_stream if is_stream else pa.ipc.open_file)(source).read_all()
+        return list(enumerate(table.to_pylist(), start=1)), []
+    except (pa.ArrowException, OSError) as error:
+        return [], [ConfigError(str(path), f"cannot be read: {error}")]
+
+
+_READERS: Mapping[str, Callable[[Path], tuple[list[NumberedRow], list[ConfigError]]]] = {
+    ".json": partial(scan_jsonl, may_be_array=True),
+    ".jsonl": scan_jsonl,
+    ".csv": scan_csv,
+    ".parquet": scan_arrow,
+    ".arrow": scan_arrow,
+}
+"""Readers of files by their kind."""
+
+
+# -- held-out rows ----------------------------------------------------------------------------------------------------
+
+HELD_OUT_SHARE = 0.03
+"""Default share of rows held out."""
+
+
+def hold_out(prompts: Sequence[Any], size: int | float = HELD_OUT_SHARE, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Choose rows to evaluate on, by a hash of seed and prompt: equal prompts always fall on the same side.
+
+    ``size`` is a count (int) or a fraction (float below 1; at least one row); only copies of the last chosen prompt can
+    exceed it. Returns the indices to train on and those held out, both rising. Raises ValueError if ``size`` leaves a
+    side without a row, DataError if all rows are copies of the chosen prompts."""
+    if isinstance(size, float):
+        if not 0 < size < 1:
+            raise ValueError(f"a held-out fraction must be between 0 and 1, not {size:g}")
+        size = max(1, round(size * len(prompts)))
+    if not 0 < size < len(prompts):
+        raise ValueError(f"{size} of {len(prompts)} rows cannot be held out: both sides need a row")
+    copies: dict[bytes, list[int]] = defaultdict(list)
+    for index, prompt in enumerate(prompts):
+        text = json.dumps([seed, prompt], sort_keys=True)
+        copies[blake2b(text.encode(), digest_size=16).digest()].append(index)
+    held_out: list[int] = []
+    for digest in sorted(copies):
+        if len(held_out) >= size:
+            break
+        held_out += copies[digest]
+    if len(held_out) == len(prompts):
+        raise DataError("the rows repeat too few prompts to hold any out: nothing would be left to train on")
+    chosen = set(held_out)
+    return [index for index in range(len(prompts)) if index not in chosen], sorted(held_out)

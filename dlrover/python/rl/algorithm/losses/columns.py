@@ -214,14 +214,6 @@ def whiten(values: npt.NDArray[np.float64], counts: npt.NDArray[np.int64] | None
     return centred / deviation
 
 
-def check_group_size(samples_per_prompt: int) -> None:
-    if samples_per_prompt < 2:
-        raise ValueError(
-            f"samples_per_prompt is {samples_per_prompt}: the baseline is the mean over a prompt's samples, so a single"
-            " sample always has advantage 0 and nothing is learned; use at least 2"
-        )
-
-
 Floats = npt.NDArray[np.float64]
 
 

@@ -31,7 +31,6 @@ from dlrover.python.rl.algorithm.losses.columns import (
     TokenColumns,
     TokenLosses,
     TokenUnits,
-    check_group_size,
     column,
     group_advantages,
     weighted_sum,
@@ -109,10 +108,15 @@ def correction_weights(
     """Factors of token losses ``[tokens]``, without gradient.
 
     ``columns`` hold ``old_logprobs`` (of the train engine, before the update), ``rollout_logprobs`` and ``weight``. The
-    metrics are ``mismatch_kl`` and ``mismatch_bounded`` (tokens whose factor was bounded).
+    metrics are ``mismatch_kl``, k3 of KL(rollout || old), and of a correction ``mismatch_bounded`` (tokens whose factor
+    was bounded).
     """
-    weight, metrics = column(columns, "weight"), mismatch_metrics(columns)
-    log_ratio = _mismatch(columns)
+    weight = column(columns, "weight")
+    log_ratio = (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
+    kl = torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
+    metrics = {"mismatch_kl": weighted_sum(weight, kl)}
+    if kind == "none":
+        return torch.ones_like(weight), metrics
     if level == "sequence":
         units = TokenUnits.of(columns)
         log_ratio = units.spread(units.sums(log_ratio))
@@ -123,26 +127,15 @@ def correction_weights(
     return factor, metrics
 
 
-def mismatch_metrics(columns: TokenColumns) -> Metrics:
-    """``mismatch_kl``, k3 of KL(rollout || old)."""
-    log_ratio = _mismatch(columns)
-    kl = torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio
-    return {"mismatch_kl": weighted_sum(column(columns, "weight"), kl)}
-
-
-def _mismatch(columns: TokenColumns) -> torch.Tensor:
-    return (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
-
-
 KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
 """Estimators of a value: for metrics and for rewards."""
 
-KLPenalty: TypeAlias = Literal["k2", "k3"]
-"""Estimators whose gradient leads to the reference: for losses."""
-
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
-    """The estimator's value of each token, ``[tokens]``."""
+    """The estimator's value of each token, ``[tokens]``, differentiated through ``logprobs``.
+
+    On-policy the expected gradient of k2 is the gradient of KL(pi || ref), and k3's is the one of KL(ref || pi); it has
+    none beyond :data:`MAX_KL_LOG_RATIO`."""
     x = logprobs - ref_logprobs
     if kind == "k1":
         return x
@@ -152,18 +145,6 @@ def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEsti
         log_ratio = (-x).clamp(max=MAX_KL_LOG_RATIO)
         return torch.expm1(log_ratio) - log_ratio
     raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLEstimator))}")
-
-
-def check_penalty(kind: str) -> None:
-    """Raise ValueError for an estimator that is no loss. On-policy the expected gradient of k2 is the gradient of
-    KL(pi || ref), and k3's that of KL(ref || pi), which has none beyond :data:`MAX_KL_LOG_RATIO`."""
-    if kind == "k1":
-        raise ValueError(
-            "k1 cannot be a loss: its gradient is that of log pi, whose expectation under pi is zero, so it adds noise"
-            " and no pull to the reference; use 'k2' or 'k3'"
-        )
-    if kind not in get_args(KLPenalty):
-        raise ValueError(f"unknown KL estimator '{kind}'{hint(kind, get_args(KLPenalty))}")
 
 
 def changed_fields(config: Any, *names: str) -> list[str]:
@@ -230,9 +211,12 @@ class PolicyGradient:
     """Upper bound of the correction's weight; None: 2."""
 
     def __post_init__(self) -> None:
-        if self.kl_in == "loss":
-            check_penalty(self.kl_estimator)
         check_fields(self)
+        if self.kl_in == "loss" and self.kl_estimator == "k1":
+            raise ValueError(
+                "k1 cannot be a loss: its gradient is that of log pi, whose expectation under pi is zero, so it adds"
+                " noise and no pull to the reference; use 'k2' or 'k3'"
+            )
         if unused := changed_fields(self, *IGNORED_OPTIONS[self.correction]):
             raise ValueError(f"{', '.join(unused)}: no effect with correction '{self.correction}'")
         if self.correction == "mask":
@@ -260,8 +244,11 @@ class PolicyGradient:
         return Needs(frozenset(annotate), frozenset(loss))
 
     def check_group_size(self, samples_per_prompt: int) -> None:
-        if self.compares_samples:
-            check_group_size(samples_per_prompt)
+        if self.compares_samples and samples_per_prompt < 2:
+            raise ValueError(
+                f"samples_per_prompt is {samples_per_prompt}: the baseline is the mean over a prompt's samples, so a"
+                " single sample always has advantage 0 and nothing is learned; use at least 2"
+            )
 
     # -- the global batch ---------------------------------------------------------------------------------------------
 
@@ -303,12 +290,10 @@ class PolicyGradient:
             penalty = self.kl_coef * kl_estimate(old, reference, self.kl_estimator)
             columns = {**columns, "advantage": column(columns, "advantage") - penalty}
         losses, metrics = self.surrogate(logprobs, columns)
-        if self.correction != "none":
+        if self.correction != "none" or "rollout_logprobs" in columns:
             bounds = correction_bounds(self.correction_low, self.correction_high)
             factor, mismatch = correction_weights(columns, self.correction, self.correction_level, *bounds)
             losses, metrics = losses * factor, {**metrics, **mismatch}
-        elif "rollout_logprobs" in columns:
-            metrics |= mismatch_metrics(columns)
         if "ref_logprobs" in self.needs.loss:
             reference = column(columns, "ref_logprobs")
             if self.kl_in == "loss":

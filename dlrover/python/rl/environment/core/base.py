@@ -8,8 +8,8 @@ from typing import Any, Literal, Protocol
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
-from dlrover.python.rl.data.jsonl import replace_surrogates
-from dlrover.python.rl.environment.core.messages import Message, State, validate_messages
+from dlrover.python.rl.data.jsonl import find_message_faults, normalize_message, replace_surrogates
+from dlrover.python.rl.environment.core.messages import Message, State
 
 MAX_STATE_LENGTH = 4_000_000
 """Characters; a longer state is an error of the environment."""
@@ -128,12 +128,17 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
 def validate_state(name: str, value: Any) -> State:
     """Return text, or messages in normal form, with U+FFFD in the place of what is no character."""
     if isinstance(value, list):
-        return validate_messages(name, replace_surrogates(value), MAX_STATE_LENGTH)
-    if not isinstance(value, str):
+        plain: Any = [normalize_message(message) for message in replace_surrogates(value)]
+        if faults := find_message_faults(plain, name):
+            raise EnvironmentFailed("; ".join(faults)[:2_000])
+        length = sum(len(message["content"]) for message in plain)
+    elif isinstance(value, str):
+        plain, length = replace_surrogates(value), len(value)
+    else:
         raise EnvironmentFailed(f"{name} is {_kind(value)}, not text or a list of messages")
-    if len(value) > MAX_STATE_LENGTH:
-        raise EnvironmentFailed(f"{name} has {len(value)} characters, {MAX_STATE_LENGTH} at most")
-    return str(replace_surrogates(value))
+    if length > MAX_STATE_LENGTH:
+        raise EnvironmentFailed(f"{name} has {length} characters, {MAX_STATE_LENGTH} at most")
+    return plain  # type: ignore[no-any-return]
 
 
 def _number(name: str, value: Any) -> float:

@@ -70,12 +70,7 @@ def load_function(name: str) -> Callable[..., Any]:
     return function  # type: ignore[no-any-return]
 
 
-_CALLS = {
-    "reset": ("extra_info",),
-    "step": ("state", "action", "extra_info"),
-    "close": ("extra_info",),
-    "shutdown": (),
-}
+_CALLS = {"reset": ("extra_info",), "step": ("state", "action", "extra_info"), "close": ("extra_info",), "shutdown": ()}
 """Functions of an environment, and what they are called with, by position."""
 
 
@@ -104,21 +99,22 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
 def find_environment(where: str, options: Mapping[str, Any] | None = None) -> Any:
     """Return the module, object, class or factory of a name without making the environment; raise EnvironmentFailed."""
     registered, where = ENVIRONMENTS.places(), ENVIRONMENTS.current(where)
-    place, _, name = registered.get(where, where).partition(":")
+    address = registered.get(where, where)
+    place, colon, name = address.rpartition(":") if ":" in address else (address, "", "")
     try:
         target: Any = _script(Path(place).expanduser()) if place.endswith(".py") else load_module(place)
     except ClassNotFound as error:
         close = "" if "." in where or ":" in where else hint(where, registered)
         raise EnvironmentFailed(f"{error}{close}") from error
-    if name and not hasattr(target, name):
+    if colon and not hasattr(target, name):
         names = [key for key in vars(target) if key[0] != "_"]
         raise EnvironmentFailed(f"{place} has no '{name}'{hint(name, names)}")
-    target, where = getattr(target, name) if name else target, readable_name(where)
+    target, where = getattr(target, name) if colon else target, readable_name(where)
     if _is_made(target):
         if fault := find_argument_fault(target, options or {}):
             raise EnvironmentFailed(f"{where} does not take its options: {fault}")
     elif options:
-        reason = "is an object, which takes" if name else "is made of functions, which take"
+        reason = "is an object, which takes" if colon else "is made of functions, which take"
         raise EnvironmentFailed(f"{where} {reason} no options: {', '.join(options)}")
     if isinstance(target, type) or not _is_made(target):
         _check_step(target, where)

@@ -4,8 +4,7 @@
 import json
 from typing import Any, TypeAlias
 
-from dlrover.python.rl.common.errors import EnvironmentFailed
-from dlrover.python.rl.data.jsonl import find_message_faults, normalize_message, replace_surrogates
+from dlrover.python.rl.data.jsonl import replace_surrogates
 from dlrover.python.rl.data.model_text import split_calls, split_thoughts
 
 Message: TypeAlias = dict[str, Any]
@@ -50,14 +49,3 @@ def parse_call(text: str) -> dict[str, Any] | str:
     if not isinstance(arguments, dict):
         return f"the arguments of '{name[:100]}' must be an object, not {type(arguments).__name__}"
     return {"name": name, "arguments": arguments}
-
-
-def validate_messages(name: str, messages: list[Any], max_length: int) -> list[Message]:
-    """Return messages of an environment in normal form; an EnvironmentFailed names every fault."""
-    messages = [normalize_message(message) for message in messages]
-    if faults := find_message_faults(messages, name):
-        raise EnvironmentFailed("; ".join(faults)[:2_000])
-    length = sum(len(message["content"]) for message in messages)
-    if length > max_length:
-        raise EnvironmentFailed(f"{name} has {length} characters, {max_length} at most")
-    return messages

@@ -75,12 +75,7 @@ class ChildProcess:
     """
 
     def __init__(
-        self,
-        owner: object,
-        load: Callable[..., Any],
-        arguments: list[Any],
-        memory_mb: int | None,
-        max_reply_bytes: int,
+        self, owner: object, load: Callable[..., Any], arguments: list[Any], memory_mb: int | None, max_reply_bytes: int
     ) -> None:
         self.pid = 0  # Of the child, not of the warden; sent before any user code runs.
         self.ready: Future[Reply] = Future()

@@ -26,11 +26,7 @@ from dlrover.python.rl.common.errors import DataError, EnvironmentFailed
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.data.state_tree import dump, load
 from dlrover.python.rl.environment.core.base import EnvironmentTraits, StepResult, validate_step
-from dlrover.python.rl.environment.core.functions import (
-    count_abandoned,
-    load_environment,
-    run_in_thread,
-)
+from dlrover.python.rl.environment.core.functions import count_abandoned, load_environment, run_in_thread
 from dlrover.python.rl.environment.core.messages import Message, State
 from dlrover.python.rl.environment.sandbox.child_process import (
     Channel,

@@ -31,10 +31,7 @@ from dlrover.python.rl.data.jsonl import decode_json
 from dlrover.python.rl.data.model_text import ignore_thoughts
 from dlrover.python.rl.environment.core.scoring import needs
 from dlrover.python.rl.environment.sandbox.child_process import become_program, end_guarded, interpreter_command
-from dlrover.python.rl.environment.sandbox.confinement import (
-    confinement,
-    scratch_folder,
-)
+from dlrover.python.rl.environment.sandbox.confinement import confinement, scratch_folder
 from dlrover.python.rl.environment.verifiers.code_tests import SIZE_BYTES
 from dlrover.python.rl.environment.verifiers.hidden_tests import HiddenTests, hide_expected
 
