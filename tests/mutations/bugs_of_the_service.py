@@ -3,7 +3,7 @@
 
 from bug import Bug
 
-_AUTH, _ACCESS = "service/auth.py", "service/access.py"
+_AUTH, _ACCESS = "service/auth.py", "service/server.py"
 _MANAGER = "service/manager.py"
 _LEDGER, _SCHEDULE, _STORE = "service/jobs/ledger.py", "service/jobs/ledger.py", "service/jobs/store.py"
 _RUNNER, _SUBMITTED = "service/ray_runner.py", "service/jobs/submissions.py"
