@@ -42,7 +42,6 @@ async def serve(
     """``off``: names of modules, and what takes the place of a guard there; ``open_files``: soft and hard limit."""
     if open_files:
         resource.setrlimit(resource.RLIMIT_NOFILE, tuple(open_files))
-    from dlrover.python.rl.service.access import FailureLimit, TlsFiles
     from dlrover.python.rl.service.auth import TokenFile
     from dlrover.python.rl.service.jobs import submissions
     from dlrover.python.rl.service.jobs.ledger import QueueLimits
@@ -51,7 +50,7 @@ async def serve(
     from dlrover.python.rl.service.jobs.submissions import SubmissionReader
     from dlrover.python.rl.service.manager import JobManager
     from dlrover.python.rl.service.runner import MemoryRunner
-    from dlrover.python.rl.service.server import JobServer
+    from dlrover.python.rl.service.server import FailureLimit, JobServer, TlsFiles
 
     for module, name, value in off:
         setattr(import_module(f"dlrover.python.rl.service.{module}"), name, value)

@@ -3,18 +3,16 @@
 
 from bug import Bug
 
-_AUTH, _ACCESS = "service/auth.py", "service/access.py"
-_MANAGER = "service/manager.py"
-_LEDGER, _SCHEDULE, _STORE = "service/jobs/ledger.py", "service/jobs/ledger.py", "service/jobs/store.py"
+_AUTH, _SERVER, _MANAGER = "service/auth.py", "service/server.py", "service/manager.py"
+_LEDGER, _STORE = "service/jobs/ledger.py", "service/jobs/store.py"
 _RUNNER, _SUBMITTED = "service/ray_runner.py", "service/jobs/submissions.py"
 
 TESTS = {
     _AUTH: ("service/test_auth.py", "service/test_server.py"),
     _SUBMITTED: ("service/test_access.py", "service/test_server.py"),
-    _ACCESS: ("service/test_access.py", "service/test_server.py"),
+    _SERVER: ("service/test_access.py", "service/test_server.py"),
     _MANAGER: ("service/test_manager.py", "service/test_manager_failures.py"),
-    _LEDGER: ("service/test_manager.py", "service/test_manager_failures.py"),
-    _SCHEDULE: ("service/test_scheduling.py", "service/test_manager.py"),
+    _LEDGER: ("service/test_scheduling.py", "service/test_manager_failures.py", "service/test_manager.py"),
     _STORE: ("service/test_manager.py", "service/test_manager_failures.py"),
     _RUNNER: ("service/test_ray_runner.py",),
 }
@@ -37,24 +35,24 @@ BUGS = {
     ),
     "two processes may write the tokens": Bug(_AUTH, "fcntl.flock(descriptor, fcntl.LOCK_EX)", "pass"),
     "a stream takes no place among the long calls": Bug(
-        _ACCESS, "                    if is_long:\n", "                    if False:\n"
+        _SERVER, "                    if is_long:\n", "                    if False:\n"
     ),
     "an address that fails too often is not held back": Bug(
-        _ACCESS, "if not self._failures.take(address):", "if self._failures.take(address) is None:"
+        _SERVER, "if not self._failures.take(address):", "if self._failures.take(address) is None:"
     ),
     "a caller has one call more than it may": Bug(
         _SUBMITTED, "if self._held[caller] >= self._most:", "if self._held[caller] > self._most:"
     ),
     "the address that failed first is forgotten, not the oldest": Bug(
-        _ACCESS, "self._left.pop(address, (self._burst, now_s))", "self._left.get(address, (self._burst, now_s))"
+        _SERVER, "self._left.pop(address, (self._burst, now_s))", "self._left.get(address, (self._burst, now_s))"
     ),
     "an address saves up failures": Bug(
-        _ACCESS, "min(left + (now_s - at_s) * self._per_s, self._burst)", "left + (now_s - at_s) * self._per_s"
+        _SERVER, "min(left + (now_s - at_s) * self._per_s, self._burst)", "left + (now_s - at_s) * self._per_s"
     ),
     "clients need no certificate": Bug(
-        _ACCESS, "self.read_changed, self.client_ca is not None", "self.read_changed, False"
+        _SERVER, "self.read_changed, self.client_ca is not None", "self.read_changed, False"
     ),
-    "a new certificate is not read": Bug(_ACCESS, "self.read() if self._state() != self._seen else None", "None"),
+    "a new certificate is not read": Bug(_SERVER, "self.read() if self._state() != self._seen else None", "None"),
     "what is not saved is answered": Bug(
         _MANAGER,
         "                await self._put_off(batch, error)\n                return\n",
@@ -87,7 +85,7 @@ BUGS = {
     ),
     "a role that shrinks gives its places away": Bug(_LEDGER, "places[role] = max(held, num)", "places[role] = num"),
     "a job that never fits holds back others": Bug(
-        _SCHEDULE,
+        _LEDGER,
         'waits[record.run] = f"the cluster has too little: {lack}"\n',
         'waits[record.run] = f"the cluster has too little: {lack}"\n            blocker = record.name\n',
     ),

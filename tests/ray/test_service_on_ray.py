@@ -87,7 +87,7 @@ def test_a_master_that_was_launched_and_not_started_is_started_by_the_next_proce
         with monkeypatch.context() as patch:
             patch.setattr(on_ray, "ask", unanswered)
             patch.setattr(ray_runner, "_REVIVALS", 0)
-            patch.setattr(RayJobRunner, "_swept", lambda *_: asyncio.sleep(WITHIN_S))
+            patch.setattr(RayJobRunner, "_end_all", lambda *_: asyncio.sleep(WITHIN_S))
             async with serving(tmp_path) as manager:
                 await manager.ask(submission("unbegun", job_text(tmp_path / "notes", steps=3)))
                 await until(lambda: launched)

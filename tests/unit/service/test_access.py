@@ -4,8 +4,8 @@
 import pytest
 
 from dlrover.python.rl.common.errors import ServiceBusy
-from dlrover.python.rl.service.access import FailureLimit
 from dlrover.python.rl.service.jobs.submissions import CallLimit
+from dlrover.python.rl.service.server import FailureLimit
 from tests.manual_clock import ManualClock
 
 

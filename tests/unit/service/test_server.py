@@ -420,7 +420,7 @@ def one_stream_too_many(service):
     [
         (too_large_a_message, {"off": [("server", "_OPTIONS", [("grpc.max_receive_message_length", -1)])]}),
         (many_bad_tokens, {"failures": 10**9}),
-        (one_stream_too_many, {"off": [("access", "_MAX_LONG", 10**9)]}),
+        (one_stream_too_many, {"off": [("server", "_LONG_CALLS_EACH", 10**9)]}),
     ],
     ids=["message", "tokens", "streams"],
 )
@@ -467,7 +467,7 @@ def test_a_call_without_a_token_is_refused_before_its_message_has_come(shared, u
 
 @pytest.mark.slow
 def test_calls_whose_messages_do_not_come_hold_places_of_their_caller_only_and_not_for_long(tmp_path, unsent):
-    off = [("access", "_MAX_CALLS", 3), ("access", "_MESSAGE_S", 2.0)]
+    off = [("server", "_CALLS_EACH", 3), ("server", "_MESSAGE_S", 2.0)]
     with serving(tmp_path, off=off) as service, grpc.insecure_channel(service.address) as channel:
         own, other = bearer(service.token), bearer(service.token_of("other", AccessRole.READ))
         opened = [unsent(channel, own) for _ in range(3)]
@@ -667,7 +667,7 @@ def test_no_path_leads_out_of_the_folder_of_the_run(files, tmp_path):
 
 @pytest.mark.parametrize("limits", [(64, 400), (200, 200)], ids=["a low soft limit", "a low hard limit"])
 def test_idle_connections_are_closed_and_leave_clients_alone(tmp_path, limits):
-    soon = ("access", "_SILENT_S", 0.5)
+    soon = ("server", "_SILENT_S", 0.5)
     with serving(tmp_path, open_files=limits, off=[soon]) as service, service.client() as client:
         client.submit(JOB, name="first")
         watching = client.watch()

@@ -102,14 +102,13 @@ async def _serve(
     address: str, state: Path, tls: tuple[Path, Path, Path | None] | None, options: dict[str, Any]
 ) -> None:
     from dlrover.python.rl.master.process.metrics import tls_context
-    from dlrover.python.rl.service.access import TlsFiles
     from dlrover.python.rl.service.auth import TokenFile, prepare
     from dlrover.python.rl.service.jobs.ledger import QueueLimits
     from dlrover.python.rl.service.jobs.store import SqliteJobStore
     from dlrover.python.rl.service.jobs.submissions import SubmissionReader, in_a_process
     from dlrover.python.rl.service.manager import JobManager
     from dlrover.python.rl.service.runner import MemoryRunner
-    from dlrover.python.rl.service.server import JobServer
+    from dlrover.python.rl.service.server import JobServer, TlsFiles
 
     ray_address, cpus, is_dry = (options.pop(name) for name in ("address", "cpus", "dry_run"))
     may_be_open = options.pop("allow_open_ray")

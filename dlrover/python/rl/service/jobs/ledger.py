@@ -184,7 +184,11 @@ class Draft:
                 case StopJob():
                     return self._stop(operation, at_s)
                 case Schedule():
-                    self._schedule(at_s)
+                    unfinished = {record.run: record for record in self._unfinished()}
+                    starts, _ = schedule(list(unfinished.values()), self._ledger.capacity, self._ledger.limits)
+                    for run in starts:
+                        started = replace(unfinished[run], phase=JobPhase.STARTING, started_s=at_s)
+                        self._change(started, at_s, "starting")
                     return None
                 case Observed():
                     return self._observe(operation, at_s)
@@ -251,13 +255,6 @@ class Draft:
             return record
         stopping = replace(record, phase=JobPhase.STOPPING, reason=wanted.reason, hard=wanted.hard)
         return self._change(stopping, at_s, "stopping", "at once" if wanted.hard else wanted.reason)
-
-    def _schedule(self, at_s: float) -> None:
-        unfinished = self._unfinished()
-        by_run = {record.run: record for record in unfinished}
-        starts, _ = schedule(unfinished, self._ledger.capacity, self._ledger.limits)
-        for run in starts:
-            self._change(replace(by_run[run], phase=JobPhase.STARTING, started_s=at_s), at_s, "starting")
 
     def _observe(self, seen: Observed, at_s: float) -> JobRecord | None:
         record = self._find(seen.name)
