@@ -4,13 +4,14 @@
 import ast
 import os
 import sys
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import click
 from rich.console import Console
@@ -50,6 +51,8 @@ from dlrover.python.rl.runtime.run.progress import ProgressView, print_summary
 
 Cluster = Literal["local", "ray", "kuberay", "slurm"]
 CLUSTERS: tuple[Cluster, ...] = get_args(Cluster)
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _PLACEHOLDER = "my-job"
 _PROGRAMS = (".sh", ".sbatch")
@@ -188,11 +191,14 @@ def _literal(_: click.Context, option: click.Parameter, text: str) -> Any:
     return value
 
 
-def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> None:
-    """Accept an option of upstream DLRover that means nothing here, with a note."""
-    if value is not None:
-        why = "the master keeps its journal in the job's directory"
-        echo(f"--{option.name} has no effect: {why}", err=True)
+def _ignored(*names: str) -> Callable[[F], F]:
+    """An option of upstream DLRover that means nothing here; a note says so."""
+
+    def note(_: click.Context, option: click.Parameter, value: Any) -> None:
+        if value is not None:
+            echo(f"--{option.name} has no effect: the master keeps its journal in the job's directory", err=True)
+
+    return click.option(*names, callback=note, expose_value=False, help="Ignored.")
 
 
 @click.command()
@@ -205,16 +211,8 @@ def _without_effect(_: click.Context, option: click.Parameter, value: Any) -> No
 @click.option("--workload_max_restart", default="{}", callback=_literal, help="Role to limit: {'rollout': 3}.")
 @click.option("--scheduling_strategy_type", type=click.Choice(["AUTO", "SIMPLE", "GROUP"], case_sensitive=False))
 @click.option("--master_max_restart", type=click.IntRange(min=-1), help="-1: any number.")
-@click.option(
-    "--master_state_backend_type", "--state_backend_type", callback=_without_effect, expose_value=False, help="Ignored."
-)
-@click.option(
-    "--master_state_backend_config",
-    "--state_backend_config",
-    callback=_without_effect,
-    expose_value=False,
-    help="Ignored.",
-)
+@_ignored("--master_state_backend_type", "--state_backend_type")
+@_ignored("--master_state_backend_config", "--state_backend_config")
 @click.option("--address", help="A running Ray cluster; by default one is started for the job.")
 @click.option("--local", is_flag=True, help="Run everything in this process, without Ray.")
 @_DETACH

@@ -38,7 +38,7 @@ _JSON = click.option("--json", "as_json", is_flag=True, help="As JSON.")
 
 
 def connect(address: str, server: str | None, name: str | None) -> AbstractContextManager[JobOperations]:
-    """Where the job of this name is, or all are. Raises ClusterUnavailable or ServiceUnavailable when entered."""
+    """Connect to where a job is, or all are. Raises ClusterUnavailable or ServiceUnavailable when entered."""
     if server:
         from dlrover.python.rl.service.client import service_jobs  # gRPC takes a moment
 

@@ -286,14 +286,14 @@ def _resize(state: JobState, settings: Submitted, role: str, num: int, wanted: i
     """End the role's members, start ``num``, and restart the trainer, as if all had been lost after the last commit;
     the other members and all commits stay. A rank that comes again continues its numbers: two processes never have the
     same one."""
-    others = {other: size for other, size in state.wanted.items() if other != role}
-    state = replace(state, wanted={**others, role: wanted} if wanted > num else others)
+    lacking = {other: size for other, size in state.wanted.items() if other != role}
+    state = replace(state, wanted={**lacking, role: wanted} if wanted > num else lacking)
     old = range(settings.roles[role].num)
     commands = kill_members(state, role, old)
     state = begin_incarnation(state, role, old)
     ids = [ProcessId(role, rank) for rank in range(num)]
-    kept = {process_id: state.members[process_id] for process_id in ids if process_id in state.members}
-    first, added_ids = settings.first, [process_id for process_id in ids if process_id not in kept]
+    again = {process_id: state.members[process_id] for process_id in ids if process_id in state.members}
+    first, added_ids = settings.first, [process_id for process_id in ids if process_id not in again]
     added = {process_id: Member(state.retired.get(process_id, first)) for process_id in added_ids}
     unchanged = {process_id: member for process_id, member in state.members.items() if process_id.role != role}
     gone = {ProcessId(role, rank): state.members[ProcessId(role, rank)].incarnation for rank in old[num:]}
@@ -301,10 +301,10 @@ def _resize(state: JobState, settings: Submitted, role: str, num: int, wanted: i
     state = replace(
         state,
         settings=replace(settings, roles=roles),
-        members=MemberMap({**unchanged, **kept, **added}),
+        members=MemberMap({**unchanged, **again, **added}),
         retired={**{key: number for key, number in state.retired.items() if key not in added}, **gone},
         most={**state.most, role: max(num, len(old), state.most.get(role, 0))},
-        # The back-offs of its members, not those of its standbys.
+        # The back-offs of its members end, and its standbys keep theirs.
         waits={timer: delay for timer, delay in state.waits.items() if not timer.startswith(f"{role}[")},
     )
     state, more = start_members(state, role, ranks_of(state, role))

@@ -90,11 +90,8 @@ class Shape:
         return self.needs, tuple((role, self.counts[role]) for role in self.limits)
 
 
-@dataclass(frozen=True)
-class PlacedUnit:
-    node: int
-    first: int  # its first bundle on the node
-    counts: Mapping[RLRoleType, int]
+PlacedUnit: TypeAlias = tuple[int, int, Mapping[RLRoleType, int]]
+"""A unit's node, its first bundle there, and how many members of each role it has."""
 
 
 class DoesNotFit(Exception):
@@ -154,7 +151,7 @@ def fill(nodes: list[Node], shape: Shape, cursors: dict[tuple[object, ...], int]
             index, here = (index, here + 1) if free is not None else (index + 1, 0)
         if free is None:
             raise DoesNotFit(shape, nodes)
-        yield PlacedUnit(index, nodes[index].take(shape, free), shape.counts)
+        yield index, nodes[index].take(shape, free), shape.counts
     if not spread:
         cursors[shape.key] = index
 
@@ -170,7 +167,7 @@ def stand_by(nodes: list[Node], shape: Shape, first_node: int) -> Iterator[Place
         if fit is None:
             raise DoesNotFit(shape, nodes)
         last, free = fit
-        yield PlacedUnit(last, nodes[last].take(shape, free), shape.counts)
+        yield last, nodes[last].take(shape, free), shape.counts
 
 
 _MANY_NODES = 12
@@ -318,11 +315,11 @@ def _place(job: JobSpec, shapes: Sequence[Shape], resources: Resources) -> Place
     nodes = [Node(size, [size] * pools) for _ in range(trainer.node_number)]
     cursors: dict[tuple[object, ...], int] = {}
     placed = chain.from_iterable(fill(nodes, shape, cursors) for shape in shapes)
-    units = sorted(placed, key=lambda unit: (unit.node, unit.first))
+    units = sorted(placed, key=lambda unit: unit[:2])
     first_nodes: dict[RLRoleType, int] = {}
-    for unit in units:
-        for role in unit.counts:
-            first_nodes.setdefault(role, unit.node)
+    for node, _, counts in units:
+        for role in counts:
+            first_nodes.setdefault(role, node)
     waiting: dict[RLRoleType, list[PlacedUnit]] = {}
     for role, spec in job.workloads.items():
         need = round(resources[role][trainer.device_type.lower()] * UNITS)
@@ -334,7 +331,7 @@ def _place(job: JobSpec, shapes: Sequence[Shape], resources: Resources) -> Place
         starts[index] = len(bundles)
         bundles += [Bundle(number, content) for content in nodes[index].bundles]
     standbys = {
-        role: tuple(Slot(starts[unit.node] + unit.first, resources[role]) for unit in placed_units)
+        role: tuple(Slot(starts[node] + first, resources[role]) for node, first, _ in placed_units)
         for role, placed_units in waiting.items()
     }
     return Placement(tuple(bundles), _rank_slots(job, units, starts, resources), standbys)
@@ -364,9 +361,9 @@ def _rank_slots(
     job: JobSpec, units: Sequence[PlacedUnit], starts: Mapping[int, int], resources: Resources
 ) -> dict[RLRoleType, tuple[Slot, ...]]:
     places: dict[RLRoleType, list[tuple[int, int]]] = {role: [] for role in job.workloads}
-    for unit in units:
-        for role, count in unit.counts.items():
-            places[role] += [(unit.node, starts[unit.node] + unit.first + index) for index in range(count)]
+    for node, first, counts in units:
+        for role, count in counts.items():
+            places[role] += [(node, starts[node] + first + index) for index in range(count)]
     ranked = {}
     for role, members in places.items():
         slots: list[Slot] = []

@@ -19,7 +19,7 @@ count as "anything else"; a dict is divided only inside ``Shard``: each of its c
 """
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,7 +125,14 @@ def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
     if by != "rows" and not isinstance(value, Batch):
         raise ShardError(f"{label} is {type(value).__name__}; only a Batch can be split by '{by}'")
     if isinstance(value, dict):
-        return _split_columns(value, shards, label)
+        lengths = {name: row_count(column) for name, column in value.items()}
+        without = [name for name, length in lengths.items() if length is None]
+        if without or not value:
+            raise ShardError(f"{label} is a dict without rows to split: {without or 'it is empty'}")
+        if len(set(lengths.values())) != 1:
+            raise ShardError(f"{label} has columns of different lengths: {lengths}")
+        columns = {name: split(column, shards, f"{label}['{name}']") for name, column in value.items()}
+        return [{name: parts[index] for name, parts in columns.items()} for index in range(shards)]
     if not (is_sequence_of_rows(value) or isinstance(value, range)):
         return _chunk(value, shards, label)
     rows = len(value)
@@ -157,17 +164,6 @@ def _chunk(value: Any, shards: int, label: str) -> list[Any]:
     if len(parts) != shards:
         raise ShardError(f"{label} is {kind}, whose chunk({shards}) gave {len(parts)} parts")
     return parts
-
-
-def _split_columns(columns: Mapping[str, Any], shards: int, label: str) -> list[Any]:
-    lengths = {name: row_count(column) for name, column in columns.items()}
-    without = [name for name, length in lengths.items() if length is None]
-    if without or not columns:
-        raise ShardError(f"{label} is a dict without rows to split: {without or 'it is empty'}")
-    if len(set(lengths.values())) != 1:
-        raise ShardError(f"{label} has columns of different lengths: {lengths}")
-    parts = {name: split(column, shards, f"{label}['{name}']") for name, column in columns.items()}
-    return [{name: parts[name][index] for name in columns} for index in range(shards)]
 
 
 def take_rows(rows: Rows, sizes: Sequence[int | None], fetch: Callable[[Any], Any]) -> Any:

@@ -197,11 +197,9 @@ def follow(
 def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
     """Jobs, or the one of this ``name``, on a cluster; ``auto`` is the one where a process of this machine runs it, or
     the newest one, and without any what ``runs/`` has of it is there. Raises ClusterUnavailable."""
-    if address == "auto" and name and (run := _last_run(name)) is not None:
-        holder = holder_of(run.folder)
-        where = address_in(run.folder) if holder is not None and holder.runtime == ON_RAY else ""
-    else:
-        where = ""
+    run, where = (_last_run(name) if address == "auto" and name else None), ""
+    if run is not None and (holder := holder_of(run.folder)) is not None and holder.runtime == ON_RAY:
+        where = address_in(run.folder)
     unavailable = None
     with ExitStack() as stack:
         try:
@@ -242,13 +240,10 @@ class RayJobs(SavedRuns):
         return find(master_name(name)) if self._unavailable is None else None
 
     def get(self, name: str) -> JobView:
-        master = self._find(name)
-        if master is None:
-            return self._saved(name)
-        try:
-            return view_of_status(ask(master.status.remote, _ANSWER_S))
-        except MasterLost:
-            return self._saved(name)
+        with suppress(MasterLost):
+            if (master := self._find(name)) is not None:
+                return view_of_status(ask(master.status.remote, _ANSWER_S))
+        return self._saved(name)
 
     def _master(self, name: str) -> Any:
         """The master of a job that runs. Raises InvalidJob, and MasterLost if it has ended."""
@@ -326,8 +321,8 @@ class RayJobs(SavedRuns):
 
 def _end_of(seen: JobView) -> JobView:
     """How a job has ended that was ``seen`` before: as its folder says, wherever that is."""
-    folder = Path(seen.folder)
     with suppress(JournalCorrupt):
-        history = read_history(folder) if seen.folder else None
-        return view_of_folder(seen.name, folder, history, current_address()) if history is not None else seen
+        folder = Path(seen.folder)
+        if seen.folder and (history := read_history(folder)) is not None:
+            return view_of_folder(seen.name, folder, history, current_address())
     return seen

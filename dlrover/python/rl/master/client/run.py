@@ -60,7 +60,15 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
     job = continued(job)
     placement, errors = plan(job)
-    errors += [*_validate_job_dir(job), *validate_archive(job)]
+    folder = job.run_folders or job.job_dir
+    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    if not existing.is_dir():
+        errors.append(ConfigError("job_dir", f"{existing} is a file, not a folder"))
+    elif not os.access(existing, os.W_OK | os.X_OK):
+        errors.append(ConfigError("job_dir", f"{existing} cannot be written to"))
+    elif why := conflict(job):
+        errors.append(ConfigError("job_dir", why))
+    errors += validate_archive(job)
     before = earlier_description(job)
     inspection = inspect_job(job, before, here=True) if local else inspect_in_child(job, before)
     errors += [*inspection.errors, *validate_least(job, inspection)]
@@ -134,17 +142,6 @@ def _read(describe: Callable[[], JobSpec]) -> tuple[JobSpec | None, list[ConfigE
         return describe(), []
     except InvalidJob as error:
         return error.salvaged, list(error.errors)
-
-
-def _validate_job_dir(job: JobSpec) -> list[ConfigError]:
-    folder = job.run_folders or job.job_dir
-    existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
-    if not existing.is_dir():
-        return [ConfigError("job_dir", f"{existing} is a file, not a folder")]
-    if not os.access(existing, os.W_OK | os.X_OK):
-        return [ConfigError("job_dir", f"{existing} cannot be written to")]
-    why = conflict(job)
-    return [ConfigError("job_dir", why)] if why else []
 
 
 # -- running it ------------------------------------------------------------------------------------------------------

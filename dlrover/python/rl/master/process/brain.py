@@ -242,15 +242,15 @@ def check_new_size(name: str, role: str, num: int, roles: Collection[str]) -> No
 
 def validate_least(job: JobSpec, inspection: Inspection) -> list[ConfigError]:
     """The roles that may not go on with fewer members."""
-    found = []
+    errors = []
     for role, spec in job.workloads.items():
         why = never_resized(job, inspection, role) if spec.min else ""
         if spec.min > spec.num:
             why = f"num is {spec.num}"
         if spec.min and job.scheduling_strategy == "SIMPLE":
-            why = "with scheduling_strategy SIMPLE nothing is reserved, so nobody knows what is missing"
-        found += [ConfigError(f"workload.{role.lower()}.min", f"{spec.min} cannot be: {why}")] if why else []
-    return found
+            why = "with scheduling_strategy SIMPLE nothing is reserved, so it cannot be seen what is missing"
+        errors += [ConfigError(f"workload.{role.lower()}.min", f"{spec.min} cannot be: {why}")] if why else []
+    return errors
 
 
 def never_resized(job: JobSpec, inspection: Inspection, role: str) -> str:

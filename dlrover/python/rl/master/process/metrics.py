@@ -153,13 +153,13 @@ class JobMetrics:
     # -- what happens -------------------------------------------------------------------------------------------------
 
     def replay(self, events: Iterable[tuple[float, Event]]) -> None:
-        """What the journal says of the time before this process."""
+        """Take the events of the journal, of the time before this process."""
         for at_s, event in events:
             before, (after, _) = self._state, step(self._state, event, at_s)
             self.take(at_s, before, after, event)
 
     def take(self, at_s: float, before: JobState, after: JobState, event: Event) -> None:
-        """An event that was journalled."""
+        """Take an event that was journalled."""
         self._state = after
         self.account.take(at_s, before, after, event)
         if after is before:
@@ -239,7 +239,7 @@ class JobMetrics:
         wanted, up = (Counter[str](dict.fromkeys(roles, 0)) for _ in range(2))
         wanted.update(each.role for each in ids)
         up.update(each.role for each, is_up in ids.items() if is_up)
-        heard = {each: now_s - self._beats[each] for each, is_up in shown.items() if is_up and each in self._beats}
+        ages = {each: now_s - self._beats[each] for each, is_up in shown.items() if is_up and each in self._beats}
         account = replace(self.account, seconds=dict(self.account.seconds))
         account.book(now_s)
         times = {(use, ""): 0.0 for use in TimeUse} | account.seconds
@@ -250,7 +250,7 @@ class JobMetrics:
             "members": {(role,): up[role] for role in wanted},
             "members_wanted": {(role,): number for role, number in wanted.items()},
             "member_up": {(each.role, str(each.rank)): float(is_up) for each, is_up in shown.items()},
-            "member_heartbeat_age_seconds": {(each.role, str(each.rank)): max(age, 0.0) for each, age in heard.items()},
+            "member_heartbeat_age_seconds": {(each.role, str(each.rank)): max(age, 0.0) for each, age in ages.items()},
             "pending_calls": {(role,): self._pending.get(role, 0) for role in roles},
             "restarts": {(kind.value,): 0 for kind in CauseKind},
             "moved_bytes": {("weights",): 0, ("commits",): 0},

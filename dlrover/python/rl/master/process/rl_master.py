@@ -373,7 +373,7 @@ class RLMaster:
                 raise CallError(f"{role} of '{job.name}' stays as it is: {error}") from error
             await self._resize_at_next_step(Resized(role, num))
         if size_of(self._state, role) != num:
-            raise CallError(f"'{job.name}' was restarted meanwhile: try again")
+            raise CallError(f"'{job.name}' was restarted in that time: try again")
 
     async def _watch_places(self) -> None:
         """Roles that have fewer members for want of places get them back, until the job ends."""
@@ -461,7 +461,7 @@ class MasterRun:
         return brain is not None
 
     def take(self) -> None:
-        """Not in a thread: until it is done, no other request may resume too. Raises JobConflict."""
+        """Claim the folder, not in a thread: until it is done, no other request may resume. Raises JobConflict."""
         if self._claims:
             self._claim = claim(self.job, ON_RAY, bound=False)
             with suppress(OSError):
@@ -470,7 +470,7 @@ class MasterRun:
             self._log = copy_output(self.job.job_dir, "master", "master")
 
     async def handle(self, events: Sequence[Event]) -> list[Handled]:
-        """What the brain decides. While the journal cannot be written, for example on a full disk, that is nothing."""
+        """Journal ``events`` and return their commands, once the journal can be written: a disk may be full."""
         return await self._patiently(partial(self.brain.handle_all, events))
 
     async def _patiently(self, use_journal: Callable[[], T]) -> T:
@@ -556,7 +556,7 @@ class JobObserver:
         return replace(status, step_s=self._pace.step_s, started_s=self._began_s)
 
     def count_at(self, position: Position) -> int:
-        """How many reports of this process were read at ``position``."""
+        """The number of reports of this process that were read at ``position``."""
         boot, read = position
         return read if boot == self._boot else 0
 
