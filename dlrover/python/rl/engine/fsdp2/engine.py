@@ -104,7 +104,7 @@ class Fsdp2Backend(TrainBackend):
 
     @contextmanager
     def _computing(self) -> Iterator[None]:
-        """Around passes through the module: frees gathered parameters afterwards, also after a failure."""
+        """Enclose passes through the module: free gathered parameters afterwards, also after a failure."""
         try:
             yield
         except BaseException:

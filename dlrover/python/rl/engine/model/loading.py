@@ -251,7 +251,8 @@ def merge_eos_ids(tokenizer: Any, configured: int | list[int] | None) -> tuple[i
     """The ids that end a sequence: the tokenizer's first, then those of a generation config."""
     ids: list[int] = []
     for value in (tokenizer.eos_token_id, configured):
-        ids += value if isinstance(value, list | tuple) else [] if value is None else [value]
+        if value is not None:
+            ids += value if isinstance(value, list | tuple) else [value]
     return tuple(dict.fromkeys(ids))
 
 

@@ -67,7 +67,7 @@ class Gradients:
 
     @contextmanager
     def calling(self, combine: str, share: CallShare) -> Iterator[None]:
-        """Around a call of the module; see :func:`compute_gradient_weight`. What a failed pass left is dropped."""
+        """Weight gradients of a call inside, see :func:`compute_gradient_weight`, and drop what a failed pass left."""
         layout, sequences = self._shards.grid.layout, self._sequences
         self.weight = compute_gradient_weight(combine, share, layout.data_parallel_size, layout.context)
         try:

@@ -46,7 +46,7 @@ from dlrover.python.rl.engine.training.stepping import MasterOptimizer
 
 @dataclass(frozen=True, eq=False)
 class TrainSetup:
-    """What a rank's engine is made of: the same from its start to its end."""
+    """Parts of a rank's engine that stay the same from its start to its end."""
 
     spec: ModelSpec
     config: OptimizerConfig | None  # None: a frozen engine
@@ -111,7 +111,7 @@ class TrainBackend(ABC):
                 yield micro, self.reader.read(self.passes, micro, temperature, entropy)
 
     def _computing(self) -> AbstractContextManager[None]:
-        """Around passes through the module."""
+        """Enclose passes through the module."""
         return nullcontext()
 
     @abstractmethod
