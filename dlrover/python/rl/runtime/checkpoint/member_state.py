@@ -122,7 +122,7 @@ class MemberState:
         self._copy: _Background | None = None
 
     def wait_until_written(self) -> None:
-        """What the workload's ``state_dict`` has returned may change from now on."""
+        """Return once the values of the workload's ``state_dict`` may change."""
         if self._writing is not None and self._writing.thread.is_alive():
             self._writing.finish()
 
