@@ -88,19 +88,7 @@ _KINDS = {
 
 def cause_of(error: BaseException, who: str, remote_traceback: str = "", alone: bool = False) -> Cause:
     """The cause of an error that ended a process's code; ``alone``, no fresh process can be tried."""
-    if isinstance(error, WorkloadDied):
-        cause = Cause(death_kind(_first_line(error)), str(ProcessId(error.role, error.rank)), _first_line(error))
-    elif isinstance(error, WorkloadStartError):
-        kind = _KINDS[Fault(error.fault or Fault.USER)]
-        kind = CauseKind.START_FAILED if kind is CauseKind.USER_ERROR else kind
-        cause = Cause(kind, error.who, f"{COULD_NOT_START}{error.summary}", error.remote_traceback)
-    elif isinstance(error, InvocationError):
-        member, detail = str(ProcessId(error.role, error.rank)), error.remote_traceback or remote_traceback
-        kind = _kind_of(error.original) if error.original is not None else _KINDS[fault_in(_first_line(error))]
-        cause = Cause(kind, member, _first_line(error), _detail(error.original, detail))
-    else:
-        message = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
-        cause = Cause(_kind_of(error), who, message, _detail(error, remote_traceback))
+    cause = _cause_of(error, who, remote_traceback)
     return cause.as_users() if alone and cause.kind in LEFT_ALIVE else cause
 
 
@@ -108,6 +96,21 @@ def death_kind(why: str) -> CauseKind:
     """The kind of a member's death, by the words that it was found dead with."""
     fault = fault_in(why)
     return CauseKind.PROCESS_DIED if fault is Fault.UNKNOWN else _KINDS[fault]
+
+
+def _cause_of(error: BaseException, who: str, remote_traceback: str) -> Cause:
+    if isinstance(error, WorkloadDied):
+        return Cause(death_kind(_first_line(error)), str(ProcessId(error.role, error.rank)), _first_line(error))
+    if isinstance(error, WorkloadStartError):
+        kind = _KINDS[Fault(error.fault or Fault.USER)]
+        kind = CauseKind.START_FAILED if kind is CauseKind.USER_ERROR else kind
+        return Cause(kind, error.who, f"{COULD_NOT_START}{error.summary}", error.remote_traceback)
+    if isinstance(error, InvocationError):
+        member, detail = str(ProcessId(error.role, error.rank)), error.remote_traceback or remote_traceback
+        kind = _kind_of(error.original) if error.original is not None else _KINDS[fault_in(_first_line(error))]
+        return Cause(kind, member, _first_line(error), _detail(error.original, detail))
+    message = f"{type(error).__name__}: {_first_line(error)}".rstrip(": ")
+    return Cause(_kind_of(error), who, message, _detail(error, remote_traceback))
 
 
 def _detail(error: BaseException | None, remote_traceback: str) -> str:
