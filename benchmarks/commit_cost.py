@@ -82,7 +82,7 @@ def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -
     job = _job(folder, name, steps, threads)
     checked = check_job(job, local=True)
     times, commit_s, sizes, largest = [time.perf_counter()], list[float](), [0], [1]
-    writers_s, write = list[float](), _Background.run
+    writers_s, write = list[float](), _Background._run
     run = new_run()
     memory = memory_path(job.name, run)
 
@@ -100,7 +100,7 @@ def _run_job(folder: Path, name: str, steps: int, commits: bool, threads: int) -
 
     job = replace(checked.job, run=run)
     if commits:
-        with patch.object(_Background, "run", timed):
+        with patch.object(_Background, "_run", timed):
             run_local(job, checked.placement, report)
     else:
         with patch.object(local_executor, "checkpoints_of", lambda *of: None):

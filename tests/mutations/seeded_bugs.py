@@ -139,7 +139,7 @@ BUGS = {
         _HOST, "        self._forget()\n        self._state.restore", "        self._state.restore"
     ),
     "the copy begins before the state is written": Bug(
-        _MEMBER, "    writing.join()  # waits: as finish does\n    source", "    source"
+        _MEMBER, "    writing.thread.join()  # waits: as finish does\n    source", "    source"
     ),
     "a trainer that waits gets no file": Bug(
         _MEMBER, "        if request.waits:\n            self.wait_until_written()\n", ""

@@ -77,7 +77,7 @@ class SeenPort(LocalPort):
     def execute(self, member, role, rank, call):
         verb = call.method.removeprefix("!") if call.method.startswith("!") else "method"
         world = self.job.world
-        world.trace(f"{role}[{rank}].{call.method}", member.incarnation, member.host._node)
+        world.trace(f"{role}[{rank}].{call.method}", member.incarnation, member.host._state.node)
         world.operation(verb)
         while member.alive and member.host in self.job.busy:
             world.wait(lambda: not member.alive or member.host not in self.job.busy)

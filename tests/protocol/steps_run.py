@@ -76,7 +76,7 @@ def play(job):
     def folder_here():
         process = world.current
         inside = getattr(process, "inside", None)
-        node = inside[-1][1].host._node if inside else getattr(process, "node", None) or process.origin
+        node = inside[-1][1].host._state.node if inside else getattr(process, "node", None) or process.origin
         return job.folder / node / "memory"
 
     with (
@@ -107,7 +107,7 @@ def copies_of(world):
             super().start()
             begun_by = world.current
             inside = getattr(begun_by, "inside", None)
-            self._process.origin = inside[-1][1].host._node if inside else begun_by.node
+            self._process.origin = inside[-1][1].host._state.node if inside else begun_by.node
             self._process.member = inside[-1][1] if inside else None
 
     return Copy

@@ -31,8 +31,7 @@ def test_a_seed_of_the_steps_is_the_same_run_every_time():
 
 
 def test_a_broken_seed_says_how_to_repeat_it(monkeypatch):
-    monkeypatch.setattr("dlrover.python.rl.runtime.member.host.MemberHost._check_order", lambda self, header: None)
-    monkeypatch.setattr("dlrover.python.rl.runtime.member.host.MemberHost._repeat", lambda self, header: None)
+    monkeypatch.setattr("dlrover.python.rl.runtime.member.host.MemberHost._repeat", lambda self, header, answer: None)
     with pytest.raises(Exception) as caught:
         for seed in range(60):
             run(seed)

@@ -180,7 +180,7 @@ class Store:
 
     def copied(self):
         """Wait until the copy under way is made."""
-        self.member._copy.join(30)
+        self.member._copy.thread.join(30)
 
     def damage(self, pattern):
         for path in self.roots.commits.glob(pattern):

@@ -146,8 +146,10 @@ def test_small_states_are_written_within_the_call(host, roots, monkeypatch):
     assert begin(host, roots).file.name == "ACTOR-0.1.state"
 
 
-def test_copy_has_the_state_of_its_step(host, roots):
+def test_copy_has_the_state_of_its_step(host, roots, disk):
     begin(host, roots, persist=True)
+    assert ask(host, WRITTEN, WrittenRequest(copying=1)).is_copying, "it waits for the state"
+    disk.set()
     call(host, 2, "add", 5)
     wait_for_copies()
     answer = ask(host, WRITTEN, WrittenRequest(copying=1))

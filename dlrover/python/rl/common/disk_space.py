@@ -126,13 +126,9 @@ def _may_recover(
 
 
 def _as_os_error(error: Exception, path: Path) -> OSError:
+    """The error with the file that it is about: reads and writes of an open one do not name it."""
     if not isinstance(error, OSError):
         return disk_full_error(errno.ENOSPC, path.parent, 0)
-    return _with_name(error, path)
-
-
-def _with_name(error: OSError, path: Path) -> OSError:
-    """The error with the file that it is about: reads and writes of an open one do not name it."""
     if error.filename is None and error.errno is not None:
         error.filename = str(path)
     return error
@@ -144,7 +140,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise _with_name(error, path) from None
+        raise _as_os_error(error, path) from None
 
 
 def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT, at: int | None = None) -> int:

@@ -22,7 +22,7 @@ class Lookup(StrEnum):
 
 
 LOOKUP: ContextVar[Lookup] = ContextVar("lookup", default=Lookup.DATA)
-"""What is looked up before a job starts: its data sets, since a run needs their rows first, unless a check is asked for
+"""The names to look up before a job starts: its data sets, since a run needs their rows first, unless a check asks for
 more or less."""
 
 NOT_LOOKED_UP = "on the hub: not looked up (check --hub does)"
@@ -42,7 +42,7 @@ def looking_up(what: Lookup) -> Iterator[None]:
 
 
 def hub_fault(kind: str, name: str) -> str:
-    """Why the hub does not have a ``model`` or ``dataset`` of this name, after at most 10 seconds; empty if it has."""
+    """Say why the hub lacks a ``model`` or ``dataset`` of this name, after at most 10 seconds; empty if it has it."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import RepositoryNotFoundError
 
@@ -56,7 +56,7 @@ def hub_fault(kind: str, name: str) -> str:
 
 
 def is_cached(name: str, kind: str = "model") -> bool:
-    """Whether the hub's cache on this machine has the configuration of a ``model``, or the card of a ``dataset``."""
+    """Return True if the hub's cache here has the configuration of a ``model``, or the card of a ``dataset``."""
     from huggingface_hub import try_to_load_from_cache
 
     try:
@@ -67,8 +67,8 @@ def is_cached(name: str, kind: str = "model") -> bool:
 
 
 def is_path(name: str, kind: str = "model") -> bool:
-    """Whether a ``model`` or ``dataset`` that is not here can only be a file or folder: by its form, or by a file's
-    suffix or a folder here that it begins with, unless the hub's cache on this machine has it."""
+    """Return True if a ``model`` or ``dataset`` that is missing can only be a file or folder: by its form, or by a
+    file's suffix or a folder here that it begins with, unless the hub's cache on this machine has it."""
     if _has_form_of_path(name):
         return True
     may_be_file = _FILE.search(name.lower()) is not None or _begins_here(name)

@@ -36,7 +36,7 @@ def echo(text: str, err: bool = False, nl: bool = True) -> None:
 
 
 def hide_values(values: Iterable[str]) -> None:
-    """From now on :func:`redacted` hides them, their lines, and what ``repr`` makes of them, in this process."""
+    """Let :func:`redacted` hide them, their lines, and what ``repr`` makes of them, from now on in this process."""
     global _known  # noqa: PLW0603 -- what a process must not tell is one set for all of it
     with _lock:
         texts = [text for value in values for text in (value, *value.splitlines())]

@@ -43,7 +43,7 @@ def nearest(name: str, known: Iterable[str], similarity: float = 0.6) -> str | N
 
 
 def nearest_path(path: str, known: Iterable[str]) -> str | None:
-    """Of dotted keys the nearest whose parts are all near: what they share says nothing about a part that differs."""
+    """The nearest dotted key whose parts are all near: shared parts say nothing about a part that differs."""
     parts = path.split(".")
     pairs = [(key, list(zip(parts, key.split("."), strict=True))) for key in known if key.count(".") + 1 == len(parts)]
     return nearest(path, [key for key, near in pairs if all(nearest(part, [other]) for part, other in near)])
@@ -104,12 +104,12 @@ class ProcessId:
 
     @property
     def file_name(self) -> str:
-        """Its spelling in the names of files: ``ROLLOUT-1``."""
+        """The spelling in names of files: ``ROLLOUT-1``."""
         return f"{self.role}-{self.rank}"
 
     @property
     def log_name(self) -> str:
-        """Its spelling in the names of logs: ``rollout-1``, ``trainer``."""
+        """The spelling in names of logs: ``rollout-1``, ``trainer``."""
         return self.role if self.kind is ProcessKind.TRAINER else self.file_name.lower()
 
     def __str__(self) -> str:
@@ -203,5 +203,5 @@ RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REWARD, RLRoleType.REFERENCE, R
 
 
 def resume_command(folder: Path | str) -> str:
-    """What to type to continue the run in ``folder``."""
+    """The command that continues the run in ``folder``."""
     return f"dlrover-rl resume {shlex.quote(str(folder))}"

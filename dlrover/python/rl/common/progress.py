@@ -16,7 +16,7 @@ def note_progress() -> None:
 
 
 def noted_progress() -> int:
-    """How often progress was noted."""
+    """The number of times that progress was noted."""
     return _noted
 
 

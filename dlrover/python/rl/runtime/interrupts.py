@@ -126,13 +126,13 @@ def _unwind(number: int, frame: FrameType | None) -> None:
 
 
 def hangup_terminates() -> None:
-    """From now on SIGHUP, which comes when a terminal is closed, is SIGTERM, unless it is ignored (``nohup``)."""
+    """Treat SIGHUP, which comes when a terminal is closed, as SIGTERM from now on, unless it is ignored (``nohup``)."""
     if signal.getsignal(signal.SIGHUP) == signal.SIG_DFL:
         signal.signal(signal.SIGHUP, _hang_up)
 
 
 def _hang_up(number: int, frame: FrameType | None) -> None:
-    """What is printed from now on would be an error where nothing reads it, and leave undone what has to be done."""
+    """Silence what nothing reads any more, since printing would fail and leave the end undone, and terminate."""
     try:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         for descriptor in filter(_may_be_closed, (1, 2)):
@@ -143,7 +143,7 @@ def _hang_up(number: int, frame: FrameType | None) -> None:
 
 
 def _may_be_closed(descriptor: int) -> bool:
-    """Whether it is a terminal that is not there any more, or leads to a program that got SIGHUP as well."""
+    """Return True for a terminal that is gone, and for what leads to a program that got SIGHUP as well."""
     try:
         termios.tcgetattr(descriptor)
     except termios.error as error:

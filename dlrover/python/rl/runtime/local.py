@@ -107,7 +107,7 @@ class CallResult:
         return Outcome(self.result.load() if self.result else None, self.error)
 
     def stored(self) -> Stored:
-        """Another member's view."""
+        """The view of another member; raises the failure of this call."""
         if self.result is None or self.error is not None:
             raise _Upstream(self.error)
         return self.result

@@ -96,7 +96,7 @@ class Stride:
         return step - self._last >= self.steps
 
     def time_wait(self, waits: bool) -> None:
-        """From now on the trainer ``waits`` for the commit under way, or no longer."""
+        """Note that the trainer ``waits`` for the commit under way from now on, or no longer."""
         now_s = self.now_s()
         if self._waits_since_s is not None:
             self._waited_s += now_s - self._waits_since_s
@@ -288,7 +288,7 @@ class StoreCheckpoints:
     """The commits are in the memories of several nodes, each one's also in the next one's."""
 
     committed_bytes: int = 0
-    """In the files of all commits so far, without their copies."""
+    """The size of all commits so far, without their copies."""
 
     _latest: Manifest | None = None
     _at: Manifest | None = None  # the last commit, if it is in the folder of the next one
@@ -389,7 +389,7 @@ class StoreCheckpoints:
         return GenerationRequest(step, sources, self.roots)
 
     def _find(self, step: int) -> list[Generation]:
-        """In all places that can be read; raises OSError if it may be in one that cannot, and is in no other."""
+        """Find it in all places that can be read; raises OSError if it is in none, and may be in one that cannot."""
         found: list[Generation] = []
         for store in (self._commits, self._durable, self.before):
             if store is None:
@@ -492,7 +492,7 @@ class StoreCheckpoints:
         self._there = set(held)
 
     def _is_there(self, manifest: Manifest) -> bool:
-        """Whether the nodes that have its files are."""
+        """Return True if the nodes that have its files are there."""
         lost = lost_files(manifest, self._there) if self.spread else []
         if lost:
             _LOG.warning("step %d is lost with the nodes that had %s", manifest.step, ", ".join(lost))

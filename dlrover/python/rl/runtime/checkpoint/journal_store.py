@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from uuid import uuid4
 
 from dlrover.python.rl.common.disk_space import is_transient
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
@@ -65,10 +66,8 @@ class FileStateStore(StateStore):
     def __init__(self, path: Path, must_exist: bool = False) -> None:
         if must_exist and not path.exists():
             raise JournalCorrupt(f"the journal {path} is not there")
-        path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists():
-            with suppress(FileExistsError), new_file(path, durable=True, exclusive=True) as file:
-                file.write(_header(0, 0))
+            _create(path)
         # Its creator may have died before the name was durable: the lines would be lost with the name.
         sync_folder(path.parent)
         self._path, self._suspect = path, False
@@ -276,3 +275,20 @@ def _write(file: int, content: bytes, at: int) -> None:
     while content:
         count = os.pwrite(file, content, at)
         content, at = content[count:], at + count
+
+
+def _create(path: Path) -> None:
+    """Create an empty journal, named only once its header is durable; one that another process creates meanwhile
+    stays."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")
+    try:
+        with open(temporary, "xb") as file:
+            os.fchmod(file.fileno(), 0o600)  # the last log lines of a process may hold anything
+            file.write(_header(0, 0))
+            file.flush()
+            os.fsync(file.fileno())
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)

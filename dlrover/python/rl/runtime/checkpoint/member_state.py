@@ -74,19 +74,19 @@ class GenerationRequest:
     roots: Roots
 
 
-class _Background(threading.Thread):
-    """Writes a file of ``step``; ``seconds`` are those that calls of the member have waited for it, and its share of
-    this process's cores."""
+class _Background:
+    """A file of ``step`` that a thread writes; ``seconds`` are those that calls of the member have waited for it, and
+    its share of this process's cores."""
 
     def __init__(self, step: int, write: Callable[[], StateFile | None]) -> None:
-        super().__init__(name=f"dlrover-copy-{step}", daemon=True)
         self.step, self._write = step, write
         self.file: StateFile | None = None
         self.error: Exception | None = None
         self.seconds = 0.0
-        self.start()
+        self.thread = threading.Thread(target=self._run, name=f"dlrover-copy-{step}", daemon=True)
+        self.thread.start()
 
-    def run(self) -> None:
+    def _run(self) -> None:
         began_s = time.thread_time()
         try:
             self.file = self._write()
@@ -98,7 +98,7 @@ class _Background(threading.Thread):
 
     def finish(self) -> None:
         began_s = time.monotonic()
-        self.join()  # waits: for a file on this machine, which ends or fails
+        self.thread.join()  # waits: for a file on this machine, which ends or fails
         self.seconds += time.monotonic() - began_s
 
 
@@ -122,8 +122,8 @@ class MemberState:
         self._copy: _Background | None = None
 
     def wait_until_written(self) -> None:
-        """What the workload's ``state_dict`` has returned may change from now on."""
-        if self._writing is not None and self._writing.is_alive():
+        """Return once the values of the workload's ``state_dict`` may change."""
+        if self._writing is not None and self._writing.thread.is_alive():
             self._writing.finish()
 
     def commit(self, workload: Any, request: CommitRequest) -> CommitAnswer:
@@ -134,14 +134,14 @@ class MemberState:
         store = roots.commit_store(self.node)
         if request.copying is not None:
             store.pinned.add(request.copying)
-        if self._copy is not None and self._copy.is_alive():
+        if self._copy is not None and self._copy.thread.is_alive():
             store.pinned.add(self._copy.step)
         if not roots.shared and self.node != roots.node:
             store.drop_older(request.first_kept)
         state = dump_in_place(workload.state_dict())  # only once: ranks may meet in it
         copy, self._writing = self._copy, _Background(request.step, partial(self._write, store, request, state))
         if sum(map(len, state.buffers)) <= AT_ONCE_BYTES:
-            self._writing.join()  # waits: as finish does
+            self._writing.thread.join()  # waits: as finish does
         if request.persist:
             self._copy = _Background(request.step, partial(_copy_written, store, request, self._writing))
         self._writing.seconds += time.monotonic() - began_s
@@ -157,13 +157,13 @@ class MemberState:
         writing = self._writing
         if writing is None:
             return CommitAnswer(None)  # this process is new
-        is_running = writing.is_alive()  # first: what has ended by now has its file
+        is_running = writing.thread.is_alive()  # first: what has ended by now has its file
         if not is_running and writing.error is not None:
             raise writing.error
         file = None if is_running else writing.file
         if copy is None or copy.step != copying:
             return CommitAnswer(file, writing.seconds)
-        is_copying = copy.is_alive()
+        is_copying = copy.thread.is_alive()
         if not is_copying and copy.error is not None:
             _LOG.warning("%s of step %d was not copied to the job's directory: %s", self.key, copy.step, copy.error)
         return CommitAnswer(file, writing.seconds, copy.file, is_copying)
@@ -232,6 +232,6 @@ class MemberState:
 
 def _copy_written(store: CheckpointStore, request: CommitRequest, writing: _Background) -> StateFile | None:
     step, roots = request.step, request.roots
-    writing.join()  # waits: as finish does
+    writing.thread.join()  # waits: as finish does
     source = store.root / folder_name(step, roots.epoch)
     return writing.file and roots.durable_store().put(source, step, roots.epoch, writing.file)

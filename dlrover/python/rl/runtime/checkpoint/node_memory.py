@@ -137,8 +137,9 @@ def list_memory() -> list[RunMemory]:
     memories = []
     for root in sorted(_memory_folder().glob("*-*")):
         if root.is_dir() and not root.is_symlink():
-            job, _, run = root.name.rpartition("-")
-            saved_to = os.readlink(root / _SAVED_TO) if (root / _SAVED_TO).is_symlink() else ""
+            (job, _, run), saved_to = root.name.rpartition("-"), ""
+            with suppress(OSError):
+                saved_to = os.readlink(root / _SAVED_TO)
             memories.append(RunMemory(job, run, root, _is_held(root), saved_to))
     return memories
 

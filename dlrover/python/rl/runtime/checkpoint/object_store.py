@@ -17,7 +17,6 @@ trainer writes into folders of its own epoch.
 """
 
 import errno
-import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -37,6 +36,7 @@ from dlrover.python.rl.runtime.checkpoint.store import (
     decode,
     encode,
     folder_name,
+    numbered,
     step_and_epoch,
 )
 
@@ -59,7 +59,7 @@ class ObjectStore:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def claim(self, epoch: int) -> None:
-        """From now on, refuse every lower epoch; raises StaleEpoch after a higher claim."""
+        """Refuse every lower epoch from now on; raises StaleEpoch after a higher claim."""
         self._check(epoch)
         with store_errors():
             self._fs.pipe_file(f"{self._path}/{_EPOCHS}/{epoch:08d}", b"%d" % epoch)
@@ -102,11 +102,8 @@ class ObjectStore:
         for file in files.values():
             self.check(manifest.folder, file)
         existing = self.manifests()
-        for old in existing:
-            if replace(old, serial=0, committed_at=0.0) == manifest:
-                return old
-        serial = 1 + max((old.serial for old in existing), default=0)
-        manifest = replace(manifest, serial=serial, committed_at=time.time())
+        if (manifest := numbered(manifest, existing)) in existing:
+            return manifest
         marked = _BAD in self.names(manifest.folder)  # another attempt at the same step
         with store_errors():
             for name in (MANIFEST, _BAD) if marked else ():
@@ -154,7 +151,7 @@ class ObjectStore:
         return sorted(manifests, key=lambda manifest: (manifest.epoch, manifest.serial), reverse=True)
 
     def valid(self, manifest: Manifest, verify: Callable[[Path, StateFile], None] | None = None) -> bool:
-        """Whether every file is there in its length; else the generation is set aside. Whoever reads one checks its
+        """Return True if every file is there in its length; else the generation is set aside. A reader checks its
         bytes."""
         try:
             for file in manifest.files.values():
@@ -198,7 +195,7 @@ class ObjectStore:
             raise StaleEpoch(f"epoch {epoch} has ended: epoch {highest} has taken over {self.root}")
 
     def names(self, folder: str = "") -> list[str]:
-        """What is in the folder, or in one below it."""
+        """List the folder, or one below it."""
         with store_errors():
             try:
                 self._fs.invalidate_cache()
@@ -222,7 +219,7 @@ class ObjectStore:
 
 
 def stores_below(url: str) -> list[ObjectStore]:
-    """Those of all runs whose folders are at ``url``."""
+    """Return the stores of all runs whose folders are at ``url``."""
     return [ObjectStore(f"{url}/{run}", run) for run in ObjectStore(url, "").names()]
 
 

@@ -90,7 +90,7 @@ def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
 
 
 def prune_earlier_runs(durable: Store) -> None:
-    """Of all runs in the folder of ``durable``, keep the newest copies; commits of earlier ones are superseded."""
+    """Keep the newest copies of all runs in the folder of ``durable``; commits of earlier runs are superseded."""
     room = durable.keep - len(durable.manifests())
     others: Sequence[Store]
     if isinstance(durable, ObjectStore):
@@ -165,7 +165,7 @@ def files_of(job: JobSpec) -> RunFiles | None:
 
 
 def results_of(job: JobSpec) -> Any:
-    """Where models are saved: the job's folder, or a ``UPath`` in the object store, which each member reaches."""
+    """The place of saved models: the job's folder, or a ``UPath`` in the object store, which each member reaches."""
     if not job.archive:
         return job.job_dir
     from upath import UPath  # of an extra
@@ -195,7 +195,7 @@ def remove_folder(place: Any) -> None:
 
 
 def validate_archive(job: JobSpec) -> list[ConfigError]:
-    """What keeps a job from having its ``job_dir`` at a URL, found without reaching it."""
+    """Return what keeps a job from having its ``job_dir`` at a URL, without reaching it."""
     if not job.archive:
         return []
     if job.checkpoint.commit_to == "job_dir":

@@ -226,7 +226,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def _chunks(parts: Iterable[memoryview | InPieces]) -> Generator[memoryview, None, None]:
-    """The same bytes in pieces that stay in the CPU cache between checksum and write."""
+    """Yield the bytes in pieces that stay in the CPU cache between checksum and write."""
     for part in parts:
         for piece in (part,) if isinstance(part, memoryview) else part.pieces():
             for start in range(0, len(piece), _CHUNK):

@@ -27,7 +27,7 @@ import re
 import shutil
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -99,6 +99,15 @@ def folder_name(step: int, epoch: int) -> str:
 def step_and_epoch(name: str) -> tuple[int, int] | None:
     match = _FOLDER.fullmatch(name)
     return (int(match["step"]), int(match["epoch"])) if match else None
+
+
+def numbered(manifest: Manifest, existing: Sequence[Manifest]) -> Manifest:
+    """The manifest as the newest of its folder, or the one among ``existing`` that has made the same commit."""
+    for old in existing:
+        if replace(old, serial=0, committed_at=0.0) == manifest:
+            return old
+    serial = 1 + max((old.serial for old in existing), default=0)
+    return replace(manifest, serial=serial, committed_at=time.time())
 
 
 def encode(manifest: Manifest) -> bytes:
@@ -296,7 +305,7 @@ class CheckpointStore:
     # -- writing ------------------------------------------------------------------------------------------------------
 
     def claim(self, epoch: int) -> None:
-        """From now on, refuse every lower epoch; raises StaleEpoch if a higher one has claimed the folder."""
+        """Refuse every lower epoch from now on; raises StaleEpoch if a higher one has claimed the folder."""
         make_folder(self.root, self.durable, mode=0o700)
         self._fence.take_over(epoch)
 
@@ -342,11 +351,8 @@ class CheckpointStore:
             for file in self._files_here(manifest):
                 check_size(folder, file)
             existing = self.manifests()
-            for old in existing:
-                if replace(old, serial=0, committed_at=0.0) == manifest:
-                    return old
-            serial = 1 + max((old.serial for old in existing), default=0)
-            manifest = replace(manifest, serial=serial, committed_at=time.time())
+            if (manifest := numbered(manifest, existing)) in existing:
+                return manifest
             write_manifest(folder, manifest, self.durable)
             with suppress(OSError):  # it is read again then
                 self._known[folder.name] = _version(folder), manifest

@@ -61,7 +61,7 @@ class Heartbeat:
 
 
 class BeatAnswer(StrEnum):
-    """What the master says to a heartbeat."""
+    """The master's answer to a heartbeat."""
 
     CURRENT = "current"
     PEER_LOST = "peer lost"  # it leaves its group, and comes back as a later incarnation in this process
@@ -234,8 +234,8 @@ def _tail_of_newest(folder: Path, pattern: str, lines: int) -> list[str]:
 
 
 class DepartureNotice:
-    """What this process was told; ``file`` is looked for at each reading, ``""`` for none. SIGTERM is taken once, where
-    this is made in the main thread: a second one does what it did before."""
+    """The notice that this process has got; ``file`` is looked for at each reading, ``""`` for none. SIGTERM is taken
+    once, where this is made in the main thread: a second one does what it did before."""
 
     def __init__(self, file: str = "") -> None:
         self._file = Path(file) if file else None

@@ -203,5 +203,5 @@ def take_secrets(job: JobSpec, role: str = "") -> None:
 
 
 def held_secrets() -> Secrets:
-    """What this process was given, for a master that has none left."""
+    """The secrets of this process, for a master that has none left."""
     return dict(_HELD)

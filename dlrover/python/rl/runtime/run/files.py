@@ -121,7 +121,7 @@ class RunFolder:
             os.close(descriptor)
 
     def descriptor(self, parts: tuple[str, ...]) -> int:
-        """As :meth:`open`, for the caller to close. Raises OSError and ValueError if there is no such file."""
+        """Open like :meth:`open`, for the caller to close. Raises OSError and ValueError if there is no such file."""
         descriptor = open_below(self._top, parts)
         if stat.S_ISREG(os.fstat(descriptor).st_mode):
             return descriptor
@@ -214,7 +214,7 @@ class LogReader:
 
 
 def _start_of_last(data: bytes, lines: int) -> int:
-    """Where the last ``lines`` lines begin that end in ``data``: those that begin there too."""
+    """The position where the last ``lines`` lines begin that end in ``data`` and begin there too."""
     at = len(data)
     for _ in range(lines + 1):
         at = data.rfind(b"\n", 0, at)

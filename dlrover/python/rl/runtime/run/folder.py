@@ -217,7 +217,7 @@ def begin(job: JobSpec) -> JobSpec:
 
 
 def has_commits(folder: Path) -> bool:
-    """Whether a run has committed a step, in its folder or in this machine's memory."""
+    """Return True if a run has committed a step, in its folder or in this machine's memory."""
     owner = newest_owner(folder)
     in_memory = owner is not None and any(memory_path(owner.job, owner.run).glob(COMMITTED))
     return in_memory or has_commits_on_disk(folder)
@@ -238,7 +238,7 @@ def _has_ended(memory: RunMemory) -> bool:
 
 
 def conflict(job: JobSpec) -> str:
-    """Why a run of ``job`` must not begin in its folder; empty if it may."""
+    """Say why a run of ``job`` must not begin in its folder; empty if it may."""
     folder, record = job.job_dir, newest_record(job.job_dir)
     owner = read_owner(record) if record is not None else None
     if job.run_folders is not None or (owner is not None and owner.run == job.run and not owner.pid):
@@ -337,8 +337,8 @@ def _describe(job: JobSpec, earlier: Owner | None, goes_on: bool) -> bytes:
 
 
 def _write_description(job: JobSpec, description: bytes) -> None:
-    """Also to the job's object store, so that the run can go on on another machine. Raises InvalidJob if that cannot be
-    written."""
+    """Write it to the job's object store too, for a continuation on another machine. Raises InvalidJob if that cannot
+    be written."""
     path, files = job.job_dir / DESCRIPTION, files_of(job)
     write_shared(path, description)
     try:
@@ -366,8 +366,8 @@ def superseded(job: JobSpec) -> list[Path]:
 
 
 def _is_own_folder(job: JobSpec) -> bool:
-    """Whether the run has the folder that it gets without a ``job_dir``. A master works in another directory than who
-    began the run, so the names decide."""
+    """Return True if the run has the folder that it gets without a ``job_dir``. A master works in another directory
+    than the process that began the run, so the names decide."""
     parent = job.job_dir.parent
     return (parent.parent.name, parent.name) == (RUNS.name, job.name) and bool(_OWN_FOLDER.fullmatch(job.job_dir.name))
 
@@ -383,7 +383,7 @@ class Claim:
 
     @property
     def number(self) -> int:
-        """Of the starts in this folder, from 1 on."""
+        """The number of this start among the starts in the folder, from 1 on."""
         return number_of(self.record)
 
     def beat(self) -> None:
@@ -439,8 +439,7 @@ def held(claimed: Claim) -> Iterator[Claim]:
 
 
 def repeated(job: JobSpec) -> JobSpec:
-    """The same command as that of the last run, which has not finished, goes on in its folder; another one is a new
-    run."""
+    """Continue in the folder of the last run if it has not finished and had this command; else begin a new run."""
     folder = (job.run_folders / LATEST).resolve() if job.run_folders else job.job_dir
     owner = newest_owner(folder)
     if owner is not None and owner.given == job.given and owner.state != FINISHED:
@@ -449,7 +448,7 @@ def repeated(job: JobSpec) -> JobSpec:
 
 
 def continued(job: JobSpec) -> JobSpec:
-    """With ``checkpoint.resume: latest`` a job without ``job_dir`` goes on in the folder of the last run of this name.
+    """Continue a job without ``job_dir`` in the last run of its name with ``checkpoint.resume: latest``.
     One that has finished is gone on with only by a command (``given``) with other arguments."""
     if job.run_folders is None or job.checkpoint.resume != "latest":
         return job

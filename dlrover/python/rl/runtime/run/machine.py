@@ -131,7 +131,7 @@ def leave_mark(folder: str, name: str) -> bool:
 
 
 def find_marks(folder: str, names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that can be read there."""
+    """Return the ``names`` that can be read there."""
     found = []
     for name in names:
         with suppress(OSError):  # asked by name: lists of a network file system's folder are old at times

@@ -204,7 +204,8 @@ def curve_png(name: str, points: Points) -> bytes:
     axes = figure.add_subplot()
     steps, values = [point[0] for point in points], [point[1] for point in points]
     axes.plot(steps, values, color="tab:blue", alpha=0.35, linewidth=1, label="each step")
-    axes.plot(steps, running_mean(values, _MEAN_OF), color="tab:blue", linewidth=2, label=f"mean of {_MEAN_OF} steps")
+    means = [sum(values[max(0, end - _MEAN_OF) : end]) / min(end, _MEAN_OF) for end in range(1, len(values) + 1)]
+    axes.plot(steps, means, color="tab:blue", linewidth=2, label=f"mean of {_MEAN_OF} steps")
     axes.set_xlabel("step")
     axes.set_ylabel(name)
     axes.grid(alpha=0.3)
@@ -213,7 +214,3 @@ def curve_png(name: str, points: Points) -> bytes:
     content = io.BytesIO()
     canvas.print_png(content)  # draws once, savefig twice
     return content.getvalue()
-
-
-def running_mean(values: list[float], window: int) -> list[float]:
-    return [sum(values[max(0, end - window) : end]) / (end - max(0, end - window)) for end in range(1, len(values) + 1)]

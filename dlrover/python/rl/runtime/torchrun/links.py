@@ -30,7 +30,7 @@ from dlrover.python.rl.common.sockets import listening_socket
 _LOG = get_logger(__name__)
 
 MEETING_S = 300.0
-"""How long the processes wait for each other at the start."""
+"""Timeout of the processes' wait for each other at the start."""
 
 _HELLO_S = 10.0
 _SECRET_BYTES = 32
@@ -77,7 +77,7 @@ class LaunchEnv:
 
 
 class KeyValueStore(Protocol):
-    """Where the processes find each other: a torch ``Store``. ``get`` waits until the key is set."""
+    """The place where the processes find each other: a torch ``Store``. ``get`` waits until the key is set."""
 
     def set(self, key: str, value: bytes) -> None: ...
 
