@@ -63,11 +63,11 @@ def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()
     names = dict.fromkeys([*TRAINED, *(name for name in sorted(needs) if name in rollouts)])
     columns = {**rollouts.select(*names).columns, **rows.columns}
     for name in dict.fromkeys(name for output in aux_outputs for name in output.columns):
-        first, *others = [output.ragged(name) for output in aux_outputs if name in output]
-        columns[name] = first
-        if others:
-            values = [each.values if each.values.ndim > 1 else each.values[:, None] for each in (first, *others)]
-            columns[name] = first.like(np.concatenate(values, axis=1))
+        stacked = [output.ragged(name) for output in aux_outputs if name in output]
+        columns[name] = stacked[0]
+        if len(stacked) > 1:
+            values = [each.values if each.values.ndim > 1 else each.values[:, None] for each in stacked]
+            columns[name] = stacked[0].like(np.concatenate(values, axis=1))
     return Batch(columns)
 
 

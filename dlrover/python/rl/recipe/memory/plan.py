@@ -128,8 +128,8 @@ class MemoryPlan:
             planned = self._with_cache(use, planned)
             rows.append([name, *(_gb(getattr(planned, column)) for column in _COLUMNS), _gb(planned.peak)])
         notes += states
-        if engine.weight_sync == "cuda_ipc" and (kept := self.kept_bytes):
-            notes.append(f"  and {_gb(kept)} GB of weights that the actor keeps on the device for the rollout")
+        if engine.weight_sync == "cuda_ipc" and (nbytes := self.kept_bytes):
+            notes.append(f"  and {_gb(nbytes)} GB of weights that the actor keeps on the device for the rollout")
         for role, use in unknown.items():
             reason = f"not known without the config.json of {use.model}"
             if use.kind != "rollout" and engine.train not in ("fsdp2", *STATE_ONLY):
@@ -308,8 +308,8 @@ def choose_passes(trainer: Any, cfg: Any, uses: Mapping[RLRoleType, ModelUse]) -
         plan = replace(plan, engine=engine.with_passes(tokens, recompute))
     if not asks:
         return plan.engine
-    others = {role: getattr(trainer, f"RG_{role}") for role in trainer.actor_handles if role not in sharing}
-    unplanned = {role for role, group in others.items() if getattr(group.workload_class, "uses_device", True)}
+    apart = {role: getattr(trainer, f"RG_{role}") for role in trainer.actor_handles if role not in sharing}
+    unplanned = {role for role, group in apart.items() if getattr(group.workload_class, "uses_device", True)}
     engine = plan.engine
     if engine.offload == AUTO:
         stay = all_stay(plan, shares, unplanned, plan.kept_bytes if engine.weight_sync == "cuda_ipc" else 0.0)

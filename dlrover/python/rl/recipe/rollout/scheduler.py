@@ -75,7 +75,7 @@ class RolloutScheduler:
     async def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
         self._check_weights()
         self._sampling = sampling, seed
-        groups = [self._find_or_create(row) for row in _plain_rows(wanted)]
+        groups = [self._find_or_create(*row) for row in _read_rows(wanted)]
         by_key = {group.key: group for group in groups}
         self._cancel([group for key, group in self._groups.items() if key not in by_key])
         self._groups = by_key
@@ -88,20 +88,20 @@ class RolloutScheduler:
 
     def are_complete(self, wanted: Batch) -> bool:
         """Whether :meth:`fetch` would return these at once. May be called from any thread."""
-        groups = [self._groups.get(_key_of(row)) for row in _plain_rows(wanted)]
+        groups = [self._groups.get(key) for key, _ in _read_rows(wanted)]
         return all(group is not None and group.complete for group in groups)
 
     async def fetch(self, wanted: Batch) -> Batch:
         self._check_weights()
-        groups = [self._find_or_create(row) for row in _plain_rows(wanted)]
+        groups = [self._find_or_create(*row) for row in _read_rows(wanted)]
         return await self._complete(groups)
 
     async def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
         self._check_weights()
         _, step, retry, *_ = (*seed, 0, 0, 0)
         groups = [
-            Group(row["prompt_id"], step, retry, **_prompt_of(row), sampling=sampling, seed=seed, priority=True)
-            for row in _plain_rows(prompts)
+            Group(key.prompt_id, step, retry, **prompt, sampling=sampling, seed=seed, priority=True)
+            for key, prompt in _read_rows(prompts)
         ]
         # Only priority requests run; but where the number of episodes is limited, running ones have to end before
         # others can start, so all of them run.
@@ -118,14 +118,13 @@ class RolloutScheduler:
         await self._run_until(groups, lambda: all(group.complete for group in groups))
         return make_batch(groups, self.guard is not None, self._runner.columns)
 
-    def _find_or_create(self, row: dict[str, Any]) -> Group:
-        key = _key_of(row)
+    def _find_or_create(self, key: GroupKey, prompt: Mapping[str, Any]) -> Group:
         if key not in self._groups:
             if self._sampling is None:
                 raise EngineError("groups were requested before their sampling parameters were set")
             sampling, seed = self._sampling
             seeds = (seed, key.created_step, *([key.retry] if key.retry else []))
-            group = Group(key.prompt_id, key.created_step, key.retry, **_prompt_of(row), sampling=sampling, seed=seeds)
+            group = Group(key.prompt_id, key.created_step, key.retry, **prompt, sampling=sampling, seed=seeds)
             self._groups[key] = group
         return self._groups[key]
 
@@ -304,17 +303,9 @@ class RolloutScheduler:
             await self.guard.shutdown()
 
 
-def _plain_rows(wanted: Batch) -> Iterator[dict[str, Any]]:
-    names = [name for name in ("prompt_id", "retry", "created_step") if name in wanted]
-    numbers = zip(*(wanted.dense(name).tolist() for name in names), strict=True)
-    objects = zip(*(wanted.objects(name) for name in _PROMPT_COLUMNS), strict=True)
-    for values, texts in zip(numbers, objects, strict=True):
-        yield dict(zip((*names, *_PROMPT_COLUMNS), (*values, *texts), strict=True))
-
-
-def _key_of(row: dict[str, Any]) -> GroupKey:
-    return GroupKey(row["prompt_id"], row["retry"], row["created_step"])
-
-
-def _prompt_of(row: dict[str, Any]) -> dict[str, Any]:
-    return {name: row[name] for name in _PROMPT_COLUMNS}
+def _read_rows(wanted: Batch) -> Iterator[tuple[GroupKey, dict[str, Any]]]:
+    """Yield the key and the prompt of each row; prompts to complete at once have no retry and no step."""
+    numbers = [wanted.dense(name).tolist() if name in wanted else [0] * len(wanted) for name in GroupKey._fields]
+    objects = (wanted.objects(name) for name in _PROMPT_COLUMNS)
+    for key, values in zip(zip(*numbers, strict=True), zip(*objects, strict=True), strict=True):
+        yield GroupKey(*key), dict(zip(_PROMPT_COLUMNS, values, strict=True))

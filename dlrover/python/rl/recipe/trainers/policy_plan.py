@@ -180,9 +180,9 @@ class PolicyPlan(RecipePlan):
 
 
 def find_changed(cfg: Any, section: str, names: Sequence[str]) -> list[str]:
-    """Which settings of a section differ from the default of this recipe, which may not be that of others."""
+    """List the settings of a section that differ from the default of this recipe, which may differ from others'."""
     declared = next(item for item in fields(cfg) if item.name == section)
-    made = declared.default_factory() if declared.default_factory is not MISSING else declared.default
-    given = getattr(cfg, section)
-    default = type(given)() if made is MISSING else made
-    return [name for name in names if getattr(given, name) != getattr(default, name)]
+    default = declared.default_factory() if declared.default_factory is not MISSING else declared.default
+    settings = getattr(cfg, section)
+    default = type(settings)() if default is MISSING else default
+    return [name for name in names if getattr(settings, name) != getattr(default, name)]
