@@ -80,7 +80,6 @@ def make_master(tmp_path, monkeypatch):
     stubs = {
         "configure_logging": lambda name: None,
         "RayExecutor": Executor,
-        "RayClusterApi": lambda: None,
         "RunClaim": lambda *of: SimpleNamespace(leave=notes.append),
         "current_actor": lambda: None,
         "was_restarted": lambda: False,
