@@ -27,12 +27,12 @@ BUGS = {
         _EXECUTOR, "if entry is not None and entry.is_member and self.reservations.is_elastic(entry.role):", "if False:"
     ),
     "a standby without a place ends the job": Bug(
-        _EXECUTOR, "entry.loss(cause) if entry is not None and entry.is_standby else Failed(", "Failed("
+        _EXECUTOR, "            if entry is not None and entry.is_standby:\n", "            if False:\n"
     ),
     "a start that takes too long is a fault of the system": Bug(
         _EXECUTOR,
-        "        if isinstance(error, TimeoutError):\n            limit_s",
-        "        if False:\n            limit_s",
+        "        if isinstance(error, TimeoutError):\n            cause",
+        "        if False:\n            cause",
     ),
     "a node that was announced to go counts as lost": Bug(_NODES, "CauseKind.PREEMPTED)", "CauseKind.NODE_LOST)"),
     "a notice of a process is not taken": Bug(

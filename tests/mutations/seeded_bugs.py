@@ -479,8 +479,8 @@ BUGS = {
     "a standby is ready before it is made": Bug(
         _EXECUTOR,
         "        await answer_of(str(entry.process_id), ref, self._job.liveness.start_timeout_s)\n"
-        "        emit(StandbyReady",
-        "        emit(StandbyReady",
+        "        emit(events.StandbyReady",
+        "        emit(events.StandbyReady",
     ),
     "a member is up before it is made": Bug(
         _EXECUTOR,

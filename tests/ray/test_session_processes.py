@@ -182,6 +182,24 @@ def test_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
     assert not Path(folder).exists()
 
 
+def test_session_on_gpus_has_their_names_and_returns_them(tmp_path):
+    code = """
+    import json, ray
+    import dlrover.rl as rl
+    ray.init(num_cpus=1, num_gpus=2, include_dashboard=False)
+    session = rl.init(log_to_driver=False)
+    devices = [[device.kind, device.name] for device in session.slots]
+    before = ray.available_resources().get("GPU", 0)
+    rl.shutdown()
+    states = sorted({row["state"] for row in ray.util.placement_group_table().values()})
+    print(json.dumps([devices, before, states]))
+    """
+    process = started(code, tmp_path)
+    out, err = process.communicate(timeout=180)
+    assert process.returncode == 0, err[-3000:]
+    assert json.loads(out.splitlines()[-1]) == [[["cuda", "0"], ["cuda", "1"]], 0, ["REMOVED"]]
+
+
 @pytest.mark.feature(23)
 @pytest.mark.parametrize("how", ["Ctrl-C", "SIGTERM"])
 def test_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_port(tmp_path, how):

@@ -79,7 +79,6 @@ def make_master(tmp_path, monkeypatch):
     stubs = {
         "configure_logging": lambda name: None,
         "RayExecutor": Executor,
-        "RayClusterApi": lambda: None,
         "current_actor": lambda: None,
         "was_restarted": lambda: False,
         "end_unless": lambda *of: None,

@@ -9,7 +9,7 @@ from ray.core.generated.gcs_pb2 import ActorTableData
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from dlrover.python.rl.runtime.ray.cluster import api as module
-from dlrover.python.rl.runtime.ray.cluster.api import ActorEnds
+from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 
 ALIVE, DEAD = ActorTableData.ActorState.ALIVE, ActorTableData.ActorState.DEAD
 ID = bytes(range(16))
@@ -41,7 +41,7 @@ def quickly(monkeypatch):
 def test_a_living_actor_is_asked_once():
     async def run():
         handle = Handle()
-        waiting = asyncio.create_task(ActorEnds().wait(handle))
+        waiting = asyncio.create_task(RayClusterApi().until_ended(handle))
         await asyncio.sleep(0.05)
         assert not waiting.done()
         assert handle.pings == 1
@@ -52,10 +52,10 @@ def test_a_living_actor_is_asked_once():
 
 def test_each_learns_of_its_own_end_and_why():
     async def run():
-        ends = ActorEnds()
+        ends = RayClusterApi()
         broken, dead = ActorUnavailableError("its connection broke", ID), ActorDiedError()
         first, second = Handle(broken, dead), Handle(ActorDiedError())
-        waiting = [asyncio.create_task(ends.wait(handle)) for handle in (first, second)]
+        waiting = [asyncio.create_task(ends.until_ended(handle)) for handle in (first, second)]
         await asyncio.sleep(0.01)
         first.state = DEAD
         assert await asyncio.wait_for(waiting[0], 5) is dead
@@ -68,11 +68,11 @@ def test_each_learns_of_its_own_end_and_why():
 
 def test_one_that_is_watched_after_all_others_have_ended_is_looked_at_too():
     async def run():
-        ends = ActorEnds()
+        ends = RayClusterApi()
         for _ in range(2):
             handle = Handle(ActorDiedError())
             handle.state = DEAD
-            await asyncio.wait_for(ends.wait(handle), 5)
+            await asyncio.wait_for(ends.until_ended(handle), 5)
             await asyncio.sleep(0.01)
 
     asyncio.run(run())
@@ -83,6 +83,6 @@ def test_those_who_wait_hear_that_no_end_would_be_noticed():
         handle = Handle()
         handle.state = RuntimeError("Ray is not connected")
         with pytest.raises(RuntimeError, match="not connected"):
-            await asyncio.wait_for(ActorEnds().wait(handle), 5)
+            await asyncio.wait_for(RayClusterApi().until_ended(handle), 5)
 
     asyncio.run(run())

@@ -19,33 +19,8 @@ from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.secrets import Secrets, unseal
-from dlrover.python.rl.control.commands import (
-    Command,
-    KillMember,
-    KillStandby,
-    KillTrainer,
-    Place,
-    Release,
-    StartMembers,
-    StartStandby,
-    StartTrainer,
-    Wait,
-)
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    Event,
-    Failed,
-    MemberStarted,
-    Placed,
-    Process,
-    Released,
-    StandbyReady,
-    TrainerFinished,
-    TrainerStarted,
-    Unplaced,
-    WaitOver,
-)
+from dlrover.python.rl.control import commands, events
+from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.control.state import JobState
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSettings
 from dlrover.python.rl.runtime.member.loading import Emit
@@ -94,27 +69,27 @@ class RayExecutor:
         self._detached = Detached(self._job.name)
         self._turnstile = asyncio.Semaphore(_AWAKE)
 
-    def execute(self, command: Command, emit: Emit) -> None:
+    def execute(self, command: commands.Command, emit: Emit) -> None:
         """Start a command. One that this master or an earlier one has started before finds the result of that."""
         match command:
-            case Place():
+            case commands.Place():
                 self._start_task(self._place(command, emit), emit)
-            case StartMembers():
+            case commands.StartMembers():
                 self._start_task(self._start_members(command, emit), emit)
-            case StartStandby():
+            case commands.StartStandby():
                 process_id = ProcessId.standby(command.role, command.number)
                 entry = self._replace(ProcessEntry(process_id, standby=command.number))
                 self._start_task(self._prepare(entry, command.excluded, emit), emit, entry)
-            case StartTrainer():
+            case commands.StartTrainer():
                 entry = self._replace(ProcessEntry(TRAINER_ID, command.epoch))
                 self._start_task(self._run_trainer(entry, command, emit), emit, entry)
-            case KillMember():
+            case commands.KillMember():
                 self._kill(ProcessId(command.role, command.rank), command.incarnation)
-            case KillStandby():
+            case commands.KillStandby():
                 self._discard(ProcessId.standby(command.role, command.number))
-            case KillTrainer():
+            case commands.KillTrainer():
                 self._kill(TRAINER_ID, command.epoch)
-            case Release():
+            case commands.Release():
                 for task in list(self._tasks):
                     task.cancel()
                 self._start_task(self._release(command, self._table.clear(), emit), emit)
@@ -137,18 +112,20 @@ class RayExecutor:
         if entry is not None:
             entry.tasks.append(task)
 
-    def _event_of(self, error: Exception, entry: ProcessEntry | None) -> Event:
+    def _event_of(self, error: Exception, entry: ProcessEntry | None) -> events.Event:
         if isinstance(error, PlacementTimeout):
             cause = Cause(CauseKind.NO_RESOURCES, "job", str(error))
             if entry is not None and entry.is_member and self.reservations.is_elastic(entry.role):
-                return Unplaced(entry.process_id.role, entry.process_id.rank, entry.number, cause)
-            return entry.loss(cause) if entry is not None and entry.is_standby else Failed(self._incarnation, cause)
+                return events.Unplaced(entry.process_id.role, entry.process_id.rank, entry.number, cause)
+            if entry is not None and entry.is_standby:
+                return entry.loss(cause)
+            return events.Failed(self._incarnation, cause)
         if entry is None:
             _LOG.error("%s: the executor failed", self._job.name, exc_info=error)
-            return Failed(self._incarnation, Cause(CauseKind.INTERNAL, "job", f"{type(error).__name__}: {error}"))
+            cause = Cause(CauseKind.INTERNAL, "job", f"{type(error).__name__}: {error}")
+            return events.Failed(self._incarnation, cause)
         if isinstance(error, TimeoutError):
-            limit_s = self._job.liveness.start_timeout_s
-            cause = Cause(CauseKind.HUNG, "job", f"not up within {limit_s:g} s")
+            cause = Cause(CauseKind.HUNG, "job", f"not up within {self._job.liveness.start_timeout_s:g} s")
         else:
             cause = self.nodes.oom_kills.explain(entry.process_id, entry.process, classify(error, entry.process))
         self.last_causes[entry.process_id] = f"{cause.kind.value}: {cause.message}"
@@ -199,19 +176,19 @@ class RayExecutor:
 
     # -- placing ------------------------------------------------------------------------------------------------------
 
-    async def _place(self, command: Place, emit: Emit) -> None:
+    async def _place(self, command: commands.Place, emit: Emit) -> None:
         self._incarnation = command.incarnation
         await self.reservations.reserve(command.incarnation, command.excluded)
-        emit(Placed(command.incarnation))
+        emit(events.Placed(command.incarnation))
 
     # -- members ------------------------------------------------------------------------------------------------------
 
-    async def _start_members(self, command: StartMembers, emit: Emit) -> None:
+    async def _start_members(self, command: commands.StartMembers, emit: Emit) -> None:
         together = StartingTogether(self._table, [self._add_member(command, *member) for member in command.members])
         async for entry in together.in_turns():
             self._start_task(self._start_member(entry, together, command.excluded, emit), emit, entry)
 
-    def _add_member(self, command: StartMembers, rank: int, incarnation: int) -> ProcessEntry:
+    def _add_member(self, command: commands.StartMembers, rank: int, incarnation: int) -> ProcessEntry:
         """The entry of a new member, with its own former actor or that of a standby if there is one."""
         former = self._table.find(ProcessId(command.role, rank)) if rank in command.kept else None
         if former is not None and former.up:
@@ -269,7 +246,11 @@ class RayExecutor:
         ref = entry.handle.dlrover_start.remote(MemberStart(self._job, context, entry.number))
         await answer_of(str(process_id), ref, timeout_s)
         entry.up = True
-        emit(MemberStarted(process_id.role, process_id.rank, entry.number, entry.process, entry.standby, entry.born))
+        emit(
+            events.MemberStarted(
+                process_id.role, process_id.rank, entry.number, entry.process, entry.standby, entry.born
+            )
+        )
 
     async def _locate(self, entry: ProcessEntry) -> Process:
         """Return where a process runs, and a free TCP port: at rank 0, where all meet, the one that the job prefers."""
@@ -296,11 +277,11 @@ class RayExecutor:
         entry.process = await self._locate(entry)
         ref = entry.handle.dlrover_prepare.remote(self._job)
         await answer_of(str(entry.process_id), ref, self._job.liveness.start_timeout_s)
-        emit(StandbyReady(entry.process_id.role, entry.process_id.rank, entry.process))
+        emit(events.StandbyReady(entry.process_id.role, entry.process_id.rank, entry.process))
 
     # -- trainer ------------------------------------------------------------------------------------------------------
 
-    async def _run_trainer(self, entry: ProcessEntry, command: StartTrainer, emit: Emit) -> None:
+    async def _run_trainer(self, entry: ProcessEntry, command: commands.StartTrainer, emit: Emit) -> None:
         placement = await self.reservations.place_trainer(command.excluded)
         entry.handle = await self._pool.start(entry, placement)
         self._watch(entry, emit)
@@ -316,14 +297,14 @@ class RayExecutor:
         process: Process = await answer_of(str(TRAINER_ID), ref, self._job.liveness.start_timeout_s)
         entry.process = process
         self.reservations.nodes.add(process.node)
-        emit(TrainerStarted(command.epoch, process))
+        emit(events.TrainerStarted(command.epoch, process))
         await self._wait_for_trainer(entry, emit)
 
     async def _wait_for_trainer(self, entry: ProcessEntry, emit: Emit) -> None:
         """Run the trainer, or wait for the end of one that runs already. The watch reports its death."""
         with suppress(RayActorError):
             outcome = await self._pool.outcome_of(entry.handle)
-            emit(TrainerFinished(entry.number) if outcome is None else entry.loss(outcome))
+            emit(events.TrainerFinished(entry.number) if outcome is None else entry.loss(outcome))
 
     # -- the end ------------------------------------------------------------------------------------------------------
 
@@ -335,13 +316,13 @@ class RayExecutor:
             entry = ProcessEntry(process_id, number)
         self._detached.run(self._detached.retry(partial(self._pool.end, entry)))
 
-    async def _release(self, command: Release, processes: Sequence[Process], emit: Emit) -> None:
+    async def _release(self, command: commands.Release, processes: Sequence[Process], emit: Emit) -> None:
         """End everything of the run. Errors are logged, and the remaining actions run all the same."""
         await self._detached.retry(self._pool.end_all)
         await self._detached.retry(self.reservations.release)
         if command.final:
             await self._detached.retry(partial(self.reservations.forget_commits, processes))
-        emit(Released(command.incarnation))
+        emit(events.Released(command.incarnation))
 
     # -- after the master's own restart -------------------------------------------------------------------------------
 
@@ -371,5 +352,5 @@ class RayExecutor:
         return count
 
 
-async def _wait(command: Wait, emit: Emit) -> None:
-    emit(await asyncio.sleep(command.delay_s, WaitOver(command.timer)))
+async def _wait(command: commands.Wait, emit: Emit) -> None:
+    emit(await asyncio.sleep(command.delay_s, events.WaitOver(command.timer)))

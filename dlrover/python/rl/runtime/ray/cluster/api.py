@@ -106,7 +106,8 @@ class RayClusterApi:
     def __init__(self, detached: bool = True) -> None:
         self._lifetime = "detached" if detached else None
         self._classes: dict[type, Any] = {}  # to Ray's, which Ray's head stores once
-        self._ends = ActorEnds()
+        self._watched: dict[asyncio.Future[None], Any] = {}  # to the actor whose end it tells
+        self._looking: asyncio.Task[None] | None = None
 
     def list_actors(self, prefix: str) -> list[str]:
         rows = ray.util.list_named_actors(all_namespaces=True)
@@ -136,8 +137,38 @@ class RayClusterApi:
         ray.kill(handle)
 
     async def until_ended(self, handle: Any) -> RayActorError:
-        """The error that calls of the actor raise once its process has ended."""
-        return await self._ends.wait(handle)
+        """The error of calls to the actor, once its process has ended, busy or not."""
+        loop = asyncio.get_running_loop()
+        handle.dlrover_ping.remote()  # Ray follows the actors that this process has called
+        ended = loop.create_future()
+        self._watched[ended] = handle
+        if self._looking is None or self._looking.done():
+            self._looking = loop.create_task(self._look_for_ends())
+        try:
+            await ended  # waits: for the end of the process, which may never come
+        finally:
+            del self._watched[ended]
+        while True:
+            try:
+                await handle.dlrover_ping.remote()  # waits: no longer than Ray needs to say that the actor is dead
+            except ActorUnavailableError:
+                pass
+            except RayActorError as error:
+                return error
+            await asyncio.sleep(_LOOK_S)
+
+    async def _look_for_ends(self) -> None:
+        """Look at all actors that are waited for, as long as there are any."""
+        while self._watched:
+            for ended, handle in [item for item in self._watched.items() if not item[0].done()]:
+                try:
+                    is_dead = handle._get_local_state() == ActorTableData.ActorState.DEAD
+                except Exception as error:  # noqa: BLE001 -- the waiting code must learn that it would miss this end
+                    ended.set_exception(error)
+                    continue
+                if is_dead:
+                    ended.set_result(None)
+            await asyncio.sleep(_LOOK_S)
 
     def list_groups(self) -> list[GroupRow]:
         return [
@@ -246,46 +277,6 @@ def _is_ray_worker(pid: int) -> bool:
         return Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"ray::")
     except OSError:
         return False
-
-
-class ActorEnds:
-    """One task looks at all actors that are waited for, on the event loop of the first who waits."""
-
-    def __init__(self) -> None:
-        self._watched: dict[asyncio.Future[None], Any] = {}
-        self._looking: asyncio.Task[None] | None = None
-
-    async def wait(self, handle: Any) -> RayActorError:
-        """The error of calls to the actor, once its process has ended, busy or not."""
-        handle.dlrover_ping.remote()  # Ray follows the actors that this process has called
-        ended = asyncio.get_running_loop().create_future()
-        self._watched[ended] = handle
-        if self._looking is None or self._looking.done():
-            self._looking = asyncio.get_running_loop().create_task(self._look())
-        try:
-            await ended  # waits: for the end of the process, which may never come
-        finally:
-            del self._watched[ended]
-        while True:
-            try:
-                await handle.dlrover_ping.remote()  # waits: no longer than Ray needs to say that the actor is dead
-            except ActorUnavailableError:
-                pass
-            except RayActorError as error:
-                return error
-            await asyncio.sleep(_LOOK_S)
-
-    async def _look(self) -> None:
-        while self._watched:
-            for ended, handle in [item for item in self._watched.items() if not item[0].done()]:
-                try:
-                    is_dead = handle._get_local_state() == ActorTableData.ActorState.DEAD
-                except Exception as error:  # noqa: BLE001 -- the waiting code must learn that it would miss this end
-                    ended.set_exception(error)
-                    continue
-                if is_dead:
-                    ended.set_result(None)
-            await asyncio.sleep(_LOOK_S)
 
 
 async def forget_on_nodes(cluster: RayClusterApi, pids: Mapping[str, Sequence[int]], job: str, run: str) -> bool:

@@ -442,8 +442,12 @@ class GcsKeeper:
                 _LOG.error("the GCS of Ray died %d times in a row: not started again", in_a_row)
                 self.rest()
             else:
-                self._start()
                 last_s = time.monotonic()
+                try:
+                    self._node.start_gcs_server()  # with the port and the store of the first
+                    self.restarts += 1
+                except (OSError, RuntimeError, AssertionError) as error:
+                    _LOG.error("the GCS of Ray could not be started again: %s", error)
             with self._node.removal_lock:  # what is lost for good, or is to be started again, is seen in the table
                 self._node.all_processes.setdefault(_GCS, dead)
 
@@ -458,11 +462,3 @@ class GcsKeeper:
             self._node._gcs_address = None
             self._node._gcs_client = None
             return processes
-
-    def _start(self) -> None:
-        try:
-            self._node.start_gcs_server()  # with the port and the store of the first
-        except (OSError, RuntimeError, AssertionError) as error:
-            _LOG.error("the GCS of Ray could not be started again: %s", error)
-            return
-        self.restarts += 1
