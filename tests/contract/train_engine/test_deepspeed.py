@@ -94,7 +94,7 @@ def model_path(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def actual(model_path):
+def results_of(model_path):
     @functools.cache
     def of(world_size, stage):
         return run(world_size, in_bf16, stage, model_path)
