@@ -293,7 +293,7 @@ def test_an_epoch_takes_each_row_once_and_its_last_batch_what_is_left(inputs, tm
         job.port.submit,
     )
     job.run()
-    batches = [call.args[0].token.value() for call in trained if call.method == "train"]
+    batches = [call.args[0].token.stored().load() for call in trained if call.method == "train"]
     assert [len(batch) for batch in batches] == [3, 1]
     assert sorted(line for batch in batches for line in batch.dense("line").tolist()) == [1, 2, 3, 4]
 
