@@ -141,7 +141,7 @@ def test_replicas_have_equally_many_groups_with_every_row_once():
     generator = np.random.default_rng(1)
     masks = [[at > 0 for at in range(length)] for length in generator.integers(2, 100, 64)]
     whole = make(masks, "causal")
-    parts = [whole.take(rows) for rows in partition(whole.ragged("tokens").lengths.tolist(), 4).groups]
+    parts = [whole.take(rows) for rows in partition(whole.ragged("tokens").lengths.tolist(), 4)]
     most = max(len(pack(part, 400)) for part in parts)
     groups = [pack(part, 400, at_least=most) for part in parts]
     assert [len(found) for found in groups] == [most] * 4

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import user_environments
 
-from dlrover.python.rl.environment.core.base import StepRules
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
@@ -208,10 +207,10 @@ def test_impossible_limits_are_refused(limits):
 @pytest.mark.parametrize(
     ("step", "rules", "expected"),
     [
-        ("{'reward': 0.0, 'done': False}", StepRules(), ("step returned no 'next_state'", 0.0, False)),
-        ("{'reward': 0.0, 'done': False}", StepRules(missing_state="done"), (None, 0.0, True)),
-        ("{'reward': 0.0, 'done': False}", StepRules(failure_reward=-1.0), (None, -1.0, True)),
-        ("{'next_state': None, 'reward': 0.0, 'done': False}", StepRules(), (None, 0.0, True)),
+        ("{'reward': 0.0, 'done': False}", {}, ("step returned no 'next_state'", 0.0, False)),
+        ("{'reward': 0.0, 'done': False}", {"missing_state": "done"}, (None, 0.0, True)),
+        ("{'reward': 0.0, 'done': False}", {"failure_reward": -1.0}, (None, -1.0, True)),
+        ("{'next_state': None, 'reward': 0.0, 'done': False}", {}, (None, 0.0, True)),
     ],
 )
 @pytest.mark.parametrize("isolated", [False, True])
@@ -220,7 +219,7 @@ def test_step_without_a_next_state_follows_the_rules(tmp_path, step, rules, expe
     path.write_text(f"def step(state, action, extra_info):\n    return {step}\n")
 
     async def one_step():
-        guard = Guard(IsolatedEnvironment(str(path)) if isolated else load_environment(str(path)), rules=rules)
+        guard = Guard(IsolatedEnvironment(str(path)) if isolated else load_environment(str(path)), **rules)
         episode = await guard.reset("a ", {})
         await guard.step(episode, "b")
         await guard.close(episode)

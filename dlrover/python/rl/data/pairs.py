@@ -174,9 +174,11 @@ def _side_faults(row: Mapping[str, Any]) -> list[str]:
     return faults
 
 
-def _fault_of_all(pairs: SourceRows) -> str:
-    are_equal = all(pair["chosen"] == pair["rejected"] for pair in pairs)
-    return "in every row 'chosen' equals 'rejected': no pair is left to train on" if are_equal else ""
+_ALL_EQUAL = "in every row 'chosen' equals 'rejected': no pair is left to train on"
 
-
-PAIR_ROWS = RowReader(normalize_pair, pair_prompt, _fault_of_all, names=(*_CONTEXT, *_SIDES, *TEMPLATE_KEYS))
+PAIR_ROWS = RowReader(
+    normalize_pair,
+    pair_prompt,
+    lambda pairs: _ALL_EQUAL if all(pair["chosen"] == pair["rejected"] for pair in pairs) else "",
+    names=(*_CONTEXT, *_SIDES, *TEMPLATE_KEYS),
+)

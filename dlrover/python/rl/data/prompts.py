@@ -24,14 +24,6 @@ _KEYS = (*_PROMPTS, "answer", "extra_info")
 
 
 @dataclass(frozen=True)
-class PromptFaults:
-    """Errors of prompts: ``wrong`` (the model cannot complete them) and ``too_long``."""
-
-    wrong: list[ConfigError]
-    too_long: list[ConfigError]
-
-
-@dataclass(frozen=True)
 class PromptRow:
     """A prompt (text, or messages), its reference answer as text, and user data that reach rewards and environments
     unchanged.
@@ -58,24 +50,26 @@ def to_prompts(rows: SourceRows) -> list[PromptRow]:
 
 def find_prompt_faults(
     tokenizer: Any, prompts: Iterable[tuple[str, Any, Any]], limit: int | None, check: Callable[[list[int]], None]
-) -> PromptFaults:
-    """Report the prompts with more than ``limit`` tokens, and those that ``check`` refuses by an EngineError. A prompt
-    comes with its place before it, and the arguments of the chat template after it."""
-    faults = PromptFaults([], [])
+) -> tuple[list[ConfigError], list[ConfigError]]:
+    """Return an error of each prompt that the model cannot complete, as ``check`` says by an EngineError, and of each
+    with more than ``limit`` tokens. A prompt comes with its place before it, and the arguments of the chat template
+    after it."""
+    wrong: list[ConfigError] = []
+    too_long: list[ConfigError] = []
     for place, prompt, arguments in prompts:
         try:
             tokens = encode_prompt(tokenizer, prompt, arguments)
         except DataError as error:
-            faults.wrong.extend(ConfigError(place, item.what) for item in error.errors)
+            wrong += [ConfigError(place, item.what) for item in error.errors]
             continue
         if limit is not None and len(tokens) > limit:
-            faults.too_long.append(ConfigError(place, f"{len(tokens)} tokens, {limit} at most"))
+            too_long.append(ConfigError(place, f"{len(tokens)} tokens, {limit} at most"))
             continue
         try:
             check(tokens)
         except EngineError as error:
-            faults.wrong.append(ConfigError(place, f"{len(tokens)} tokens leave no room for new ones: {error}"))
-    return faults
+            wrong.append(ConfigError(place, f"{len(tokens)} tokens leave no room for new ones: {error}"))
+    return wrong, too_long
 
 
 def empty_prompts(count: int) -> list[PromptRow]:

@@ -3,7 +3,6 @@
 
 import heapq
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -76,24 +75,21 @@ class PromptCursor:
         return np.random.RandomState(bits).permutation(self._rows).astype(np.int64)
 
 
-@dataclass(frozen=True)
-class Partition:
-    """The row indices of each group, rising; every row is in one. A group may be empty."""
-
-    groups: tuple[tuple[int, ...], ...]
-
-    def gather(self, parts: Sequence[Batch]) -> Batch:
-        """Concatenate a part per group, in the order of the divided rows; DataError for parts of other sizes."""
-        sizes, expected = [len(part) for part in parts], [len(group) for group in self.groups]
-        if sizes != expected:
-            raise DataError(f"parts of {expected} rows came back with {sizes}")
-        order = [row for group in self.groups for row in group]
-        positions = sorted(range(len(order)), key=order.__getitem__)
-        return Batch.concat([part for part in parts if len(part)] or list(parts[:1])).take(positions)
+def gather_parts(groups: Sequence[Sequence[int]], parts: Sequence[Batch]) -> Batch:
+    """Concatenate a part per group of :func:`partition`, in the order of the divided rows; DataError for parts of other
+    sizes."""
+    sizes, expected = [len(part) for part in parts], [len(group) for group in groups]
+    if sizes != expected:
+        raise DataError(f"parts of {expected} rows came back with {sizes}")
+    order = [row for group in groups for row in group]
+    positions = sorted(range(len(order)), key=order.__getitem__)
+    return Batch.concat([part for part in parts if len(part)] or list(parts[:1])).take(positions)
 
 
-def partition(lengths: Sequence[int], groups: int, together: int = 1) -> Partition:
+def partition(lengths: Sequence[int], groups: int, together: int = 1) -> tuple[tuple[int, ...], ...]:
     """Divide rows into ``groups`` of nearly equal token counts; ``together`` neighbours (2 for pairs) stay in one.
+
+    Returns the indices of each group, rising; every row is in one, and a group may be empty.
 
     By the largest differencing method of Karmarkar and Karp ("The differencing method of set partitioning", 1982), or
     longest first to the lightest group if that gives a smaller maximum. Raises DataError if the number of rows is not a
@@ -106,8 +102,7 @@ def partition(lengths: Sequence[int], groups: int, together: int = 1) -> Partiti
     order = sorted(range(len(items)), key=lambda item: -items[item])
     ways = (largest_differencing(items, groups), lightest_first(order, items, groups))
     best = min(ways, key=lambda way: max(sum(items[item] for item in group) for group in way))
-    rows = (tuple(item * together + at for item in sorted(group) for at in range(together)) for group in best)
-    return Partition(tuple(rows))
+    return tuple(tuple(item * together + at for item in sorted(group) for at in range(together)) for group in best)
 
 
 def largest_differencing(lengths: Sequence[int], count: int) -> list[list[int]]:

@@ -11,8 +11,8 @@ import math
 import struct
 import sys
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, TypeVar, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, TypeAlias, TypeVar, cast
 
 import numpy as np
 import numpy.typing as npt
@@ -27,12 +27,11 @@ _JSON_INT = 2**63
 _MAX_ERRORS = 20
 
 
-class InPieces(Protocol):
-    """Bytes that are not in the host's memory, and come there piece by piece."""
+if TYPE_CHECKING:  # it needs torch
+    from dlrover.python.rl.data.device_bytes import DeviceBytes
 
-    def __len__(self) -> int: ...
-    def pieces(self) -> Iterator[memoryview]: ...
-
+Buffer: TypeAlias = "memoryview | DeviceBytes"
+"""Bytes in the host's memory, or on a device, from where they come piece by piece."""
 
 B = TypeVar("B")
 
@@ -51,9 +50,7 @@ def dump(tree: Any) -> StateTree[memoryview]:
     return StateTree(skeleton, cast(list[memoryview], buffers))
 
 
-def dump_in_place(
-    tree: Any, of_device: Callable[[Any], memoryview | InPieces] | None = None
-) -> StateTree[memoryview | InPieces]:
+def dump_in_place(tree: Any, of_device: Callable[[Any], Buffer] | None = None) -> StateTree[Buffer]:
     """Like :func:`dump`, without copying what is on a device."""
     if of_device is None and "torch" in sys.modules:
         from dlrover.python.rl.data.device_bytes import DeviceBytes  # it needs torch
@@ -88,9 +85,9 @@ def _place(at: _At) -> str:
 class _Dumper:
     """Turns values into JSON nodes: scalars and lists as they are, all else as ``{tag: content}``."""
 
-    def __init__(self, of_device: Callable[[Any], memoryview | InPieces] | None) -> None:
+    def __init__(self, of_device: Callable[[Any], Buffer] | None) -> None:
         self._of_device = of_device
-        self.buffers: list[memoryview | InPieces] = []
+        self.buffers: list[Buffer] = []
         self.errors: list[ConfigError] = []
         self._torch = sys.modules.get("torch")  # without torch imported, no value is a tensor
         self._containers: dict[type, Callable[[Any, _At, int], Any]] = {
@@ -156,7 +153,7 @@ class _Dumper:
         content = _host_bytes(flat) if flat.device.type == "cpu" else of_device(flat)
         return {"tensor": [str(value.dtype).removeprefix("torch."), list(value.shape), self._buffer(content)]}
 
-    def _buffer(self, content: "memoryview | InPieces") -> int:
+    def _buffer(self, content: Buffer) -> int:
         self.buffers.append(content)
         return len(self.buffers) - 1
 

@@ -319,7 +319,7 @@ def test_a_rollout_that_holds_other_weights_than_those_published_is_named():
 def test_prompts_that_are_too_long_are_dropped_if_allowed(over_long, wrong, is_refused):
     rollouts, dropped = Rollouts([9, 9]), []
     too_long = [ConfigError(f"p.jsonl:{line}", "9 tokens, 5 at most") for line in (2, 4)]
-    parts = [SimpleNamespace(too_long=too_long[:1], wrong=[]), SimpleNamespace(too_long=too_long[1:], wrong=wrong)]
+    parts = [([], too_long[:1]), (wrong, too_long[1:])]
     rollouts.check_prompts = Method(lambda *_: parts)
     collector = make_collector(rollouts)
     data = PromptData("problems.jsonl", max_prompt_tokens=5, over_long=over_long)

@@ -112,7 +112,10 @@ class WeightSnapshot:
     def tensor(self, name: str, device: torch.device | str = "cpu") -> Any:
         """A view of the received bytes: never write to it. A tensor with an adapter is computed, on ``device``."""
         base = self.bare_tensor(name)
-        return base if self.adapters is None else self.adapters.added(name, base, device)
+        if self.adapters is None or name + DOWN not in self.adapters.factors.buffers:
+            return base
+        down, up = (self.adapters.factors.tensor(name + end) for end in (DOWN, UP))
+        return add_adapter(base, down, up, self.adapters.scale, device, base.dtype)
 
     def on_host(self) -> "WeightSnapshot":
         """The same with all bytes in host memory, for other processes."""
@@ -163,13 +166,6 @@ class Adapters:
 
     factors: WeightSnapshot
     scale: float
-
-    def added(self, name: str, base: Any, device: torch.device | str) -> Any:
-        """The weight with its adapter, if it has one, in the dtype of ``base``."""
-        if name + DOWN not in self.factors.buffers:
-            return base
-        down, up = self.factors.tensor(name + DOWN), self.factors.tensor(name + UP)
-        return add_adapter(base, down, up, self.scale, device, base.dtype)
 
 
 def adapted_stamp(base: WeightStamp, factors: WeightStamp, scale: float) -> WeightStamp:

@@ -135,7 +135,7 @@ def pack(batch: Batch, token_budget: int, head: Head = "causal", at_least: int =
 def balance_by_tokens(lengths: Sequence[int], budget: int, at_least: int = 0) -> list[list[int]]:
     """Divide items into few groups of at most ``budget``, of nearly equal sums: indices, longest first.
 
-    The differencing of ``data.balance.partition`` gives as many groups and is far slower for hundreds of items.
+    The differencing of ``data.sampler.partition`` gives as many groups and is far slower for hundreds of items.
     """
     order = sorted(range(len(lengths)), key=lambda item: -lengths[item])
     alone = [[item] for item in order if lengths[item] >= budget]

@@ -276,15 +276,12 @@ class ModuleEngine:
         self._expects_weights = self._made is None
         if not self._parked.on_device:
             self._parked.to_device()
-            self._forget_tensors()
-
-    def _forget_tensors(self) -> None:
-        self._parked = ParkedTensors(self._parked.owner, self._parked.memory)
+            self._parked = ParkedTensors(self._parked.owner, self._parked.memory)
 
     def meta(self) -> None:
         """Release the module with everything that it made."""
         self._made, self._expects_weights = None, False
-        self._forget_tensors()
+        self._parked = ParkedTensors(self._parked.owner, self._parked.memory)
         self._gradients = None
         gc.collect()  # A module and its hooks refer to each other.
         self._parked.memory.release_cache()

@@ -26,22 +26,6 @@ def sampling_params(values: Mapping[str, Any]) -> SamplingParams:
     return read_options(SamplingParams, values, "sampling")
 
 
-def _check_sampling(sampling: SamplingParams) -> None:
-    stop: Any = sampling.stop  # a str is a sequence of str, too
-    valid = {
-        "max_new_tokens": sampling.max_new_tokens >= 1,
-        "temperature": 0.0 <= sampling.temperature < float("inf"),
-        "samples_per_prompt": sampling.samples_per_prompt >= 1,
-        "top_k": sampling.top_k is None or sampling.top_k >= 1,
-        "top_p": 0.0 < sampling.top_p <= 1.0,
-        "stop": not isinstance(stop, str) and all(stop),
-        "logprobs": sampling.logprobs in ("policy", "sampled"),
-    }
-    faults = [f"{name} {getattr(sampling, name)!r}" for name, is_valid in valid.items() if not is_valid]
-    if faults:
-        raise EngineError(f"cannot sample with {', '.join(faults)}")
-
-
 def as_batch(completions: Sequence[Completion], columns: Mapping[str, ColumnSpec] = GENERATED) -> Batch:
     """The columns of ``BaseRolloutEngine.generate``; ``columns`` are the engine's."""
     requests, specs = [completion.request for completion in completions], {**SEQUENCE, **columns}
@@ -117,7 +101,20 @@ class FinishRules:
         self._tag_ids = frozenset(number for number, token in added.items() if token.special and str(token) in tags)
 
     def check(self, sampling: SamplingParams) -> None:
-        """Raise an ``EngineError`` for a stop string that no text contains."""
+        """Raise an ``EngineError`` for values out of their ranges, or a stop string that no text contains."""
+        strings: Any = sampling.stop  # a str is a sequence of str, too
+        valid = {
+            "max_new_tokens": sampling.max_new_tokens >= 1,
+            "temperature": 0.0 <= sampling.temperature < float("inf"),
+            "samples_per_prompt": sampling.samples_per_prompt >= 1,
+            "top_k": sampling.top_k is None or sampling.top_k >= 1,
+            "top_p": 0.0 < sampling.top_p <= 1.0,
+            "stop": not isinstance(strings, str) and all(strings),
+            "logprobs": sampling.logprobs in ("policy", "sampled"),
+        }
+        faults = [f"{name} {getattr(sampling, name)!r}" for name, is_valid in valid.items() if not is_valid]
+        if faults:
+            raise EngineError(f"cannot sample with {', '.join(faults)}")
         for stop in sampling.stop:
             inside = [token for token in self._special if token in stop and token != stop]
             if inside:
@@ -202,7 +199,6 @@ class RunningRequests:
         return len(self.by_number)
 
     def check(self, tokens: Ragged, sampling: SamplingParams) -> None:
-        _check_sampling(sampling)
         self.rules.check(sampling)
         if not tokens.lengths.all():
             empty = np.flatnonzero(tokens.lengths == 0).tolist()

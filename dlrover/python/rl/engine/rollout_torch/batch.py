@@ -13,7 +13,6 @@ for it, which is dropped.
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -69,21 +68,15 @@ class Scheduler:
         self.waiting = deque(number for number in self.waiting if number not in removed)
         free = {row for row, number in enumerate(self.active) if number in removed}
         order = list(range(len(self.active) - len(free)))
-        for row in order:
-            if row in free:
-                order[row] = self._follower(row, free)
-                free.add(order[row])
+        for row in (row for row in order if row in free):
+            # Filled from a later row, so that rows can be moved in ascending order.
+            candidates = [later for later in range(row + 1, len(self.active)) if later not in free]
+            following = [later for later in candidates if later // ROW_GROUP > row // ROW_GROUP]
+            of_group = [later for later in following if later // ROW_GROUP == following[0] // ROW_GROUP]
+            order[row] = min(of_group, key=self.active.__getitem__, default=candidates[-1])
+            free.add(order[row])
         self.active = [self.active[row] for row in order]
         return order
-
-    def _follower(self, row: int, free: Collection[int]) -> int:
-        """The row to move into the free ``row``: a later one, so that rows can be moved in ascending order."""
-        candidates = [later for later in range(row + 1, len(self.active)) if later not in free]
-        following = [later for later in candidates if later // ROW_GROUP > row // ROW_GROUP]
-        if not following:
-            return candidates[-1]
-        group = following[0] // ROW_GROUP
-        return min((later for later in following if later // ROW_GROUP == group), key=self.active.__getitem__)
 
     def requeue(self) -> None:
         """Return all active requests to the queue, in the order of their numbers."""
@@ -91,23 +84,19 @@ class Scheduler:
         self.active = []
 
 
-@dataclass(frozen=True)
-class _Draw:
-    """Active requests whose tokens are sampled in one call."""
-
-    numbers: list[int]
-    sampling: SamplingParams
-    uniform: Any  # float64 `[len(numbers)]`
-    rows: Any  # int64 `[len(numbers)]`, of the logits; None: all
+_Draw: TypeAlias = tuple[list[int], SamplingParams, Any, Any]
+"""Requests whose tokens are sampled in one call: their numbers and parameters, random numbers (float64), and rows of
+the logits (int64; None: all)."""
 
 
 class _Step:
     """New tokens of active requests, which the device may still be computing."""
 
     def __init__(self, draws: Sequence[_Draw], logits: Any) -> None:
-        parts = [logits if draw.rows is None else logits[draw.rows] for draw in draws]
-        chosen = [choose(part, draw.sampling, draw.uniform) for part, draw in zip(parts, draws, strict=True)]
-        self._numbers = [draw.numbers for draw in draws]
+        chosen = [
+            choose(logits if rows is None else logits[rows], sampling, uniform) for _, sampling, uniform, rows in draws
+        ]
+        self._numbers = [numbers for numbers, *_ in draws]
         self._results = [(_to_host(tokens), _to_host(logprobs)) for tokens, logprobs in chosen]
         self.tokens: Any = chosen[0][0] if len(chosen) == 1 else None
         """Tokens of the rows that are still in use, int64 ``[rows]`` on the device; None unless sampled in one call."""
@@ -183,7 +172,7 @@ class ContinuousBatch:
                 step, self._ahead = self._ahead or self._begin(), None
                 if self._goes_on(step):
                     draws = self._draws(after=1)
-                    self._ahead = self._sample(draws, self._decoder.step(step.tokens))
+                    self._ahead = _Step(draws, self._decoder.step(step.tokens)[:, : self._requests.known_ids])
                 new_tokens = step.new_tokens()
             running = self._requests.by_number  # those that were removed meanwhile are not
             return self._requests.append([each for each in new_tokens if each[0] in running], version)
@@ -243,9 +232,7 @@ class ContinuousBatch:
             last = [self._requests.by_number[number].tokens[-1] for number in active]
             parts.append(self._decoder.step(torch.tensor(last)))
         parts += self._prefill(admitted)
-        return self._sample(draws, parts[0] if len(parts) == 1 else torch.cat(parts))
-
-    def _sample(self, draws: Sequence[_Draw], logits: Any) -> _Step:
+        logits = parts[0] if len(parts) == 1 else torch.cat(parts)
         return _Step(draws, logits[:, : self._requests.known_ids])
 
     def _goes_on(self, step: _Step) -> bool:
@@ -270,12 +257,12 @@ class ContinuousBatch:
         rows_by_key: dict[tuple[Any, ...], list[int]] = {}
         for row, request in enumerate(running):
             rows_by_key.setdefault(sampling_key(request.sampling), []).append(row)
-        draws = []
+        draws: list[_Draw] = []
         for rows in rows_by_key.values():
             uniform = torch.tensor([running[row].next_uniform(after) for row in rows], dtype=torch.float64)
             index = to_device(torch.tensor(rows), device) if len(rows_by_key) > 1 else None
             sampling = running[rows[0]].sampling
-            draws.append(_Draw([numbers[row] for row in rows], sampling, to_device(uniform, device), index))
+            draws.append(([numbers[row] for row in rows], sampling, to_device(uniform, device), index))
         return draws
 
     def _lacks_room(self) -> bool:

@@ -56,12 +56,19 @@ class TorchRolloutEngine(RolloutEngineBase):
         if fixed is not None:
             lm = dataclasses.replace(lm, max_positions=min(fixed, lm.max_positions or fixed))
         self._name = self._memory.owner("rollout engine")
-        self._decoder = _make_decoder(lm, settings, options, self._memory, self._name)
+        on_device = lm, DTYPES[settings.precision], self._memory, self._name, settings.gpu_memory_utilization
+        is_cuda = torch.device(self._memory.device).type == "cuda"
+        self._decoder: Decoder
+        if options.forward != "huggingface" and fused.is_supported(lm):
+            self._decoder = fused.FusedDecoder(*on_device, graphs=is_cuda and not options.enforce_eager)
+        elif options.forward == "fused":
+            raise EngineError(f"the fused forward pass does not fit this model of type '{lm.model.config.model_type}'")
+        else:
+            self._decoder = HuggingFaceDecoder(*on_device)
         self._requests = RunningRequests(dataclasses.replace(lm, model=None), columns=self.info.columns)
         computing = partial(self._memory.computing, self._name)
-        runs_ahead = torch.device(self._memory.device).type == "cuda"
         self._batch = ContinuousBatch(
-            self._requests, self._decoder, settings.max_batch, options.prefill_tokens, computing, runs_ahead
+            self._requests, self._decoder, settings.max_batch, options.prefill_tokens, computing, runs_ahead=is_cuda
         )
         self._lacks = ""
         self._has_cache = True
@@ -132,15 +139,3 @@ class TorchRolloutEngine(RolloutEngineBase):
 
     def _check_ready(self) -> None:
         raise_unless_ready(self.place(), self._lacks, self._has_cache)
-
-
-def _make_decoder(
-    lm: CausalLM, settings: RolloutSettings, options: TorchOptions, memory: DeviceMemory, owner: str
-) -> Decoder:
-    dtype, share = DTYPES[settings.precision], settings.gpu_memory_utilization
-    if options.forward != "huggingface" and fused.is_supported(lm):
-        graphs = not options.enforce_eager and torch.device(memory.device).type == "cuda"
-        return fused.FusedDecoder(lm, dtype, memory, owner, share, graphs)
-    if options.forward == "fused":
-        raise EngineError(f"the fused forward pass does not fit this model of type '{lm.model.config.model_type}'")
-    return HuggingFaceDecoder(lm, dtype, memory, owner, share)

@@ -71,7 +71,13 @@ class ReadBack:
         with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
             if self._names is None:
                 self._names = self._find_readable(list(file.keys()))
-            return [name for name in self._names if not self._equals(self._read(name), file.get_slice(name))]
+            different = []
+            for name in self._names:
+                expected = file.get_slice(name)[:_ROWS].to(self._dtype).float().numpy()
+                rows = self._read(name)
+                if rows is None or not np.array_equal(np.asarray(rows, dtype=np.float32), expected, equal_nan=True):
+                    different.append(name)
+            return different
 
     def _find_readable(self, names: Collection[str]) -> list[str]:
         readable = []
@@ -92,10 +98,6 @@ class ReadBack:
             return self._server.call("POST", "/get_weights_by_name", {"name": name, "truncate_size": _ROWS})
         except RequestRefused:
             return None
-
-    def _equals(self, rows: Any, tensor: Any) -> bool:
-        expected = tensor[:_ROWS].to(self._dtype).float().numpy()
-        return rows is not None and np.array_equal(np.asarray(rows, dtype=np.float32), expected, equal_nan=True)
 
 
 _ABORT_TIMEOUT_S = 10.0

@@ -4,7 +4,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.common.names import hint
@@ -13,17 +13,6 @@ from dlrover.python.rl.environment.core.messages import Message, State
 
 MAX_STATE_LENGTH = 4_000_000
 """Characters; a longer state is an error of the environment."""
-
-
-@dataclass(frozen=True)
-class StepRules:
-    """Rules by which the answers of an environment are read."""
-
-    missing_state: Literal["error", "done"] = "error"
-    """What a step without the key ``next_state`` is that is not done."""
-
-    failure_reward: float | None = None
-    """Reward of an action on which ``step`` fails, which ends the episode; None: the sample has failed."""
 
 
 @dataclass(frozen=True)

@@ -231,8 +231,18 @@ class WeightedRewards:
         columns: dict[str, list[float]] = {}
         for name, returned in values.items():
             label = f": {readable_name(name)}" if len(self._functions) > 1 else ""  # behind an error, which names all
+            items: Any = returned.tolist() if hasattr(returned, "tolist") else returned
+            if isinstance(items, str | Mapping) or not isinstance(items, Iterable):
+                message = (
+                    f"not a list of {count}: a function with a parameter 'completions' must return a number for each"
+                )
+                raise VerifierError(f"returned {cut_middle(repr(returned), 60)}, {message}{label}")
+            items = list(items)
+            if len(items) != count:
+                raise VerifierError(f"returned {len(items)} rewards for {count} completions{label}")
+            # TRL's functions return None for samples that they do not apply to.
             is_batch = self._functions[name].form == "batch"
-            columns[name] = _read_rewards(label, is_batch, returned, count)
+            columns[name] = [0.0 if item is None and is_batch else _number(label, item) for item in items]
         rows = [{name: column[row] for name, column in columns.items()} for row in range(count)]
         return [Reward(math.fsum(self._weights[name] * value for name, value in row.items()), row) for row in rows]
 
@@ -250,18 +260,6 @@ async def _settle(values: Mapping[str, Any]) -> dict[str, Any]:
         items = [next(settled) if inspect.isawaitable(item) else item for item in _items(value)]
         settled_values[name] = items if isinstance(value, list) else items[0]
     return settled_values
-
-
-def _read_rewards(label: str, is_batch: bool, returned: Any, count: int) -> list[float]:
-    values = returned.tolist() if hasattr(returned, "tolist") else returned
-    if isinstance(values, str | Mapping) or not isinstance(values, Iterable):
-        message = f"not a list of {count}: a function with a parameter 'completions' must return a number for each"
-        raise VerifierError(f"returned {cut_middle(repr(returned), 60)}, {message}{label}")
-    values = list(values)
-    if len(values) != count:
-        raise VerifierError(f"returned {len(values)} rewards for {count} completions{label}")
-    # TRL's functions return None for samples that they do not apply to.
-    return [0.0 if value is None and is_batch else _number(label, value) for value in values]
 
 
 def _number(label: str, value: Any) -> float:

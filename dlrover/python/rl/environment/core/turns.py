@@ -15,7 +15,7 @@ import copy
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, Literal, TypeAlias, TypeVar
 
 from dlrover.python.rl.common.errors import DataError, EnvironmentFailed, user_traceback
 from dlrover.python.rl.common.log import get_logger
@@ -24,7 +24,6 @@ from dlrover.python.rl.environment.core.base import (
     Environment,
     EnvironmentTraits,
     StepResult,
-    StepRules,
     validate_state,
     validate_step,
 )
@@ -54,7 +53,9 @@ class Guard:
     """Calls an environment for many episodes at once.
 
     ``timeout_s`` limits each call; ``episodes`` the open episodes, by default ``environment.episodes``, None:
-    unlimited. ``failures`` counts failed samples by the start of the reason.
+    unlimited. ``missing_state`` is what a step without the key ``next_state`` is that is not done. ``failure_reward``
+    is the reward of an action on which ``step`` fails, which ends the episode; None: the sample has failed.
+    ``failures`` counts failed samples by the start of the reason.
     """
 
     def __init__(
@@ -62,13 +63,15 @@ class Guard:
         environment: Environment,
         timeout_s: float = 60.0,
         episodes: int | None = None,
-        rules: StepRules = StepRules(),  # noqa: B008 - frozen
+        missing_state: Literal["error", "done"] = "error",
+        failure_reward: float | None = None,
     ) -> None:
         self.traits = EnvironmentTraits.of(environment)
         episodes = episodes if episodes is not None else self.traits.episodes
         if timeout_s <= 0 or (episodes is not None and episodes < 1):
             raise ValueError(f"need a positive timeout_s and episodes, not {timeout_s} and {episodes}")
-        self._environment, self._timeout_s, self._rules = environment, timeout_s, rules
+        self._environment, self._timeout_s = environment, timeout_s
+        self._needs_state, self._failure_reward = missing_state == "error", failure_reward
         self.episodes = episodes
         self._open_slots = asyncio.Semaphore(episodes) if episodes is not None else None
         self._abandoned: set[asyncio.Task[Any]] = set()
@@ -102,9 +105,7 @@ class Guard:
             if isinstance(state, list):
                 sent = make_assistant_message(action, episode.turns)
             answer = self._environment.step(copy.deepcopy(state), copy.deepcopy(sent), episode.extra_info)
-            result = validate_step(
-                await self._in_time("step", answer), episode.extra_info, self._rules.missing_state == "error"
-            )
+            result = validate_step(await self._in_time("step", answer), episode.extra_info, self._needs_state)
             next_state = result.next_state
             if isinstance(next_state, list) and isinstance(state, list) and isinstance(sent, dict):
                 next_state = [*state, sent, *next_state]
@@ -112,11 +113,11 @@ class Guard:
                 kinds = ("messages", "text") if isinstance(state, list) else ("text", "messages")
                 raise EnvironmentFailed("the episode's state is {}, but next_state is {}".format(*kinds))
         except EnvironmentFailed as error:
-            if self._rules.failure_reward is None:
+            if self._failure_reward is None:
                 self.fail(episode, error)
                 return None
             self._count(error)
-            result, next_state = StepResult(None, self._rules.failure_reward, 0.0, True, episode.extra_info), None
+            result, next_state = StepResult(None, self._failure_reward, 0.0, True, episode.extra_info), None
         if result.next_state is None and not result.done:
             result = replace(result, done=True)
         episode.state, episode.extra_info, episode.done = next_state, result.extra_info, result.done

@@ -272,17 +272,14 @@ def _parametrize(argnames: Any, argvalues: Any, **_: object) -> Callable[[Callab
     return decorate
 
 
-class _Marks:
-    """``pytest.mark``: marks change nothing, but for ``parametrize``."""
-
-    parametrize = staticmethod(_parametrize)
-
-    def __getattr__(self, name: str) -> Callable[..., Any]:
-        return lambda *values, **_: values[0] if values and callable(values[0]) else lambda function: function
+def _ignore_mark(*values: Any, **_: object) -> Any:
+    return values[0] if values and callable(values[0]) else lambda function: function
 
 
-_PYTEST = ModuleType("pytest")
-vars(_PYTEST).update(raises=raises, approx=Approximate, mark=_Marks())
+# Marks change nothing, but for ``parametrize``.
+_MARK, _PYTEST = ModuleType("mark"), ModuleType("pytest")
+vars(_MARK).update(parametrize=_parametrize, __getattr__=lambda name: _ignore_mark)
+vars(_PYTEST).update(raises=raises, approx=Approximate, mark=_MARK)
 vars(_PYTEST).update(param=lambda *row, **_: row if len(row) > 1 else row[0])
 
 

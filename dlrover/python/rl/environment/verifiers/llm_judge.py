@@ -79,7 +79,7 @@ class LLMJudge:
         values = {"completion": completion, "answer": answer or "(none)", "question": extra_info.get("question", "")}
         text = _PLACEHOLDER.sub(lambda match: str(values[match[1]]), self.template)
         deadline_s = time.monotonic() + self.timeout_s
-        reason = ""
+        outcome: float | str = ""
         key = os.environ.get(self.api_key_env)
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         async with httpx.AsyncClient(headers=headers, follow_redirects=True) as client:
@@ -87,43 +87,39 @@ class LLMJudge:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     break
-                try:
-                    return await self._ask(client, text, left_s)
-                except _TryAgain as error:
-                    reason = str(error)
+                outcome = await self._ask(client, text, left_s)
+                if not isinstance(outcome, str):
+                    return outcome
                 await asyncio.sleep(min(0.2 * 2**attempt, max(deadline_s - time.monotonic(), 0)))
-        raise VerifierError(f"the judge at {self.url} gave no mark: {reason}")
+        raise VerifierError(f"the judge at {self.url} gave no mark: {outcome}")
 
-    async def _ask(self, client: httpx.AsyncClient, text: str, timeout_s: float) -> float:
+    async def _ask(self, client: httpx.AsyncClient, text: str, timeout_s: float) -> float | str:
+        """Return the mark divided by ``highest``, or why there is none yet, which another request may change."""
         body = {"model": self.model, "messages": [{"role": "user", "content": text}], **self.options}
         url = f"{self.url.rstrip('/')}/chat/completions"
         try:
             async with asyncio.timeout(timeout_s), client.stream("POST", url, json=body, timeout=timeout_s) as reply:
                 content = await anext(reply.aiter_bytes(_MAX_REPLY_BYTES + 1), b"")
             if len(content) > _MAX_REPLY_BYTES:
-                raise _TryAgain(f"the reply has more than {_MAX_REPLY_BYTES} bytes")
+                return f"the reply has more than {_MAX_REPLY_BYTES} bytes"
             if reply.is_success:
                 return self._read_mark(dict(json.loads(content)["choices"][0]))
         except TimeoutError:
-            raise _TryAgain("no answer in time") from None
+            return "no answer in time"
         except (OSError, httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-            raise _TryAgain(f"{type(error).__name__}: {error}") from error
+            return f"{type(error).__name__}: {error}"
         message = f"{reply.status_code} {reply.reason_phrase}: {content[:500].decode(errors='replace')}"
         if reply.status_code in _RETRIED or reply.status_code >= 500:
-            raise _TryAgain(message)
+            return message
         raise VerifierError(f"the judge at {self.url} refuses: {message}")
 
-    def _read_mark(self, choice: Mapping[str, Any]) -> float:
+    def _read_mark(self, choice: Mapping[str, Any]) -> float | str:
         if choice.get("finish_reason") == "length":
-            raise _TryAgain("the reply was cut off before its end: raise max_tokens")
+            return "the reply was cut off before its end: raise max_tokens"
         # Thoughts before the mark may quote the completion, with its box.
         reply = split_thoughts(str(choice["message"]["content"] or ""))[1] or ""
         boxed = boxed_answer(reply)
         value = None if boxed is None else decimal_value(boxed)
         if value is None or not 0 <= value <= self.highest or not math.isfinite(self.highest):
-            raise _TryAgain(f"no mark from 0 to {self.highest:g} in {reply[-200:]!r}")
+            return f"no mark from 0 to {self.highest:g} in {reply[-200:]!r}"
         return float(value) / self.highest
-
-
-class _TryAgain(Exception):
-    """The request may succeed if repeated."""

@@ -89,7 +89,7 @@ class StepBatch:
         tokens, parts = self.scored.dense("token_count"), [list[int]() for _ in range(ranks)]
         for number in np.unique(update):
             rows = np.flatnonzero(update == number)
-            for part, group in zip(parts, partition(tokens[rows].tolist(), ranks).groups, strict=True):
+            for part, group in zip(parts, partition(tokens[rows].tolist(), ranks), strict=True):
                 part += rows[list(group)].tolist()
         return [tuple(part) for part in parts]
 

@@ -330,9 +330,9 @@ class SampleCollector:
         data, places = self._cfg.data, self.prompts.places
         check = bind_method(self._trainer.RG_ROLLOUT, "check_prompts", len(places))
         faults = check(Shard(places), self.sampling, data.max_prompt_tokens)
-        too_long = [error for part in faults for error in part.too_long]
+        too_long = [error for _, part in faults for error in part]
         refused = too_long if data.over_long == "refuse" else []
-        raise_errors([*(error for part in faults for error in part.wrong), *refused])
+        raise_errors([*(error for part, _ in faults for error in part), *refused])
         self.prompts.drop(too_long)
 
     def evaluate(self, step: int) -> StepBatch:

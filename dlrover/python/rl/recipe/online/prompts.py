@@ -303,8 +303,8 @@ def _find_long(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> li
     def check(tokens: Sequence[int]) -> None:
         check_positions(len(tokens) + 1, room)
 
-    faults = find_prompt_faults(tokenizer, large, data.max_prompt_tokens, check)
-    return first_errors(sort_by_line(faults.wrong + (faults.too_long if data.over_long == "refuse" else [])))
+    wrong, too_long = find_prompt_faults(tokenizer, large, data.max_prompt_tokens, check)
+    return first_errors(sort_by_line(wrong + (too_long if data.over_long == "refuse" else [])))
 
 
 def warn_of_repeats(config: PolicyConfig) -> list[str]:

@@ -17,14 +17,14 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.data.conversation import NO_KWARGS
-from dlrover.python.rl.data.prompts import PromptFaults, find_prompt_faults
+from dlrover.python.rl.data.prompts import find_prompt_faults
 from dlrover.python.rl.engine.api.base import BaseRolloutEngine, RolloutSettings, SamplingParams
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class, engine_info
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.engine.model.loading import count_known_ids
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
-from dlrover.python.rl.environment.core.base import Environment, StepRules
+from dlrover.python.rl.environment.core.base import Environment
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
@@ -100,9 +100,9 @@ class RolloutWorkload(EngineWorkload):
         guard = None
         if rollout.env_path:
             open_environment = IsolatedEnvironment if rollout.env_isolated else load_environment
-            rules = StepRules(rollout.env_missing_state, rollout.env_failure_reward)
             environment: Environment = open_environment(rollout.env_path, rollout.env_options)
-            guard = Guard(environment, rollout.env_timeout_s, rules=rules)
+            missing_state, failure_reward = rollout.env_missing_state, rollout.env_failure_reward
+            guard = Guard(environment, rollout.env_timeout_s, None, missing_state, failure_reward)
         self._loop: InlineLoop | ThreadLoop = ThreadLoop(engine.threads, own) if rollout.max_staleness else InlineLoop()
         copies = None
         if rollout.max_staleness and "/" in self.name:
@@ -133,9 +133,9 @@ class RolloutWorkload(EngineWorkload):
 
     def check_prompts(
         self, prompts: Batch, sampling: SamplingParams, max_prompt_tokens: int | None = None
-    ) -> PromptFaults:
-        """Report the prompts that this model cannot complete, or with more than ``max_prompt_tokens``; ``place`` names
-        their rows, which have ``extra_info`` too."""
+    ) -> tuple[list[ConfigError], list[ConfigError]]:
+        """Return an error of each prompt that this model cannot complete, and of each with more than
+        ``max_prompt_tokens``; ``place`` names their rows, which have ``extra_info`` too."""
 
         def check(tokens: list[int]) -> None:
             self._engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)

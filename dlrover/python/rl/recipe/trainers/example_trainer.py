@@ -14,7 +14,7 @@ from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.typed import require
 from dlrover.python.rl.data.batch import Batch
-from dlrover.python.rl.data.sampler import Partition, partition
+from dlrover.python.rl.data.sampler import gather_parts, partition
 from dlrover.python.rl.engine.api.base import OptimizerConfig, UpdateResult
 from dlrover.python.rl.recipe.base.config import (
     ELSEWHERE,
@@ -237,9 +237,9 @@ class ExampleTrainer(RecipeTrainer):
             group, compute = self.RG_REFERENCE, self.RG_REFERENCE.logprobs
         else:
             group, compute = self.RG_ACTOR, self.RG_ACTOR.reference_logprobs  # without its adapters
-        plan = self._partition(batch, group.data_parallel_size)
-        logprobs = compute.options(blocking=True)(Shard(batch.select(*TRAINED), rows=plan.groups), 1.0)
-        return ready.with_columns(ref_logprobs=plan.gather(logprobs)["ref_logprobs"])
+        groups = self._partition(batch, group.data_parallel_size)
+        logprobs = compute.options(blocking=True)(Shard(batch.select(*TRAINED), rows=groups), 1.0)
+        return ready.with_columns(ref_logprobs=gather_parts(groups, logprobs)["ref_logprobs"])
 
     def update(self, step: int, batch: Batch) -> UpdateResult:
         """One optimizer step; raises ``NonFiniteUpdate``, which names the rows, where it is refused."""
@@ -257,9 +257,9 @@ class ExampleTrainer(RecipeTrainer):
         return trained
 
     def _shard(self, batch: Batch) -> Shard:
-        return Shard(batch, rows=self._partition(batch, self.RG_ACTOR.data_parallel_size).groups)
+        return Shard(batch, rows=self._partition(batch, self.RG_ACTOR.data_parallel_size))
 
-    def _partition(self, batch: Batch, replicas: int) -> Partition:
+    def _partition(self, batch: Batch, replicas: int) -> tuple[tuple[int, ...], ...]:
         """The rows of each replica, with about as many tokens each; of few segments some replicas get none."""
         return partition(batch.ragged("tokens").lengths.tolist(), replicas, self.cfg.data.segment_rows)
 

@@ -19,7 +19,7 @@ from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, ret
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, OtherLayout
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId, is_url
-from dlrover.python.rl.data.state_tree import InPieces, StateTree, dump_in_place
+from dlrover.python.rl.data.state_tree import Buffer, StateTree, dump_in_place
 from dlrover.python.rl.runtime.checkpoint.object_store import read_from
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.state_file import StateFile, read_state
@@ -168,9 +168,7 @@ class MemberState:
             _LOG.warning("%s of step %d was not copied to the job's directory: %s", self.key, copy.step, copy.error)
         return CommitAnswer(file, writing.seconds, copy.file, is_copying)
 
-    def _write(
-        self, store: CheckpointStore, request: CommitRequest, state: StateTree[memoryview | InPieces]
-    ) -> StateFile:
+    def _write(self, store: CheckpointStore, request: CommitRequest, state: StateTree[Buffer]) -> StateFile:
         header, name = {**self._header, "step": request.step}, f"{self.key}.{self._incarnation}.state"
         write = partial(store.write, request.step, request.roots.epoch, name, header, state)
         file = retry_io(write, store.root, self._disk_wait, partial(store.free_space, request.first_needed))

@@ -29,7 +29,7 @@ from isal.isal_zlib import crc32
 
 from dlrover.python.rl.common.disk_space import disk_full_error, is_disk_full
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, DataError
-from dlrover.python.rl.data.state_tree import InPieces, StateTree, dump_in_place, load
+from dlrover.python.rl.data.state_tree import Buffer, StateTree, dump_in_place, load
 
 VERSION = 1
 
@@ -68,7 +68,7 @@ def write_state(path: Path, header: Header, tree: Any, durable: bool, recycled: 
     state = tree if isinstance(tree, StateTree) else dump_in_place(tree)
     table = json.dumps({"header": dict(header), "sizes": [len(buffer) for buffer in state.buffers]}).encode()
     at = _PREFIX.size + len(table) + len(state.skeleton)
-    body: list[memoryview | InPieces] = []
+    body: list[Buffer] = []
     for buffer in state.buffers:
         body += [memoryview(bytes(-at % _ALIGN)), buffer]
         at += -at % _ALIGN + len(buffer)
@@ -225,7 +225,7 @@ def sync_folder(folder: Path) -> None:
 # -- writing ----------------------------------------------------------------------------------------------------------
 
 
-def _chunks(parts: Iterable[memoryview | InPieces]) -> Generator[memoryview, None, None]:
+def _chunks(parts: Iterable[Buffer]) -> Generator[memoryview, None, None]:
     """Yield the bytes in pieces that stay in the CPU cache between checksum and write."""
     for part in parts:
         for piece in (part,) if isinstance(part, memoryview) else part.pieces():
