@@ -118,26 +118,9 @@ def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-@dataclass(frozen=True)
-class EnvironmentRewards:
-    """Scores a completion by the environment of its row; an empty one has ``empty_reward``, if that is not None."""
-
-    environments: Mapping[str, Sequence[Any]]
-    """By split and number of the row; None for a sample without ``get_reward``."""
-
-    empty_reward: float | None = None
-
-    def __call__(self, completion: str, answer: str | None, extra_info: Mapping[str, Any]) -> float:
-        environment = self.environments[extra_info["split"]][extra_info["number"]]
-        if environment is None:
-            raise ValueError("this sample has no get_reward")
-        if not completion and self.empty_reward is not None:
-            return self.empty_reward
-        return float(environment.get_reward(completion))
-
-
 def write_rewards(folder: Path, splits: Mapping[str, Sequence[LoadedSample]], empty_reward: float | None = None) -> str:
-    """Write the environments of samples, and return the name of the reward function that calls them.
+    """Write the environments of samples, and return the name of the reward function that calls them; an empty
+    completion has ``empty_reward``, if that is not None.
 
     They are pickled with their classes where these are the script's, so they need not be importable.
 
@@ -148,8 +131,17 @@ def write_rewards(folder: Path, splits: Mapping[str, Sequence[LoadedSample]], em
         name: [sample.environment if sample.has_reward else None for sample in samples]
         for name, samples in splits.items()
     }
+
+    def score(completion: str, answer: str | None, extra_info: Mapping[str, Any]) -> float:
+        environment = environments[extra_info["split"]][extra_info["number"]]
+        if environment is None:
+            raise ValueError("this sample has no get_reward")
+        if not completion and empty_reward is not None:
+            return empty_reward
+        return float(environment.get_reward(completion))
+
     try:
-        content: bytes = cloudpickle.dumps(EnvironmentRewards(environments, empty_reward))
+        content: bytes = cloudpickle.dumps(score)
     except Exception as error:  # pickling raises what the objects' code raises
         names = " and ".join(splits)
         raise TypeError(f"the samples of {names} cannot be pickled: {type(error).__name__}: {error}") from error

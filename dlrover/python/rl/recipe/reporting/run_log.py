@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run writes into its directory: metrics, samples, TensorBoard events, a curve, a summary, and models."""
 
-import io
 import json
 import math
 import re
 import shutil
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import RecordWriter
+from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar, text
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace, retry_io
@@ -77,10 +77,13 @@ class TensorBoardWriter:
         self._write(Event(wall_time=now_s, step=step, summary=summary) for summary in summaries)
 
     def _write(self, events: Iterable[Event]) -> None:
-        buffer = _RecordBuffer()
-        for event in events:
-            buffer.write(event.SerializeToString())
-        append(self._path, buffer.content, self._disk_wait)
+        records = []
+        for event in events:  # in TensorFlow's record format
+            body = event.SerializeToString()
+            length = struct.pack("<Q", len(body))
+            sums = (struct.pack("<I", masked_crc32c(part)) for part in (length, body))
+            records += [length, next(sums), body, next(sums)]
+        append(self._path, b"".join(records), self._disk_wait)
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -92,17 +95,6 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _cell(value: Any) -> str:
     shown = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return shown.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
-
-
-class _RecordBuffer(RecordWriter):
-    """tensorboardX's record format in memory: so :func:`append` writes a step whole or not at all."""
-
-    def __init__(self) -> None:
-        self._writer = io.BytesIO()
-
-    @property
-    def content(self) -> bytes:
-        return self._writer.getvalue()
 
 
 class RunLog:
