@@ -74,10 +74,15 @@ def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answe
         if isinstance(answer, bool) or not isinstance(answer, int | float | str | None):
             faults.append(f"must have an answer that is text, a number or None, not {_kind(answer)}")
         if not faults:
-            samples.append(
-                LoadedSample([{key: each[key] for key in ("role", "content")} for each in prompt], answer, item)
-            )
-            faults = _validate_purpose(samples[-1], rewards, answers)
+            messages = [{key: each[key] for key in ("role", "content")} for each in prompt]
+            sample, is_answered = LoadedSample(messages, answer, item), messages[-1]["role"] == "assistant"
+            samples.append(sample)
+            if rewards and not sample.has_reward:
+                faults.append(f"has no reward: {type(item).__name__} must define get_reward(text)")
+            if answers and answer is None and all(message["role"] != "assistant" for message in messages):
+                faults.append("has nothing to learn: neither an answer nor an assistant's message")
+            if answers and answer is not None and is_answered:
+                faults.append("has an answer, and an assistant's message as its last one: only one can be the answer")
         errors += [f"{name}[{number}] {fault}" for fault in faults]
     if errors:
         more = [f"and {len(errors) - _MAX_ERRORS} more"] if len(errors) > _MAX_ERRORS else []
@@ -100,17 +105,6 @@ def _validate_prompt(prompt: Any) -> list[str]:
             errors.append(f"prompt[{at}]: unknown role {role!r}{hint(str(role), _ROLES)}")
         if not isinstance(content, str):
             errors.append(f"prompt[{at}]: content must be text, not {_kind(content)}")
-    return errors
-
-
-def _validate_purpose(sample: LoadedSample, rewards: bool, answers: bool) -> list[str]:
-    errors = []
-    if rewards and not sample.has_reward:
-        errors.append(f"has no reward: {type(sample.environment).__name__} must define get_reward(text)")
-    if answers and sample.answer is None and all(message["role"] != "assistant" for message in sample.prompt):
-        errors.append("has nothing to learn: neither an answer nor an assistant's message")
-    if answers and sample.answer is not None and sample.prompt[-1]["role"] == "assistant":
-        errors.append("has an answer, and an assistant's message as its last one: only one of them can be the answer")
     return errors
 
 

@@ -110,10 +110,11 @@ class Trackers:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name, tracker in list(self._open.items()):
-            self._send(name, partial(tracker.log, finite, step))
-        for name, tracker in list(self._open.items()) if samples else ():
-            if log_samples := getattr(tracker, "log_samples", None):
-                self._send(name, partial(log_samples, samples, step))
+            actions = [partial(tracker.log, finite, step)]
+            if samples and hasattr(tracker, "log_samples"):
+                actions.append(partial(tracker.log_samples, samples, step))
+            if not all(_try(name, action) for action in actions):
+                self._open.pop(name, None)
         self._state["step"] = step
         self._save_state()
 
@@ -149,10 +150,6 @@ class Trackers:
             else:
                 trackers[name] = tracker
         return trackers
-
-    def _send(self, name: str, action: Callable[[], None]) -> None:
-        if self._open is not None and not _try(name, action):
-            del self._open[name]
 
     def _saved_state(self) -> dict[str, Any]:
         file = self._folder / _STATE_FILE
