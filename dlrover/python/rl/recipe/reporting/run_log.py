@@ -131,13 +131,11 @@ class RunLog:
     def begin_step(self, step: int) -> None:
         """Remove the rows of ``step`` and of later ones. Step 1 begins a run: all files of an earlier run's log are
         removed, TensorBoard's events included; everything else stays, the model too."""
-        if self._current_step is None or step != self._current_step + 1:
-            self._go_back_to(step - 1)
-        self._current_step = step
-
-    def _go_back_to(self, step: int) -> None:
-        folder = self._folder
-        if not step:
+        folder, before = self._folder, step - 1
+        if before == self._current_step:
+            self._current_step = step
+            return
+        if not before:
             for name in _FILES:
                 if name != SAMPLES or self.owns_samples:
                     (folder / name).unlink(missing_ok=True)
@@ -147,15 +145,16 @@ class RunLog:
         retry_io((folder / SAMPLES).touch, folder / SAMPLES, self._disk_wait)
         for name in (METRICS, SAMPLES) if self.owns_samples else (METRICS,):
             self._append(name, ())
-            cut_at_step(folder / name, step + 1)
+            cut_at_step(folder / name, step)
         rows = map(json.loads, (folder / METRICS).read_text(encoding="utf-8").splitlines())
         self._history = [
             (row["step"], _curves_of({name: math.nan if value is None else value for name, value in row.items()}))
             for row in rows
         ]
-        if [number for number, _ in self._history if number] != list(range(1, step + 1)):
-            _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / METRICS, step)
-        self._tensorboard = TensorBoardWriter(folder / _TENSORBOARD, step + 1, self._disk_wait)
+        if [number for number, _ in self._history if number] != list(range(1, step)):
+            _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / METRICS, before)
+        self._tensorboard = TensorBoardWriter(folder / _TENSORBOARD, step, self._disk_wait)
+        self._current_step = step
 
     def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step; step 0 is the evaluation before training, and is written during step 1."""
