@@ -81,8 +81,7 @@ class TensorBoardWriter:
         for event in events:  # in TensorFlow's record format
             body = event.SerializeToString()
             length = struct.pack("<Q", len(body))
-            sums = (struct.pack("<I", masked_crc32c(part)) for part in (length, body))
-            records += [length, next(sums), body, next(sums)]
+            records += [length, struct.pack("<I", masked_crc32c(length)), body, struct.pack("<I", masked_crc32c(body))]
         append(self._path, b"".join(records), self._disk_wait)
 
 
