@@ -319,6 +319,13 @@ class Machine:
         return {**metrics, "speed/train_tflops": flops / 1e12, **share}
 
 
+def peak_memory(device: str) -> dict[str, float]:
+    """``memory/peak_gib``: the most that this process has had allocated on ``device``; empty for a CPU."""
+    if torch.device(device).type != "cuda":
+        return {}
+    return {"memory/peak_gib": torch.cuda.max_memory_allocated(torch.device(device)) / 2**30}
+
+
 class TrainedWorkload(EngineWorkload):
     """Several members divide the rows, and the model by ``engine.parallel``. Every rank saves its own state (12 bytes
     per parameter of a copy) and recovers from it, without a collective that another failure could break."""

@@ -8,8 +8,6 @@ from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any, ClassVar
 
-import torch
-
 from dlrover.python.rl.algorithm.base import Algorithm, EngineLoss
 from dlrover.python.rl.algorithm.losses.values import ValueLoss, shift_to_actions, shift_to_states
 from dlrover.python.rl.common.errors import EngineError
@@ -22,7 +20,7 @@ from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
 from dlrover.python.rl.recipe.base.config import EngineConfig
-from dlrover.python.rl.recipe.base.engine_workload import Machine, TrainedWorkload, device_of, on_device
+from dlrover.python.rl.recipe.base.engine_workload import Machine, TrainedWorkload, device_of, on_device, peak_memory
 from dlrover.python.rl.recipe.base.updates import (
     TRAINED,
     UpdatePlan,
@@ -78,11 +76,7 @@ class ActorWorkload(TrainedWorkload):
         return self._measured(run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature)))
 
     def _measured(self, results: list[UpdateResult]) -> list[UpdateResult]:
-        """Add ``memory/peak_gib``, the most that this process has had allocated on its device, if that is no CPU."""
-        device = torch.device(self._runs_on[0])
-        if device.type != "cuda":
-            return results
-        peak = {"memory/peak_gib": torch.cuda.max_memory_allocated(device) / 2**30}
+        peak = peak_memory(self._runs_on[0])
         return [replace(result, metrics={**result.metrics, **peak}) for result in results]
 
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
