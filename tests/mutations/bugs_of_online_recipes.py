@@ -132,7 +132,7 @@ BUGS = {
     "tokens of weights that were not synced are taken": Bug(
         _COLLECTOR, "if version > self._synced.version or self", "if self"
     ),
-    "a group is sampled again without end": Bug(_COLLECTOR, " and group.retry < reward.max_redraws]", "]"),
+    "a group is sampled again without end": Bug(_COLLECTOR, " and each.retry < reward.max_redraws]", "]"),
     "a step is not refilled": Bug(_COLLECTOR, "for _ in range(1 + refills):", "for _ in range(max(1, refills)):"),
     "a retry counts as another group": Bug(
         _COLLECTOR, "replace(self._fetch(step, groups), groups=0)", "self._fetch(step, groups)"

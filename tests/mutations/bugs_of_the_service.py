@@ -38,7 +38,7 @@ BUGS = {
         _SERVER, "                    if is_long:\n", "                    if False:\n"
     ),
     "an address that fails too often is not held back": Bug(
-        _SERVER, "if not self._failures.take(address):", "if self._failures.take(address) is None:"
+        _SERVER, "if self._failures.take(context", "if True or self._failures.take(context"
     ),
     "a caller has one call more than it may": Bug(
         _SUBMITTED, "if self._held[caller] >= self._most:", "if self._held[caller] > self._most:"
@@ -55,8 +55,8 @@ BUGS = {
     "a new certificate is not read": Bug(_SERVER, "self.read() if self._state() != self._seen else None", "None"),
     "what is not saved is answered": Bug(
         _MANAGER,
-        "                await self._put_off(batch, error)\n                return\n",
-        "                await self._put_off(batch, error)\n",
+        "                await asyncio.sleep(_RETRY_S)\n                return\n",
+        "                await asyncio.sleep(_RETRY_S)\n",
     ),
     "what the runner has seen is decided in another order": Bug(
         _MANAGER, "request for request in reversed(batch) if", "request for request in batch if"

@@ -74,10 +74,15 @@ def load_samples(dataset: SampleDataset, name: str, rewards: bool = False, answe
         if isinstance(answer, bool) or not isinstance(answer, int | float | str | None):
             faults.append(f"must have an answer that is text, a number or None, not {_kind(answer)}")
         if not faults:
-            samples.append(
-                LoadedSample([{key: each[key] for key in ("role", "content")} for each in prompt], answer, item)
-            )
-            faults = _validate_purpose(samples[-1], rewards, answers)
+            messages = [{key: each[key] for key in ("role", "content")} for each in prompt]
+            sample, is_answered = LoadedSample(messages, answer, item), messages[-1]["role"] == "assistant"
+            samples.append(sample)
+            if rewards and not sample.has_reward:
+                faults.append(f"has no reward: {type(item).__name__} must define get_reward(text)")
+            if answers and answer is None and all(message["role"] != "assistant" for message in messages):
+                faults.append("has nothing to learn: neither an answer nor an assistant's message")
+            if answers and answer is not None and is_answered:
+                faults.append("has an answer, and an assistant's message as its last one: only one can be the answer")
         errors += [f"{name}[{number}] {fault}" for fault in faults]
     if errors:
         more = [f"and {len(errors) - _MAX_ERRORS} more"] if len(errors) > _MAX_ERRORS else []
@@ -103,41 +108,13 @@ def _validate_prompt(prompt: Any) -> list[str]:
     return errors
 
 
-def _validate_purpose(sample: LoadedSample, rewards: bool, answers: bool) -> list[str]:
-    errors = []
-    if rewards and not sample.has_reward:
-        errors.append(f"has no reward: {type(sample.environment).__name__} must define get_reward(text)")
-    if answers and sample.answer is None and all(message["role"] != "assistant" for message in sample.prompt):
-        errors.append("has nothing to learn: neither an answer nor an assistant's message")
-    if answers and sample.answer is not None and sample.prompt[-1]["role"] == "assistant":
-        errors.append("has an answer, and an assistant's message as its last one: only one of them can be the answer")
-    return errors
-
-
 def _kind(value: Any) -> str:
     return "None" if value is None else type(value).__name__
 
 
-@dataclass(frozen=True)
-class EnvironmentRewards:
-    """Scores a completion by the environment of its row; an empty one has ``empty_reward``, if that is not None."""
-
-    environments: Mapping[str, Sequence[Any]]
-    """By split and number of the row; None for a sample without ``get_reward``."""
-
-    empty_reward: float | None = None
-
-    def __call__(self, completion: str, answer: str | None, extra_info: Mapping[str, Any]) -> float:
-        environment = self.environments[extra_info["split"]][extra_info["number"]]
-        if environment is None:
-            raise ValueError("this sample has no get_reward")
-        if not completion and self.empty_reward is not None:
-            return self.empty_reward
-        return float(environment.get_reward(completion))
-
-
 def write_rewards(folder: Path, splits: Mapping[str, Sequence[LoadedSample]], empty_reward: float | None = None) -> str:
-    """Write the environments of samples, and return the name of the reward function that calls them.
+    """Write the environments of samples, and return the name of the reward function that calls them; an empty
+    completion has ``empty_reward``, if that is not None.
 
     They are pickled with their classes where these are the script's, so they need not be importable.
 
@@ -148,8 +125,17 @@ def write_rewards(folder: Path, splits: Mapping[str, Sequence[LoadedSample]], em
         name: [sample.environment if sample.has_reward else None for sample in samples]
         for name, samples in splits.items()
     }
+
+    def score(completion: str, answer: str | None, extra_info: Mapping[str, Any]) -> float:
+        environment = environments[extra_info["split"]][extra_info["number"]]
+        if environment is None:
+            raise ValueError("this sample has no get_reward")
+        if not completion and empty_reward is not None:
+            return empty_reward
+        return float(environment.get_reward(completion))
+
     try:
-        content: bytes = cloudpickle.dumps(EnvironmentRewards(environments, empty_reward))
+        content: bytes = cloudpickle.dumps(score)
     except Exception as error:  # pickling raises what the objects' code raises
         names = " and ".join(splits)
         raise TypeError(f"the samples of {names} cannot be pickled: {type(error).__name__}: {error}") from error

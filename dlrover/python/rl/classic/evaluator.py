@@ -192,7 +192,13 @@ class Evaluator:
         samples = load_samples(self.dataset, "dataset")
         if self.num_batches is not None:
             samples = samples[: self.num_batches * self.batch_size]
-        generated = self._generate(engine, samples)
+        tokens = [encode_prompt(engine.tokenizer, sample.prompt) for sample in samples]
+        ids = np.arange(len(samples), dtype=np.int64)
+        prompts = Batch({"prompt_id": ids, "tokens": Ragged.from_rows(tokens, dtype=np.int64)})
+        size = self.batch_size * _BATCHES_PER_CALL
+        parts = [prompts.rows(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
+        shown = track(parts, "evaluating", console=Console(stderr=True), disable=not self.show_progress)
+        generated = Batch.concat([engine.generate(part, self._sampling(), (self.seed,)) for part in shown])
         completions = generated.objects("completion")
         results = score(samples, completions, self.reward_timeout_s)
         rewards = [result for result in results if isinstance(result, float)]
@@ -216,15 +222,6 @@ class Evaluator:
         disk_space.replace(folder / RESULTS, "".join(lines).encode())
         disk_space.replace(folder / METRICS, json.dumps(metrics, indent=2).encode())
         return metrics
-
-    def _generate(self, engine: BaseRolloutEngine, samples: Sequence[LoadedSample]) -> Batch:
-        tokens = [encode_prompt(engine.tokenizer, sample.prompt) for sample in samples]
-        ids = np.arange(len(samples), dtype=np.int64)
-        prompts = Batch({"prompt_id": ids, "tokens": Ragged.from_rows(tokens, dtype=np.int64)})
-        size = self.batch_size * _BATCHES_PER_CALL
-        parts = [prompts.rows(start, min(start + size, len(ids))) for start in range(0, len(ids), size)]
-        shown = track(parts, "evaluating", console=Console(stderr=True), disable=not self.show_progress)
-        return Batch.concat([engine.generate(part, self._sampling(), (self.seed,)) for part in shown])
 
 
 def score(

@@ -244,7 +244,15 @@ def check_job(
     except InvalidJob as error:
         job, errors = error.salvaged, list(error.errors)
     if job is not None:
-        job = _spread_over_processes(job, launch)
+        world = launch.world_size
+        for role, spec in job.workloads.items():
+            if spec.num not in (1, world):
+                _LOG.info("%s has %d members, one in each process, not %d as in the job file", role, world, spec.num)
+        workloads = {role: replace(spec, num=world, per_node=None, standby=0) for role, spec in job.workloads.items()}
+        trainer, folders = replace(job.trainer, node_number=launch.nodes), search_folders()
+        job = replace(
+            job, workloads=workloads, trainer=trainer, groups=(), work_dir=str(Path.cwd()), search_path=folders
+        )
         job = replace(job, given=digest(job))
         job = repeated(job) if may_repeat else continued(job)
         places = {error.where for error in errors}
@@ -258,18 +266,6 @@ def check_job(
     if has_commits(job.job_dir) and job.checkpoint.resume == "latest":
         show(f"going on after the last committed step in {job.job_dir}")
     return begin(inspection.complete(job))
-
-
-def _spread_over_processes(job: JobSpec, launch: LaunchEnv) -> JobSpec:
-    world = launch.world_size
-    for role, spec in job.workloads.items():
-        if spec.num not in (1, world):
-            _LOG.info("%s has %d members, one in each process, not %d as in the job file", role, world, spec.num)
-    workloads = {role: replace(spec, num=world, per_node=None, standby=0) for role, spec in job.workloads.items()}
-    trainer = replace(job.trainer, node_number=launch.nodes)
-    return replace(
-        job, workloads=workloads, trainer=trainer, groups=(), work_dir=str(Path.cwd()), search_path=search_folders()
-    )
 
 
 def _validate_sharing(job: JobSpec, launch: LaunchEnv) -> list[ConfigError]:

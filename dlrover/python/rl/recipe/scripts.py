@@ -77,11 +77,17 @@ class Script(BaseWorkload):
     def run(self, logs: str) -> None:
         """Run the program to its end. Raises ScriptFailed."""
         script = self.config.scripts[self.role.lower()]
+        if "function" in script:
+            program = interpreter_command(run_function, script["function"])
+        else:
+            command = script["command"]
+            command = ["/bin/sh", "-c", command] if isinstance(command, str) else command
+            program = interpreter_command(run_command, *command)  # ends what it has started with itself or its parent
         log = Path(logs) / f"{self.role}-{self.rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab", buffering=0) as file:
             process = subprocess.Popen(
-                warden_command(script),
+                program,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
@@ -109,15 +115,6 @@ class Script(BaseWorkload):
             lines = [line for end in ends for line in end.decode(errors="replace").splitlines() if line.strip()]
             outcome = f"ended by signal {-code}" if code < 0 else f"exit code {code}"
             raise ScriptFailed(f"{outcome}: {lines[-1].strip() if lines else 'it wrote nothing'} ({log})")
-
-
-def warden_command(script: Mapping[str, Any]) -> list[str]:
-    """The command line of a process that runs the program, and ends all that it has started when it or its parent
-    ends."""
-    if "function" in script:
-        return interpreter_command(run_function, script["function"])
-    command = script["command"]
-    return interpreter_command(run_command, *(["/bin/sh", "-c", command] if isinstance(command, str) else command))
 
 
 def run_command(*command: str) -> None:

@@ -77,8 +77,14 @@ class ServiceClient:
     ) -> None:
         if tls is None and not is_loopback(address.rpartition(":")[0]):
             raise CallError(f"{address} is beyond loopback: name the CA of its certificate, so that the token is safe")
-        self._patience_s = patience_s
-        self._metadata = (("authorization", f"Bearer {token or _own_token()}"),)
+        if not token:
+            named = os.environ.get("DLROVER_RL_TOKEN_FILE")
+            try:
+                token = read_token(Path(named) if named else default_state() / TOKEN)
+            except CallError as error:
+                hint = "" if named else "; DLROVER_RL_TOKEN_FILE names that of another service"
+                raise CallError(f"{error}{hint}") from error
+        self._patience_s, self._metadata = patience_s, (("authorization", f"Bearer {token}"),)
         if tls is None:
             self._channel = grpc.insecure_channel(address, options=_OPTIONS)
         else:
@@ -227,15 +233,6 @@ class ServiceClient:
         may_pass = isinstance(failure, ServiceUnavailable | ServiceBusy)
         if not may_pass or time.monotonic() - began_s >= self._patience_s:
             raise failure from None
-
-
-def _own_token() -> str:
-    named = os.environ.get("DLROVER_RL_TOKEN_FILE")
-    try:
-        return read_token(Path(named) if named else default_state() / TOKEN)
-    except CallError as error:
-        hint = "" if named else "; DLROVER_RL_TOKEN_FILE names that of another service"
-        raise CallError(f"{error}{hint}") from error
 
 
 def has_ended(job: wire.Job) -> bool:

@@ -256,7 +256,14 @@ class JobManager:
             try:
                 await asyncio.to_thread(self._store.write, *change)
             except ServiceUnavailable as error:
-                await self._put_off(batch, error)
+                # Refuse what people have asked by now; what the runner has seen is decided again later, in its order.
+                _LOG.error("%s", error)
+                waiting = [self._requests.get_nowait() for _ in range(self._requests.qsize())]
+                for request in (*batch, *waiting):
+                    self._settle(request, error)
+                self._unsaved.extendleft(request for request in reversed(batch) if request[1] is None)
+                self._unsaved.extend(request for request in waiting if request[1] is None)
+                await asyncio.sleep(_RETRY_S)
                 return
         forgotten = self._ledger.adopt(draft)
         self._feed.add(draft.events)
@@ -267,16 +274,6 @@ class JobManager:
             await self._tell_runner(record, draft.descriptions)
         if forgotten:
             await asyncio.to_thread(self._store.write, (), (), {}, forgotten)
-
-    async def _put_off(self, batch: list[_Request], error: ServiceUnavailable) -> None:
-        """Refuse what people have asked by now; what the runner has seen is decided again later, in its order."""
-        _LOG.error("%s", error)
-        waiting = [self._requests.get_nowait() for _ in range(self._requests.qsize())]
-        for request in (*batch, *waiting):
-            self._settle(request, error)
-        self._unsaved.extendleft(request for request in reversed(batch) if request[1] is None)
-        self._unsaved.extend(request for request in waiting if request[1] is None)
-        await asyncio.sleep(_RETRY_S)
 
     @staticmethod
     def _settle(request: _Request, answer: Answer) -> None:

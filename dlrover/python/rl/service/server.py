@@ -92,27 +92,22 @@ class Gate(grpc.aio.ServerInterceptor):
         async def serve(messages: Any, context: Any) -> None:
             with ExitStack() as places:
                 try:
-                    caller = "" if details.method == _HEALTH_CHECK else self._admit(context)
+                    headers = context.invocation_metadata()
+                    caller = "" if details.method == _HEALTH_CHECK else self._identify(headers)
                     places.enter_context(self._calls.hold(caller))
                     if is_long:
                         places.enter_context(self._long_calls.hold(caller))
                 except AccessDenied as error:
-                    await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+                    self._denied()
+                    if self._failures.take(context.peer().rpartition(":")[0]):
+                        await context.abort(grpc.StatusCode.UNAUTHENTICATED, str(error))
+                    busy = "too many calls without a valid token: wait a second"
+                    await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, busy)
                 except ServiceBusy as error:
                     await context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, str(error))
                 await _answer(handler, messages, context)
 
         return grpc.stream_stream_rpc_method_handler(serve, handler.request_deserializer, handler.response_serializer)
-
-    def _admit(self, context: Any) -> str:
-        try:
-            return self._identify(context.invocation_metadata())
-        except AccessDenied:
-            self._denied()
-            address = context.peer().rpartition(":")[0]
-            if not self._failures.take(address):
-                raise ServiceBusy("too many calls without a valid token: wait a second") from None
-            raise
 
 
 async def _answer(handler: Any, messages: Any, context: Any) -> None:
@@ -190,18 +185,6 @@ class FailureLimit:
         return has_room
 
 
-def connection_options() -> tuple[tuple[str, int], ...]:
-    """Raise this process's limit of open files as far as it may, and return gRPC's options that fit it."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    silent_ms = round(_SILENT_S * 1000)
-    return (
-        ("grpc.server_handshake_timeout_ms", silent_ms),
-        ("grpc.max_connection_idle_ms", silent_ms),
-        ("grpc.max_allowed_incoming_connections", hard - min(_RESERVE, hard // 2)),
-    )
-
-
 # -- the service ------------------------------------------------------------------------------------------------------
 
 SERVICE = wire.DESCRIPTOR.services_by_name["Jobs"]
@@ -255,7 +238,15 @@ class JobServer:
         answer_at_once = {method.name for method in SERVICE.methods if not method.server_streaming} - {"Wait"}
         short = frozenset(f"/{SERVICE.full_name}/{name}" for name in answer_at_once)
         gate = Gate(lambda headers: self._identify(headers).name, self._denied, short, failures or FailureLimit())
-        options = (*_OPTIONS, *connection_options())
+        _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)  # each connection has a file: as many as may be
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+        silent_ms = round(_SILENT_S * 1000)
+        options = (
+            *_OPTIONS,
+            ("grpc.server_handshake_timeout_ms", silent_ms),
+            ("grpc.max_connection_idle_ms", silent_ms),
+            ("grpc.max_allowed_incoming_connections", hard - min(_RESERVE, hard // 2)),
+        )
         self._server = grpc.aio.server(interceptors=[gate], options=options, maximum_concurrent_rpcs=_MAX_CALLS)
         handlers = {method.name: self._handler(method) for method in SERVICE.methods}
         self._server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(SERVICE.full_name, handlers),))

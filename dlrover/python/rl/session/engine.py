@@ -6,7 +6,7 @@ the user's, the other one generates completions."""
 import dataclasses
 import inspect
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -472,8 +472,12 @@ class InferenceEngine(HandEngine):
             return self
         fields = {field.name for field in dataclasses.fields(RolloutSettings)} - {"device", "tensor_parallel_size"}
         own = {name: settings.pop(name) for name in fields & settings.keys()}
-        if self._registered:
-            self._check_names(self._registered, settings, fields)
+        options = engine_info(ROLLOUT_ENGINES, self._registered).options if self._registered else None
+        if options is not None:
+            known = {field.name for field in dataclasses.fields(options)}
+            names = {*known, *fields, *inspect.signature(self.build).parameters} - {"settings"}
+            for name in settings.keys() - known:
+                raise EngineError(f"build() has no argument '{name}'{hint(name, names)}")
         backend = {**own.pop("backend", {}), **settings}
         if self._registered and (errors := validate_engine(ROLLOUT_ENGINES, self._registered, backend, "backend")):
             raise EngineError("; ".join(map(str, errors)))
@@ -485,17 +489,6 @@ class InferenceEngine(HandEngine):
         complete = RolloutSettings(device=kind, tensor_parallel_size=tensor_parallel_size, backend=backend, **own)
         self._open(self._executor, self.model, complete)
         return self
-
-    def _check_names(self, backend: str, settings: Mapping[str, Any], fields: Collection[str]) -> None:
-        """Raise an ``EngineError`` for a name that is neither an argument, one of ``fields``, nor an option of the
-        backend, where these are known."""
-        options = engine_info(ROLLOUT_ENGINES, backend).options
-        if options is None:
-            return
-        known = {field.name for field in dataclasses.fields(options)}
-        names = {*known, *fields, *inspect.signature(self.build).parameters} - {"settings"}
-        for name in settings.keys() - known:
-            raise EngineError(f"build() has no argument '{name}'{hint(name, names)}")
 
     def generate(
         self,

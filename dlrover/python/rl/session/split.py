@@ -47,18 +47,6 @@ class NeedParallel:
 def parts_of(value: NeedParallel, replicas: int, context: int, label: str) -> list[tuple[Any, CallShare]]:
     if value.type not in TYPES:
         raise ShardError(f"{label}: NeedParallel has no type '{value.type}'{hint(value.type, TYPES)}")
-    parts: list[tuple[Any, CallShare]] = []
-    for piece, share in _rows_of(value, replicas, label):
-        if value.type == "dp" or context == 1:
-            parts += [(piece, share)] * context
-            continue
-        for part in split_sequences(piece, context, label):
-            tokens = count_tokens(part) if share.rows else 0
-            parts.append((part, replace(share, tokens=tokens, sequences=True)))
-    return parts
-
-
-def _rows_of(value: NeedParallel, replicas: int, label: str) -> list[tuple[Any, CallShare]]:
     rows = count_rows(value.value)
     if rows == 0:
         raise ShardError(f"{label} has no rows for {replicas} model replicas")
@@ -70,8 +58,17 @@ def _rows_of(value: NeedParallel, replicas: int, label: str) -> list[tuple[Any, 
     real = replicas if rows is None else max(min(rows, replicas), 1)
     pieces = split(value.value, real, label)
     padding = split(value.value, rows, label)[-1] if real < replicas and rows else None
-    real_parts = [(piece, CallShare(count_rows(piece) or 0, count_tokens(piece), rows or 0)) for piece in pieces]
-    return real_parts + [(padding, CallShare(of=rows or 0))] * (replicas - real)
+    of_replicas = [(piece, CallShare(count_rows(piece) or 0, count_tokens(piece), rows or 0)) for piece in pieces]
+    of_replicas += [(padding, CallShare(of=rows or 0))] * (replicas - real)
+    parts: list[tuple[Any, CallShare]] = []
+    for piece, share in of_replicas:
+        if value.type == "dp" or context == 1:
+            parts += [(piece, share)] * context
+            continue
+        for part in split_sequences(piece, context, label):
+            tokens = count_tokens(part) if share.rows else 0
+            parts.append((part, replace(share, tokens=tokens, sequences=True)))
+    return parts
 
 
 def split_sequences(value: Any, ranks: int, label: str) -> list[Any]:

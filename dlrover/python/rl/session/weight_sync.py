@@ -86,8 +86,19 @@ def choose_route(
     Raises SessionError with the reason why a way is closed."""
     if folder is not None and way is None:
         way = "disk"
-    obstacles = _find_obstacles(source, target, session, folder)
-    on_cuda = session.slots[source.slots[0][0]].kind == "cuda"
+    (first,) = source.slots[0]
+    on_cuda = session.slots[first].kind == "cuda"
+    nodes = {process.node for process in (source.processes[0], *target.processes)}
+    apart = f"they are on {len(nodes)} nodes" if len(nodes) > 1 else ""
+    alone = "" if session.hosting.separate else "init(local=True) has one process, which cannot wait for itself"
+    # A process sees its own devices only, and CUDA opens memory on the device of the same number.
+    sees_first = not on_cuda or all(slots[0] == first for slots in target.slots)
+    obstacles: dict[Way, str] = {
+        "device memory": apart or ("" if sees_first else f"{source.name}[0] has not the first device of {target.name}"),
+        "shared memory": apart,
+        "broadcast": alone,
+        "disk": "" if folder else "it takes a folder that both see",
+    }
     if way is None:
         free = [name for name in WAYS if not obstacles[name] and name != "device memory"]
         if not free:
@@ -103,20 +114,3 @@ def choose_route(
     shared = {slot for slots in source.slots for slot in slots} & {slot for slots in target.slots for slot in slots}
     by_host = way == "broadcast" and (not on_cuda or bool(shared))  # NCCL takes each device once
     return Route(way, session.id, f"{source.name}-{target.name}", len(target.slots), at, by_host)
-
-
-def _find_obstacles(source: Members, target: Members, session: Session, folder: str | Path | None) -> dict[Way, str]:
-    """Why each way is closed; "" if it is open."""
-    (first,) = source.slots[0]
-    nodes = {process.node for process in (source.processes[0], *target.processes)}
-    apart = f"they are on {len(nodes)} nodes" if len(nodes) > 1 else ""
-    alone = "" if session.hosting.separate else "init(local=True) has one process, which cannot wait for itself"
-    # A process sees its own devices only, and CUDA opens memory on the device of the same number.
-    same = session.slots[first].kind != "cuda" or all(slots[0] == first for slots in target.slots)
-    unseen = "" if same else f"{source.name}[0] has not the first device of {target.name}"
-    return {
-        "device memory": apart or unseen,
-        "shared memory": apart,
-        "broadcast": alone,
-        "disk": "" if folder else "it takes a folder that both see",
-    }

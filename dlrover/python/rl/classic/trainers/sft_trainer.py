@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers import AutoConfig
 
-from dlrover.python.rl.classic.envs import LoadedSample, SampleDataset, load_samples, write_samples
+from dlrover.python.rl.classic.envs import SampleDataset, load_samples, write_samples
 from dlrover.python.rl.classic.evaluator import Positive, names_arguments
 from dlrover.python.rl.classic.trainers import ClassicTrainer
 from dlrover.python.rl.data.conversation import Encoding, collect_sft, encode_sft
@@ -84,15 +84,6 @@ class ClassicSFTTrainer(ClassicTrainer):
         )
         if num_batches is not None:
             samples = samples[: num_batches * self.batch_size]
-        loss = self._cross_entropy(samples)
-        metrics = {"ce_loss": loss, "perplexity": math.exp(loss)}
-        if not self.eval_sample_completions:
-            return metrics
-        sampling = {"do_sample": self.do_sample, "sampling_temperature": self.sampling_temperature}
-        environments = [sample.environment for sample in samples]
-        return metrics | self._evaluate(self.model_after(), environments, **sampling)
-
-    def _cross_entropy(self, samples: Sequence[LoadedSample]) -> float:
         config = EngineConfig(**(self.engine or {}), mask_unknown_ids=False).resolve(torch.cuda.is_available())
         settings = train_settings(config, config.device, ParallelSizes())
         engine = engine_class(TRAIN_ENGINES, config.train)(self.model_after(), None, settings, Rendezvous())
@@ -101,7 +92,13 @@ class ClassicSFTTrainer(ClassicTrainer):
         encoding = Encoding(self._max_length(), "drop", self.assistant_loss_mode, self.mask_prompt, eos_ids)
         batch = encode_sft(rows, engine.tokenizer, encoding)[0].select("tokens", "action_mask")
         logprobs = engine.evaluate(batch).ragged("logprobs").values[batch.ragged("action_mask").values]
-        return -float(logprobs.mean(dtype="float64"))
+        loss = -float(logprobs.mean(dtype="float64"))
+        metrics = {"ce_loss": loss, "perplexity": math.exp(loss)}
+        if not self.eval_sample_completions:
+            return metrics
+        sampling = {"do_sample": self.do_sample, "sampling_temperature": self.sampling_temperature}
+        environments = [sample.environment for sample in samples]
+        return metrics | self._evaluate(self.model_after(), environments, **sampling)
 
     def _max_length(self) -> int:
         if self.max_seq_len:

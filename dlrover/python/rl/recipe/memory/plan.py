@@ -22,7 +22,7 @@ from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
 from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import DeviceShare
-from dlrover.python.rl.recipe.base.model_files import GB, device_bytes
+from dlrover.python.rl.recipe.base.model_files import GB
 from dlrover.python.rl.recipe.memory.arithmetic import (
     ON_HOST,
     SIZED,
@@ -62,12 +62,6 @@ class MemoryPlan:
     model_config: str | None = None  # of that
     device_bytes: float | None = None  # of the job's devices, or else of this machine's
     chosen: str = ""  # the passes, where they were ``auto``
-
-    @classmethod
-    def of(
-        cls, uses: Mapping[RLRoleType, ModelUse], engine: EngineConfig, model: str, model_config: str | None
-    ) -> "MemoryPlan":
-        return cls(uses, engine, model, model_config, device_bytes(engine)).size_passes()
 
     def sized(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
         """Yield the roles whose memory is computed, of models whose shape is known, and sizes that divide their

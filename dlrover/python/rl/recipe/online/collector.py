@@ -231,7 +231,7 @@ class SampleCollector:
 
     def collect(self, step: int) -> StepBatch:
         """Collect and score the samples of a step; replace failed and filtered groups, if the configuration says so."""
-        total, rollout = self._cfg.prompts_per_step, self._cfg.rollout
+        total, rollout, reward = self._cfg.prompts_per_step, self._cfg.rollout, self._cfg.reward
         refills = rollout.max_refills if rollout.dynamic_filtering == "refill" else 0
         self._tracker.begin_step()
         is_filtering = rollout.dynamic_filtering != "off"
@@ -244,27 +244,36 @@ class SampleCollector:
             self._tracker.request(step, self.prompts.next_rows(capacity))
             groups = self._wait_for(missing)
             batch = self._fetch(step, groups)
-            while groups := self._select_to_redraw(groups, batch.scored):
+            while reward.on_failure == "redraw":  # where rollouts run ahead, earlier steps may have had the others
+                failed = find_failed_groups(batch.scored)
+                groups = [each for each in groups if each.prompt_id in failed and each.retry < reward.max_redraws]
+                if not groups:
+                    break
                 self._tracker.retry(step, groups)
                 groups = self._wait_for(len(groups))
                 batch = StepBatch.concat([batch, replace(self._fetch(step, groups), groups=0)])
             if is_filtering:
-                batch = batch.drop_uniform_groups(trainable_rewards(batch.scored, self._cfg.reward))
+                batch = batch.drop_uniform_groups(trainable_rewards(batch.scored, reward))
             parts.append(batch)
         return StepBatch.concat(parts)
-
-    def _select_to_redraw(self, groups: Sequence[Group], scored: Batch) -> list[Group]:
-        """The failed ones of ``groups`` that have retries left; where rollouts run ahead, earlier steps may have had
-        the others."""
-        reward = self._cfg.reward
-        failed = find_failed_groups(scored) if reward.on_failure == "redraw" else ()
-        return [group for group in groups if group.prompt_id in failed and group.retry < reward.max_redraws]
 
     def _wait_for(self, count: int) -> list[Group]:
         tracker, start_s = self._tracker, time.monotonic()
         patience_s, log_after_s = _FIRST_POLL_S, STRAGGLER_LOG_INTERVAL_S
         while True:
-            self._poll(count, patience_s)
+            groups_by_rank = [tracker.groups_of(rank) for rank in range(self._members)]
+            complete = [sum(group.complete for group in of_rank) for of_rank in groups_by_rank]
+            share = -(-max(count - sum(complete), 1) // self._members)
+            wanted = [self._describe(of_rank) for of_rank in groups_by_rank]
+            enough = [number + share for number in complete]
+            statuses = self._trainer.RG_ROLLOUT.sample(wanted, self.sampling, self._cfg.seed, enough, patience_s)
+            for rank, (of_rank, status) in enumerate(zip(groups_by_rank, statuses, strict=True)):
+                keys = zip(*(status.dense(name).tolist() for name in GroupKey._fields), strict=True)
+                if list(keys) != [group.key for group in of_rank]:
+                    raise _diverged(rank, "sample")
+                columns = [status.dense(name).tolist() for name in ("started", "complete", "min_version")]
+                for group, *values in zip(of_rank, *columns, strict=True):
+                    tracker.update_status(group.key, *values)
             if (groups := tracker.take(count)) is not None:
                 return groups
             if tracker.max_staleness:  # else shares would depend on time, and with them the last bits of log-probs
@@ -274,20 +283,6 @@ class SampleCollector:
             if waited_s > log_after_s:
                 log_after_s = waited_s + STRAGGLER_LOG_INTERVAL_S
                 _LOG.warning("still waiting for samples after %.0f s: %s", waited_s, tracker.summary())
-
-    def _poll(self, count: int, patience_s: float) -> None:
-        groups_by_rank = [self._tracker.groups_of(rank) for rank in range(self._members)]
-        complete = [sum(group.complete for group in groups) for groups in groups_by_rank]
-        share = -(-max(count - sum(complete), 1) // self._members)
-        wanted, enough = [self._describe(groups) for groups in groups_by_rank], [number + share for number in complete]
-        statuses = self._trainer.RG_ROLLOUT.sample(wanted, self.sampling, self._cfg.seed, enough, patience_s)
-        for rank, (groups, status) in enumerate(zip(groups_by_rank, statuses, strict=True)):
-            keys = zip(*(status.dense(name).tolist() for name in GroupKey._fields), strict=True)
-            if list(keys) != [group.key for group in groups]:
-                raise _diverged(rank, "sample")
-            columns = [status.dense(name).tolist() for name in ("started", "complete", "min_version")]
-            for group, started, is_complete, min_version in zip(groups, *columns, strict=True):
-                self._tracker.update_status(group.key, started, is_complete, min_version)
 
     def _fetch(self, step: int, groups: Sequence[Group]) -> StepBatch:
         groups_by_rank = [

@@ -294,26 +294,18 @@ def step_metrics(answers: Mapping[str, Scores]) -> dict[str, float]:
         metrics |= {"eval/reward": mean_reward(rewards), "eval/failed": float(count_failures(rewards))}
         if "score" in scores:
             metrics[SCORED] = mean_reward(scores["score"])
-        metrics |= {f"eval/{name}": value for name, value in _repeated(scores).items()}
+        values = scores.get("score", rewards)  # those of the environment, if there are some
+        if (samples := values.shape[1]) > 1:
+            has_right = is_binary(values)
+            metrics[f"eval/avg@{samples}"] = accuracy(values) if has_right else mean_reward(values)
+            for k in pass_counts(samples) if has_right else ():
+                metrics[f"eval/pass@{k}"] = pass_at_k(np.nan_to_num(values) == 1.0, k)
         named |= {_name_metric(name, of_set): value for name, value in metrics.items()}
     return named
 
 
 def _name_metric(name: str, of_set: str) -> str:
     return name.replace("eval/", f"eval/{of_set}/", 1) if of_set else name
-
-
-def _repeated(scores: Scores) -> dict[str, float]:
-    """avg@n and pass@k of n answers to each prompt, where there are several: of the environment's scores if there are,
-    else of the rewards."""
-    values = scores.get("score", scores["reward"])
-    samples = values.shape[1]
-    if samples == 1:
-        return {}
-    if not is_binary(values):
-        return {f"avg@{samples}": mean_reward(values)}
-    passes = {f"pass@{k}": pass_at_k(np.nan_to_num(values) == 1.0, k) for k in pass_counts(samples)}
-    return {f"avg@{samples}": accuracy(values), **passes}
 
 
 def summarize_evaluations(

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a run writes into its directory: metrics, samples, TensorBoard events, a curve, a summary, and models."""
 
-import io
 import json
 import math
 import re
 import shutil
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -16,7 +16,7 @@ from typing import Any
 from uuid import uuid4
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
-from tensorboardX.record_writer import RecordWriter
+from tensorboardX.record_writer import masked_crc32c
 from tensorboardX.summary import scalar, text
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, append, replace, retry_io
@@ -77,10 +77,12 @@ class TensorBoardWriter:
         self._write(Event(wall_time=now_s, step=step, summary=summary) for summary in summaries)
 
     def _write(self, events: Iterable[Event]) -> None:
-        buffer = _RecordBuffer()
-        for event in events:
-            buffer.write(event.SerializeToString())
-        append(self._path, buffer.content, self._disk_wait)
+        records = []
+        for event in events:  # in TensorFlow's record format
+            body = event.SerializeToString()
+            length = struct.pack("<Q", len(body))
+            records += [length, struct.pack("<I", masked_crc32c(length)), body, struct.pack("<I", masked_crc32c(body))]
+        append(self._path, b"".join(records), self._disk_wait)
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
@@ -92,17 +94,6 @@ def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
 def _cell(value: Any) -> str:
     shown = "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
     return shown.replace("\\", "\\\\").replace("|", "\\|").replace("\n", "<br>")
-
-
-class _RecordBuffer(RecordWriter):
-    """tensorboardX's record format in memory: so :func:`append` writes a step whole or not at all."""
-
-    def __init__(self) -> None:
-        self._writer = io.BytesIO()
-
-    @property
-    def content(self) -> bytes:
-        return self._writer.getvalue()
 
 
 class RunLog:
@@ -139,13 +130,11 @@ class RunLog:
     def begin_step(self, step: int) -> None:
         """Remove the rows of ``step`` and of later ones. Step 1 begins a run: all files of an earlier run's log are
         removed, TensorBoard's events included; everything else stays, the model too."""
-        if self._current_step is None or step != self._current_step + 1:
-            self._go_back_to(step - 1)
-        self._current_step = step
-
-    def _go_back_to(self, step: int) -> None:
-        folder = self._folder
-        if not step:
+        folder, before = self._folder, step - 1
+        if before == self._current_step:
+            self._current_step = step
+            return
+        if not before:
             for name in _FILES:
                 if name != SAMPLES or self.owns_samples:
                     (folder / name).unlink(missing_ok=True)
@@ -155,15 +144,16 @@ class RunLog:
         retry_io((folder / SAMPLES).touch, folder / SAMPLES, self._disk_wait)
         for name in (METRICS, SAMPLES) if self.owns_samples else (METRICS,):
             self._append(name, ())
-            cut_at_step(folder / name, step + 1)
+            cut_at_step(folder / name, step)
         rows = map(json.loads, (folder / METRICS).read_text(encoding="utf-8").splitlines())
         self._history = [
             (row["step"], _curves_of({name: math.nan if value is None else value for name, value in row.items()}))
             for row in rows
         ]
-        if [number for number, _ in self._history if number] != list(range(1, step + 1)):
-            _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / METRICS, step)
-        self._tensorboard = TensorBoardWriter(folder / _TENSORBOARD, step + 1, self._disk_wait)
+        if [number for number, _ in self._history if number] != list(range(1, step)):
+            _LOG.warning("%s lacks rows of steps up to %d, the last committed one", folder / METRICS, before)
+        self._tensorboard = TensorBoardWriter(folder / _TENSORBOARD, step, self._disk_wait)
+        self._current_step = step
 
     def write_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step; step 0 is the evaluation before training, and is written during step 1."""

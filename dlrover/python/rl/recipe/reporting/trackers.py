@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol
 
 from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, replace
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
@@ -54,6 +54,8 @@ class Tracker(Protocol):
     """Receives the metrics of one run. It is constructed with the options that ``config.log.trackers`` gives it.
 
     An ``ImportError`` of ``start``, or any other exception, is logged once; the run continues without the tracker.
+    A tracker that shows samples too has ``log_samples(rows, step)``, which follows :meth:`log` of the step: a table,
+    rows of the same columns, of texts, numbers and None.
     """
 
     def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
@@ -67,15 +69,6 @@ class Tracker(Protocol):
     def close(self, outcome: RunEnd) -> None:
         """End the run, which :meth:`start` opens again if it goes on. Of a failed or stopped run it may come from
         another thread, and it does not come at all where the process is killed."""
-
-
-@runtime_checkable
-class SampleTracker(Protocol):
-    """A tracker that shows samples too."""
-
-    def log_samples(self, rows: Sequence[Mapping[str, Any]], step: int) -> None:
-        """Record a table: rows of the same columns, of texts, numbers and None. Follows :meth:`Tracker.log` of the
-        step."""
 
 
 def validate_log(config: LogConfig) -> list[ConfigError]:
@@ -117,10 +110,11 @@ class Trackers:
             return
         finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
         for name, tracker in list(self._open.items()):
-            self._send(name, partial(tracker.log, finite, step))
-        for name, tracker in list(self._open.items()) if samples else ():
-            if isinstance(tracker, SampleTracker):
-                self._send(name, partial(tracker.log_samples, samples, step))
+            actions = [partial(tracker.log, finite, step)]
+            if samples and hasattr(tracker, "log_samples"):
+                actions.append(partial(tracker.log_samples, samples, step))
+            if not all(_try(name, action) for action in actions):
+                self._open.pop(name, None)
         self._state["step"] = step
         self._save_state()
 
@@ -156,10 +150,6 @@ class Trackers:
             else:
                 trackers[name] = tracker
         return trackers
-
-    def _send(self, name: str, action: Callable[[], None]) -> None:
-        if self._open is not None and not _try(name, action):
-            del self._open[name]
 
     def _saved_state(self) -> dict[str, Any]:
         file = self._folder / _STATE_FILE

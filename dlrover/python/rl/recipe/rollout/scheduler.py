@@ -84,7 +84,16 @@ class RolloutScheduler:
             self._kept.retain(by_key)
         needed = min(enough, len(groups))
         await self._run_until(groups, lambda: sum(group.complete for group in groups) >= needed, patience_s)
-        return self._status(groups)
+        keys = np.array([group.key for group in groups], dtype=np.int64).reshape(-1, 3)
+        lowest = [[low for low, _ in map(self._version_range, group.samples) if low >= 0] for group in groups]
+        return Batch(
+            {
+                **dict(zip(GroupKey._fields, keys.T.copy(), strict=True)),
+                "started": np.array([group.started for group in groups], dtype=np.bool_),
+                "complete": np.array([group.complete for group in groups], dtype=np.bool_),
+                "min_version": np.array([min(versions, default=-1) for versions in lowest], dtype=np.int64),
+            }
+        )
 
     def are_complete(self, wanted: Batch) -> bool:
         """Whether :meth:`fetch` would return these at once. May be called from any thread."""
@@ -127,18 +136,6 @@ class RolloutScheduler:
             group = Group(key.prompt_id, key.created_step, key.retry, **prompt, sampling=sampling, seed=seeds)
             self._groups[key] = group
         return self._groups[key]
-
-    def _status(self, groups: Sequence[Group]) -> Batch:
-        keys = np.array([group.key for group in groups], dtype=np.int64).reshape(-1, 3)
-        lowest = [[low for low, _ in map(self._version_range, group.samples) if low >= 0] for group in groups]
-        return Batch(
-            {
-                **dict(zip(GroupKey._fields, keys.T.copy(), strict=True)),
-                "started": np.array([group.started for group in groups], dtype=np.bool_),
-                "complete": np.array([group.complete for group in groups], dtype=np.bool_),
-                "min_version": np.array([min(versions, default=-1) for versions in lowest], dtype=np.int64),
-            }
-        )
 
     def _version_range(self, sample: Sample) -> tuple[int, int]:
         pending = sample.pending

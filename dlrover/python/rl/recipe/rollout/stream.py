@@ -165,7 +165,12 @@ class EngineStream:
         try:
             return await pending.result
         finally:
-            self._withdraw(pending)
+            key = pending.request.key
+            if self._running.get(key) is pending:
+                del self._running[key]
+                self.engine.abort([key])
+            elif pending in self._waiting:
+                self._waiting.remove(pending)
 
     def step(self) -> bool:
         """Hand over waiting requests and advance the engine; return False if there is nothing to generate. EngineError:
@@ -243,11 +248,3 @@ class EngineStream:
         for pending in batch:
             pending.added_at = self._steps
             self._running[pending.request.key] = pending
-
-    def _withdraw(self, pending: PendingRequest) -> None:
-        key = pending.request.key
-        if self._running.get(key) is pending:
-            del self._running[key]
-            self.engine.abort([key])
-        elif pending in self._waiting:
-            self._waiting.remove(pending)

@@ -40,7 +40,7 @@ from dlrover.python.rl.engine.weight_sync.transports import validate_transport, 
 from dlrover.python.rl.environment.core.functions import load_function
 from dlrover.python.rl.environment.core.scoring import RewardFunction
 from dlrover.python.rl.recipe.base.config import AUTO, EngineConfig
-from dlrover.python.rl.recipe.base.model_files import parameters_of, validate_model, validate_model_config
+from dlrover.python.rl.recipe.base.model_files import device_bytes, parameters_of, validate_model, validate_model_config
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of, is_on_host
 from dlrover.python.rl.recipe.memory.plan import MemoryPlan
 from dlrover.python.rl.recipe.reporting.run_log import validate_keep
@@ -190,7 +190,7 @@ class RecipePlan(TrainerPlan, ABC):
 
     def _plan_memory(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> MemoryPlan:
         uses = self.model_uses(cfg, roles) if cfg.engine.device.startswith("cuda") else {}
-        return MemoryPlan.of(uses, cfg.engine, cfg.model, cfg.model_config)
+        return MemoryPlan(uses, cfg.engine, cfg.model, cfg.model_config, device_bytes(cfg.engine)).size_passes()
 
     def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         engine = cfg.engine

@@ -113,7 +113,12 @@ class SqliteJobStore:
         """Up to ``limit`` events with numbers above ``after``, of one job or, with "", of all."""
         own, values = ("name = ? AND ", (name,)) if name else ("", ())
         statement = f"SELECT body FROM events WHERE {own}number > ? ORDER BY number LIMIT ?"
-        return [_event(json.loads(body)) for (body,) in self._read(statement, *values, after, limit)]
+        events = list[JobEvent]()
+        for (body,) in self._read(statement, *values, after, limit):
+            plain = json.loads(body)
+            metrics = {name: nan if value is None else value for name, value in plain["metrics"].items()}
+            events.append(JobEvent(**{**plain, "phase": JobPhase(plain["phase"]), "metrics": metrics}))
+        return events
 
     def _read(self, statement: str, *values: Any) -> list[Any]:
         try:
@@ -157,8 +162,3 @@ def _record(plain: dict[str, Any]) -> JobRecord:
         values["reward"] = nan
     values["members"] = tuple(RunningProcess(*member) for member in values.get("members", ()))
     return JobRecord(**values)
-
-
-def _event(plain: dict[str, Any]) -> JobEvent:
-    metrics = {name: nan if value is None else value for name, value in plain["metrics"].items()}
-    return JobEvent(**{**plain, "phase": JobPhase(plain["phase"]), "metrics": metrics})
