@@ -75,16 +75,6 @@ _NEVER: CallId = (-1, -1)
 
 
 @dataclass(frozen=True)
-class CurrentCall:
-    """The current call of a member, and seconds since its last progress, at first its begin; its id is ``(-1, -1)`` for
-    a call of no step."""
-
-    method: str
-    call_id: CallId
-    age_s: float
-
-
-@dataclass(frozen=True)
 class _Answer:
     method: str
     result: Stored | None = None
@@ -129,11 +119,13 @@ class MemberHost:
         """True once a trainer has called it: an object that is new in an old process gets its state in such calls."""
         return self._epoch > 0
 
-    def current_call(self) -> CurrentCall | None:
+    def current_call(self) -> tuple[str, CallId, float] | None:
+        """The method and id of the current call, and seconds since its last progress, at first its begin; the id is
+        ``(-1, -1)`` for a call of no step."""
         now, progress = self._now, noted_progress()
         if progress != self._progress:
             self._progress, self._progressed_s = progress, self._now_s()
-        return None if now is None else CurrentCall(now[0], now[1], self._now_s() - max(now[2], self._progressed_s))
+        return None if now is None else (now[0], now[1], self._now_s() - max(now[2], self._progressed_s))
 
     def close(self) -> None:
         self._state.wait_until_written()

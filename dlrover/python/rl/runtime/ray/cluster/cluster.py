@@ -129,12 +129,8 @@ def ray_cluster(
 def _inert_output() -> Iterator[None]:
     """Inside the block, what the cluster's processes print reaches this terminal as inert text: Ray gives each record
     to all handlers, and its own, which prints, is added when it connects."""
-
-    def make_inert(record: dict[str, Any]) -> None:
-        record["lines"] = [inert(line) for line in record["lines"]]
-
     dispatcher = ray_logging.global_worker_stdstream_dispatcher
-    dispatcher.add_handler("dlrover", make_inert)
+    dispatcher.add_handler("dlrover", lambda record: record.update(lines=[inert(line) for line in record["lines"]]))
     try:
         yield
     finally:
@@ -168,9 +164,17 @@ def _started(
         advice = "write trainer.device_type=CPU, or name a cluster that has them (--address)"
         raise InvalidJob([ConfigError("trainer.device_type", f"{what}: {advice}")])
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    own = {
+        # Without it Ray joins any cluster that it finds on the machine.
+        "address": "local",
+        "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
+        "include_dashboard": False,
+        "_node_ip_address": _LOOPBACK,
+        "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
+    }
     files = private_folder() if given is None else contextlib.nullcontext(given)
     with files as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
-        keeper = _start(folder, {**common, **_own(needed, cpus)})
+        keeper = _start(folder, {**common, **own})
         take_sigterm_back()
         raylet = worker._global_node.all_processes["raylet"][0].process.pid
         try:
@@ -228,17 +232,6 @@ def _start(folder: Path, common: Mapping[str, Any]) -> "GcsKeeper | None":
             ray.shutdown()
             time.sleep(0.5 * attempt)
     raise ClusterUnavailable(f"no Ray cluster on this machine: {last}") from last
-
-
-def _own(needed: Mapping[str, float], cpus: int | None) -> dict[str, Any]:
-    return {
-        # Without it Ray joins any cluster that it finds on the machine.
-        "address": "local",
-        "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
-        "include_dashboard": False,
-        "_node_ip_address": _LOOPBACK,
-        "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
-    }
 
 
 def _reach_gcs(address: str) -> tuple[str, int] | None:
