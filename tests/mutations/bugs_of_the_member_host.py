@@ -202,6 +202,6 @@ BUGS = {
         _PORT, "return True  # the ping has arrived", "return False  # the ping has arrived"
     ),
     "an error of a device leaves the member": Bug(
-        _PORT, "    if fault in (Fault.DEVICE, Fault.LINK):\n", "    if False:\n"
+        _PORT, "    if fault in (CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED):\n", "    if False:\n"
     ),
 }
