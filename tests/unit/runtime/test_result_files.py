@@ -74,10 +74,9 @@ def test_a_file_that_is_renamed_while_a_folder_is_listed_does_not_end_the_list(l
     for name in ("actor-0.log", "rollout-0.log", "trainer.log"):
         (logs / name).touch()
     listing = RunFolder(logs.parent)._walk(())
-    found = [next(listing).path]
+    found = [next(listing)]
     (logs / "rollout-0.log").rename(logs / "rollout-0.log.1")
-    found += [file.path for file in listing]
-    assert found == ["logs/actor-0.log", "logs/trainer.log"]
+    assert [*found, *listing] == ["logs/actor-0.log", "logs/rollout-0.log", "logs/trainer.log"]
 
 
 # -- rotation ---------------------------------------------------------------------------------------------------------

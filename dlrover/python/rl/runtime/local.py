@@ -54,6 +54,7 @@ from dlrover.python.rl.runtime.member.loading import (
     cause_of,
     class_at,
     load_class,
+    load_workload,
     restore_environment,
     starting,
 )
@@ -260,9 +261,7 @@ class TrainerRun:
     def __post_init__(self) -> None:
         job = self.job
         self._class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
-        self._classes = {
-            role: load_class(spec.module, spec.class_, job.search_path) for role, spec in job.workloads.items()
-        }
+        self._classes = {role: load_workload(job, role) for role in job.workloads}
 
     def run(self) -> None:
         """Raises what ``run_trainer`` raises."""

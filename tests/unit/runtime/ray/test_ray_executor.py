@@ -436,9 +436,9 @@ def test_members_after_a_resize_get_the_revealed_secrets(monkeypatch):
     starts = []
     start = MemoryActor._start
 
-    async def note_job(actor, message):
-        starts.append(message.job)
-        await start(actor, message)
+    async def note_job(actor, job, *arguments):
+        starts.append(job)
+        await start(actor, job, *arguments)
 
     monkeypatch.setattr(MemoryActor, "_start", note_job)
     stage = Stage(text=f"{JOB}env: {{{{API_KEY: canary-1}}}}\n")

@@ -47,7 +47,7 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
 from dlrover.python.rl.runtime.checkpoint.neighbours import held, read, store
 from dlrover.python.rl.runtime.member.arguments import CallHeader, CallId, Stored
 from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING
-from dlrover.python.rl.runtime.member.loading import load_class
+from dlrover.python.rl.runtime.member.loading import load_workload
 from dlrover.python.rl.trainer.port import (
     COMMIT,
     FORGET,
@@ -109,8 +109,7 @@ class MemberHost:
 
     def load(self, job: JobSpec, context: MemberContext) -> type[Any]:
         """Import and construct the workload of the context's role, without a master; returns its class."""
-        spec = job.workloads[context.role]
-        workload: type[Any] = load_class(spec.module, spec.class_, job.search_path)
+        workload: type[Any] = load_workload(job, context.role)
         self.start(workload, context, None, job.config)
         return workload
 

@@ -352,18 +352,11 @@ def inspect_in_child(
 
 
 def _from_json(data: Mapping[str, Any]) -> Inspection:
-    return Inspection(
-        tuple(ConfigError(**item) for item in data["errors"]),
-        {RLRoleType(role): tuple(names) for role, names in data["methods"].items()},
-        tuple(ConfigError(**item) for item in data["single_process_refusals"]),
-        tuple(data["collectives"]),
-        tuple(data["stateful"]),
-        tuple(data["rejoining"]),
-        data["config"],
-        tuple(data["about"]),
-        data["given"],
-        data["state_bytes"],
-    )
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    for name in ("errors", "single_process_refusals"):
+        fields[name] = tuple(ConfigError(**item) for item in data[name])
+    fields["methods"] = {RLRoleType(role): tuple(names) for role, names in data["methods"].items()}
+    return Inspection(**fields)
 
 
 def _serve(request: Path, answer: Path) -> None:

@@ -406,8 +406,6 @@ class GcsKeeper:
     seconds of each other. ``node`` is Ray's object of the head node, which this process has started.
     """
 
-    _LOOK_S = 0.1
-
     def __init__(self, node: Any, most_in_a_row: int = 5, quiet_s: float = 5.0) -> None:
         self.restarts = 0
         self._node, self._most, self._quiet_s = node, most_in_a_row, quiet_s
@@ -426,7 +424,7 @@ class GcsKeeper:
 
     def _keep(self) -> None:
         in_a_row, last_s = 0, float("-inf")
-        while not self._closed.wait(timeout=self._LOOK_S):
+        while not self._closed.wait(timeout=_LOOK_S):
             dead = None if self._resting.is_set() else self._remove_dead()
             if dead is None:
                 continue

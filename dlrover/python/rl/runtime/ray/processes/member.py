@@ -41,7 +41,7 @@ from dlrover.python.rl.runtime.member.heartbeat import (
     HeartbeatSender,
 )
 from dlrover.python.rl.runtime.member.host import MemberHost
-from dlrover.python.rl.runtime.member.loading import enter_folder, held_secrets, load_class, starting, take_secrets
+from dlrover.python.rl.runtime.member.loading import enter_folder, held_secrets, load_workload, starting, take_secrets
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
 from dlrover.python.rl.runtime.run.machine import try_devices
 from dlrover.python.rl.trainer.port import gone_incarnation
@@ -136,7 +136,7 @@ class MemberActor:
         enter_folder(job.work_dir)
         take_secrets(job, self._role)
         with starting(ProcessId.standby(self._role, 0).pool):
-            self._load(job).warm_up()
+            load_workload(job, self._role).warm_up()
 
     def dlrover_start(self, job: JobSpec, context: MemberContext, incarnation: int) -> None:
         """Import and construct the workload. Raises WorkloadStartError."""
@@ -154,7 +154,7 @@ class MemberActor:
         with starting(str(process_id)):
             if context.devices and context.restart.reason.startswith(CauseKind.DEVICE_FAILED):
                 try_devices(context.devices)
-            workload = self._load(job)
+            workload = load_workload(job, self._role)
             if self._master is not None and workload.keeps_process(job.config):
                 os.environ.setdefault(*WITHOUT_WATCHDOG)
             host.start(workload, context, self._master, job.config)
@@ -182,10 +182,6 @@ class MemberActor:
             distributed.destroy_process_group()  # peers that wait in one of their collectives then fail
         del host
         gc.collect()  # of tensors, which the next workload needs the memory of
-
-    def _load(self, job: JobSpec) -> Any:
-        spec = job.workloads[self._role]
-        return load_class(spec.module, spec.class_, job.search_path)
 
     def _beat(self) -> Heartbeat:
         process_id, number = self._identity

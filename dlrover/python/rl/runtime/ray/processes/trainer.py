@@ -27,6 +27,7 @@ from dlrover.python.rl.runtime.member.loading import (
     death_kind,
     enter_folder,
     load_class,
+    load_workload,
     starting,
     take_secrets,
 )
@@ -175,9 +176,7 @@ class TrainerActor:
         self._log = copy_output(job.job_dir, TRAINER_ID.log_name, f"trainer epoch {self._epoch}")
         with starting(str(TRAINER_ID)):
             self._trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
-            self._classes = {
-                role: load_class(spec.module, spec.class_, job.search_path) for role, spec in job.workloads.items()
-            }
+            self._classes = {role: load_workload(job, role) for role in job.workloads}
         self._start = start
         return locate()
 
