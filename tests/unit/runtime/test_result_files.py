@@ -74,9 +74,10 @@ def test_a_file_that_is_renamed_while_a_folder_is_listed_does_not_end_the_list(l
     for name in ("actor-0.log", "rollout-0.log", "trainer.log"):
         (logs / name).touch()
     listing = RunFolder(logs.parent)._walk(())
-    found = [next(listing)]
+    found = [next(listing).path]
     (logs / "rollout-0.log").rename(logs / "rollout-0.log.1")
-    assert [*found, *listing] == ["logs/actor-0.log", "logs/rollout-0.log", "logs/trainer.log"]
+    found += [file.path for file in listing]
+    assert found == ["logs/actor-0.log", "logs/trainer.log"]
 
 
 # -- rotation ---------------------------------------------------------------------------------------------------------
@@ -177,7 +178,7 @@ def copied(folder):
 def test_files_without_a_valid_name_hide_no_others(tmp_path):
     for name in (b"caf\xe9.txt", "café.txt".encode()):
         (tmp_path / os.fsdecode(name)).touch()
-    assert RunFolder(tmp_path).list_files() == ["café.txt"]
+    assert [file.path for file in RunFolder(tmp_path).list_files()] == ["café.txt"]
 
 
 @pytest.mark.parametrize("parts", [("commits", "step.e1", "a.state"), ("results", "owner.1.json"), ("results", ".key")])
@@ -185,7 +186,7 @@ def test_private_file_at_any_depth_is_not_served(tmp_path, parts):
     for path in (tmp_path / "results" / "learnt.json", tmp_path.joinpath(*parts)):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    assert RunFolder(tmp_path).list_files() == ["results/learnt.json"]
+    assert [file.path for file in RunFolder(tmp_path).list_files()] == ["results/learnt.json"]
     with pytest.raises(InvalidJob, match="is not a file that is served"):
         next(RunFolder(tmp_path).read(parts, 0))
 
@@ -241,7 +242,7 @@ def test_reader_keeps_the_folder_that_it_has_opened(private):
 def test_user_link_above_a_run_folder_is_resolved_at_entry(private):
     (private.parent / "scratch").symlink_to("runs")
     folder = RunFolder(with_real_parent(private.parent / "scratch/job/run"))
-    assert folder.list_files() == ["logs/trainer.log"]
+    assert [file.path for file in folder.list_files()] == ["logs/trainer.log"]
     with pytest.raises(InvalidJob, match="job/run: is no folder, or is reached through a link"):
         RunFolder(private.parent / "scratch/job/run").list_files()
 
@@ -251,7 +252,7 @@ def test_folders_beyond_the_depth_limit_are_not_listed(tmp_path):
     deepest.mkdir(parents=True)
     for folder in (deepest, deepest.parents[20]):
         (folder / "file").touch()
-    assert RunFolder(tmp_path).list_files() == ["d/" * 39 + "file"]
+    assert [file.path for file in RunFolder(tmp_path).list_files()] == ["d/" * 39 + "file"]
 
 
 # -- names ------------------------------------------------------------------------------------------------------------

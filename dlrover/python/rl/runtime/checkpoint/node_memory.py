@@ -30,9 +30,6 @@ _SHARED_MEMORY = Path("/dev/shm")
 _MEMORY_VARIABLE = "DLROVER_RL_MEMORY"
 _LEAST_SHARED_MEMORY = 1 << 28  # containers often come with 64 MB, which is no place for a model
 
-_locks: dict[Path, int] = {}
-"""Folder to the descriptor of its lock file, which this process holds until it ends."""
-
 
 def memory_path(job: str, run: str) -> Path:
     """The path of :func:`memory_root`: in the folder of the environment variable ``DLROVER_RL_MEMORY``, else in
@@ -69,13 +66,7 @@ def memory_root(job: str, run: str, durable: Path | str | None = None) -> Path:
     if durable is not None:
         with suppress(FileExistsError, FileNotFoundError):  # made by another process; or the run has ended
             (root / _SAVED_TO).symlink_to(durable)
-    lock = root / _HELD
-    if root not in _locks or not lock.exists():
-        if root in _locks:
-            os.close(_locks.pop(root))
-        with suppress(FileNotFoundError):  # the run has ended
-            _locks[root] = os.open(lock, os.O_CREAT | os.O_RDONLY, 0o600)
-            fcntl.flock(_locks[root], fcntl.LOCK_SH)  # waits: while another process checks the lock
+    _hold(root)
     return root
 
 
@@ -215,6 +206,21 @@ def _save_generation(memory: Path, manifest: Manifest, copies: Store) -> bool:
         return False
     _LOG.warning("step %d of run %s was only in memory: saved to %s", manifest.step, copies.run, copies.root)
     return True
+
+
+_locks: dict[Path, int] = {}
+"""Folder to the descriptor of its lock file, which this process holds until it ends."""
+
+
+def _hold(root: Path) -> None:
+    path = root / _HELD
+    if root in _locks and path.exists():
+        return
+    if root in _locks:
+        os.close(_locks.pop(root))
+    with suppress(FileNotFoundError):  # the run has ended
+        _locks[root] = os.open(path, os.O_CREAT | os.O_RDONLY, 0o600)
+        fcntl.flock(_locks[root], fcntl.LOCK_SH)  # waits: while another process checks the lock
 
 
 def _is_held(root: Path) -> bool:

@@ -16,6 +16,7 @@ import weakref
 from collections import deque
 from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
 from datetime import datetime
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -52,6 +53,12 @@ _POLL_S = 0.25
 _COPIED = 1024 * 1024
 
 
+@dataclass(frozen=True)
+class RunFile:
+    path: str
+    size: int
+
+
 class RunFolder:
     """The files below an absolute folder, which is opened once and held; no part of its path may be a link.
     Raises InvalidJob when it is, and when a file is missing, private, a link, or no plain file."""
@@ -74,11 +81,11 @@ class RunFolder:
         with suppress(OSError):
             os.fstat(self._top)
 
-    def list_files(self) -> list[str]:
-        """Return the paths of the files whose names are UTF-8, in folders of at most ``_DEEPEST`` levels."""
+    def list_files(self) -> list[RunFile]:
+        """Return the files whose names are UTF-8, in folders of at most ``_DEEPEST`` levels."""
         return [file for file, _ in zip(self._walk(()), range(_MAX_FILES), strict=False)]
 
-    def _walk(self, parts: tuple[str, ...]) -> Iterator[str]:
+    def _walk(self, parts: tuple[str, ...]) -> Iterator[RunFile]:
         with ExitStack() as opened, suppress(FileNotFoundError, NotADirectoryError):
             folder = open_below(self._top, (*parts, "."), os.O_DIRECTORY)
             opened.callback(os.close, folder)
@@ -89,8 +96,8 @@ class RunFolder:
                     continue
                 if entry.is_dir(follow_symlinks=False):
                     yield from self._walk(inner) if len(inner) < _DEEPEST else ()
-                elif entry.is_file(follow_symlinks=False):
-                    yield "/".join(inner)
+                elif entry.is_file(follow_symlinks=False) and (nbytes := _size_of(entry)) is not None:
+                    yield RunFile("/".join(inner), nbytes)
 
     def read(self, parts: tuple[str, ...], offset: int) -> Generator[bytes, None, None]:
         if _is_private(parts):
@@ -106,7 +113,7 @@ class RunFolder:
         try:
             descriptor = self.descriptor(parts)
         except (OSError, ValueError) as error:
-            near = hint("/".join(parts), self.list_files())
+            near = hint("/".join(parts), [file.path for file in self.list_files()])
             raise _missing("/".join(parts), f"no such file{near}") from error
         try:
             yield descriptor
@@ -124,9 +131,9 @@ class RunFolder:
     def processes(self) -> list[str]:
         """The processes that have a log."""
         return sorted(
-            path.removeprefix(f"{LOGS}/").removesuffix(SUFFIX)
-            for path in self._walk((LOGS,))
-            if path.endswith(SUFFIX) and path.count("/") == 1
+            file.path.removeprefix(f"{LOGS}/").removesuffix(SUFFIX)
+            for file in self._walk((LOGS,))
+            if file.path.endswith(SUFFIX) and file.path.count("/") == 1
         )
 
 
@@ -212,6 +219,13 @@ def _start_of_last(data: bytes, lines: int) -> int:
     for _ in range(lines + 1):
         at = data.rfind(b"\n", 0, at)
     return at + 1
+
+
+def _size_of(entry: "os.DirEntry[str]") -> int | None:
+    """None if it was renamed or removed since it was listed."""
+    with suppress(FileNotFoundError):
+        return entry.stat(follow_symlinks=False).st_size
+    return None
 
 
 def _is_private(parts: tuple[str, ...]) -> bool:

@@ -164,17 +164,9 @@ def _started(
         advice = "write trainer.device_type=CPU, or name a cluster that has them (--address)"
         raise InvalidJob([ConfigError("trainer.device_type", f"{what}: {advice}")])
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    own = {
-        # Without it Ray joins any cluster that it finds on the machine.
-        "address": "local",
-        "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
-        "include_dashboard": False,
-        "_node_ip_address": _LOOPBACK,
-        "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
-    }
     files = private_folder() if given is None else contextlib.nullcontext(given)
     with files as folder, on_loopback(), sigterm_unwinds() as take_sigterm_back:
-        keeper = _start(folder, {**common, **own})
+        keeper = _start(folder, {**common, **_own(needed, cpus)})
         take_sigterm_back()
         raylet = worker._global_node.all_processes["raylet"][0].process.pid
         try:
@@ -232,6 +224,17 @@ def _start(folder: Path, common: Mapping[str, Any]) -> "GcsKeeper | None":
             ray.shutdown()
             time.sleep(0.5 * attempt)
     raise ClusterUnavailable(f"no Ray cluster on this machine: {last}") from last
+
+
+def _own(needed: Mapping[str, float], cpus: int | None) -> dict[str, Any]:
+    return {
+        # Without it Ray joins any cluster that it finds on the machine.
+        "address": "local",
+        "num_cpus": cpus or max(int(needed.get("cpu", 0)) + 2, os.cpu_count() or 1),
+        "include_dashboard": False,
+        "_node_ip_address": _LOOPBACK,
+        "resources": {name: amount for name, amount in needed.items() if name not in ("cpu", "gpu", "memory")},
+    }
 
 
 def _reach_gcs(address: str) -> tuple[str, int] | None:
