@@ -481,8 +481,8 @@ def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
     monkeypatch.setattr(process_table, "_LEAVE_S", 0.01)
     start = MemoryActor._start
 
-    async def start_later_ones(actor, message):
-        await (start(actor, message) if is_up or actor.pid > 100 else hang())
+    async def start_later_ones(actor, *arguments):
+        await (start(actor, *arguments) if is_up or actor.pid > 100 else hang())
 
     monkeypatch.setattr(MemoryActor, "_start", start_later_ones)
     monkeypatch.setattr(MemoryActor, "dlrover_leave", Method(hang if is_up else answer_at_once), raising=False)
