@@ -163,7 +163,7 @@ BUGS = {
     ),
     "a copy begins while another one is under way": Bug(_COMMITS, "due and self.copying.at is None and", "due and"),
     "a run whose only commit is damaged begins again": Bug(
-        _COMMITS, "if damaged or self._last is not None:", "if self._last is not None:"
+        _COMMITS, "if damaged or self.last_known is not None:", "if self.last_known is not None:"
     ),
     "a commit that is given up is copied on": Bug(
         _COMMITS, "        if self.copying.step == step:\n            self.copying.end()\n", ""

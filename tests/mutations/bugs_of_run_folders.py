@@ -114,7 +114,7 @@ BUGS = {
         _SUPERVISOR, "run=new_run(), overwrite=False,", "run=new_run(),"
     ),
     "an interrupted job is begun again": Bug(
-        _SUPERVISOR, "            if interrupts.count:\n                return interrupted(job)\n", ""
+        _SUPERVISOR, "            if interrupts:\n                return interrupted(job)\n", ""
     ),
     "a cluster that is away later ends the job": Bug(_SUPERVISOR, " and is_resumed)", " and False)"),
     "what a lost child has started stays": Bug(_SUPERVISOR, "        _kill_marked(self._mark.encode())\n", ""),

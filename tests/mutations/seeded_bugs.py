@@ -466,7 +466,7 @@ BUGS = {
         _FILE, 'temporary = path.with_name(f".{path.name}.{uuid4().hex}.tmp")', "temporary = path"
     ),
     "the rest of an overwritten file stays": Bug(_FILE, "            file.truncate()\n", ""),
-    "states can be read by others": Bug(_FILE, "os.open(path, flags, 0o600)", "os.open(path, flags, 0o644)"),
+    "states can be read by others": Bug(_FILE, "partial(os.open, mode=0o600)", "partial(os.open, mode=0o644)"),
     "a folder of another user is used": Bug(_MEMORY, "    _check_own(root)\n    _warn", "    _warn"),
     "what is only in memory goes with its run": Bug(_MEMORY, "                _save(root)\n", "                pass\n"),
     "the memory of a living run is removed": Bug(

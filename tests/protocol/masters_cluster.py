@@ -68,8 +68,8 @@ class Actor:
         self.is_up = False
         reply.value(None)
 
-    def on_start(self, reply, start):
-        self.number, self.is_up = start.incarnation, True
+    def on_start(self, reply, job, context, incarnation):
+        self.number, self.is_up = incarnation, True
         reply.value(None)
 
     @property
@@ -123,9 +123,9 @@ class MemberActor(Actor):
         self.process_id, self.number, _, beats = request.arguments
         self.beat(beats)
 
-    def on_start(self, reply, start):
-        super().on_start(reply, start)
-        self.process_id = ProcessId(str(start.context.role), start.context.rank)
+    def on_start(self, reply, job, context, incarnation):
+        super().on_start(reply, job, context, incarnation)
+        self.process_id = ProcessId(str(context.role), context.rank)
 
     def work(self, epoch, incarnation, reply):
         """A call of a trainer."""

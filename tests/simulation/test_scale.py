@@ -4,6 +4,7 @@
 import time
 
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.config.spec import LivenessSpec
 from dlrover.python.rl.control.commands import StartMembers
 from dlrover.python.rl.control.events import (
     Cause,
@@ -22,7 +23,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.machine import replay, step
 from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.hang_detector import HangDetector
-from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
 from tests.toy_jobs import toy_job
 
 NODES, PER_NODE = 1000, 8
@@ -112,7 +113,7 @@ def test_an_event_costs_about_the_same_with_10_and_with_10000_members():
 
 def test_a_heartbeat_takes_the_master_20_microseconds_with_10000_members(tmp_path):
     state = replay((0.0, event) for event in of_size(10_000))
-    detector = HangDetector(toy_job(tmp_path), HeartbeatSettings(0.5, 60.0), lambda process_id: None, read_nothing)
+    detector = HangDetector(toy_job(tmp_path), LivenessSpec(0.5, 60.0), lambda process_id: None, read_nothing)
     beats = [Heartbeat(process_id, 1, "", 0.0, 0) for process_id in state.members]
     took_s, taken = fastest(lambda: sum(detector.take(beat, state) for beat in beats))
     assert taken == len(beats) == 10_000

@@ -10,6 +10,7 @@ from toy_jobs import toy_job
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.common.progress import note_progress
+from dlrover.python.rl.config.spec import LivenessSpec
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -28,13 +29,13 @@ from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.master.process.brain import Brain, submission
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
-from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.trainer.workload import MemberContext
 from tests.manual_clock import ManualClock
 
-LIMIT_S, BEATS = 60.0, HeartbeatSettings()
+LIMIT_S, BEATS = 60.0, LivenessSpec()
 
 
 @pytest.fixture
@@ -139,8 +140,8 @@ def test_a_healthy_call_of_twenty_minutes_lives_and_a_stuck_one_is_found_by_its_
                 note_progress()
             for process_id in ("ACTOR[1]", "REWARD[0]", "REWARD[1]", "trainer"):
                 detector.take(beat(process_id, 1), state)
-            doing = host.current_call()
-            detector.take(beat("ACTOR[0]", 1, doing.method, doing.age_s), state)
+            method, _, age_s = host.current_call()
+            detector.take(beat("ACTOR[0]", 1, method, age_s), state)
             if found := hangs(detector, state):
                 return found
         return []

@@ -12,6 +12,7 @@ from dlrover.python.rl.common.errors import CallError, JobFailed, JournalCorrupt
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import seal
+from dlrover.python.rl.config.spec import LivenessSpec
 from dlrover.python.rl.control.commands import Release
 from dlrover.python.rl.control.events import Cause, CauseKind, MemberLost, Process, Released, Resized, StopRequested
 from dlrover.python.rl.control.state import Phase
@@ -19,7 +20,7 @@ from dlrover.python.rl.master.process import rl_master
 from dlrover.python.rl.master.process.brain import Brain
 from dlrover.python.rl.master.process.rl_master import MasterRun, RLMaster
 from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
-from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, HeartbeatSettings, OomKills
+from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, OomKills
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from tests.unit.control import runs
 
@@ -39,7 +40,7 @@ class Executor:
     """An executor that notes what it is told; everything is released at once."""
 
     def __init__(self, plan, master, cluster):
-        self.beats, self.last_causes, self.commands, self.adopted = HeartbeatSettings(), {}, [], []
+        self.beats, self.last_causes, self.commands, self.adopted = LivenessSpec(), {}, [], []
         self.nodes = SimpleNamespace(oom_kills=OomKills("master's host"))
         self.open_step = 0
 

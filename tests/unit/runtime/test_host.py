@@ -24,7 +24,7 @@ from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, Gen
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.store import Piece
 from dlrover.python.rl.runtime.member.arguments import CallHeader
-from dlrover.python.rl.runtime.member.host import CurrentCall, MemberHost
+from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 from tests.manual_clock import ManualClock
@@ -279,11 +279,11 @@ def test_what_it_is_doing_can_be_asked_meanwhile(host):
     thread.start()
     assert host.workload.entered.wait(30)
     host._now_s.advance(7.0)
-    assert host.current_call() == CurrentCall("wait", (4, 2), 7.0)
+    assert host.current_call() == ("wait", (4, 2), 7.0)
     host.workload.report_progress()
-    assert host.current_call() == CurrentCall("wait", (4, 2), 0.0)
+    assert host.current_call() == ("wait", (4, 2), 0.0)
     host._now_s.advance(2.0)
-    assert host.current_call() == CurrentCall("wait", (4, 2), 2.0)
+    assert host.current_call() == ("wait", (4, 2), 2.0)
     host.workload.go_on.set()
     thread.join(30)
     assert host.current_call() is None

@@ -14,9 +14,9 @@ import time
 import pytest
 
 from dlrover.python.rl.runtime.interrupts import (
-    Interrupts,
     hangup_terminates,
     insistent_interrupts,
+    noted_signals,
     sigterm_unwinds,
 )
 
@@ -67,10 +67,10 @@ def test_a_handler_of_somebody_else_stays(monkeypatch):
 
 
 def test_signals_are_counted():
-    with Interrupts(signal.SIGINT, signal.SIGTERM) as interrupts:
+    with noted_signals(signal.SIGINT, signal.SIGTERM) as interrupts:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGINT):
             os.kill(os.getpid(), number)
-    assert interrupts.count == 3
+    assert interrupts == [signal.SIGTERM, signal.SIGINT, signal.SIGINT]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 

@@ -28,7 +28,11 @@ def name_for(value: Any, folder: Path) -> str:
         TypeError: it cannot be pickled.
     """
     module, path = getattr(value, "__module__", None), getattr(value, "__qualname__", "")
-    if module != "__main__" and _is_found(value, module, path):
+    loaded: Any = sys.modules.get(module or "")
+    is_importable = module != "__main__" and getattr(loaded, "__spec__", None) is not None
+    for part in path.split("."):
+        loaded = getattr(loaded, part, None)
+    if is_importable and loaded is value:
         return f"{module}:{path}"
     label = path.rpartition(".")[2].strip("<>") or type(value).__name__
     return name_of_file(write(value, folder, label))
@@ -59,15 +63,6 @@ def label_of(name: str) -> str:
     """The last part of a dotted name, or the label of a file's."""
     path = unquote(name.rpartition(":")[2])
     return Path(path).stem.rpartition("-")[0] if path.startswith("/") else path.rpartition(".")[2]
-
-
-def _is_found(value: Any, module: str | None, path: str) -> bool:
-    found: Any = sys.modules.get(module or "")
-    if getattr(found, "__spec__", None) is None:
-        return False
-    for part in path.split("."):
-        found = getattr(found, part, None)
-    return found is value
 
 
 def __getattr__(name: str) -> Any:

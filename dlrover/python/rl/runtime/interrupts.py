@@ -11,7 +11,7 @@ import termios
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any
 
 _AGAIN_S = 0.5
@@ -19,27 +19,18 @@ _TIMES = 4
 _TERMINATED = 128 + signal.SIGTERM
 
 
-class Interrupts:
-    """Counts signals while it is entered, so that they interrupt no line. Outside the main thread it counts nothing."""
-
-    def __init__(self, *signals: int) -> None:
-        self.count = 0
-        self._signals = signals
-        self._before: dict[int, Any] = {}
-
-    def __enter__(self) -> "Interrupts":
-        if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self._signals}
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for number, handler in self._before.items():
+@contextmanager
+def noted_signals(*signals: int) -> Iterator[list[int]]:
+    """The list of those of ``signals`` that have come inside the block, where they interrupt no line. Outside the main
+    thread none is noted."""
+    noted: list[int] = []
+    is_main = threading.current_thread() is threading.main_thread()
+    before = {each: signal.signal(each, lambda number, _: noted.append(number)) for each in signals if is_main}
+    try:
+        yield noted
+    finally:
+        for number, handler in before.items():
             signal.signal(number, handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.count += 1
 
 
 @contextmanager

@@ -54,6 +54,7 @@ from dlrover.python.rl.runtime.member.loading import (
     cause_of,
     class_at,
     load_class,
+    load_workload,
     restore_environment,
     starting,
 )
@@ -108,8 +109,9 @@ class CallResult:
 
     def stored(self) -> Stored:
         """The view of another member; raises the failure of this call."""
-        if self.result is None or self.error is not None:
-            raise _Upstream(self.error)
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None, "a call without an error has a result"
         return self.result
 
 
@@ -157,8 +159,6 @@ class LocalPort:
             with process_environment(member.env):
                 value = member.host.invoke(CallHeader.of(call, member.incarnation), arguments)
                 return Stored.of(value, own=True), None
-        except _Upstream as upstream:
-            return None, upstream.error
         except InvocationError as error:
             return None, error
         except Exception as error:  # noqa: BLE001 -- decoding an argument or serializing the result may raise anything
@@ -191,14 +191,6 @@ class LocalHandle:
             return self.port.submit(self.role, self.rank, Call(RAW_CALL, method, args, kwargs))
 
         return SimpleNamespace(remote=remote)
-
-
-class _Upstream(Exception):
-    """The call whose result is an argument failed."""
-
-    def __init__(self, error: InvocationError | None) -> None:
-        super().__init__(str(error))
-        self.error = error
 
 
 @contextmanager
@@ -269,9 +261,7 @@ class TrainerRun:
     def __post_init__(self) -> None:
         job = self.job
         self._class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
-        self._classes = {
-            role: load_class(spec.module, spec.class_, job.search_path) for role, spec in job.workloads.items()
-        }
+        self._classes = {role: load_workload(job, role) for role in job.workloads}
 
     def run(self) -> None:
         """Raises what ``run_trainer`` raises."""

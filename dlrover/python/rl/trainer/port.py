@@ -272,21 +272,23 @@ class Transfer:
 class Checkpoints(Protocol):
     """A store for commits. The trainer passes its requests on to the members unread."""
 
-    @property
-    def run(self) -> str:
-        """The id of the run whose commits it keeps. It may begin with those of another."""
+    run: str
+    """The id of the run whose commits it keeps. It may begin with those of another."""
 
     spread: bool
     """Whether commits are in the memories of several nodes: then the trainer makes the transfers, and tells what the
     nodes hold."""
 
+    last_known: LastCommit | None
+    """The last commit, None for none: even if it is lost, it tells members that hold its state from those that
+    replaced them."""
+
+    roots: Any
+    """The argument of ``HELD``: which commits a node has."""
+
     def newest(self) -> int | None:
         """The step of the newest generation that is intact as far as can be seen from here, None before the first
         commit. Damaged ones are set aside and logged. Raises CheckpointMissing if all generations are lost."""
-
-    def last_known(self) -> LastCommit | None:
-        """The last commit, None for none: even if it is lost, it tells members that hold its state from those that
-        replaced them."""
 
     def load(self, step: int) -> Mapping[str, Any]:
         """The trainer's state of the generation that :meth:`newest` returned; raises CheckpointCorrupt,
@@ -330,9 +332,6 @@ class Checkpoints(Protocol):
 
     def transfers_to(self, step: int, members: Collection[ProcessId], nodes: Mapping[ProcessId, str]) -> list[Transfer]:
         """What the nodes of ``members`` lack to restore ``step``."""
-
-    def held_request(self) -> Any:
-        """The argument of ``HELD``: which commits a node has."""
 
     def found(self, held: Mapping[str, Any]) -> None:
         """Take note of the answer of each node that has members, before :meth:`newest`."""

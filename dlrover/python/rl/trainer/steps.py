@@ -130,7 +130,7 @@ class Steps:
             nodes = self.port.transfers.nodes
             self.port.transfers.locate(self.port.ask(members_of(self.port.roles), WHERE))
             member_on = {node: member for member, node in nodes.items()}
-            answers = self.port.ask(member_on.values(), HELD, self._checkpoints.held_request())
+            answers = self.port.ask(member_on.values(), HELD, self._checkpoints.roots)
             self._checkpoints.found({node: answers[member] for node, member in member_on.items()})
         committed = 0
         if self._checkpoints is not None:
@@ -322,7 +322,7 @@ class Steps:
             for member, standing in standings.items()
             if standing.touched or not (standing.agrees_with(0) or member in self._as_new)
         ]
-        commit = self._checkpoints.last_known() if self._checkpoints is not None else None
+        commit = self._checkpoints.last_known if self._checkpoints is not None else None
         last = max([standing.touched for standing in standings.values()] + [commit.step if commit else 0])
         summary = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
         current = self._recovery.incarnations()

@@ -41,8 +41,8 @@ class MemoryActor:
     async def _locate(self, tcp_ports):
         return Process(self.node, self.pid, address=f"address of {self.node}", port=self.pid)
 
-    async def _start(self, start):
-        self.context = start.context
+    async def _start(self, job, context, incarnation):
+        self.context = context
 
     async def _answer(self, *arguments):
         return None

@@ -12,7 +12,7 @@ from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
 from dlrover.python.rl.runtime.ray.processes import member
-from dlrover.python.rl.runtime.ray.processes.member import WITHOUT_WATCHDOG, MemberActor, MemberStart, send_to
+from dlrover.python.rl.runtime.ray.processes.member import WITHOUT_WATCHDOG, MemberActor, send_to
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
 
 WATCHDOG, OFF = WITHOUT_WATCHDOG
@@ -43,7 +43,7 @@ def actor(monkeypatch, tmp_path):
 
 def start(actor, tmp_path):
     job = load_job_text(f"{JOB}job_dir: {tmp_path}\n", "job")
-    actor.dlrover_start(MemberStart(job, MemberContext(role=RLRoleType.ACTOR), 1))
+    actor.dlrover_start(job, MemberContext(role=RLRoleType.ACTOR), 1)
 
 
 @pytest.mark.parametrize(

@@ -12,9 +12,9 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
+from dlrover.python.rl.config.spec import LivenessSpec
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase
-from dlrover.python.rl.runtime.member.heartbeat import HeartbeatSettings
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement
 from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Threads, classify, member_env
@@ -35,7 +35,7 @@ FIRST, SECOND = ProcessId("ACTOR", 0), ProcessId("ACTOR", 1)
 @pytest.fixture
 def pool():
     cluster = MemoryCluster(("a",))
-    return ActorPool(JOB, "run", {}, None, HeartbeatSettings(), cluster)
+    return ActorPool(JOB, "run", {}, None, LivenessSpec(), cluster)
 
 
 @pytest.mark.parametrize(

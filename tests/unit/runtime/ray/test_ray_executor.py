@@ -436,9 +436,9 @@ def test_members_after_a_resize_get_the_revealed_secrets(monkeypatch):
     starts = []
     start = MemoryActor._start
 
-    async def note_job(actor, message):
-        starts.append(message.job)
-        await start(actor, message)
+    async def note_job(actor, job, *arguments):
+        starts.append(job)
+        await start(actor, job, *arguments)
 
     monkeypatch.setattr(MemoryActor, "_start", note_job)
     stage = Stage(text=f"{JOB}env: {{{{API_KEY: canary-1}}}}\n")
@@ -481,8 +481,8 @@ def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
     monkeypatch.setattr(process_table, "_LEAVE_S", 0.01)
     start = MemoryActor._start
 
-    async def start_later_ones(actor, message):
-        await (start(actor, message) if is_up or actor.pid > 100 else hang())
+    async def start_later_ones(actor, *arguments):
+        await (start(actor, *arguments) if is_up or actor.pid > 100 else hang())
 
     monkeypatch.setattr(MemoryActor, "_start", start_later_ones)
     monkeypatch.setattr(MemoryActor, "dlrover_leave", Method(hang if is_up else answer_at_once), raising=False)

@@ -40,7 +40,7 @@ from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run, wai
 from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.master.process.status import BEGINNING, INTERRUPTED, JobStatus, Update
-from dlrover.python.rl.runtime.interrupts import Interrupts
+from dlrover.python.rl.runtime.interrupts import noted_signals
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, other_addresses, ray_cluster
 from dlrover.python.rl.runtime.ray.processes.actors import ask, end, find, launch, sweep, wait_gone
@@ -85,8 +85,8 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
     if not connected:
         announce("starting Ray" if own else f"connecting to Ray at {address}")
     cluster = nullcontext() if connected else ray_cluster(address, total, folder=folder)
-    with Interrupts(signal.SIGINT) as interrupts, cluster:
-        if interrupts.count:
+    with noted_signals(signal.SIGINT) as interrupts, cluster:
+        if interrupts:
             return interrupted(job)
         with suppress(OSError):  # without a folder its master claims it
             write_shared(job.job_dir / CLUSTER, current_address().encode())
@@ -163,7 +163,7 @@ def stop_master(master: Any, reason: str) -> None:
 def follow(
     master: Any,
     report: Reporter = report_nothing,
-    interrupts: Interrupts | None = None,
+    interrupts: list[int] | None = None,
     deadline_s: float | None = None,
     announce: Announcer = announce_nothing,
 ) -> JobStatus:
@@ -182,7 +182,7 @@ def follow(
             report(step_report)
         if update.status.phase.terminal:
             return update.status
-        interrupted = interrupts.count if interrupts else 0
+        interrupted = len(interrupts or ())
         if interrupted and not stopping:
             stop_master(master, INTERRUPTED)
             stopping = True

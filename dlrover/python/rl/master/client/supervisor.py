@@ -39,7 +39,7 @@ from dlrover.python.rl.master.client.on_ray import interrupted, run_on_cluster
 from dlrover.python.rl.master.client.resume import last_commit
 from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.status import JobStatus
-from dlrover.python.rl.runtime.interrupts import Interrupts, sigterm_unwinds
+from dlrover.python.rl.runtime.interrupts import noted_signals, sigterm_unwinds
 from dlrover.python.rl.runtime.ray.cluster.cluster import RAYS_ERRORS, lost_process, private_folder
 from dlrover.python.rl.runtime.run.folder import ON_RAY, claim, held, new_run
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport
@@ -77,13 +77,13 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
         ClusterUnavailable: there was none to begin with.
     """
     job, is_resumed, last_step, losses = checked.job, False, -1, 0
-    with Interrupts(signal.SIGINT) as interrupts, sigterm_unwinds():
+    with noted_signals(signal.SIGINT) as interrupts, sigterm_unwinds():
         while True:
             try:
                 return _attempt(replace(checked, job=job), address, is_resumed, report, announce, interrupts)
             except _Lost as lost:
                 loss = lost
-            if not interrupts.count:
+            if not interrupts:
                 # What is only in memory is saved.
                 commit = retry_io(partial(last_commit, job, job.job_dir, job.archive), job.job_dir)
                 step = commit.step if commit is not None else 0
@@ -92,7 +92,7 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
                 _check_losses(job, loss, losses, where)
                 announce(f"going on {where}")
                 _pause(job.restart.backoff_s * 2 ** (losses - 2) if losses > 1 else 0.0, interrupts)
-            if interrupts.count:
+            if interrupts:
                 return interrupted(job)
             job = replace(job, run=new_run(), overwrite=False, checkpoint=replace(job.checkpoint, resume="latest"))
             is_resumed = True
@@ -106,9 +106,9 @@ def _check_losses(job: JobSpec, loss: _Lost, losses: int, where: str) -> None:
     _LOG.warning("%s: %s; going on %s", job.name, loss, where)
 
 
-def _pause(seconds: float, interrupts: Interrupts) -> None:
+def _pause(seconds: float, interrupts: list[int]) -> None:
     until_s = time.monotonic() + min(seconds, _LONGEST_PAUSE_S)
-    while not interrupts.count and time.monotonic() < until_s:
+    while not interrupts and time.monotonic() < until_s:
         time.sleep(_POLL_S)
 
 
@@ -118,7 +118,7 @@ def _attempt(  # noqa: PLR0913 -- a job, its place, and who listens
     is_resumed: bool,
     report: Reporter,
     announce: Announcer,
-    interrupts: Interrupts,
+    interrupts: list[int],
 ) -> JobStatus:
     """Raises _Lost, and what :func:`run_on_cluster` raises but for losses."""
     if address is not None:
@@ -177,7 +177,7 @@ class _Child:
             pump.join(_POLL_S)
         self._connection.close()
 
-    def follow(self, report: Reporter, announce: Announcer, interrupts: Interrupts) -> JobStatus:
+    def follow(self, report: Reporter, announce: Announcer, interrupts: list[int]) -> JobStatus:
         with suppress(BrokenPipeError):
             self._connection.send((sys.path, sys.argv))
             self._connection.send_bytes(cloudpickle.dumps(self._errand))
@@ -206,9 +206,9 @@ class _Child:
                         raise _Lost(str(message)) from message
                     raise message
 
-    def _pass_on(self, interrupts: Interrupts) -> None:
+    def _pass_on(self, interrupts: list[int]) -> None:
         """Pass a Ctrl-C on; a child that has nothing to stop yet is ended."""
-        if interrupts.count > self._passed_on:
+        if len(interrupts) > self._passed_on:
             self._passed_on += 1
             self._process.send_signal(signal.SIGINT if self._is_ready else signal.SIGTERM)
 

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.spec import JobSpec, LivenessSpec
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -18,7 +18,7 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.liveness import Hang, Listening, Paces, Sign, hangs, odd_one_out
 from dlrover.python.rl.control.state import JobState, MemberPhase, StandbyPhase
-from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat
 
 _LOG = get_logger(__name__)
 
@@ -33,7 +33,7 @@ class HangDetector:
     def __init__(
         self,
         job: JobSpec,
-        beats: HeartbeatSettings,
+        beats: LivenessSpec,
         process_of: Callable[[ProcessId], Process | None],
         read_stacks: Callable[[Process], Awaitable[str]],
         now_s: Callable[[], float] = time.monotonic,

@@ -587,4 +587,4 @@ def replacement(
     up = {at: peer for at, peer in group.items() if peer is not None and peer.phase is MemberPhase.UP}
     if state.settings.roles[role].scope is RecoveryScope.GROUP and len(up) < len(group):
         return None
-    return Replaced({at: (peer.incarnation, name_of(role, at, peer.first, peer.standby)) for at, peer in up.items()})
+    return {at: (peer.incarnation, name_of(role, at, peer.first, peer.standby)) for at, peer in up.items()}

@@ -174,7 +174,6 @@ class Copying:
     at: Manifest | None = None
     """The commit whose copy is under way."""
 
-    _tried: int = -1  # the last step that was to be copied at the end of the run
     _has_claimed: bool = False
 
     def claim(self, wait: DiskWait, needed: bool = True) -> bool:
@@ -225,14 +224,6 @@ class Copying:
         if self.at is not None:
             self.commits.pinned.discard(self.at.step)
         self.at = None
-
-    def is_left(self, newest: Manifest) -> bool:
-        """Return True if the ``newest`` commit is to be copied before the run ends; it is tried once."""
-        copied = max((manifest.step for manifest in self.durable.manifests()), default=-1)
-        if newest.step <= max(self._tried, copied):
-            return False
-        self._tried = newest.step
-        return True
 
     def publish(self, manifest: Manifest, copies: Mapping[str, StateFile]) -> None:
         try:
@@ -290,26 +281,24 @@ class StoreCheckpoints:
     committed_bytes: int = 0
     """The size of all commits so far, without their copies."""
 
+    last_known: LastCommit | None = None
     _latest: Manifest | None = None
+    _tried: int = -1  # the last step that was to be copied at the end of the run: once
     _at: Manifest | None = None  # the last commit, if it is in the folder of the next one
     _asked: CommitRequest | None = None
     _own: StateFile | None = None  # the trainer's, of the commit that was asked for
     _kept: list[Manifest] = field(default_factory=list, repr=False)
-    _last: LastCommit | None = None
     _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
     _newest: Generation | None = field(default=None, repr=False)
     _offered: list[Generation] = field(default_factory=list, repr=False)
 
     def __post_init__(self) -> None:
+        self.run = self.roots.run
         self._commits = self.roots.commit_store(self.roots.node)
         self._durable = self.roots.durable_store(self.keep)
         self._patiently(partial(self._commits.claim, self.roots.epoch))
         self.copying = Copying(self._commits, self._durable, self.roots.epoch, self.files, {CODE: self.code})
         self.copying.claim(self.disk_wait, needed=not self._manifests(self._commits, remember=False))
-
-    @property
-    def run(self) -> str:
-        return self.roots.run
 
     def _patiently(self, act: Callable[[], T]) -> T:
         return retry_io(act, self._commits.root, self.disk_wait)
@@ -329,9 +318,9 @@ class StoreCheckpoints:
                 _LOG.warning(text, step, self._durable.root)
             return step
         damaged = [name for store in (self._commits, self._durable) for name in store.damaged()]
-        if damaged or self._last is not None:
+        if damaged or self.last_known is not None:
             names = ", ".join(damaged) or "all are gone"
-            raise CheckpointMissing(f"no commit of run {self.roots.run} is left: {names}")
+            raise CheckpointMissing(f"no commit of run {self.run} is left: {names}")
         return None
 
     def _find_newest(self) -> Generation | None:
@@ -352,21 +341,18 @@ class StoreCheckpoints:
     def _manifests(self, store: Store, wait: DiskWait | None = None, remember: bool = True) -> list[Manifest]:
         manifests = retry_io(store.manifests, store.root, wait or self.disk_wait)
         for manifest in manifests if remember else ():
-            self._remember_writers(manifest, self._last.step if self._last is not None else 0)
+            self._remember_writers(manifest, self.last_known.step if self.last_known is not None else 0)
         return manifests
-
-    def last_known(self) -> LastCommit | None:
-        return self._last
 
     def _remember_writers(self, manifest: Manifest, step: int = 0) -> None:
         """Remember the incarnations that wrote ``manifest``, and its step, or ``step`` if that is later."""
-        writers = dict(self._last.incarnations) if self._last is not None else {}
+        writers = dict(self.last_known.incarnations) if self.last_known is not None else {}
         for name, file in manifest.files.items():
             if name != TRAINER:
                 role, _, rank = name.rpartition("-")
                 member = ProcessId(role, int(rank))
                 writers[member] = max(int(file.name.split(".")[-2]), writers.get(member, 0))
-        self._last = LastCommit(max(manifest.step, step), writers)
+        self.last_known = LastCommit(max(manifest.step, step), writers)
 
     def load(self, step: int) -> Mapping[str, Any]:
         if self._newest is None or self._newest.manifest.step != step:
@@ -484,9 +470,6 @@ class StoreCheckpoints:
         manifest = next((each.manifest for each in generations if each.store is self._commits), None)
         return transfers_to(self.roots, manifest, members, nodes) if manifest is not None else []
 
-    def held_request(self) -> Roots:
-        return self.roots
-
     def found(self, held: Mapping[str, Sequence[Held]]) -> None:
         self._patiently(partial(adopt_newest, self._commits, held.values()))
         self._there = set(held)
@@ -503,10 +486,12 @@ class StoreCheckpoints:
         newest = find_newest(self._commits, self._manifests(self._commits, remember=False), self.disk_wait)
         if newest is None:
             return None
-        if not self._patiently(partial(self.copying.is_left, newest.manifest)):
+        step = newest.manifest.step
+        copied = max((each.step for each in self._manifests(self._durable, remember=False)), default=-1)
+        if step <= max(self._tried, copied):
             return None
-        self._latest = newest.manifest
-        return GenerationRequest(newest.manifest.step, (newest.pieces(self._commits),), self.roots)
+        self._latest, self._tried = newest.manifest, step
+        return GenerationRequest(step, (newest.pieces(self._commits),), self.roots)
 
     def persisted(self, answers: Mapping[ProcessId, StateFile]) -> None:
         if self._latest is not None:

@@ -84,7 +84,12 @@ class FileStateStore(StateStore):
                 self._owner, self._lines = journal.owner + 1, journal.lines
                 self._chain, self._end = journal.chain, journal.end
                 self._header = _header(self._owner, len(self._lines))
-                self._take_over(journal)
+                if journal.repair:
+                    _write(self._file, journal.repair, journal.end - len(journal.repair))
+                os.ftruncate(self._file, journal.end)
+                os.fsync(self._file)  # the lines are safe before the header says so
+                _write(self._file, self._header, 0)
+                os.fsync(self._file)
         except BaseException:
             os.close(self._file)
             raise
@@ -154,14 +159,6 @@ class FileStateStore(StateStore):
             yield
         finally:
             fcntl.flock(self._file, fcntl.LOCK_UN)
-
-    def _take_over(self, journal: "_Journal") -> None:
-        if journal.repair:
-            _write(self._file, journal.repair, journal.end - len(journal.repair))
-        os.ftruncate(self._file, journal.end)
-        os.fsync(self._file)  # the lines are safe before the header says so
-        _write(self._file, self._header, 0)
-        os.fsync(self._file)
 
     def check(self) -> None:
         header, status = os.pread(self._file, len(self._header), 0), os.fstat(self._file)

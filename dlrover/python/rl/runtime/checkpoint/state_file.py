@@ -21,6 +21,7 @@ import struct
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 from uuid import uuid4
@@ -238,12 +239,9 @@ def _open_new(path: Path, recycled: Path | None) -> BinaryIO:
     if recycled is not None:
         with suppress(OSError):
             recycled.rename(path)
-    return open(path, "r+b" if path.exists() else "xb", buffering=_BUFFER, opener=_private)
-
-
-def _private(path: str, flags: int) -> int:
-    """For the user only: a state has a model, and what it has learned from."""
-    return os.open(path, flags, 0o600)
+    # For the user only: a state has a model, and what it has learned from.
+    opener = partial(os.open, mode=0o600)
+    return open(path, "r+b" if path.exists() else "xb", buffering=_BUFFER, opener=opener)
 
 
 def _check_space(folder: Path, nbytes: int, recycled: Path | None) -> None:

@@ -30,6 +30,7 @@ from types import FrameType
 
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.config.spec import LivenessSpec
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.control.liveness import Work
 
@@ -69,15 +70,6 @@ class BeatAnswer(StrEnum):
     WITHOUT_SECRETS = "without secrets"  # current; the master was restarted, and asks for the job's secrets
 
 
-@dataclass(frozen=True)
-class HeartbeatSettings:
-    """The interval, and how long a process lives without an answer; seconds. ``notice_file``: see ``LivenessSpec``."""
-
-    beat_s: float = 0.5
-    lease_s: float = 60.0
-    notice_file: str = ""
-
-
 def leave(why: str) -> None:
     _LOG.error("this process ends itself: %s", why)
     os._exit(LEASE_OVER)
@@ -91,7 +83,7 @@ class HeartbeatSender:
         self,
         observe: Callable[[], Heartbeat],
         send: Callable[[Heartbeat], bool],
-        settings: HeartbeatSettings,
+        settings: LivenessSpec,
         end: Callable[[str], None] = leave,
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -140,7 +132,8 @@ def stacks_of(pid: int, deadline_s: float = 2.0, dumper: str = "py-spy") -> str:
     that is forbidden or impossible: the kernel's view of its threads, and the reason.
     """
     until_s = time.monotonic() + deadline_s
-    program = _find(dumper)
+    beside = Path(sys.executable).parent / dumper
+    program = str(beside) if beside.exists() else shutil.which(dumper)
     if program is None:
         return _from_kernel(pid, f"{dumper} is not installed")
     why = ""
@@ -162,11 +155,6 @@ def ray_worker_log_tail(session_dir: str | Path, pid: int, lines: int = 20) -> s
         if count > 0:
             tail = _tail_of_newest(Path(session_dir) / "logs", f"worker-*-{pid}.{ending}", count) + tail
     return "\n".join(tail)
-
-
-def _find(dumper: str) -> str | None:
-    beside = Path(sys.executable).parent / dumper
-    return str(beside) if beside.exists() else shutil.which(dumper)
 
 
 def _dump(program: str, pid: int, timeout_s: float) -> tuple[str, str, bool]:

@@ -47,7 +47,7 @@ from dlrover.python.rl.runtime.checkpoint.member_state import (
 from dlrover.python.rl.runtime.checkpoint.neighbours import held, read, store
 from dlrover.python.rl.runtime.member.arguments import CallHeader, CallId, Stored
 from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING
-from dlrover.python.rl.runtime.member.loading import load_class
+from dlrover.python.rl.runtime.member.loading import load_workload
 from dlrover.python.rl.trainer.port import (
     COMMIT,
     FORGET,
@@ -72,16 +72,6 @@ Arguments: TypeAlias = tuple[Sequence[Any], Mapping[str, Any]]
 
 _MOST_TEXT, _MOST_TRACEBACK = 2000, 20_000  # characters of an error that travel
 _NEVER: CallId = (-1, -1)
-
-
-@dataclass(frozen=True)
-class CurrentCall:
-    """The current call of a member, and seconds since its last progress, at first its begin; its id is ``(-1, -1)`` for
-    a call of no step."""
-
-    method: str
-    call_id: CallId
-    age_s: float
 
 
 @dataclass(frozen=True)
@@ -119,8 +109,7 @@ class MemberHost:
 
     def load(self, job: JobSpec, context: MemberContext) -> type[Any]:
         """Import and construct the workload of the context's role, without a master; returns its class."""
-        spec = job.workloads[context.role]
-        workload: type[Any] = load_class(spec.module, spec.class_, job.search_path)
+        workload: type[Any] = load_workload(job, context.role)
         self.start(workload, context, None, job.config)
         return workload
 
@@ -129,11 +118,13 @@ class MemberHost:
         """True once a trainer has called it: an object that is new in an old process gets its state in such calls."""
         return self._epoch > 0
 
-    def current_call(self) -> CurrentCall | None:
+    def current_call(self) -> tuple[str, CallId, float] | None:
+        """The method and id of the current call, and seconds since its last progress, at first its begin; the id is
+        ``(-1, -1)`` for a call of no step."""
         now, progress = self._now, noted_progress()
         if progress != self._progress:
             self._progress, self._progressed_s = progress, self._now_s()
-        return None if now is None else CurrentCall(now[0], now[1], self._now_s() - max(now[2], self._progressed_s))
+        return None if now is None else (now[0], now[1], self._now_s() - max(now[2], self._progressed_s))
 
     def close(self) -> None:
         self._state.wait_until_written()

@@ -314,21 +314,26 @@ def inspect_in_child(
     job: JobSpec, before: str = "", deadline_s: float = DEADLINE_S, types_only: bool = False
 ) -> Inspection:
     """``types_only``: as :func:`inspect_types`."""
-    with _MemoryFile("request") as request, _MemoryFile("answer") as answer:  # a job may have secrets: not on a disk
-        unlisted = [asdict(error) for error in job.unlisted]
+    # A job may have secrets: not on a disk, but in files without names, which the child inherits.
+    request_file, answer_file = os.memfd_create("request"), os.memfd_create("answer")
+    with open(request_file, "w", encoding="utf-8") as request, open(answer_file, encoding="utf-8") as answer:
         described: dict[str, Any] = {
             "job": job_to_yaml(job),
             "name": job.name,
             "search_path": job.search_path,
-            "unlisted": unlisted,
+            "unlisted": [asdict(error) for error in job.unlisted],
+            "lookup": current_lookup(),
+            "before": before,
+            "types_only": types_only,
         }
-        described |= {"lookup": current_lookup(), "before": before, "types_only": types_only}
         request.write(json.dumps(described))
-        command = [sys.executable, "-m", "dlrover.python.rl.runtime.member.inspection", request.path, answer.path]
+        request.flush()
+        paths = [f"/proc/self/fd/{file}" for file in (request_file, answer_file)]
+        command = [sys.executable, "-m", "dlrover.python.rl.runtime.member.inspection", *paths]
         try:
             child = subprocess.run(
                 command,
-                pass_fds=(request.descriptor, answer.descriptor),
+                pass_fds=(request_file, answer_file),
                 cwd=job.work_dir if os.path.isdir(job.work_dir) else None,
                 timeout=deadline_s,
                 capture_output=True,
@@ -338,46 +343,20 @@ def inspect_in_child(
             )
         except subprocess.TimeoutExpired:
             return Inspection((ConfigError("job", f"importing its classes took longer than {deadline_s:g} s"),))
-        if child.returncode or not answer.read():
+        content = answer.read()
+        if child.returncode or not content:
             last = (child.stderr.strip().splitlines() or ["no output"])[-1]
             text = f"importing its classes ended with code {child.returncode}: {last}"
             return Inspection((ConfigError("job", text),))
-        return _from_json(json.loads(answer.read()))
-
-
-class _MemoryFile:
-    """A file without a name, for a child process that inherits its ``descriptor``."""
-
-    def __init__(self, name: str) -> None:
-        self.descriptor = os.memfd_create(name)
-        self.path = f"/proc/self/fd/{self.descriptor}"
-
-    def __enter__(self) -> "_MemoryFile":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.descriptor)
-
-    def write(self, text: str) -> None:
-        Path(self.path).write_text(text, encoding="utf-8")
-
-    def read(self) -> str:
-        return Path(self.path).read_text(encoding="utf-8")
+        return _from_json(json.loads(content))
 
 
 def _from_json(data: Mapping[str, Any]) -> Inspection:
-    return Inspection(
-        tuple(ConfigError(**item) for item in data["errors"]),
-        {RLRoleType(role): tuple(names) for role, names in data["methods"].items()},
-        tuple(ConfigError(**item) for item in data["single_process_refusals"]),
-        tuple(data["collectives"]),
-        tuple(data["stateful"]),
-        tuple(data["rejoining"]),
-        data["config"],
-        tuple(data["about"]),
-        data["given"],
-        data["state_bytes"],
-    )
+    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in data.items()}
+    for name in ("errors", "single_process_refusals"):
+        fields[name] = tuple(ConfigError(**item) for item in data[name])
+    fields["methods"] = {RLRoleType(role): tuple(names) for role, names in data["methods"].items()}
+    return Inspection(**fields)
 
 
 def _serve(request: Path, answer: Path) -> None:

@@ -24,7 +24,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.common.extensions import load_module
 from dlrover.python.rl.common.log import hide_values, valid_text
-from dlrover.python.rl.common.names import ProcessId, hint
+from dlrover.python.rl.common.names import ProcessId, RLRoleType, hint
 from dlrover.python.rl.config.secrets import Secrets, seal, variables_of
 from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.events import (
@@ -179,6 +179,12 @@ def load_class(module: str, name: str, search_path: Sequence[str] = ()) -> Any:
     if not isinstance(target, type):
         raise ClassNotFound(f"'{module}.{name}' is a {type(target).__name__}, not a class")
     return target
+
+
+def load_workload(job: JobSpec, role: str) -> Any:
+    """The class of a role; raises as :func:`load_class`."""
+    spec = job.workloads[RLRoleType(role)]
+    return load_class(spec.module, spec.class_, job.search_path)
 
 
 def class_at(path: str, search_path: Sequence[str] = ()) -> Any:

@@ -22,13 +22,12 @@ from dlrover.python.rl.config.secrets import Secrets, unseal
 from dlrover.python.rl.control import commands, events
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.member.loading import Emit
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeWatch
 from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, answer_of, classify
-from dlrover.python.rl.runtime.ray.processes.member import MemberStart
 from dlrover.python.rl.runtime.ray.processes.process_table import (
     ActorPool,
     ProcessEntry,
@@ -56,9 +55,7 @@ class RayExecutor:
         self._table = ProcessTable()
         processes = sum(spec.num + spec.standby for spec in self._job.workloads.values()) + 1
         liveness = self._job.liveness
-        self.beats = HeartbeatSettings(
-            max(liveness.beat_s, processes / _BEATS_PER_SECOND), liveness.lease_s, liveness.notice_file
-        )
+        self.beats = replace(liveness, beat_s=max(liveness.beat_s, processes / _BEATS_PER_SECOND))
         self._pool = ActorPool(self._job, plan.run, plan.methods, master, self.beats, cluster)
         self.nodes = NodeWatch(cluster.list_nodes)
         self._incarnation = 0
@@ -243,7 +240,7 @@ class RayExecutor:
         reason = self.last_causes.pop(process_id, "other processes had to restart") if entry.number > 1 else ""
         restart = RestartInfo(entry.number - 1, reason, max(self.open_step - 1, 0))
         context = neighbours.context(self._job, process_id, self._pool.name_of(entry), restart)
-        ref = entry.handle.dlrover_start.remote(MemberStart(self._job, context, entry.number))
+        ref = entry.handle.dlrover_start.remote(self._job, context, entry.number)
         await answer_of(str(process_id), ref, timeout_s)
         entry.up = True
         emit(

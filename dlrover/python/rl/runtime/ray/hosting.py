@@ -33,7 +33,7 @@ from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
 from dlrover.python.rl.runtime.ray.placement import placement_of, placement_timeout, request_group, waiting_nodes
 from dlrover.python.rl.runtime.ray.processes.actors import ON_CPU, VISIBLE_DEVICES_OFF
-from dlrover.python.rl.runtime.ray.processes.member import MemberActor, MemberStart
+from dlrover.python.rl.runtime.ray.processes.member import MemberActor
 from dlrover.python.rl.runtime.ray.processes.port import RayPort
 from dlrover.python.rl.runtime.ray.processes.process_table import Neighbours
 
@@ -125,8 +125,8 @@ class RayHosting:
             undo.callback(self.end, name)
             processes: list[Process] = self._all(name, [handle.dlrover_locate.remote(()) for handle in handles])
             neighbours = Neighbours(dict(enumerate(processes)))
-            starts = [MemberStart(job, neighbours.context(job, member, str(member)), 1) for member in ids]
-            refs = [handle.dlrover_start.remote(start) for handle, start in zip(handles, starts, strict=True)]
+            contexts = [neighbours.context(job, member, str(member)) for member in ids]
+            refs = [handle.dlrover_start.remote(job, *pair, 1) for handle, *pair in zip(handles, contexts, strict=True)]
             self._all(name, refs)
             undo.pop_all()
         for rank, handle in enumerate(handles):

@@ -227,14 +227,16 @@ def ended_memory() -> list[RunMemory]:
     """List the runs that have ended and still have commits in this node's memory: none of their processes is here, and
     their folder is not in use. While that folder cannot be seen from here, a run may be between two processes: it
     counts as ended once nothing was written for ``_QUIET_S``."""
-    return [memory for memory in list_memory() if not memory.is_held and _has_ended(memory)]
-
-
-def _has_ended(memory: RunMemory) -> bool:
-    folder = Path(memory.saved_to).parent.parent
-    if memory.saved_to and newest_record(folder) is not None:
-        return not in_use(folder)
-    return time.time() - max((state.st_mtime for state in memory.states()), default=0.0) > _QUIET_S
+    ended = []
+    for memory in list_memory():
+        folder = Path(memory.saved_to).parent.parent
+        if memory.saved_to and newest_record(folder) is not None:
+            is_over = not in_use(folder)
+        else:
+            is_over = time.time() - max((state.st_mtime for state in memory.states()), default=0.0) > _QUIET_S
+        if is_over and not memory.is_held:
+            ended.append(memory)
+    return ended
 
 
 def conflict(job: JobSpec) -> str:

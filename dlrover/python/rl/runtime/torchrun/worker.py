@@ -136,7 +136,10 @@ class Worker:
         while True:
             task = self._tasks.get()  # waits: for rank 0, whose end is a task as well
             if isinstance(task, End):
-                self._close(task.clean)
+                close_members(self._members.values())
+                for job, run in self._runs if task.clean else ():
+                    forget_memory(job, run)
+                self.ended.set()
                 return task.clean
             self._send(self._start(task) if isinstance(task, Start) else self._invoke(task))
 
@@ -193,9 +196,3 @@ class Worker:
         # waits: for an earlier call; a process that is lost in it fails it
         stored = (retained or self._fetch(key)).result()
         return stored.rows if retained is not None and key.rows else stored.load()
-
-    def _close(self, clean: bool) -> None:
-        close_members(self._members.values())
-        for job, run in self._runs if clean else ():
-            forget_memory(job, run)
-        self.ended.set()

@@ -129,12 +129,8 @@ def ray_cluster(
 def _inert_output() -> Iterator[None]:
     """Inside the block, what the cluster's processes print reaches this terminal as inert text: Ray gives each record
     to all handlers, and its own, which prints, is added when it connects."""
-
-    def make_inert(record: dict[str, Any]) -> None:
-        record["lines"] = [inert(line) for line in record["lines"]]
-
     dispatcher = ray_logging.global_worker_stdstream_dispatcher
-    dispatcher.add_handler("dlrover", make_inert)
+    dispatcher.add_handler("dlrover", lambda record: record.update(lines=[inert(line) for line in record["lines"]]))
     try:
         yield
     finally:
@@ -413,8 +409,6 @@ class GcsKeeper:
     seconds of each other. ``node`` is Ray's object of the head node, which this process has started.
     """
 
-    _LOOK_S = 0.1
-
     def __init__(self, node: Any, most_in_a_row: int = 5, quiet_s: float = 5.0) -> None:
         self.restarts = 0
         self._node, self._most, self._quiet_s = node, most_in_a_row, quiet_s
@@ -433,7 +427,7 @@ class GcsKeeper:
 
     def _keep(self) -> None:
         in_a_row, last_s = 0, float("-inf")
-        while not self._closed.wait(timeout=self._LOOK_S):
+        while not self._closed.wait(timeout=_LOOK_S):
             dead = None if self._resting.is_set() else self._remove_dead()
             if dead is None:
                 continue

@@ -20,7 +20,7 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -29,7 +29,7 @@ from dlrover.python.rl.common.errors import CallSkipped, InvocationError
 from dlrover.python.rl.common.log import configure_logging
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.sockets import HeldPort
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.spec import JobSpec, LivenessSpec
 from dlrover.python.rl.control.events import CauseKind, Process
 from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
@@ -39,10 +39,9 @@ from dlrover.python.rl.runtime.member.heartbeat import (
     DepartureNotice,
     Heartbeat,
     HeartbeatSender,
-    HeartbeatSettings,
 )
 from dlrover.python.rl.runtime.member.host import MemberHost
-from dlrover.python.rl.runtime.member.loading import enter_folder, held_secrets, load_class, starting, take_secrets
+from dlrover.python.rl.runtime.member.loading import enter_folder, held_secrets, load_workload, starting, take_secrets
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_output
 from dlrover.python.rl.runtime.run.machine import try_devices
 from dlrover.python.rl.trainer.port import gone_incarnation
@@ -50,13 +49,6 @@ from dlrover.python.rl.trainer.shard import row_count
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _BEAT_S = 5.0  # for the answer to a heartbeat
-
-
-@dataclass(frozen=True)
-class MemberStart:
-    job: JobSpec
-    context: MemberContext
-    incarnation: int
 
 
 def reserved_devices() -> tuple[int, ...]:
@@ -120,7 +112,7 @@ class MemberActor:
     Without a master, ``beats`` is None, and the actor ends with its owner.
     """
 
-    def __init__(self, process_id: ProcessId, number: int, master: Any, beats: HeartbeatSettings | None) -> None:
+    def __init__(self, process_id: ProcessId, number: int, master: Any, beats: LivenessSpec | None) -> None:
         configure_logging(str(process_id))
         self._role, self._master = RLRoleType(process_id.role), master
         self._identity = process_id, number  # one value: the heartbeat thread reads it
@@ -144,29 +136,28 @@ class MemberActor:
         enter_folder(job.work_dir)
         take_secrets(job, self._role)
         with starting(ProcessId.standby(self._role, 0).pool):
-            self._load(job).warm_up()
+            load_workload(job, self._role).warm_up()
 
-    def dlrover_start(self, start: MemberStart) -> None:
+    def dlrover_start(self, job: JobSpec, context: MemberContext, incarnation: int) -> None:
         """Import and construct the workload. Raises WorkloadStartError."""
-        context = replace(start.context, devices=reserved_devices())
+        context = replace(context, devices=reserved_devices())
         os.environ.update(context.to_env())
-        enter_folder(start.job.work_dir)
-        take_secrets(start.job, self._role)
+        enter_folder(job.work_dir)
+        take_secrets(job, self._role)
         process_id = ProcessId(self._role, context.rank)
-        self._identity = process_id, start.incarnation
+        self._identity = process_id, incarnation
         configure_logging(str(process_id))
         if self._log is not None:
             self._log.stop()
-        title = f"{process_id} incarnation {start.incarnation}"
-        self._log = copy_output(start.job.job_dir, process_id.log_name, title)
-        self._host = host = MemberHost(start.incarnation, memory_name())
+        self._log = copy_output(job.job_dir, process_id.log_name, f"{process_id} incarnation {incarnation}")
+        self._host = host = MemberHost(incarnation, memory_name())
         with starting(str(process_id)):
             if context.devices and context.restart.reason.startswith(CauseKind.DEVICE_FAILED):
                 try_devices(context.devices)
-            workload = self._load(start.job)
-            if self._master is not None and workload.keeps_process(start.job.config):
+            workload = load_workload(job, self._role)
+            if self._master is not None and workload.keeps_process(job.config):
                 os.environ.setdefault(*WITHOUT_WATCHDOG)
-            host.start(workload, context, self._master, start.job.config)
+            host.start(workload, context, self._master, job.config)
 
     def lose_peer(self, number: int) -> None:
         """Refuse all results of incarnation ``number`` from now on, which may be anything, and abort its collectives:
@@ -192,10 +183,6 @@ class MemberActor:
         del host
         gc.collect()  # of tensors, which the next workload needs the memory of
 
-    def _load(self, job: JobSpec) -> Any:
-        spec = job.workloads[self._role]
-        return load_class(spec.module, spec.class_, job.search_path)
-
     def _beat(self) -> Heartbeat:
         process_id, number = self._identity
         doing = self._host.current_call() if self._host is not None else None
@@ -203,7 +190,8 @@ class MemberActor:
         work = self._host.work if self._host is not None else Work()
         if doing is None:
             return Heartbeat(process_id, number, notice=notice, work=work)
-        return Heartbeat(process_id, number, doing.method, doing.age_s, doing.call_id[0], notice, work)
+        method, call_id, age_s = doing
+        return Heartbeat(process_id, number, method, age_s, call_id[0], notice, work)
 
     def dlrover_ping(self) -> bool:
         """Answer once no other call is running."""
@@ -256,20 +244,13 @@ class MemberActor:
         try:
             return self._host.run(method, args, kwargs)
         except Exception as error:
-            if _has_valid_text(error):
-                raise
-            raise self._host.failure(method, error) from None
+            try:
+                "".join(traceback.format_exception(error)).encode()
+            except UnicodeEncodeError:  # Ray cannot send it, and would end the process
+                raise self._host.failure(method, error) from None
+            raise
         finally:
             self._refuse_gone(number, method)
-
-
-def _has_valid_text(error: Exception) -> bool:
-    """Return True if Ray can send the error; it ends the process otherwise."""
-    try:
-        "".join(traceback.format_exception(error)).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
 
 
 def member_class(name: str, methods: Sequence[str]) -> type[MemberActor]:

@@ -52,13 +52,6 @@ class RayRef(Ref, ray.ObjectRef):
         return RayRef(self, port, token, None, self.role, self.rank, self.method)
 
 
-class _InnerRef(Ref):
-    """A ref that only a port around this one sees."""
-
-    def rebind(self, port: Any, token: Any) -> Ref:
-        return RayRef(self.token, port, token, None, self.role, self.rank, self.method)
-
-
 class RayPort:
     """The port over Ray actors, which ``handles`` lists by role, in rank order. Thread safe."""
 
@@ -92,11 +85,6 @@ class RayPort:
         return Ref(self, ray.put(value))
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
-        result, *fields = self._send(role, rank, call)
-        return RayRef(result, self, result, *fields)
-
-    def _send(self, role: str, rank: int, call: Call) -> tuple[Any, Any, str, int, str, int]:
-        """The fields of a ref from ``token`` on."""
         with self._lock:
             handle, incarnation = self._members[role, rank]
         header = CallHeader.of(call, incarnation).pack()
@@ -105,16 +93,14 @@ class RayPort:
             result, size = handle.dlrover_invoke.remote(header, *values), None
         else:
             result, size = handle.dlrover_invoke.options(num_returns=2).remote(header, *values)
-        return result, size, role, rank, call.method, incarnation
+        return RayRef(result, self, result, size, role, rank, call.method, incarnation)
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         # One get for the whole list: it ends at the first error, wherever in the list that is.
         try:
             return [Outcome(value) for value in ray.get([ref.token for ref in refs], timeout=timeout_s)]
         except (GetTimeoutError, RayError):
-            return self._poll(refs)
-
-    def _poll(self, refs: Sequence[Ref]) -> list[Outcome]:
+            pass
         tokens = list(dict.fromkeys(ref.token for ref in refs))
         ready, _ = ray.wait(tokens, num_returns=len(tokens), timeout=0, fetch_local=False)
         arrived = set(ready)
@@ -305,7 +291,7 @@ class WatchedPort(RayPort):
         self.watch = watch
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
-        ref = _InnerRef(self, *self._send(role, rank, call))
+        ref = super().submit(role, rank, call)
         self.watch.begin(_task_of(ref), role, call.method)
         return ref
 

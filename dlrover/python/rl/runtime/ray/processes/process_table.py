@@ -22,10 +22,9 @@ from dlrover.python.rl.common.names import (
     standby_name,
     trainer_name,
 )
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.spec import JobSpec, LivenessSpec
 from dlrover.python.rl.control.events import Cause, Event, Process, make_lost_event
 from dlrover.python.rl.control.state import JobState
-from dlrover.python.rl.runtime.member.heartbeat import HeartbeatSettings
 from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement, ActorRequest, RayClusterApi, awaited, kill_process
 from dlrover.python.rl.runtime.ray.processes.actors import Threads, member_env, process_env
 from dlrover.python.rl.runtime.ray.processes.member import member_class
@@ -243,7 +242,7 @@ class ActorPool:
     run: str
     methods: Mapping[str, tuple[str, ...]]
     master: Any
-    beats: HeartbeatSettings
+    beats: LivenessSpec
     cluster: RayClusterApi
     _threads: Threads = field(default_factory=Threads)
     _made: dict[RLRoleType, tuple[type, Mapping[str, str]]] = field(default_factory=dict)

@@ -10,23 +10,24 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 from dlrover.python.rl.common.errors import JobFailed, MasterLost, WorkloadDied, user_traceback
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
-from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.config.spec import JobSpec, LivenessSpec
 from dlrover.python.rl.control.commands import StartTrainer
 from dlrover.python.rl.control.events import Cause, Process
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.checkpoint.runs import files_of, results_of
-from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender, HeartbeatSettings
+from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender
 from dlrover.python.rl.runtime.member.loading import (
     cause_of,
     death_kind,
     enter_folder,
     load_class,
+    load_workload,
     starting,
     take_secrets,
 )
@@ -51,11 +52,8 @@ _ASK_AGAIN_S = 0.5  # a master that is dead refuses at once
 _REPORT_EVERY = 20  # steps: progress is reported even if nothing was lost, as the master may have missed a report
 
 
-@dataclass(frozen=True)
-class Replaced:
-    """The members of a role after a replacement: rank to incarnation and actor name."""
-
-    members: Mapping[int, tuple[int, str]]
+Replaced: TypeAlias = Mapping[int, tuple[int, str]]
+"""The members of a role after a replacement: rank to incarnation and actor name."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ class RayRecovery(Recovery):
             dead = incarnation
             while self.incarnations().get(process_id, 0) <= dead:
                 self._should_report = True
-                members = self._wait_for_replacement(process_id, dead, why).members
+                members = self._wait_for_replacement(process_id, dead, why)
                 handles.update(self._adopt(role, members))
                 if self.incarnations().get(process_id, 0) <= dead and rank in members:
                     dead = max(dead, members[rank][0])  # the replacement is gone again already
@@ -133,7 +131,7 @@ class RayRecovery(Recovery):
             if time.monotonic() > deadline_s:
                 raise JobFailed(f"{process_id} was not replaced within {self._timeout_s:g} s")
 
-    def _adopt(self, role: str, members: Mapping[int, tuple[int, str]]) -> dict[int, Any]:
+    def _adopt(self, role: str, members: Replaced) -> dict[int, Any]:
         """Call these members from now on; returns the handles of those that are new and alive."""
         handles = {}
         for rank, (incarnation, name) in members.items():
@@ -158,7 +156,7 @@ class RayRecovery(Recovery):
 class TrainerActor:
     """Constructs the trainer, binds it to its role groups, and runs it."""
 
-    def __init__(self, epoch: int, master: Any, beats: HeartbeatSettings) -> None:
+    def __init__(self, epoch: int, master: Any, beats: LivenessSpec) -> None:
         configure_logging(str(TRAINER_ID))
         self._epoch, self._master = epoch, master
         self._start: TrainerStart | None = None
@@ -178,9 +176,7 @@ class TrainerActor:
         self._log = copy_output(job.job_dir, TRAINER_ID.log_name, f"trainer epoch {self._epoch}")
         with starting(str(TRAINER_ID)):
             self._trainer_class = load_class(job.trainer.module, job.trainer.class_, job.search_path)
-            self._classes = {
-                role: load_class(spec.module, spec.class_, job.search_path) for role, spec in job.workloads.items()
-            }
+            self._classes = {role: load_workload(job, role) for role in job.workloads}
         self._start = start
         return locate()
 
