@@ -304,7 +304,7 @@ def test_last_known_commit_has_the_latest_writer_of_each_member(tmp_path):
     store.commit(2)
     again = Store(tmp_path).checkpoints
     assert again.newest() == 2
-    assert again.last_known().incarnations == {ProcessId("ACTOR", 0): 2}
+    assert again.last_known()[1] == {ProcessId("ACTOR", 0): 2}
 
 
 def test_run_whose_only_commit_is_damaged_does_not_begin_again(tmp_path):

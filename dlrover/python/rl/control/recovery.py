@@ -35,7 +35,6 @@ from dlrover.python.rl.control.state import (
     Phase,
     Result,
     StandbyPhase,
-    Streak,
     Trainer,
     add_standby,
     drop_standby,
@@ -91,18 +90,18 @@ def within(times: tuple[float, ...], window_s: float, at_s: float) -> tuple[floa
 
 def lengthen(state: JobState, settings: Submitted, subject: str, at_s: float) -> JobState:
     """Count one more recovery of ``subject`` without progress; a window without one resets the count."""
-    before = state.streaks.get(subject)
-    count = 1 if before is None or before.at_s <= at_s - settings.window_s else before.count + 1
-    return replace(state, streaks={**state.streaks, subject: Streak(count, at_s)})
+    before, last_s = state.streaks.get(subject, (0, at_s))
+    count = 1 if last_s <= at_s - settings.window_s else before + 1
+    return replace(state, streaks={**state.streaks, subject: (count, at_s)})
 
 
 def backoff_s(state: JobState, settings: Submitted, subject: str) -> float:
     """Seconds before the recovery of ``subject``: none before the first, then doubling."""
-    streak = state.streaks.get(subject)
-    if streak is None or streak.count < 2:
+    count, _ = state.streaks.get(subject, (0, 0.0))
+    if count < 2:
         return 0.0
     # Bounded: a float cannot hold 2 to the power of every restart limit.
-    return min(settings.backoff_s * 2.0 ** min(streak.count - 2, MAX_DOUBLINGS), MAX_BACKOFF_S)
+    return min(settings.backoff_s * 2.0 ** min(count - 2, MAX_DOUBLINGS), MAX_BACKOFF_S)
 
 
 def note(state: JobState, cause: Cause) -> JobState:

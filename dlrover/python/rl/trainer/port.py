@@ -249,15 +249,6 @@ class Recovery:
         """Must return at once."""
 
 
-@dataclass(frozen=True)
-class LastCommit:
-    """The last commit, even if it is lost, and the latest incarnation of each stateful member whose state was
-    committed."""
-
-    step: int
-    incarnations: Mapping[ProcessId, int]
-
-
 @dataclass(frozen=True, eq=False)
 class Transfer:
     """Files on their way from one member's node to another's, in ``parts``: each is the argument of ``READ`` to the
@@ -284,9 +275,9 @@ class Checkpoints(Protocol):
         """The step of the newest generation that is intact as far as can be seen from here, None before the first
         commit. Damaged ones are set aside and logged. Raises CheckpointMissing if all generations are lost."""
 
-    def last_known(self) -> LastCommit | None:
-        """The last commit, None for none: even if it is lost, it tells members that hold its state from those that
-        replaced them."""
+    def last_known(self) -> tuple[int, Mapping[ProcessId, int]] | None:
+        """The step of the last commit, even if it is lost, None for none; and the latest incarnation of each stateful
+        member that has written one: it tells members that hold its state from others that replaced them."""
 
     def load(self, step: int) -> Mapping[str, Any]:
         """The trainer's state of the generation that :meth:`newest` returned; raises CheckpointCorrupt,

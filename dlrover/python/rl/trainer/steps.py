@@ -255,7 +255,16 @@ class Steps:
 
     def _go_back(self) -> int:
         assert self._checkpoints is not None
-        while (step := self._newest(self._checkpoints)) is not None:
+        while True:
+            lost = ""
+            try:
+                step = self._checkpoints.newest()
+            except CheckpointMissing as error:
+                step, lost = None, str(error)
+            if step is None:  # the members are as init left them
+                self._start_over(lost)
+                self.end(0, last=True)
+                return 0
             try:
                 saved = self._checkpoints.load(step)
                 self._loaded = True
@@ -267,25 +276,12 @@ class Steps:
                 if not is_damage(error):
                     raise
                 self._checkpoints.discard(step, str(error).partition("\n")[0])
-                continue
-            return step
-        self.end(0, last=True)
-        return 0
+            else:
+                return step
 
     def _send_own_part(self, checkpoints: Checkpoints) -> None:
         """The trainer's part of the last commit to another node; the trainer before may have ended before it did so."""
         self.port.transfers.make(checkpoints.trainers_copy(self.port.transfers.nodes))
-
-    def _newest(self, checkpoints: Checkpoints) -> int | None:
-        """The step to go back to; None if the members are as ``init`` left them."""
-        lost = ""
-        try:
-            step = checkpoints.newest()
-        except CheckpointMissing as error:
-            step, lost = None, str(error)
-        if step is None:
-            self._start_over(lost)
-        return step
 
     def _bring_members_to(self, step: int) -> None:
         assert self._checkpoints is not None
@@ -322,11 +318,11 @@ class Steps:
             for member, standing in standings.items()
             if standing.touched or not (standing.agrees_with(0) or member in self._as_new)
         ]
-        commit = self._checkpoints.last_known() if self._checkpoints is not None else None
-        last = max([standing.touched for standing in standings.values()] + [commit.step if commit else 0])
+        writers: Mapping[ProcessId, int]
+        committed, writers = (self._checkpoints is not None and self._checkpoints.last_known()) or (0, {})
+        last = max(committed, *(standing.touched for standing in standings.values()), 0)
         summary = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
         current = self._recovery.incarnations()
-        writers: Mapping[ProcessId, int] = commit.incarnations if commit is not None else {}
         survivors = [member for member in moved if member not in writers or current.get(member, 0) <= writers[member]]
         if survivors:
             names = ", ".join(map(str, survivors))

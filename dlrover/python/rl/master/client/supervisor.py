@@ -34,7 +34,6 @@ from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.common.errors import ClusterUnavailable, MasterLost
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import resume_command
-from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.master.client.on_ray import interrupted, run_on_cluster
 from dlrover.python.rl.master.client.resume import last_commit
 from dlrover.python.rl.master.client.run import CheckedJob
@@ -65,10 +64,6 @@ Errand: TypeAlias = tuple[CheckedJob, str | None, Path | None, bool]
 child was lost."""
 
 
-class _Lost(Exception):
-    """A child, its cluster or its master has ended before the job."""
-
-
 def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, address: str | None = None) -> JobStatus:
     """Run a job on the cluster of ``address``, or on its own, to the end of the job.
 
@@ -81,7 +76,7 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
         while True:
             try:
                 return _attempt(replace(checked, job=job), address, is_resumed, report, announce, interrupts)
-            except _Lost as lost:
+            except MasterLost as lost:
                 loss = lost
             if not interrupts.count:
                 # What is only in memory is saved.
@@ -89,21 +84,16 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
                 step = commit.step if commit is not None else 0
                 last_step, losses = step, losses + 1 if step == last_step else 1
                 where = f"after step {step}" if step else "from the beginning"
-                _check_losses(job, loss, losses, where)
+                if losses > job.restart.job_max_restart:
+                    often = f"{losses} times in a row {where}"
+                    raise MasterLost(f"{loss}, {often}; to go on: {resume_command(job.job_dir)}") from loss
+                _LOG.warning("%s: %s; going on %s", job.name, loss, where)
                 announce(f"going on {where}")
                 _pause(job.restart.backoff_s * 2 ** (losses - 2) if losses > 1 else 0.0, interrupts)
             if interrupts.count:
                 return interrupted(job)
             job = replace(job, run=new_run(), overwrite=False, checkpoint=replace(job.checkpoint, resume="latest"))
             is_resumed = True
-
-
-def _check_losses(job: JobSpec, loss: _Lost, losses: int, where: str) -> None:
-    """Raises MasterLost after too many ``losses`` in a row without a commit."""
-    if losses > job.restart.job_max_restart:
-        often = f"{losses} times in a row {where}"
-        raise MasterLost(f"{loss}, {often}; to go on: {resume_command(job.job_dir)}") from loss
-    _LOG.warning("%s: %s; going on %s", job.name, loss, where)
 
 
 def _pause(seconds: float, interrupts: Interrupts) -> None:
@@ -120,7 +110,8 @@ def _attempt(  # noqa: PLR0913 -- a job, its place, and who listens
     announce: Announcer,
     interrupts: Interrupts,
 ) -> JobStatus:
-    """Raises _Lost, and what :func:`run_on_cluster` raises but for losses."""
+    """Raises MasterLost if the child, its cluster or its master has ended before the job, and what
+    :func:`run_on_cluster` raises."""
     if address is not None:
         with _Child((checked, address, None, is_resumed)) as child:
             return child.follow(report, announce, interrupts)
@@ -188,7 +179,7 @@ class _Child:
             try:
                 message = self._connection.recv()  # waits: not at all, it was polled for
             except (EOFError, ConnectionError):
-                raise _Lost(f"Ray was lost ({self._how_it_ended()})") from None
+                raise MasterLost(f"Ray was lost ({self._how_it_ended()})") from None
             match message:
                 case str() if message == _READY:
                     self._is_ready = True
@@ -202,8 +193,8 @@ class _Child:
                 case BaseException():
                     self._ended = True
                     *_, is_resumed = self._errand
-                    if isinstance(message, MasterLost) or (isinstance(message, ClusterUnavailable) and is_resumed):
-                        raise _Lost(str(message)) from message
+                    if isinstance(message, ClusterUnavailable) and is_resumed:
+                        raise MasterLost(str(message)) from message
                     raise message
 
     def _pass_on(self, interrupts: Interrupts) -> None:

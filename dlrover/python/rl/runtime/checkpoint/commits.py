@@ -52,7 +52,7 @@ from dlrover.python.rl.runtime.checkpoint.runs import (
 )
 from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile
 from dlrover.python.rl.runtime.checkpoint.store import NODES, CheckpointStore, Manifest, Piece, folder_name
-from dlrover.python.rl.trainer.port import LastCommit, Transfer
+from dlrover.python.rl.trainer.port import Transfer
 
 _LOG = get_logger(__name__)
 
@@ -295,7 +295,7 @@ class StoreCheckpoints:
     _asked: CommitRequest | None = None
     _own: StateFile | None = None  # the trainer's, of the commit that was asked for
     _kept: list[Manifest] = field(default_factory=list, repr=False)
-    _last: LastCommit | None = None
+    _last: tuple[int, Mapping[ProcessId, int]] | None = None  # as last_known() returns it
     _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
     _newest: Generation | None = field(default=None, repr=False)
     _offered: list[Generation] = field(default_factory=list, repr=False)
@@ -352,21 +352,21 @@ class StoreCheckpoints:
     def _manifests(self, store: Store, wait: DiskWait | None = None, remember: bool = True) -> list[Manifest]:
         manifests = retry_io(store.manifests, store.root, wait or self.disk_wait)
         for manifest in manifests if remember else ():
-            self._remember_writers(manifest, self._last.step if self._last is not None else 0)
+            self._remember_writers(manifest, self._last[0] if self._last is not None else 0)
         return manifests
 
-    def last_known(self) -> LastCommit | None:
+    def last_known(self) -> tuple[int, Mapping[ProcessId, int]] | None:
         return self._last
 
     def _remember_writers(self, manifest: Manifest, step: int = 0) -> None:
         """Remember the incarnations that wrote ``manifest``, and its step, or ``step`` if that is later."""
-        writers = dict(self._last.incarnations) if self._last is not None else {}
+        writers = dict(self._last[1]) if self._last is not None else {}
         for name, file in manifest.files.items():
             if name != TRAINER:
                 role, _, rank = name.rpartition("-")
                 member = ProcessId(role, int(rank))
                 writers[member] = max(int(file.name.split(".")[-2]), writers.get(member, 0))
-        self._last = LastCommit(max(manifest.step, step), writers)
+        self._last = max(manifest.step, step), writers
 
     def load(self, step: int) -> Mapping[str, Any]:
         if self._newest is None or self._newest.manifest.step != step:
