@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
 
-from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.commands import Command, KillMember, KillStandby, KillTrainer, Release
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.control.commands import Command, Kill, Release
 from dlrover.python.rl.control.events import (
     LEFT_ALIVE,
     Cause,
@@ -286,7 +286,7 @@ def _replace_standby(state: JobState, settings: Submitted, role: str, number: in
     """Start another standby after a back-off, unless too many were lost."""
     subject = standby_subject(role)
     state = lengthen(drop_standby(state, role, number), settings, subject, at_s)
-    kill = KillStandby(role, number)
+    kill = Kill(ProcessId.standby(role, number))
     if has_lost_too_many_standbys(state, role):
         return state, (kill,)
     state, commands = add_standby(state, role, backoff_s(state, settings, subject))
@@ -358,7 +358,7 @@ def _kept(state: JobState, settings: Submitted, role: str, survivors: Sequence[i
 
 def restart_trainer(state: JobState, reason: str, delay_s: float = 0.0) -> Result:
     """Restart the trainer alone; the members keep their state."""
-    killed = KillTrainer(state.epoch)
+    killed = Kill(TRAINER_ID, state.epoch)
     trainer = Trainer(fresh=False, reason=reason)
     state = replace(state, epoch=state.epoch + 1, trainer=trainer)
     state, commands = wait(state, f"trainer#{state.epoch}", delay_s) if delay_s else start_trainer(state)
@@ -366,9 +366,9 @@ def restart_trainer(state: JobState, reason: str, delay_s: float = 0.0) -> Resul
 
 
 def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Command, ...]:
-    members = ((rank, state.members[ProcessId(role, rank)]) for rank in ranks)
-    running = ((rank, member) for rank, member in members if member.phase is not MemberPhase.WAITING)
-    return tuple(KillMember(role, rank, member.incarnation) for rank, member in running)
+    members = {process_id: state.members[process_id] for process_id in (ProcessId(role, rank) for rank in ranks)}
+    running = {each: member for each, member in members.items() if member.phase is not MemberPhase.WAITING}
+    return tuple(Kill(process_id, member.incarnation) for process_id, member in running.items())
 
 
 def begin_incarnation(state: JobState, role: str, ranks: Sequence[int], kept: Sequence[int] = ()) -> JobState:

@@ -84,16 +84,21 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
                 step = commit.step if commit is not None else 0
                 last_step, losses = step, losses + 1 if step == last_step else 1
                 where = f"after step {step}" if step else "from the beginning"
-                if losses > job.restart.job_max_restart:
-                    often = f"{losses} times in a row {where}"
-                    raise MasterLost(f"{loss}, {often}; to go on: {resume_command(job.job_dir)}") from loss
-                _LOG.warning("%s: %s; going on %s", job.name, loss, where)
+                _check_losses(job, loss, losses, where)
                 announce(f"going on {where}")
                 _pause(job.restart.backoff_s * 2 ** (losses - 2) if losses > 1 else 0.0, interrupts)
             if interrupts.count:
                 return interrupted(job)
             job = replace(job, run=new_run(), overwrite=False, checkpoint=replace(job.checkpoint, resume="latest"))
             is_resumed = True
+
+
+def _check_losses(job: JobSpec, loss: MasterLost, losses: int, where: str) -> None:
+    """Raises MasterLost after too many ``losses`` in a row without a commit."""
+    if losses > job.restart.job_max_restart:
+        often = f"{losses} times in a row {where}"
+        raise MasterLost(f"{loss}, {often}; to go on: {resume_command(job.job_dir)}") from loss
+    _LOG.warning("%s: %s; going on %s", job.name, loss, where)
 
 
 def _pause(seconds: float, interrupts: Interrupts) -> None:

@@ -69,7 +69,7 @@ class Brain:
             after, commands = step(state, event, at_s)
             handled.append((event, state, after, commands))
             state = after
-        lines = [encode(at_s, event) for event, before, after, _ in handled if after is not before]
+        lines = [encode(at_s, event) for event, before, after, commands in handled if after is not before]
         if lines:
             self._store.append(*lines)
         self.state = state
