@@ -34,6 +34,7 @@ from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.common.errors import ClusterUnavailable, MasterLost
 from dlrover.python.rl.common.log import configure_logging, get_logger
 from dlrover.python.rl.common.names import resume_command
+from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.master.client.on_ray import interrupted, run_on_cluster
 from dlrover.python.rl.master.client.resume import last_commit
 from dlrover.python.rl.master.client.run import CheckedJob
