@@ -44,7 +44,7 @@ BUGS = {
     ),
     "secrets of a traceback are in the journal": Bug(_EVENTS, "redacted(valid_text(self.detail))", "self.detail"),
     "recoveries of last week make the back-off longer": Bug(
-        _RECOVERY, "1 if before is None or before.at_s <= at_s - settings.window_s else", "1 if before is None else"
+        _RECOVERY, "1 if last_s <= at_s - settings.window_s else before + 1", "before + 1"
     ),
     "losses of a day count as if they were of one window": Bug(
         _RECOVERY, "len(within(losses[node], settings.window_s, at_s)) >= limit", "len(losses[node]) >= limit"

@@ -116,7 +116,7 @@ BUGS = {
     "an interrupted job is begun again": Bug(
         _SUPERVISOR, "            if interrupts:\n                return interrupted(job)\n", ""
     ),
-    "a cluster that is away later ends the job": Bug(_SUPERVISOR, " and is_resumed)", " and False)"),
+    "a cluster that is away later ends the job": Bug(_SUPERVISOR, " and is_resumed:", " and False:"),
     "what a lost child has started stays": Bug(_SUPERVISOR, "        _kill_marked(self._mark.encode())\n", ""),
     "a finished job seems to run on": Bug(_SUPERVISOR, "        claimed.end(status.phase.value)\n", ""),
 }

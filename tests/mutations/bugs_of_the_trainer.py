@@ -97,7 +97,7 @@ BUGS = {
         _TRAINER, "Attempt(attempt.number + 1, True, reason)", "Attempt(attempt.number + 1, True)"
     ),
     "members answer from an attempt that was given up": Bug(
-        _TRAINER, "    if attempt.number:\n        steps.forget()\n", ""
+        _TRAINER, "            if attempt.number:\n                steps.forget()\n", ""
     ),
     "attempts do not count as restarts": Bug(_STEPS, "count=info.count + attempt.number", "count=info.count"),
     "calls after a loop that has nothing to do belong to a past step": Bug(

@@ -135,7 +135,7 @@ MUTATIONS = {
         "if pool[number].phase is not StandbyPhase.TAKING)",
     ),
     "no standby takes over": Mutation("control.state", "if pool[number].phase is StandbyPhase.READY)", "if False)"),
-    "standbys are tried for ever": Mutation("control.state", "streak.count >= STANDBY_TRIES", "streak.count < 0"),
+    "standbys are tried for ever": Mutation("control.state", "return count >= STANDBY_TRIES", "return count < 0"),
     "standbys are not refilled": Mutation(
         "control.machine", "        return fill_standbys(state, event.role)\n", "        return state, ()\n"
     ),
@@ -152,11 +152,9 @@ MUTATIONS = {
     "a role's own limit is ignored": Mutation(
         "control.recovery", "        elif role.max_restart is not None:\n", "        elif False:\n"
     ),
-    "no back-off": Mutation("control.recovery", "streak.count < 2:", "streak.count > 0:"),
-    "back-off at the first recovery": Mutation("control.recovery", "streak.count < 2:", "streak.count < 1:"),
-    "the back-off does not grow": Mutation(
-        "control.recovery", "2.0 ** min(streak.count - 2, MAX_DOUBLINGS)", "2.0 ** 0"
-    ),
+    "no back-off": Mutation("control.recovery", "if count < 2:", "if count > 0:"),
+    "back-off at the first recovery": Mutation("control.recovery", "if count < 2:", "if count < 1:"),
+    "the back-off does not grow": Mutation("control.recovery", "2.0 ** min(count - 2, MAX_DOUBLINGS)", "2.0 ** 0"),
     "the back-off has no end": Mutation("control.recovery", "MAX_BACKOFF_S)\n\n", "1e9)\n\n"),
     "progress forgives nothing": Mutation(
         "control.machine",
@@ -248,8 +246,8 @@ MUTATIONS = {
     ),
     "an event that orders something is not written down": Mutation(
         "master.process.brain",
-        "if each.after is not each.before]",
-        "if each.after is not each.before and not each.commands]",
+        "if after is not before]",
+        "if after is not before and not commands]",
     ),
     "the state before the journal": Mutation(
         "master.process.brain",

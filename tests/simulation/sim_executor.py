@@ -11,9 +11,7 @@ from sim_world import World
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, ProcessKind
 from dlrover.python.rl.control.commands import (
-    KillMember,
-    KillStandby,
-    KillTrainer,
+    Kill,
     Place,
     Release,
     StartMembers,
@@ -91,18 +89,27 @@ class SimExecutor:
             self._later(0.0, 0.1, self._start_standby, command)
         elif isinstance(command, StartTrainer):
             self._later(0.0, 0.1, self._start_trainer, command)
-        elif isinstance(command, KillMember | KillStandby | KillTrainer):
+        elif isinstance(command, Kill):
             self._kill(command)
         elif isinstance(command, Wait):
             self._later(command.delay_s, command.delay_s + 0.01, self.emit, WaitOver(command.timer))
 
-    def _kill(self, command: KillMember | KillStandby | KillTrainer) -> None:
-        if isinstance(command, KillMember):
-            self._kill_member(command)
-        elif isinstance(command, KillStandby):
-            self._kill_standby(command)
-        elif self.trainer is not None and self.trainer.name[2] == command.epoch:
+    def _kill(self, command: Kill) -> None:
+        process_id = command.process_id
+        if process_id.kind is ProcessKind.MEMBER:
+            proc = self.members.get(process_id)
+            if proc is not None and proc.identity == (process_id, command.number):
+                self._end(proc)
+        elif process_id.kind is ProcessKind.STANDBY:
+            proc = self.standbys.pop((process_id.role, process_id.rank), None)
+            if proc is not None:
+                self._end(proc)
+        elif self.trainer is not None and self.trainer.name[2] == command.number:
             self.cluster.end(self.trainer)
+
+    def _end(self, proc: Proc) -> None:
+        proc.watchers = []
+        self.cluster.end(proc)
 
     # -- placing and releasing ----------------------------------------------------------------------------------------
 
@@ -190,12 +197,6 @@ class SimExecutor:
         lost = MemberLost(role, rank, incarnation, died(ProcessId(role, rank)), proc.node.name)
         self._watch(proc, lambda: self.emit(lost))
 
-    def _kill_member(self, command: KillMember) -> None:
-        proc = self.members.get(ProcessId(command.role, command.rank))
-        if proc is not None and proc.identity == (ProcessId(command.role, command.rank), command.incarnation):
-            proc.watchers = []
-            self.cluster.end(proc)
-
     # -- standbys -----------------------------------------------------------------------------------------------------
 
     def _start_standby(self, command: StartStandby) -> None:
@@ -206,12 +207,6 @@ class SimExecutor:
         proc = self.cluster.start(("standby", command.role, command.number), node, None, 0)
         self._watch_standby(command.role, command.number, proc)
         self._later(0.3, 3.0, self._standby_up, command.role, command.number, proc)
-
-    def _kill_standby(self, command: KillStandby) -> None:
-        proc = self.standbys.pop((command.role, command.number), None)
-        if proc is not None:
-            proc.watchers = []
-            self.cluster.end(proc)
 
     def _standby_up(self, role: str, number: int, proc: Proc) -> None:
         if self._hears(proc):

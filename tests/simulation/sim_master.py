@@ -170,8 +170,8 @@ class SimMaster:
         }
         signs = [self._sign(process_id, proc) for process_id, proc in procs.items()]
         limits = {role: HANG_AFTER_S for role in [*roles, "trainer"]}
-        for hang in liveness.hangs(signs, limits, liveness.Listening(BEAT_S, self.since_s), now_s):
-            self._kill_hung(hang.sign.process_id, procs[hang.sign.process_id])
+        for sign, _ in liveness.hangs(signs, limits, liveness.Listening(BEAT_S, self.since_s), now_s):
+            self._kill_hung(sign.process_id, procs[sign.process_id])
         self.world.after(1.0, self._pulse)
 
     def _sign(self, process_id: ProcessId, proc: Proc) -> Any:

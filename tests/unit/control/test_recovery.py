@@ -20,11 +20,9 @@ from runs import (
     up,
 )
 
-from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.control.commands import (
-    KillMember,
-    KillStandby,
-    KillTrainer,
+    Kill,
     Place,
     Release,
     StartMembers,
@@ -136,7 +134,7 @@ def test_an_old_streak_does_not_count():
 
 def test_a_lost_rank_restarts_its_group_and_nobody_else():
     run = Run(*OPEN, lost("ACTOR", 1))
-    assert run.commands == (KillMember("ACTOR", 0, 1), StartMembers("ACTOR", ((0, 2), (1, 2))))
+    assert run.commands == (Kill(ProcessId("ACTOR", 0), 1), StartMembers("ACTOR", ((0, 2), (1, 2))))
     assert [run.number(who) for who in run.state.members] == [2, 2, 1, 1]
     assert (run.state.recoveries, run.state.epoch) == ({"ACTOR": 1}, 1)
 
@@ -149,7 +147,7 @@ def test_ranks_that_are_lost_together_are_one_recovery():
 
 def test_a_rank_lost_while_its_group_starts_restarts_the_group_again():
     run = Run(*OPEN, lost("ACTOR", 1), started("ACTOR", 0, 2), lost("ACTOR", 1, 2), terms=LOOSE)
-    assert run.commands == (KillMember("ACTOR", 0, 2), Wait("ACTOR#3", 1.0))
+    assert run.commands == (Kill(ProcessId("ACTOR", 0), 2), Wait("ACTOR#3", 1.0))
     assert run(WaitOver("ACTOR#3")).commands == (StartMembers("ACTOR", ((0, 3), (1, 3))),)
 
 
@@ -158,7 +156,7 @@ def test_the_lost_rank_of_a_group_takes_the_standby():
     run = Run(*OPEN, ready(0, "d", "ACTOR"), lost("ACTOR", 1), terms=terms)
     assert run.commands[-1] == StartMembers("ACTOR", ((0, 2), (1, 2)), {1: 0})
     run(lost("ACTOR", 0, 2))
-    assert run.commands[0] == KillMember("ACTOR", 1, 2)
+    assert run.commands[0] == Kill(ProcessId("ACTOR", 1), 2)
     assert run.state.standbys["ACTOR"] == {}, "one that was becoming a member goes with it"
 
 
@@ -180,14 +178,14 @@ def test_the_other_ranks_of_a_group_keep_their_processes():
 def test_all_ranks_get_new_processes_when_keeping_them_has_not_helped():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), terms=KEEPING)
     run(*(started("ACTOR", rank, 2, born=int(rank != 1)) for rank in range(3)), lost("ACTOR", 0, 2))
-    assert run.commands[:2] == (KillMember("ACTOR", 1, 2), KillMember("ACTOR", 2, 2))
+    assert run.commands[:2] == (Kill(ProcessId("ACTOR", 1), 2), Kill(ProcessId("ACTOR", 2), 2))
     assert run(WaitOver("ACTOR#3")).commands[0].kept == ()
 
 
 @pytest.mark.parametrize("kind", [CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED])
 def test_what_may_be_wrong_in_other_ranks_too_gives_all_new_processes(kind):
     run = Run(*KEEPING_UP, lost("ACTOR", 1, kind=kind), terms=KEEPING)
-    assert [command.rank for command in run.commands[:-1]] == [1, 0, 2] and run.commands[-1].kept == ()
+    assert [command.process_id.rank for command in run.commands[:-1]] == [1, 0, 2] and run.commands[-1].kept == ()
 
 
 def test_a_rank_on_a_node_that_is_no_longer_used_leaves_it():
@@ -196,7 +194,7 @@ def test_a_rank_on_a_node_that_is_no_longer_used_leaves_it():
     run = Run(*KEEPING_UP, terms=KEEPING)
     run.state = replace(run.state, excluded=("a",))
     assert run(lost("ACTOR", 1)).commands == (
-        KillMember("ACTOR", 0, 1),
+        Kill(ProcessId("ACTOR", 0), 1),
         StartMembers("ACTOR", ((0, 2), (1, 2), (2, 2)), {1: 0}, ("a",), kept=(2,)),
     )
 
@@ -204,12 +202,12 @@ def test_a_rank_on_a_node_that_is_no_longer_used_leaves_it():
 def test_only_ranks_that_are_up_keep_their_processes():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), Progressed(1, 2), started("ACTOR", 0, 2, born=1), terms=KEEPING)
     run(lost("ACTOR", 1, 2))
-    assert run.commands[0] == KillMember("ACTOR", 2, 2) and run.commands[-1].kept == (0,)
+    assert run.commands[0] == Kill(ProcessId("ACTOR", 2), 2) and run.commands[-1].kept == (0,)
 
 
 def test_a_master_that_comes_back_gives_ranks_that_were_leaving_new_processes():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), started("ACTOR", 0, 2, born=1), MasterStarted(), terms=KEEPING)
-    assert run.commands[0] == KillMember("ACTOR", 0, 2) and run.commands[-1].kept == ()
+    assert run.commands[0] == Kill(ProcessId("ACTOR", 0), 2) and run.commands[-1].kept == ()
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------
@@ -218,7 +216,7 @@ def test_a_master_that_comes_back_gives_ranks_that_were_leaving_new_processes():
 def test_a_lost_trainer_restarts_alone_in_the_next_epoch():
     run = Run(*OPEN, trainer_lost(1))
     again = StartTrainer(2, fresh=False, restarts=1, reason="trainer: it is gone")
-    assert run.commands == (KillTrainer(1), again)
+    assert run.commands == (Kill(TRAINER_ID, 1), again)
     assert (run.state.phase, run.state.opened, run.state.recoveries) == (Phase.RUNNING, True, {"trainer": 1})
     assert [run.number(who) for who in run.state.members] == [1, 1, 1, 1]
 
@@ -231,7 +229,7 @@ def test_an_older_trainer_is_not_heard():
 
 def test_a_trainer_that_dies_again_waits():
     run = Run(*OPEN, trainer_lost(1), trainer_lost(2), terms=LOOSE)
-    assert run.commands == (KillTrainer(2), Wait("trainer#3", 1.0))
+    assert run.commands == (Kill(TRAINER_ID, 2), Wait("trainer#3", 1.0))
     assert run.ignores(trainer_lost(3))
     assert run(WaitOver("trainer#3")).commands == (StartTrainer(3, False, 2, "trainer: it is gone"),)
 
@@ -247,7 +245,7 @@ def test_losses_while_the_trainer_restarts_are_recovered_by_scope():
 def test_a_lost_node_takes_everything_on_it_at_once_and_is_not_used_again():
     run = Run(*OPEN, node_lost("a"))
     assert run.commands == (
-        KillMember("ACTOR", 1, 1),
+        Kill(ProcessId("ACTOR", 1), 1),
         StartMembers("ACTOR", ((0, 2), (1, 2)), excluded=("a",)),
         StartMembers("ROLLOUT", ((0, 2),), {0: 0}, excluded=("a",)),
     )
@@ -266,12 +264,12 @@ def test_members_lost_with_their_node_start_together_and_are_charged_once():
 def test_a_lost_node_takes_the_trainer_too():
     run = Run(*OPEN, node_lost("c"))
     again = StartTrainer(2, False, 1, "job: it is gone", ("c",))
-    assert run.commands == (KillTrainer(1), again)
+    assert run.commands == (Kill(TRAINER_ID, 1), again)
 
 
 def test_a_lost_node_takes_the_standbys_too():
     run = Run(*OPEN, node_lost("d"))
-    assert run.commands == (KillStandby("ROLLOUT", 0), StartStandby("ROLLOUT", 1, ("d",)))
+    assert run.commands == (Kill(ProcessId.standby("ROLLOUT", 0)), StartStandby("ROLLOUT", 1, ("d",)))
     assert run.state.recoveries == {}
 
 
@@ -366,7 +364,7 @@ def test_blame_of_last_node_in_use_excludes_none():
 
 def test_a_lost_standby_is_replaced_and_the_job_does_not_notice():
     run = Run(*OPEN, standby_lost(0))
-    assert run.commands == (KillStandby("ROLLOUT", 0), StartStandby("ROLLOUT", 1))
+    assert run.commands == (Kill(ProcessId.standby("ROLLOUT", 0)), StartStandby("ROLLOUT", 1))
     assert run.ignores(standby_lost(0))
     assert (run.state.recoveries, run.state.causes) == ({}, ())
 
@@ -378,7 +376,7 @@ def test_standbys_that_keep_dying_are_given_up():
         assert run.state.standbys["ROLLOUT"].keys() == {number + 1}
     run(standby_lost(STANDBY_TRIES - 1))
     assert (run.commands, run.state.standbys["ROLLOUT"], run.state.phase) == (
-        (KillStandby("ROLLOUT", STANDBY_TRIES - 1),),
+        (Kill(ProcessId.standby("ROLLOUT", STANDBY_TRIES - 1)),),
         {},
         Phase.RUNNING,
     )
@@ -388,7 +386,7 @@ def test_standbys_that_keep_dying_are_given_up():
 
 def test_the_second_lost_standby_waits():
     run = Run(*OPEN, standby_lost(0), standby_lost(1))
-    assert run.commands == (KillStandby("ROLLOUT", 1), Wait("ROLLOUT-standby[2]#0", 1.0))
+    assert run.commands == (Kill(ProcessId.standby("ROLLOUT", 1)), Wait("ROLLOUT-standby[2]#0", 1.0))
     assert run.ignores(standby_lost(2))
     assert run(WaitOver("ROLLOUT-standby[2]#0")).commands == (StartStandby("ROLLOUT", 2),)
 
@@ -496,9 +494,9 @@ def raised(words, who="ROLLOUT[1]", kind=CauseKind.UNKNOWN_ERROR):
 def test_an_unknown_error_of_a_member_is_tried_once_more_in_fresh_processes_of_it_and_of_the_trainer():
     run = Run(*OPEN, TrainerLost(1, raised("RuntimeError: odd at 0x12")), terms=ALONE)
     assert run.commands == (
-        KillMember("ROLLOUT", 1, 1),
+        Kill(ProcessId("ROLLOUT", 1), 1),
         StartMembers("ROLLOUT", ((1, 2),)),
-        KillTrainer(1),
+        Kill(TRAINER_ID, 1),
         StartTrainer(2, False, 1, "ROLLOUT[1]: RuntimeError: odd at 0x12"),
     )
     run(started("ROLLOUT", 1, 2), TrainerStarted(2), TrainerLost(2, raised("RuntimeError: odd at 0x99")))
@@ -508,9 +506,10 @@ def test_an_unknown_error_of_a_member_is_tried_once_more_in_fresh_processes_of_i
 
 def test_an_unknown_error_of_a_rank_restarts_its_group_and_the_trainer():
     run = Run(*OPEN, TrainerLost(1, raised("RuntimeError: odd", "ACTOR[1]")), terms=ALONE)
-    assert [command for command in run.commands if isinstance(command, KillMember)] == [
-        KillMember("ACTOR", 1, 1),
-        KillMember("ACTOR", 0, 1),
+    assert [command for command in run.commands if isinstance(command, Kill)] == [
+        Kill(ProcessId("ACTOR", 1), 1),
+        Kill(ProcessId("ACTOR", 0), 1),
+        Kill(TRAINER_ID, 1),
     ]
     assert StartMembers("ACTOR", ((0, 2), (1, 2))) in run.commands
 
@@ -533,14 +532,14 @@ def test_before_steps_an_unknown_error_restarts_the_job_once():
 def test_a_failed_device_is_left_by_its_process_and_counts_against_its_node():
     device = raised("RuntimeError: CUDA error: uncorrectable ECC error encountered", kind=CauseKind.DEVICE_FAILED)
     run = Run(*OPEN, MemberLost("ROLLOUT", 1, 1, device), terms=replace(LOOSE, node_max_failures=1))
-    assert run.commands[0] == KillMember("ROLLOUT", 1, 1)
+    assert run.commands[0] == Kill(ProcessId("ROLLOUT", 1), 1)
     assert run.state.excluded == ("b",)
 
 
 def test_a_failed_link_is_left_by_its_processes_and_is_nobodys_fault():
     link = raised("DistBackendError: NCCL error", "ACTOR[0]", CauseKind.LINK_FAILED)
     run = Run(*OPEN, MemberLost("ACTOR", 0, 1, link), terms=replace(LOOSE, node_max_failures=1))
-    assert run.commands[:2] == (KillMember("ACTOR", 0, 1), KillMember("ACTOR", 1, 1))
+    assert run.commands[:2] == (Kill(ProcessId("ACTOR", 0), 1), Kill(ProcessId("ACTOR", 1), 1))
     assert run.state.excluded == ()
 
 
@@ -580,14 +579,14 @@ def test_what_was_starting_starts_anew_under_the_next_number():
     run = Run(*OPEN, lost("ROLLOUT", 1), trainer_lost(1), MasterStarted())
     expected = (StartMembers("ROLLOUT", ((1, 3),)), StartTrainer(3, False, 2, "trainer: it is gone"))
     assert outstanding(run.state) == expected
-    assert run.commands == (KillMember("ROLLOUT", 1, 2), expected[0], KillTrainer(2), expected[1])
+    assert run.commands == (Kill(ProcessId("ROLLOUT", 1), 2), expected[0], Kill(TRAINER_ID, 2), expected[1])
     assert run.state.recoveries == {"ROLLOUT": 1, "trainer": 1}, "nobody is charged"
 
 
 def test_a_group_of_which_a_part_was_starting_starts_anew_as_a_whole():
     run = Run(*OPEN, lost("ACTOR", 1), started("ACTOR", 0, 2), MasterStarted())
     assert outstanding(run.state) == (StartMembers("ACTOR", ((0, 3), (1, 3))),)
-    assert run.commands[:2] == (KillMember("ACTOR", 0, 2), KillMember("ACTOR", 1, 2))
+    assert run.commands[:2] == (Kill(ProcessId("ACTOR", 0), 2), Kill(ProcessId("ACTOR", 1), 2))
 
 
 def test_a_first_trainer_that_was_starting_may_have_used_the_members():

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 from runs import OPEN, TERMS, Run, lost, members_up, standby_lost, started, trainer_lost, up
 
-from dlrover.python.rl.common.names import ProcessId
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
-from dlrover.python.rl.control.commands import KillMember, KillTrainer, StartMembers, StartTrainer
+from dlrover.python.rl.control.commands import Kill, StartMembers, StartTrainer
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -23,6 +23,8 @@ from dlrover.python.rl.control.machine import can_resize, outstanding, replay, s
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import MemberPhase, Phase
 
+ALL_OF_ROLLOUT = [Kill(ProcessId("ROLLOUT", 0), 1), Kill(ProcessId("ROLLOUT", 1), 1), Kill(TRAINER_ID, 1)]
+
 
 def of(kind, commands):
     return [command for command in commands if isinstance(command, kind)]
@@ -30,10 +32,9 @@ def of(kind, commands):
 
 def test_a_role_that_grows_begins_anew_with_its_trainer_and_nothing_else_does():
     run = Run(*OPEN)(Resized("ROLLOUT", 3))
-    assert of(KillMember, run.commands) == [KillMember("ROLLOUT", 0, 1), KillMember("ROLLOUT", 1, 1)]
+    assert of(Kill, run.commands) == ALL_OF_ROLLOUT
     (start,) = of(StartMembers, run.commands)
     assert start.members == ((0, 2), (1, 2), (2, 1)) and start.standbys == {0: 0}
-    assert of(KillTrainer, run.commands) == [KillTrainer(1)]
     (trainer,) = of(StartTrainer, run.commands)
     assert (trainer.epoch, trainer.fresh) == (2, False) and "ROLLOUT was resized to 3" in trainer.reason
     assert run.number("ACTOR[0]") == 1 and run.phase("ACTOR[0]") == "up"
@@ -43,7 +44,7 @@ def test_a_role_that_grows_begins_anew_with_its_trainer_and_nothing_else_does():
 def test_a_role_that_shrinks_loses_its_last_ranks():
     run = Run(*OPEN)(Resized("ROLLOUT", 1))
     assert ProcessId("ROLLOUT", 1) not in run.state.members
-    assert of(KillMember, run.commands) == [KillMember("ROLLOUT", 0, 1), KillMember("ROLLOUT", 1, 1)]
+    assert of(Kill, run.commands) == ALL_OF_ROLLOUT
     assert of(StartMembers, run.commands)[0].members == ((0, 2),)
     assert run.ignores(lost("ROLLOUT", 1, 1)) and run.ignores(started("ROLLOUT", 1, 1))
 
@@ -144,7 +145,7 @@ def test_without_a_place_for_a_member_the_role_goes_on_with_fewer_and_grows_agai
     run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), terms=ELASTIC)
     assert run.state.phase is Phase.RUNNING and run.state.wanted == {"ROLLOUT": 2}
     assert of(StartMembers, run.commands)[0].members == ((0, 3),)
-    assert of(KillMember, run.commands)[-1] == KillMember("ROLLOUT", 1, 1), "its ranks are counted anew"
+    assert of(Kill, run.commands)[-2] == Kill(ProcessId("ROLLOUT", 1), 1), "its ranks are counted anew"
     assert "no place" in of(StartTrainer, run.commands)[0].reason
     assert not run.state.history.get("job"), "nothing is charged for it"
     run(started("ROLLOUT", 0, 3), TrainerStarted(2, run.state.trainer.process), Resized("ROLLOUT", 2, 2))

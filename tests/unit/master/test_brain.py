@@ -2,7 +2,6 @@
 """The brain: saved before ordered, replayed after a restart, silent about what changes nothing."""
 
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -79,9 +78,10 @@ def test_events_that_come_together_are_decided_one_by_one_and_saved_at_once():
     store = Counting()
     brain = Brain(store)
     handled = brain.handle_all([*RUNNING, RUNNING[-1]])
-    assert [each.event for each in handled] == [*RUNNING, RUNNING[-1]]
-    assert handled[1].commands == (StartMembers("ACTOR", ((0, 1),)),) and not handled[-1].commands
-    assert all(later.before is each.after for each, later in pairwise(handled)) and brain.state is handled[-1].after
+    events, before, after, commands = zip(*handled, strict=True)
+    assert events == (*RUNNING, RUNNING[-1])
+    assert commands[1] == (StartMembers("ACTOR", ((0, 1),)),) and not commands[-1]
+    assert all(later is earlier for earlier, later in zip(after, before[1:], strict=False)) and brain.state is after[-1]
     assert store.appends == 1 and saved(store) == list(RUNNING)
 
 

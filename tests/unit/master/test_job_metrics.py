@@ -21,7 +21,6 @@ from dlrover.python.rl.master.process.metrics import (
     MAX_MEMBER_SERIES,
     STEP_METRICS,
     JobMetrics,
-    ServiceCounts,
     ServiceMetrics,
     TimeUse,
 )
@@ -202,7 +201,7 @@ def everything():
     job.beat(ProcessId("ACTOR", 0), {})
     for number in (1, 2):
         job.report(StepReport(number, 9, values, {("ACTOR", "train"): (1.0, *(0.0,) * 13, 0.1)}))
-    service = ServiceMetrics(lambda: ServiceCounts({"queued": 1}, 2, 3))
+    service = ServiceMetrics(lambda: ({"queued": 1}, 2, 3))
     service.count("Get", "OK")
     service.time("Get", 0.1)
     labels = {}

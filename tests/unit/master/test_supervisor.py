@@ -38,7 +38,7 @@ def play(tmp_path, monkeypatch):
                 return JobStatus(checked.job.name, Phase.FINISHED, 1, 0, "", None)
             if interrupt:
                 signal.raise_signal(signal.SIGINT)
-            raise supervisor._Lost("Ray was lost")
+            raise supervisor.MasterLost("Ray was lost")
 
         monkeypatch.setattr(supervisor, "_attempt", attempt)
         monkeypatch.setattr(

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.types import FuncParamType
 
 from dlrover.python.rl.cli.operate import EXIT_FAILED
 from dlrover.python.rl.common.errors import (
@@ -38,15 +39,13 @@ _LOOK_S = 0.5
 _ROLES = ("read", "submit", "admin")
 
 
-class _AbsolutePath(click.Path):
+def path(text: str | Path) -> Path:
     """A path from where the command was given: ``serve`` works in another directory, its root. Links stay, since a
     certificate may be one that changes."""
-
-    def convert(self, value: Any, parameter: click.Parameter | None, context: click.Context | None) -> Path:
-        return Path(os.fsdecode(super().convert(value, parameter, context))).absolute()
+    return Path(text).absolute()
 
 
-_FILE = _AbsolutePath()
+_FILE = FuncParamType(path)
 _STATE = click.option("--state", type=_FILE, default=default_state, show_default="~/.dlrover-rl/service")
 
 

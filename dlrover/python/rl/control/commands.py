@@ -5,6 +5,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
+from dlrover.python.rl.common.names import ProcessId
+
 
 @dataclass(frozen=True)
 class Place:
@@ -27,12 +29,12 @@ class StartMembers:
 
 
 @dataclass(frozen=True)
-class KillMember:
-    """End this incarnation of a member. No answer."""
+class Kill:
+    """End a process of this number, a member's incarnation or the trainer's epoch, or a standby, whose slot is free
+    then. No answer."""
 
-    role: str
-    rank: int
-    incarnation: int
+    process_id: ProcessId
+    number: int = 0
 
 
 @dataclass(frozen=True)
@@ -45,14 +47,6 @@ class StartStandby:
 
 
 @dataclass(frozen=True)
-class KillStandby:
-    """End a standby and free its slot. No answer."""
-
-    role: str
-    number: int
-
-
-@dataclass(frozen=True)
 class StartTrainer:
     """Start the trainer; answer ``TrainerStarted``, ``StepsOpened``, then ``TrainerFinished`` or ``TrainerLost``."""
 
@@ -61,13 +55,6 @@ class StartTrainer:
     restarts: int = 0  # of the trainer or the whole job
     reason: str = ""  # why it restarts
     excluded: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class KillTrainer:
-    """End this epoch of the trainer. No answer."""
-
-    epoch: int
 
 
 @dataclass(frozen=True)
@@ -86,6 +73,4 @@ class Wait:
     delay_s: float
 
 
-Command: TypeAlias = (
-    Place | StartMembers | KillMember | StartStandby | KillStandby | StartTrainer | KillTrainer | Release | Wait
-)
+Command: TypeAlias = Place | StartMembers | StartStandby | StartTrainer | Kill | Release | Wait

@@ -23,13 +23,13 @@ _BY_NAME = {kind.__name__: kind for kind in EVENT_TYPES}
 def encode(at_s: float, event: Event) -> bytes:
     """One line, without its newline: ``<crc32 as 8 hex digits> <json>``. Raises ValueError for numbers that are not
     finite."""
+
+    def plain(value: Any) -> dict[str, Any]:
+        return dict(value) if isinstance(value, Mapping) else vars(value)
+
     content = {"v": VERSION, "at_s": at_s, "event": type(event).__name__, **vars(event)}
-    body = json.dumps(content, sort_keys=True, allow_nan=False, default=_plain).encode()
+    body = json.dumps(content, sort_keys=True, allow_nan=False, default=plain).encode()
     return b"%08x %s" % (zlib.crc32(body), body)
-
-
-def _plain(value: Any) -> dict[str, Any]:
-    return dict(value) if isinstance(value, Mapping) else vars(value)
 
 
 def decode(lines: Iterable[bytes]) -> list[tuple[float, Event]]:
@@ -66,18 +66,14 @@ def _reader(hint: Any) -> Reader:
         return _record(hint)
     if isinstance(hint, type) and issubclass(hint, Enum):
         return hint
-    return _scalar(hint)
+    allowed: tuple[type, ...] = (float, int) if hint is float else (hint,)
 
+    def read_scalar(value: Any) -> Any:
+        if not isinstance(value, allowed) or (isinstance(value, bool) and hint is not bool):
+            raise ValueError(f"{value!r} is not of type {hint.__name__}")
+        return hint(value)
 
-def _scalar(kind: type) -> Reader:
-    allowed: tuple[type, ...] = (float, int) if kind is float else (kind,)
-
-    def read(value: Any) -> Any:
-        if not isinstance(value, allowed) or (isinstance(value, bool) and kind is not bool):
-            raise ValueError(f"{value!r} is not of type {kind.__name__}")
-        return kind(value)
-
-    return read
+    return read_scalar
 
 
 def _record(kind: Any) -> Reader:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from statistics import median
+from typing import TypeAlias
 
 from dlrover.python.rl.common.names import ProcessId
 
@@ -31,10 +32,8 @@ class Sign:
     at_s: float  # when the heartbeat arrived
 
 
-@dataclass(frozen=True)
-class Hang:
-    sign: Sign
-    why: str
+Hang: TypeAlias = tuple[Sign, str]
+"""The last sign of a process that hangs, and why it is taken to."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +61,9 @@ def hangs(
         # The age that the last heartbeat gave: a process that went silent since may have left its call.
         age_s = sign.at_s - sign.since_s
         if silent_s > max(min(limit_s, listening.silence_s), MIN_SILENT_BEATS * listening.beat_s):
-            hanging.append(Hang(sign, f"no sign of life for {silent_s:.1f} s"))
+            hanging.append((sign, f"no sign of life for {silent_s:.1f} s"))
         elif sign.method and age_s > limit_s:
-            hanging.append(Hang(sign, f"in {sign.method} without progress for {age_s:.1f} s"))
+            hanging.append((sign, f"in {sign.method} without progress for {age_s:.1f} s"))
     return tuple(hanging)
 
 
@@ -80,7 +79,7 @@ def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Ha
     silent_s = [now_s - max(sign.at_s, listening.since_s) for sign in signs]
     if min(silent_s) <= allowed_s < max(silent_s):
         quietest = signs[silent_s.index(max(silent_s))]
-        return Hang(quietest, f"silent for {max(silent_s):.1f} s while others are heard")
+        return quietest, f"silent for {max(silent_s):.1f} s while others are heard"
     (usual, count), *_ = Counter((sign.method, sign.step) for sign in signs).most_common(1)
     elsewhere = [sign for sign in signs if (sign.method, sign.step) != usual]
     if elsewhere and 2 * count > len(signs):
@@ -88,12 +87,12 @@ def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Ha
         odd = min(elsewhere, key=lambda sign: (sign.step, sign.method))
         where = f"in {odd.method} of step {odd.step}" if odd.method else "in no call"
         majority = f"{count} of {len(signs)} are in {usual[0] or 'no call'} of step {usual[1]}"
-        return Hang(odd, f"{where} while {majority}")
+        return odd, f"{where} while {majority}"
     busy = [sign for sign in signs if sign.method]
     if not busy:
         return None
     odd = min(busy, key=lambda sign: sign.since_s)
-    return Hang(odd, f"in {odd.method} without progress for {now_s - odd.since_s:.1f} s, the longest")
+    return odd, f"in {odd.method} without progress for {now_s - odd.since_s:.1f} s, the longest"
 
 
 # -- slow members ------------------------------------------------------------------------------------------------------

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from statistics import median
 
-from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.control.commands import Command, KillMember, KillStandby, KillTrainer, Release
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.control.commands import Command, Kill, Release
 from dlrover.python.rl.control.events import (
     LEFT_ALIVE,
     Cause,
@@ -35,7 +35,6 @@ from dlrover.python.rl.control.state import (
     Phase,
     Result,
     StandbyPhase,
-    Streak,
     Trainer,
     add_standby,
     drop_standby,
@@ -91,18 +90,18 @@ def within(times: tuple[float, ...], window_s: float, at_s: float) -> tuple[floa
 
 def lengthen(state: JobState, settings: Submitted, subject: str, at_s: float) -> JobState:
     """Count one more recovery of ``subject`` without progress; a window without one resets the count."""
-    before = state.streaks.get(subject)
-    count = 1 if before is None or before.at_s <= at_s - settings.window_s else before.count + 1
-    return replace(state, streaks={**state.streaks, subject: Streak(count, at_s)})
+    before, last_s = state.streaks.get(subject, (0, at_s))
+    count = 1 if last_s <= at_s - settings.window_s else before + 1
+    return replace(state, streaks={**state.streaks, subject: (count, at_s)})
 
 
 def backoff_s(state: JobState, settings: Submitted, subject: str) -> float:
     """Seconds before the recovery of ``subject``: none before the first, then doubling."""
-    streak = state.streaks.get(subject)
-    if streak is None or streak.count < 2:
+    count, _ = state.streaks.get(subject, (0, 0.0))
+    if count < 2:
         return 0.0
     # Bounded: a float cannot hold 2 to the power of every restart limit.
-    return min(settings.backoff_s * 2.0 ** min(streak.count - 2, MAX_DOUBLINGS), MAX_BACKOFF_S)
+    return min(settings.backoff_s * 2.0 ** min(count - 2, MAX_DOUBLINGS), MAX_BACKOFF_S)
 
 
 def note(state: JobState, cause: Cause) -> JobState:
@@ -287,7 +286,7 @@ def _replace_standby(state: JobState, settings: Submitted, role: str, number: in
     """Start another standby after a back-off, unless too many were lost."""
     subject = standby_subject(role)
     state = lengthen(drop_standby(state, role, number), settings, subject, at_s)
-    kill = KillStandby(role, number)
+    kill = Kill(ProcessId.standby(role, number))
     if has_lost_too_many_standbys(state, role):
         return state, (kill,)
     state, commands = add_standby(state, role, backoff_s(state, settings, subject))
@@ -359,7 +358,7 @@ def _kept(state: JobState, settings: Submitted, role: str, survivors: Sequence[i
 
 def restart_trainer(state: JobState, reason: str, delay_s: float = 0.0) -> Result:
     """Restart the trainer alone; the members keep their state."""
-    killed = KillTrainer(state.epoch)
+    killed = Kill(TRAINER_ID, state.epoch)
     trainer = Trainer(fresh=False, reason=reason)
     state = replace(state, epoch=state.epoch + 1, trainer=trainer)
     state, commands = wait(state, f"trainer#{state.epoch}", delay_s) if delay_s else start_trainer(state)
@@ -367,9 +366,9 @@ def restart_trainer(state: JobState, reason: str, delay_s: float = 0.0) -> Resul
 
 
 def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Command, ...]:
-    members = ((rank, state.members[ProcessId(role, rank)]) for rank in ranks)
-    running = ((rank, member) for rank, member in members if member.phase is not MemberPhase.WAITING)
-    return tuple(KillMember(role, rank, member.incarnation) for rank, member in running)
+    members = {process_id: state.members[process_id] for process_id in (ProcessId(role, rank) for rank in ranks)}
+    running = {each: member for each, member in members.items() if member.phase is not MemberPhase.WAITING}
+    return tuple(Kill(process_id, member.incarnation) for process_id, member in running.items())
 
 
 def begin_incarnation(state: JobState, role: str, ranks: Sequence[int], kept: Sequence[int] = ()) -> JobState:

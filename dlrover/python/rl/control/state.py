@@ -174,14 +174,6 @@ class Trainer:
 
 
 @dataclass(frozen=True)
-class Streak:
-    """Recoveries of one thing without progress in between."""
-
-    count: int
-    at_s: float
-
-
-@dataclass(frozen=True)
 class JobState:
     """The state of one job. Subjects are ``"job"``, ``"trainer"``, a role, a member (``"ROLLOUT[1]"``) or a role's
     standbys."""
@@ -203,7 +195,9 @@ class JobState:
     first_cause: Cause | None = None  # since the last progress
     tried: tuple[Cause, ...] = ()  # unknown errors that fresh processes were tried for, since the last progress
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # subject to its restarts within the window
-    streaks: Mapping[str, Streak] = field(default_factory=dict)  # by subject
+    streaks: Mapping[str, tuple[int, float]] = field(default_factory=dict)
+    """Subject to its recoveries without progress in between, and the time of the last one."""
+
     recoveries: Mapping[str, int] = field(default_factory=dict)  # subject to recoveries while the job went on
     restarts_by: Mapping[str, int] = field(default_factory=dict)  # subject to restarts of the job that it caused
     committed: int = 0  # the last reported step
@@ -272,8 +266,8 @@ def standby_subject(role: str) -> str:
 
 
 def has_lost_too_many_standbys(state: JobState, role: str) -> bool:
-    streak = state.streaks.get(standby_subject(role))
-    return streak is not None and streak.count >= STANDBY_TRIES
+    count, _ = state.streaks.get(standby_subject(role), (0, 0.0))
+    return count >= STANDBY_TRIES
 
 
 def drop_standby(state: JobState, role: str, number: int) -> JobState:

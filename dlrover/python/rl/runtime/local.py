@@ -22,10 +22,10 @@ from uuid import uuid4
 
 from dlrover.python.rl.common.errors import CallError, InvocationError, WorkloadDied, user_traceback
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import ProcessId, RLRoleType, member_name
+from dlrover.python.rl.common.names import ProcessId, ProcessKind, RLRoleType, member_name
 from dlrover.python.rl.common.sockets import HeldPort
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.commands import Command, KillMember, Place, Release, StartMembers, StartTrainer, Wait
+from dlrover.python.rl.control.commands import Command, Kill, Place, Release, StartMembers, StartTrainer, Wait
 from dlrover.python.rl.control.events import (
     Cause,
     CauseKind,
@@ -321,9 +321,10 @@ class LocalExecutor:
             emit(Placed(command.incarnation))
         elif isinstance(command, StartMembers):
             self._start_members(command, emit)
-        elif isinstance(command, KillMember):
-            for member in self._members.get(RLRoleType(command.role), [])[command.rank : command.rank + 1]:
-                member.alive = member.alive and member.incarnation != command.incarnation
+        elif isinstance(command, Kill) and command.process_id.kind is ProcessKind.MEMBER:
+            role, rank = command.process_id.role, command.process_id.rank
+            for member in self._members.get(RLRoleType(role), [])[rank : rank + 1]:
+                member.alive = member.alive and member.incarnation != command.number
         elif isinstance(command, StartTrainer):
             self._run_trainer(command, emit)
         elif isinstance(command, Release):

@@ -23,7 +23,6 @@ from typing import TypeAlias
 from dlrover.python.rl.common.errors import CallError, DLRoverRLError, ServiceUnavailable
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.master.process.brain import check_new_size
-from dlrover.python.rl.master.process.metrics import ServiceCounts
 from dlrover.python.rl.service.jobs.ledger import Answer, Draft, Ledger, QueueLimits
 from dlrover.python.rl.service.jobs.records import (
     JobDescription,
@@ -177,10 +176,11 @@ class JobManager:
         ordered = sorted(records, key=lambda record: (record.phase.ended, -record.sequence))
         return [self._with_reason(record) for record in ordered]
 
-    def counts(self) -> ServiceCounts:
+    def counts(self) -> tuple[dict[str, int], int, int]:
+        """The jobs of each phase that have not ended, all events, and the submissions that made a job."""
         jobs = Counter(record.phase for record in self._ledger.unfinished.values())
         by_phase = {phase.value: jobs[phase] for phase in JobPhase if not phase.ended}
-        return ServiceCounts(by_phase, self._ledger.last_event, self._submissions)
+        return by_phase, self._ledger.last_event, self._submissions
 
     def _with_reason(self, record: JobRecord) -> JobRecord:
         """A queued job says why it waits."""

@@ -9,7 +9,7 @@
 A call that has ended is replayed on a new member for the sake of its state; the answer that the trainer has stays.
 """
 
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 from typing import Any
@@ -238,12 +238,11 @@ def preserve_arguments(call: Call, port: Port) -> Call:
 
 
 def sources_of(call: Call | None) -> list[LoggedCall]:
-    return [] if call is None else [ref.token for value in (*call.args, *call.kwargs.values()) for ref in _refs(value)]
-
-
-def _refs(value: Any) -> Iterator[Ref]:
-    items = value.parts if isinstance(value, Rows) else value if isinstance(value, list) else [value]
-    return (item for item in items if isinstance(item, Ref) and isinstance(item.token, LoggedCall))
+    sources: list[LoggedCall] = []
+    for value in (*call.args, *call.kwargs.values()) if call is not None else ():
+        items = value.parts if isinstance(value, Rows) else value if isinstance(value, list) else [value]
+        sources += [item.token for item in items if isinstance(item, Ref) and isinstance(item.token, LoggedCall)]
+    return sources
 
 
 def resolve_refs(value: Any) -> Any:

@@ -255,7 +255,16 @@ class Steps:
 
     def _go_back(self) -> int:
         assert self._checkpoints is not None
-        while (step := self._newest(self._checkpoints)) is not None:
+        while True:
+            lost = ""
+            try:
+                step = self._checkpoints.newest()
+            except CheckpointMissing as error:
+                step, lost = None, str(error)
+            if step is None:  # the members are as init left them
+                self._start_over(lost)
+                self.end(0, last=True)
+                return 0
             try:
                 saved = self._checkpoints.load(step)
                 self._loaded = True
@@ -267,25 +276,12 @@ class Steps:
                 if not is_damage(error):
                     raise
                 self._checkpoints.discard(step, str(error).partition("\n")[0])
-                continue
-            return step
-        self.end(0, last=True)
-        return 0
+            else:
+                return step
 
     def _send_own_part(self, checkpoints: Checkpoints) -> None:
         """The trainer's part of the last commit to another node; the trainer before may have ended before it did so."""
         self.port.transfers.make(checkpoints.trainers_copy(self.port.transfers.nodes))
-
-    def _newest(self, checkpoints: Checkpoints) -> int | None:
-        """The step to go back to; None if the members are as ``init`` left them."""
-        lost = ""
-        try:
-            step = checkpoints.newest()
-        except CheckpointMissing as error:
-            step, lost = None, str(error)
-        if step is None:
-            self._start_over(lost)
-        return step
 
     def _bring_members_to(self, step: int) -> None:
         assert self._checkpoints is not None

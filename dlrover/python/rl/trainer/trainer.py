@@ -311,12 +311,19 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
         trainer = make_trainer()
         steps = trainer.bind(link, attempt)
         try:
-            _run_once(trainer, steps, attempt)
+            if attempt.number:
+                steps.forget()
+            with steps.setup():
+                trainer.init()
+            trainer.fit()
+            steps.finish()
             return
         except StepAbandoned as abandoned:
             step, cause = abandoned.step, abandoned.cause
         except Exception as error:
-            if not _is_retryable(error) and not link.is_loss(error):
+            original = error.original if isinstance(error, InvocationError) else None
+            is_retryable = any(getattr(item, "retryable", False) is True for item in (error, original))
+            if not is_retryable and not link.is_loss(error):
                 raise
             step, cause = steps.port.step or (steps.port.committed or 0) + 1, error
         counts = int(not isinstance(cause, WorkloadDied))  # the master counts those
@@ -330,17 +337,3 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
             _LOG.warning("repeating step %d from the last commit: %s", step, reason)
         steps.port.close(StepAbandoned(step, cause))
         attempt = Attempt(attempt.number + 1, True, reason)
-
-
-def _run_once(trainer: BaseTrainer, steps: Steps, attempt: Attempt) -> None:
-    if attempt.number:
-        steps.forget()
-    with steps.setup():
-        trainer.init()
-    trainer.fit()
-    steps.finish()
-
-
-def _is_retryable(error: BaseException) -> bool:
-    original = error.original if isinstance(error, InvocationError) else None
-    return any(getattr(item, "retryable", False) is True for item in (error, original))

@@ -17,7 +17,7 @@ from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.config.secrets import seal
-from dlrover.python.rl.control.commands import KillMember, KillStandby, Place, Release, StartMembers, StartStandby
+from dlrover.python.rl.control.commands import Kill, Place, Release, StartMembers, StartStandby
 from dlrover.python.rl.control.events import (
     CauseKind,
     MemberLost,
@@ -79,7 +79,7 @@ class Stage:
             executor.execute(command, self.events.append)
             async with asyncio.timeout(20):
                 while len(self.events) < answers and not (
-                    isinstance(command, KillStandby) and len(self.cluster.killed) > kills
+                    isinstance(command, Kill) and len(self.cluster.killed) > kills
                 ):
                     await asyncio.sleep(0.001)
 
@@ -115,7 +115,7 @@ def test_the_slot_of_a_lost_standby_is_free_for_the_next():
     started = stage.run(
         member(1),
         StartStandby("ACTOR", 0),
-        KillStandby("ACTOR", 0),
+        Kill(ProcessId.standby("ACTOR", 0)),
         StartStandby("ACTOR", 1),
         member(2, standby=1),
         StartStandby("ACTOR", 2),
@@ -516,7 +516,7 @@ def test_actor_whose_start_was_cancelled_ends_once_it_is_there():
         executor.execute(member(1), stage.events.append)
         await until(lambda: executor._pool._threads._running)
         before = len(lookups)
-        executor.execute(KillMember("ACTOR", 0, 1), stage.events.append)
+        executor.execute(Kill(ProcessId("ACTOR", 0), 1), stage.events.append)
         await until(lambda: len(lookups) > before)  # the kill finds nothing yet
         may_start.set()
         await until(lambda: stage.cluster.killed)
@@ -545,7 +545,7 @@ def test_late_kill_of_a_replaced_member_spares_its_successor():
         stage = Stage()
         executor = await stage.execute(Place(1), member(1), member(2))
         await until(lambda: stage.cluster.killed == ["ACTOR[0]"])
-        executor.execute(KillMember("ACTOR", 0, 1), stage.events.append)
+        executor.execute(Kill(ProcessId("ACTOR", 0), 1), stage.events.append)
         await until(lambda: not executor._detached._running)
         assert list(stage.cluster.actors) == ["job/run/ACTOR-0/2"]
 

@@ -65,10 +65,6 @@ Errand: TypeAlias = tuple[CheckedJob, str | None, Path | None, bool]
 child was lost."""
 
 
-class _Lost(Exception):
-    """A child, its cluster or its master has ended before the job."""
-
-
 def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, address: str | None = None) -> JobStatus:
     """Run a job on the cluster of ``address``, or on its own, to the end of the job.
 
@@ -81,7 +77,7 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
         while True:
             try:
                 return _attempt(replace(checked, job=job), address, is_resumed, report, announce, interrupts)
-            except _Lost as lost:
+            except MasterLost as lost:
                 loss = lost
             if not interrupts:
                 # What is only in memory is saved.
@@ -98,7 +94,7 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
             is_resumed = True
 
 
-def _check_losses(job: JobSpec, loss: _Lost, losses: int, where: str) -> None:
+def _check_losses(job: JobSpec, loss: MasterLost, losses: int, where: str) -> None:
     """Raises MasterLost after too many ``losses`` in a row without a commit."""
     if losses > job.restart.job_max_restart:
         often = f"{losses} times in a row {where}"
@@ -120,7 +116,8 @@ def _attempt(  # noqa: PLR0913 -- a job, its place, and who listens
     announce: Announcer,
     interrupts: list[int],
 ) -> JobStatus:
-    """Raises _Lost, and what :func:`run_on_cluster` raises but for losses."""
+    """Raises MasterLost if the child, its cluster or its master has ended before the job, and what
+    :func:`run_on_cluster` raises."""
     if address is not None:
         with _Child((checked, address, None, is_resumed)) as child:
             return child.follow(report, announce, interrupts)
@@ -188,7 +185,7 @@ class _Child:
             try:
                 message = self._connection.recv()  # waits: not at all, it was polled for
             except (EOFError, ConnectionError):
-                raise _Lost(f"Ray was lost ({self._how_it_ended()})") from None
+                raise MasterLost(f"Ray was lost ({self._how_it_ended()})") from None
             match message:
                 case str() if message == _READY:
                     self._is_ready = True
@@ -202,8 +199,8 @@ class _Child:
                 case BaseException():
                     self._ended = True
                     *_, is_resumed = self._errand
-                    if isinstance(message, MasterLost) or (isinstance(message, ClusterUnavailable) and is_resumed):
-                        raise _Lost(str(message)) from message
+                    if isinstance(message, ClusterUnavailable) and is_resumed:
+                        raise MasterLost(str(message)) from message
                     raise message
 
     def _pass_on(self, interrupts: list[int]) -> None:

@@ -9,7 +9,7 @@ from contextlib import closing
 from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
-from typing import NamedTuple
+from typing import TypeAlias
 
 from dlrover.python.rl.common.errors import CallError, ConfigError, InvalidJob, JobConflict, JournalCorrupt
 from dlrover.python.rl.common.names import RLRoleType
@@ -34,11 +34,8 @@ from dlrover.python.rl.trainer.trainer import Announcer, Reporter, StepReport, a
 JOURNAL = "journal.jsonl"
 
 
-class Handled(NamedTuple):
-    event: Event
-    before: JobState
-    after: JobState
-    commands: tuple[Command, ...]
+Handled: TypeAlias = tuple[Event, JobState, JobState, tuple[Command, ...]]
+"""An event, the states before and after it, and its commands."""
 
 
 class Brain:
@@ -62,16 +59,17 @@ class Brain:
 
     def handle(self, event: Event) -> tuple[Command, ...]:
         """Save ``event``, unless it changes nothing, and return its commands; after an OSError nothing has changed."""
-        return self.handle_all((event,))[0].commands
+        ((_, _, _, commands),) = self.handle_all((event,))
+        return commands
 
     def handle_all(self, events: Sequence[Event]) -> list[Handled]:
         """Like :meth:`handle` for each, but what is saved is saved together."""
         at_s, state, handled = self._steady_s() + self._offset_s, self.state, []
         for event in events:
             after, commands = step(state, event, at_s)
-            handled.append(Handled(event, state, after, commands))
+            handled.append((event, state, after, commands))
             state = after
-        lines = [encode(at_s, each.event) for each in handled if each.after is not each.before]
+        lines = [encode(at_s, event) for event, before, after, commands in handled if after is not before]
         if lines:
             self._store.append(*lines)
         self.state = state

@@ -92,10 +92,11 @@ class HangDetector:
         return events
 
     async def _condemn(self, hang: Hang, up: list[Sign], listening: Listening, now_s: float) -> Event:
-        sign, process_id = hang.sign, hang.sign.process_id
+        sign, why = hang
+        process_id = sign.process_id
         peers = [peer for peer in up if peer.process_id.pool == process_id.pool]
         odd = odd_one_out(peers, listening, now_s)
-        message = hang.why + (f"; odd one out: {odd.sign.process_id}, {odd.why}" if odd else "")
+        message = why + (f"; odd one out: {odd[0].process_id}, {odd[1]}" if odd else "")
         looked_at = [sign, *(peer for peer in peers if peer is not sign)][:_MOST_STACKS]
         located = [(each.process_id, self._process_of(each.process_id)) for each in looked_at]
         running = [(peer_id, process) for peer_id, process in located if process is not None]
@@ -136,11 +137,11 @@ def _standing(beat: Heartbeat, state: JobState) -> tuple[bool, bool]:
 def _culprits(hanging: tuple[Hang, ...], state: JobState, listening: Listening, now_s: float) -> list[Hang]:
     """Of a role whose ranks meet in collectives, the one that the others wait for; of other roles, all."""
     culprits: list[Hang] = []
-    for pool in dict.fromkeys(hang.sign.process_id.pool for hang in hanging):
-        of_role = [hang for hang in hanging if hang.sign.process_id.pool == pool]
+    for pool in dict.fromkeys(sign.process_id.pool for sign, _ in hanging):
+        of_role = [(sign, why) for sign, why in hanging if sign.process_id.pool == pool]
         settings = state.settings.roles.get(pool) if state.settings else None
         if settings is not None and settings.scope is RecoveryScope.GROUP and len(of_role) > 1:
-            odd = odd_one_out([hang.sign for hang in of_role], listening, now_s)
-            of_role = [hang for hang in of_role if odd is None or hang.sign is odd.sign]
+            odd = odd_one_out([sign for sign, _ in of_role], listening, now_s)
+            of_role = [(sign, why) for sign, why in of_role if odd is None or sign is odd[0]]
         culprits += of_role
     return culprits

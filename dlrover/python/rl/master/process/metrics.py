@@ -349,9 +349,12 @@ def tls_context(certificate: Path, key: Path, client_ca: Path | None = None) -> 
     return context
 
 
-class MetricsEndpoint:
+class MetricsEndpoint(ThreadingHTTPServer):
     """Serves ``registry`` in a thread until it is closed. Raises CallError beyond loopback without a token or without
     TLS, OSError if the address is taken."""
+
+    daemon_threads = True
+    request_queue_size = _MAX_CLIENTS
 
     def __init__(
         self, registry: CollectorRegistry, host: str, port: int, token: str = "", tls: ssl.SSLContext | None = None
@@ -362,29 +365,18 @@ class MetricsEndpoint:
                 " metrics_tls_cert and metrics_tls_key (serve: --metrics-token-file, --tls-cert, --tls-key), or keep"
                 " them on loopback, behind a proxy"
             )
-        self._server = _Server((host, port), _handler(registry, token, is_loopback(host)))
+        self._slots = threading.BoundedSemaphore(_MAX_CLIENTS)
+        super().__init__((host, port), _handler(registry, token, is_loopback(host)))
         if tls is not None:
             # The handshake is at the first read, in the client's own thread and within its time.
-            self._server.socket = tls.wrap_socket(self._server.socket, server_side=True, do_handshake_on_connect=False)
-        self.address = f"{host}:{self._server.server_address[1]}"
+            self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
+        self.address = f"{host}:{self.server_address[1]}"
         self.url = f"{'https' if tls is not None else 'http'}://{self.address}/metrics"
-        self._thread = threading.Thread(
-            target=self._server.serve_forever, args=(_CLOSING_S,), name="metrics", daemon=True
-        )
-        self._thread.start()
+        threading.Thread(target=self.serve_forever, args=(_CLOSING_S,), name="metrics", daemon=True).start()
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-
-
-class _Server(ThreadingHTTPServer):
-    daemon_threads = True
-    request_queue_size = _MAX_CLIENTS
-
-    def __init__(self, address: tuple[str, int], handler: type[BaseHTTPRequestHandler]) -> None:
-        self._slots = threading.BoundedSemaphore(_MAX_CLIENTS)
-        super().__init__(address, handler)
+        self.shutdown()
+        self.server_close()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if not self._slots.acquire(blocking=False):
@@ -440,17 +432,11 @@ def _handler(registry: CollectorRegistry, token: str, is_local: bool) -> type[Ba
     return Handler
 
 
-@dataclass(frozen=True)
-class ServiceCounts:
-    jobs: Mapping[str, int]  # by phase, without those that have ended
-    events: int = 0
-    submissions: int = 0  # that made a job
-
-
 class ServiceMetrics:
-    """Collected by ``registry``. Methods and codes are those of the protocol: no client can add a series."""
+    """Collected by ``registry``. Methods and codes are those of the protocol: no client can add a series. ``counts``
+    are the jobs by phase, without ended ones, all events, and the submissions that made a job."""
 
-    def __init__(self, counts: Callable[[], ServiceCounts]) -> None:
+    def __init__(self, counts: Callable[[], tuple[Mapping[str, int], int, int]]) -> None:
         self._counts = counts
         self.registry = CollectorRegistry(auto_describe=False)
         self._requests = prometheus_client.Counter(
@@ -472,10 +458,10 @@ class ServiceMetrics:
         self._seconds.labels(method).observe(seconds)
 
     def collect(self) -> Iterator[Metric]:
-        counts = self._counts()
+        by_phase, events, submissions = self._counts()
         jobs = GaugeMetricFamily("rl_service_jobs", "Jobs that have not ended.", labels=["phase"])
-        for phase, number in counts.jobs.items():
+        for phase, number in by_phase.items():
             jobs.add_metric([phase], number)
         yield jobs
-        yield CounterMetricFamily("rl_service_events", "Events of all jobs.", value=counts.events)
-        yield CounterMetricFamily("rl_service_submissions", "Accepted submissions.", value=counts.submissions)
+        yield CounterMetricFamily("rl_service_events", "Events of all jobs.", value=events)
+        yield CounterMetricFamily("rl_service_submissions", "Accepted submissions.", value=submissions)

@@ -237,13 +237,13 @@ class RLMaster:
         self._run.brain.close()
 
     def _carry_out(self, handled: Handled) -> None:
-        event, before, after = handled.event, handled.before, handled.after
+        event, before, after, commands = handled
         if isinstance(event, Resized | Unplaced) and after is not before:
             self._executor.resize(after)
             _LOG.warning("%s: %s has %d members", self._run.job.name, event.role, size_of(after, event.role))
         if isinstance(event, MemberLost) and after is not before:
             self._executor.last_causes[ProcessId(event.role, event.rank)] = f"{event.cause.kind}: {event.cause.message}"
-        for command in handled.commands:
+        for command in commands:
             self._executor.execute(command, self._events.put_nowait)
         self._observer.metrics.take(time.time(), before, after, event)
         if after.phase is not before.phase:

@@ -17,7 +17,7 @@ from ray.exceptions import RayActorError
 
 from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.log import get_logger
-from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, ProcessKind
 from dlrover.python.rl.config.secrets import Secrets, unseal
 from dlrover.python.rl.control import commands, events
 from dlrover.python.rl.control.events import Cause, CauseKind, Process
@@ -80,12 +80,11 @@ class RayExecutor:
             case commands.StartTrainer():
                 entry = self._replace(ProcessEntry(TRAINER_ID, command.epoch))
                 self._start_task(self._run_trainer(entry, command, emit), emit, entry)
-            case commands.KillMember():
-                self._kill(ProcessId(command.role, command.rank), command.incarnation)
-            case commands.KillStandby():
-                self._discard(ProcessId.standby(command.role, command.number))
-            case commands.KillTrainer():
-                self._kill(TRAINER_ID, command.epoch)
+            case commands.Kill(process_id, number):
+                if process_id.kind is ProcessKind.STANDBY:
+                    self._discard(process_id)
+                else:
+                    self._kill(process_id, number)
             case commands.Release():
                 for task in list(self._tasks):
                     task.cancel()
