@@ -140,7 +140,7 @@ class Training:
         cause = Cause(CauseKind.PROCESS_DIED, str(member), "a call found it dead")
         while self.members.get(member, (0, None))[0] <= dead:
             replaced = await self.ask("renew", self.epoch, member.role, member.rank, dead, cause, 5.0)
-            for rank, (incarnation, name) in (replaced.members if replaced is not None else {}).items():
+            for rank, (incarnation, name) in (replaced or {}).items():
                 peer = ProcessId(member.role, rank)
                 handle = self.cluster.find_actor(name)
                 if incarnation > self.members.get(peer, (0, None))[0] and handle is not None:

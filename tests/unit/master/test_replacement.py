@@ -55,7 +55,7 @@ def test_there_is_no_replacement_before_it_is_up():
     lost = (MemberLost("ROLLOUT", 0, 1, GONE),)
     assert replaced(after(*lost), "ROLLOUT", 0, 1) is None
     state = after(*lost, MemberStarted("ROLLOUT", 0, 2, Process("n", 7)))
-    assert replaced(state, "ROLLOUT", 0, 1).members == {
+    assert replaced(state, "ROLLOUT", 0, 1) == {
         0: (2, "ROLLOUT-0.2.-1"),
         1: (1, "ROLLOUT-1.1.-1"),
     }
@@ -66,7 +66,7 @@ def test_a_group_is_there_as_a_whole():
     lost = (MemberLost("ACTOR", 1, 1, GONE), MemberStarted("ACTOR", 1, 2, Process("n", 7)))
     assert replaced(after(*lost), "ACTOR", 1, 1) is None
     state = after(*lost, MemberStarted("ACTOR", 0, 2, Process("n", 8)))
-    assert set(replaced(state, "ACTOR", 1, 1).members) == {0, 1}
+    assert set(replaced(state, "ACTOR", 1, 1)) == {0, 1}
 
 
 def test_a_job_that_ends_replaces_nothing():

@@ -17,6 +17,7 @@ from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.model_shape import ModelShape, shape_of
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import EngineConfig
+from dlrover.python.rl.recipe.base.model_files import device_bytes
 from dlrover.python.rl.recipe.memory import plan as memory_plan
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of, host_bytes, size_passes
 from dlrover.python.rl.recipe.memory.plan import MemoryPlan
@@ -210,7 +211,8 @@ def test_a_rollout_has_weights_and_the_cache_of_what_it_decodes_at_once(small):
 
 def plan(monkeypatch, shape, uses, engine, gigabytes):
     monkeypatch.setattr(memory_plan, "shape_of", lambda model, fallback=None: shape)
-    return MemoryPlan.of(uses, replace(engine, device_memory_gb=gigabytes), "", None)
+    engine = replace(engine, device_memory_gb=gigabytes)
+    return MemoryPlan(uses, engine, "", None, device_bytes(engine)).size_passes()
 
 
 @pytest.mark.parametrize(
@@ -338,7 +340,8 @@ def test_an_engine_that_fills_its_device_is_planned_so(monkeypatch, small, rollo
 
 def test_what_is_not_known_is_said_and_not_refused(monkeypatch, small):
     uses = {ACTOR: ModelUse("trained", "some/hub-name")}
-    made = MemoryPlan.of(uses, replace(ON_CUDA, device_memory_gb=1), "some/hub-name", None)
+    engine = replace(ON_CUDA, device_memory_gb=1)
+    made = MemoryPlan(uses, engine, "some/hub-name", None, device_bytes(engine)).size_passes()
     assert made.lines()[1:] == ["  ACTOR x1: not known without the config.json of some/hub-name (config.model_config)"]
     assert made.find_errors() == MemoryPlan({}, ON_CUDA).lines() == []
     other = MemoryPlan(uses, replace(ON_CUDA, train="own:Engine"))

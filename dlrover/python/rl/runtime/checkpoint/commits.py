@@ -52,8 +52,7 @@ from dlrover.python.rl.runtime.checkpoint.runs import (
 )
 from dlrover.python.rl.runtime.checkpoint.state_file import Header, StateFile
 from dlrover.python.rl.runtime.checkpoint.store import NODES, CheckpointStore, Manifest, Piece, folder_name
-from dlrover.python.rl.trainer.port import LastCommit
-from dlrover.python.rl.trainer.port import Transfer
+from dlrover.python.rl.trainer.port import LastCommit, Transfer
 
 _LOG = get_logger(__name__)
 
