@@ -14,6 +14,11 @@ _MODULES = {
     "common.enums": "RLRoleType: from dlrover.rl import RLRoleType",
     "common.roles": "RLRoleType: from dlrover.rl import RLRoleType",
     "common.args": "the command 'dlrover-rl submit', which takes its options",
+    "session.train": "TrainEngine: from dlrover.rl import TrainEngine",
+    "session.inference": "InferenceEngine: from dlrover.rl import InferenceEngine",
+    "recipe.offline.examples": "dlrover.python.rl.recipe.trainers.examples",
+    "recipe.offline.example_trainer": "dlrover.python.rl.recipe.trainers.example_trainer",
+    "recipe.base.data_config": "dlrover.python.rl.recipe.base.config",
     "trainer.example": "the folders examples/openrlhf and examples/verl of the repository",
 }
 

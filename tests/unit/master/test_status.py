@@ -20,7 +20,7 @@ from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Stand
 from dlrover.python.rl.master.process import rl_master
 from dlrover.python.rl.master.process.brain import Brain, fresh_journal, submission
 from dlrover.python.rl.master.process.rl_master import JobObserver
-from dlrover.python.rl.master.process.status import BEGINNING, recoveries, status_of
+from dlrover.python.rl.master.process.status import Position, recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.trainer.trainer import StepReport
@@ -53,10 +53,10 @@ def test_a_first_start_and_what_changes_nothing_are_not_worth_a_line():
 
 def test_position_of_another_boot_counts_from_zero(tmp_path):
     observer = JobObserver(toy_job(tmp_path))
-    boot, _ = observer.update(AFTER, 0).position
-    assert observer.count_at(BEGINNING) == 0
-    assert observer.count_at((boot, 7)) == 7
-    assert observer.count_at(("another", 7)) == 0
+    boot = observer.update(AFTER, 0).position.boot
+    assert observer.count_at(Position()) == 0
+    assert observer.count_at(Position(boot, 7)) == 7
+    assert observer.count_at(Position("another", 7)) == 0
 
 
 def test_update_after_reports_were_dropped_has_the_next_ones(tmp_path, monkeypatch):

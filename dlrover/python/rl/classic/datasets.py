@@ -21,6 +21,8 @@ class BoxedAnswer(EnvBase):
     r"""Rewards the last ``\boxed{}`` of a completion: 1.0 for the same text or number, else 0.0."""
 
     def get_reward(self, text: str) -> float:
+        if self.answer is None:
+            raise ValueError("the sample has no answer to compare with")
         boxed = boxed_answer(text)
         return float(boxed is not None and same_answer(boxed, str(self.answer)))
 

@@ -8,7 +8,7 @@ from functools import partial
 from itertools import takewhile
 from os.path import commonprefix
 from types import MappingProxyType
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 import numpy as np
 
@@ -331,6 +331,13 @@ class Encoding:
 
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the chat template, where a row has no others."""
+
+    def __post_init__(self) -> None:
+        for name, value, choices in (("over_long", self.over_long, OverLong), ("assistant", self.assistant, Turns)):
+            if value not in get_args(choices):
+                raise ValueError(f"unknown {name} '{value}'{hint(value, get_args(choices))}")
+        if self.max_length is not None and self.max_length < 1:
+            raise ValueError(f"max_length must be at least 1, not {self.max_length}")
 
 
 @dataclass(frozen=True)

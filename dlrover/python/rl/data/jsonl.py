@@ -115,7 +115,7 @@ def _faults_of_one(message: Any) -> list[str]:
         faults.append("'content' must be text")
     faults += [fault for key in _TEXTS for fault in surrogate_faults(key, message.get(key))]
     calls = message.get("tool_calls", [])
-    for index, call in enumerate(calls if isinstance(calls, list) else [calls]):
+    for index, call in enumerate(calls if isinstance(calls, list) else [None]):
         function: Any = call.get("function") if isinstance(call, dict) else None
         values = [function.get("name"), function.get("arguments")] if isinstance(function, dict) else [None, None]
         if not isinstance(values[0], str) or not isinstance(values[1], dict | str):

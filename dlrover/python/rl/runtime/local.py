@@ -399,8 +399,9 @@ class LocalExecutor:
         emit(TrainerFinished(command.epoch))
 
     def _release(self, final: bool) -> None:
-        if self._trainer is not None:
-            self._trainer.stop()
+        run, self._trainer = self._trainer, None
+        if run is not None:
+            run.stop()
         members, self._members = self._members, {}
         for port in self._ports.values():
             port.give_back()

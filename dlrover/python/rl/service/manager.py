@@ -163,7 +163,9 @@ class JobManager:
         if record.phase is not JobPhase.RUNNING:
             raise CallError(f"'{name}' is {record.phase}: only a running job can be resized")
         await self._runner.resize(record, role, num)
-        await self._put(Schedule())  # after what the runner has reported
+        saved = await self._put(Schedule())  # after what the runner has reported
+        if isinstance(saved, DLRoverRLError):
+            raise saved
         return self._ledger.get(name)
 
     def get(self, name: str) -> JobRecord:

@@ -30,7 +30,7 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.client.jobs import read_history
 from dlrover.python.rl.master.client.on_ray import start_master
 from dlrover.python.rl.master.client.run import CheckedJob, check_job
-from dlrover.python.rl.master.process.status import BEGINNING, JobStatus, Update
+from dlrover.python.rl.master.process.status import JobStatus, Position, Update
 from dlrover.python.rl.runtime.ray.cluster.cluster import lost_process
 from dlrover.python.rl.runtime.ray.cluster.nodes import in_daemon_thread
 from dlrover.python.rl.runtime.ray.processes.actors import MasterCalls, cluster_capacity, find_master, sweep
@@ -225,7 +225,7 @@ class RayJobRunner(JobRunner):
 
     async def _follow(self, driven: _Driven, master: MasterCalls) -> Observed:
         """Report until the run has ended. Raises MasterLost."""
-        position = BEGINNING
+        position = Position()
         while True:
             try:
                 update: Update = await master.call("follow", position, _FOLLOW_S, timeout_s=_ANSWER_S)

@@ -54,8 +54,9 @@ class TrainerPlan:
 
 
 def plan_of(trainer: type[Any]) -> TrainerPlan:
-    plan: TrainerPlan = trainer.plan(trainer)
-    return plan
+    """Return the plan that ``trainer`` names; the default for a class that uses the name otherwise."""
+    plan = trainer.plan if isinstance(trainer.plan, type) and issubclass(trainer.plan, TrainerPlan) else TrainerPlan
+    return plan(trainer)
 
 
 def call_hook(owner: type[Any], name: str, default: Any, *arguments: Any) -> Any:

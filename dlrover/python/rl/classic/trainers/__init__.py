@@ -93,7 +93,7 @@ def _remove(path: Path) -> None:
     path.unlink(missing_ok=True)
 
 
-@dataclass(frozen=True)
+@dataclass
 class ClassicTrainer:
     """Arguments of every trainer, and ``train``.
 
@@ -221,6 +221,10 @@ class ClassicTrainer:
     @cached_property
     def _output(self) -> OutputFolder:
         return OutputFolder(Path(self.output_dir))
+
+    @property
+    def folder(self) -> Path:
+        return Path(self.output_dir)
 
     def _read_launch(self) -> LaunchEnv:
         launch = LaunchEnv.from_env(os.environ)

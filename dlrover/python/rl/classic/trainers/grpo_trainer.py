@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """GRPO, and what the trainers on sampled completions share: RLFusion's arguments over the recipe ``grpo``."""
 
+import json
+import os
 from collections.abc import Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar
@@ -10,11 +12,15 @@ from annotated_types import Ge
 from dlrover.python.rl.classic.envs import SampleDataset, load_samples, write_samples
 from dlrover.python.rl.classic.evaluator import Positive, PositiveNumber, names_arguments, sampling_params
 from dlrover.python.rl.classic.trainers import ClassicTrainer
+from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.recipe import grpo
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
+from dlrover.python.rl.trainer.trainer import StepReport
+
+_LOG = get_logger(__name__)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class ClassicPolicyTrainer(ClassicTrainer):
     """Arguments of the trainers on sampled completions."""
 
@@ -30,10 +36,12 @@ class ClassicPolicyTrainer(ClassicTrainer):
     """Bound of the distance from 1 of the ratio to the policy that generated a sample."""
 
     log_completions: bool = False
-    """Log every sample of a step; ``samples.jsonl`` has all of them too."""
+    """Log completions beside the metrics; ``samples.jsonl`` has all of them."""
 
     max_log_chars: Positive = 320
-    """Characters of each text that are logged."""
+    """Characters of each that are logged."""
+
+    _offset = 0
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -66,6 +74,23 @@ class ClassicPolicyTrainer(ClassicTrainer):
             self.model_after(step), samples, sampling_temperature=temperature, num_batches=num_batches
         )
 
+    def _report(self, report: StepReport) -> None:
+        super()._report(report)
+        if self.log_completions and report.step % self.logging_steps == 0:
+            for row in self._read_samples(report.step):
+                _LOG.info("reward %s  %r", row.get("reward"), row["completion"][: self.max_log_chars])
+
+    def _read_samples(self, step: int) -> list[dict[str, Any]]:
+        """The samples of a step; each call reads only what was appended since the last one."""
+        prefix = f'{{"step": {step},'.encode()
+        with open(self._output.run / "samples.jsonl", "rb") as file:
+            if os.fstat(file.fileno()).st_size < self._offset:
+                self._offset = 0  # the run went back to a commit, which shortens the file
+            file.seek(self._offset)
+            rows = [json.loads(line) for line in file if line.startswith(prefix)]
+            self._offset = file.tell()
+        return rows
+
     def _recipe_config(self, launch: LaunchEnv) -> dict[str, Any]:
         train = load_samples(self.train_dataset, "train_dataset", rewards=self.needs_rewards)
         file = write_samples(self._data_folder, "train", train, scored=True)
@@ -84,8 +109,6 @@ class ClassicPolicyTrainer(ClassicTrainer):
             "reward": self._reward(splits, self._empty_reward()),
             **{f"rollout.{key}": getattr(sampling, key) for key in ("max_new_tokens", "temperature", "top_k", "top_p")},
             "rollout.stop": list(sampling.stop),
-            "log.show_samples": prompts * getattr(self, "group_size", 1) if self.log_completions else 0,
-            "log.max_chars": self.max_log_chars,
         }
 
     def _empty_reward(self) -> float | None:
@@ -93,7 +116,7 @@ class ClassicPolicyTrainer(ClassicTrainer):
 
 
 @names_arguments
-@dataclass(frozen=True)
+@dataclass
 class ClassicGRPOTrainer(ClassicPolicyTrainer):
     """Samples groups of completions, and reinforces the better ones of each group: the recipe ``grpo``.
 

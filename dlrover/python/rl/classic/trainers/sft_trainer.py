@@ -27,7 +27,7 @@ _NO_LIMIT = 1 << 20
 
 
 @names_arguments
-@dataclass(frozen=True)
+@dataclass
 class ClassicSFTTrainer(ClassicTrainer):
     """Teaches a model the assistant's part of conversations: the recipe ``sft``.
 

@@ -25,6 +25,7 @@ def restore_state(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
         OtherLayout: its ranks have divided the model otherwise; nothing was changed.
         EngineError: one of the two is frozen, or the state has been released; nothing was changed.
     """
+    _check_trained(own, state)
     if state["layout"] != own["layout"]:
         raise OtherLayout(
             f"the state is of layout {state['layout']}, not {own['layout']}: a checkpoint can be read in both"
@@ -74,12 +75,16 @@ def merge_states(own: Mapping[str, Any], states: Iterable[Mapping[str, Any]]) ->
         raise EngineError(f"the states of the other ranks lack a part of {', '.join(missing[:8])}")
 
 
+def _check_trained(own: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    if (state["optimizer"] is None) != (own["optimizer"] is None):
+        raise EngineError("the state of a trained engine does not fit a frozen one, nor the reverse")
+
+
 def _check(
     own: Mapping[str, Any], state: Mapping[str, Any], own_places: Mapping[str, Any], places: Mapping[str, Any]
 ) -> None:
     """Raise an error unless the parameters have equal shapes, whole where a place says so, and equal moments."""
-    if (state["optimizer"] is None) != (own["optimizer"] is None):
-        raise EngineError("the state of a trained engine does not fit a frozen one, nor the reverse")
+    _check_trained(own, state)
     expected, actual = (
         {name: tuple(at[name]["shape"] if name in at else tensor.shape) for name, tensor in model.items()}
         for model, at in ((own["model"], own_places), (state["model"], places))

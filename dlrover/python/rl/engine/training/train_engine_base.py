@@ -311,9 +311,9 @@ class BackendTrainEngine(ABC):
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Copy in what :meth:`state_dict` returned on this rank; see :func:`restore_state` for errors."""
-        backend, setup = self._revive(), self._setup
-        check_adapters(setup.adapters, state, setup.spec.name, lambda: backend.local_state()["model"])
-        backend.restore_local_state(state)
+        setup = self._setup
+        check_adapters(setup.adapters, state, setup.spec.name, lambda: self._revive().local_state()["model"])
+        self._revive().restore_local_state(state)
         self.version, self._skipped, self._has_weights = int(state["version"]), int(state["skipped"]), True
 
     def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:

@@ -176,11 +176,9 @@ class HostArena:
     def __init__(self) -> None:
         self._blocks: list[tuple[Bytes, weakref.ref[Bytes]]] = []
 
-    def assemble(
-        self, ticket: Ticket, size: int, read: Callable[[Bytes], object], read_seal: Callable[[], bytes]
-    ) -> WeightSnapshot:
-        """Have ``read`` fill the memory of a version in parts of ``size`` bytes, fingerprint each of them, and compare
-        all with the seal behind them: see :func:`assemble_snapshot`."""
+    def fill(self, ticket: Ticket, size: int, read: Callable[[Bytes], object]) -> tuple[Bytes, list[int]]:
+        """Have ``read`` fill the memory of a version in parts of ``size`` bytes, and fingerprint each of them. Returns
+        the memory and the tensors' fingerprints, for :func:`assemble_snapshot`."""
         nbytes = ticket.table.nbytes
         free = [block for block, view in self._blocks if view() is None and len(block) == nbytes]
         self._blocks = [(block, view) for block, view in self._blocks if view() is not None]
@@ -191,7 +189,7 @@ class HostArena:
         for start, stop in bucket_spans(ticket.table, size):
             read(flat[start:stop])
             tally.update(flat, 0, stop)
-        return assemble_snapshot(ticket, flat, tally.crcs, Seal.unpack(read_seal()))
+        return flat, tally.crcs
 
 
 def try_lock(descriptor: int, operation: int) -> bool:

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.api.weights import WeightSnapshot, WeightStamp
 from dlrover.python.rl.engine.model.ranks import serve_store, use_device, use_interface_towards
-from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, SyncSettings, Ticket
+from dlrover.python.rl.engine.weight_sync.base import Pieces, Seal, SenderBase, SyncSettings, Ticket, assemble_snapshot
 from dlrover.python.rl.engine.weight_sync.buckets import Bytes, CrcTally, HostArena, bucket_spans
 
 _SENDER_RANK = 0
@@ -92,11 +92,9 @@ class BroadcastTransport(SenderBase):
                 group.broadcast(received)
                 np.copyto(part, self._on_host(received))
 
-            def read_seal() -> bytes:
-                group.broadcast(seal)
-                return self._on_host(seal).tobytes()
-
-            return self._arena.assemble(ticket, size, read, read_seal)
+            flat, crcs = self._arena.fill(ticket, size, read)
+            group.broadcast(seal)
+        return assemble_snapshot(ticket, flat, crcs, Seal.unpack(self._on_host(seal).tobytes()))
 
     def _on_host(self, part: Any) -> Bytes:
         """The bytes of a ``uint8`` tensor, valid until the next call: its own, or a copy in page-locked memory."""

@@ -35,6 +35,7 @@ from dlrover.python.rl.engine.weight_sync.base import (
     StallTimer,
     SyncSettings,
     Ticket,
+    assemble_snapshot,
     refuse_adapters,
 )
 from dlrover.python.rl.engine.weight_sync.buckets import CrcTally, HostArena, copy_to_host, reserve, try_lock
@@ -166,7 +167,8 @@ class DiskTransport(SenderBase):
                 if nbytes != size:
                     raise WeightSyncError(f"{path.name} is cut: {nbytes:,} of {size:,} bytes")
                 bucket = self.settings.bucket
-                return self._arena.assemble(ticket, bucket, lambda part: _read_exactly(file, part.data), file.read)
+                flat, crcs = self._arena.fill(ticket, bucket, lambda part: _read_exactly(file, part.data))
+                return assemble_snapshot(ticket, flat, crcs, Seal.unpack(file.read()))
 
     def _wait_for(self, ticket: Ticket, path: Path) -> None:
         def check_sender() -> None:

@@ -107,6 +107,12 @@ class ToolEnvironment:
             message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         return StepResult(messages, 0.0, 0.0, False, extra_info)
 
+    async def close(self, extra_info: dict[str, Any]) -> None:
+        """An episode holds nothing."""
+
+    async def shutdown(self) -> None:
+        """Nothing is held."""
+
     async def _response(self, call: str) -> str:
         """Return the result of a call, or the error."""
         parsed, fault = parse_call(call), ""

@@ -39,7 +39,7 @@ from dlrover.python.rl.master.client.jobs import (
 from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run, wait_for_lost_owner
 from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.rl_master import RLMaster
-from dlrover.python.rl.master.process.status import BEGINNING, INTERRUPTED, JobStatus, Update
+from dlrover.python.rl.master.process.status import INTERRUPTED, JobStatus, Position, Update
 from dlrover.python.rl.runtime.interrupts import noted_signals
 from dlrover.python.rl.runtime.ray.cluster.api import RayClusterApi
 from dlrover.python.rl.runtime.ray.cluster.cluster import current_address, lost_process, other_addresses, ray_cluster
@@ -171,7 +171,7 @@ def follow(
 
     The first of ``interrupts`` stops the job, the second ends the waiting, as does ``deadline_s``.
     """
-    position, stopping, began_s, activity = BEGINNING, False, time.monotonic(), ""
+    position, stopping, began_s, activity = Position(), False, time.monotonic(), ""
     while True:
         update: Update = ask(partial(master.follow.remote, position, FOLLOW_S), ANSWER_S)
         position = update.position

@@ -132,7 +132,8 @@ class RLMaster:
         self._observer = JobObserver(job)
         self._tasks: list[asyncio.Task[None]] = []
         self._beginning, self._resizing = asyncio.Lock(), asyncio.Lock()
-        if was_restarted():
+        self._restarted = was_restarted()
+        if self._restarted:
             current_actor().resume.remote()
         end_unless(lambda: bool(self._tasks), _BEGIN_S, f"{job.name}: nobody has started this job")
 
@@ -176,7 +177,7 @@ class RLMaster:
     async def _awake(self) -> bool:
         """Return True if the job has begun. A restarted master resumes at the first request, in case its request to
         itself was lost."""
-        return bool(self._tasks) or (was_restarted() and await self.resume())
+        return bool(self._tasks) or (self._restarted and await self.resume())
 
     async def _come_back(self) -> None:
         name = self._run.job.name
@@ -267,7 +268,8 @@ class RLMaster:
             async with asyncio.timeout(_RELEASE_S):
                 await released.wait()
         self._run.brain.fail(error)
-        self._run.brain.close()
+        if released.is_set():  # else its journal still says whether another master has taken over
+            self._run.brain.close()
         self._leave()
         await self._tell()
 
@@ -557,13 +559,12 @@ class JobObserver:
 
     def count_at(self, position: Position) -> int:
         """The number of reports of this process that were read at ``position``."""
-        boot, read = position
-        return read if boot == self._boot else 0
+        return position.read if position.boot == self._boot else 0
 
     def update(self, state: JobState, count: int) -> Update:
         dropped = self.count - len(self._reports)
         fresh = islice(self._reports, max(count - dropped, 0), None)
-        return Update(self.status(state), tuple(fresh), (self._boot, self.count))
+        return Update(self.status(state), tuple(fresh), Position(self._boot, self.count))
 
 
 def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member | None:

@@ -4,7 +4,7 @@
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import nan
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
@@ -56,10 +56,12 @@ class JobStatus:
     run: str = ""  #: its id; empty in the answers of masters of earlier versions
 
 
-Position: TypeAlias = tuple[str, int]
-"""A master's process, and how many of its reports were read; a restarted one counts from 0."""
+@dataclass(frozen=True)
+class Position:
+    """The number of reports read from a master's process; a restarted one counts from 0."""
 
-BEGINNING: Position = ("", 0)
+    boot: str = ""
+    read: int = 0
 
 
 @dataclass(frozen=True)

@@ -104,7 +104,7 @@ class RecipePlan(TrainerPlan, ABC):
             errors += validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, rollout, False)
         errors += validate_transport_options(engine.weight_sync_options)
         names = [train, rollout, "config.algorithm.name"]
-        return [error for error in errors if error.where not in names]
+        return [*(error for error in errors if error.where not in names), *super().check_options(config)]
 
     def check_workloads(self, workloads: Mapping[RLRoleType, type[Any]]) -> Iterable[ConfigError]:
         """The library's classes belong to certain roles; of other classes nothing is known."""
@@ -116,13 +116,15 @@ class RecipePlan(TrainerPlan, ABC):
                 kind = "" if workload.__name__ == recipe_class else f", a kind of {recipe_class}"
                 message = f"{name} needs {needed} here, not {workload.__name__}{kind}"
                 yield ConfigError(f"workload.{role.lower()}.class", message)
+        yield from super().check_workloads(workloads)
 
     def complete_config(self, config: Any, devices: str) -> Mapping[str, Any]:
         complete = asdict(complete_config(self.trainer.config_class, config, cast(Devices, devices)))
         if default := self.trainer.algorithm_name:
             options = {"name": default, **complete["algorithm"]}
             complete["algorithm"] = complete_options({**self.algorithm_defaults(complete, options["name"]), **options})
-        return complete
+        own = super().complete_config(complete, devices)
+        return complete if own is None else own
 
     def algorithm_defaults(self, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
         """Defaults of the algorithm's options that depend on the remaining configuration."""

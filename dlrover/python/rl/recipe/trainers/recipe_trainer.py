@@ -73,6 +73,16 @@ class RecipeTrainer(BaseTrainer):
         """Override it to add errors to those that the plan finds."""
         return ()
 
+    @classmethod
+    def settings_of_state(cls, config: Any) -> Mapping[str, Any]:
+        """Override it to add settings to the plan's."""
+        return {}
+
+    @classmethod
+    def describe_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[str]:
+        """Override it to add lines to the plan's."""
+        return ()
+
     def begin_loading(self, group: RoleGroup, *arguments: Any) -> Pending:
         """``init_model`` of a role. Those whose ranks meet load one after the other: where they share devices, ranks of
         one would have a device that ranks of the other wait for."""

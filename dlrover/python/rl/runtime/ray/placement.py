@@ -263,14 +263,15 @@ def _describe_lack(cluster: RayClusterApi, placement: Placement, nodes: Sequence
         shown = ", ".join(map(str, by_node[:_NODES_SHOWN]))
         more = f", ... ({len(by_node)} nodes)" if len(by_node) > _NODES_SHOWN else ""
         together = f", of these together on one node each: {shown}{more}"
-    return f"needed {needed}{together}; free {_free_of(cluster, needed)}"
+    free = {name: amount // 1 if name == "memory" else amount for name, amount in _free_of(cluster, needed).items()}
+    return f"needed {needed}{together}; free {free}"
 
 
 def _free_of(cluster: RayClusterApi, names: Iterable[str]) -> dict[str, float]:
     """The free amounts of these resources, memory in MB."""
     available = cluster.free_resources()
     free = {name: available.get(RAY_NAMES.get(name, name), 0.0) for name in names}
-    return {name: amount // MEGABYTE if name == "memory" else amount for name, amount in free.items()}
+    return {name: amount / MEGABYTE if name == "memory" else amount for name, amount in free.items()}
 
 
 # -- reservations of a job --------------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import asdict, fields
-from math import nan
+from math import isfinite, nan
 from pathlib import Path
 from typing import Any
 
@@ -151,14 +151,21 @@ def _hold(folder: Path) -> int:
 
 
 def _to_json(value: JobRecord | JobEvent | JobDescription) -> str:
-    return json.dumps(asdict(value), separators=(",", ":"))  # NaN and infinity as Python reads them
+    """Numbers that are not finite become null, since SQLite and other readers of JSON know no others."""
+    plain = asdict(value)
+    for name, number in plain.items():
+        if isinstance(number, float) and not isfinite(number):
+            plain[name] = None
+        elif name == "metrics":
+            plain[name] = {key: amount if isfinite(amount) else None for key, amount in number.items()}
+    return json.dumps(plain, allow_nan=False, separators=(",", ":"))
 
 
 def _record(plain: dict[str, Any]) -> JobRecord:
     known = {field.name for field in fields(JobRecord)}
     values = {name: value for name, value in plain.items() if name in known}
     values["phase"] = JobPhase(values["phase"])
-    if values["reward"] is None:  # NaN, as earlier versions wrote it
+    if values["reward"] is None:
         values["reward"] = nan
     values["members"] = tuple(RunningProcess(*member) for member in values.get("members", ()))
     return JobRecord(**values)
