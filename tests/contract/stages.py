@@ -132,7 +132,9 @@ class RayStage:
         return make_trainer(_some(self.handles, sizes), self.port, self._path)
 
     def kill(self, role, rank):
-        ray.kill(self.handles[role][rank])
+        handle = self.handles[role][rank]
+        ray.kill(handle)
+        ray.wait([handle.dlrover_ping.remote()], timeout=10)  # ray.kill returns before the process has ended
 
     def call_raw(self, handle, method, *args):
         return ray.get(getattr(handle, method).remote(*args), timeout=30)

@@ -115,7 +115,7 @@ def test_a_socket_beyond_loopback_would_be_seen():
 def test_beyond_loopback_without_a_certificate_nothing_starts(tmp_path, host):
     with started(tmp_path, "serve", "--host", host, "--port", "0", "--dry-run") as service:
         assert service.wait(30) == 2
-    assert "add --tls-cert and --tls-key" in (tmp_path / "said").read_text()
+    assert "add --tls-cert and --tls-key" in (tmp_path / "output").read_text()
 
 
 @pytest.mark.skipif(not machine_addresses(), reason="this machine has loopback only")
