@@ -5,11 +5,13 @@ import asyncio
 import itertools
 import signal
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import ray
 from launched import Launcher
 from omegaconf import OmegaConf
+from ray.exceptions import RayActorError
 from toys import Pairs, Toy
 
 from dlrover.python.rl.common.names import RLRoleType
@@ -134,7 +136,9 @@ class RayStage:
     def kill(self, role, rank):
         handle = self.handles[role][rank]
         ray.kill(handle)
-        ray.wait([handle.dlrover_ping.remote()], timeout=10)  # ray.kill returns before the process has ended
+        with suppress(RayActorError):
+            while True:  # ray.kill returns before the process has ended
+                ray.get(handle.dlrover_ping.remote(), timeout=10)
 
     def call_raw(self, handle, method, *args):
         return ray.get(getattr(handle, method).remote(*args), timeout=30)

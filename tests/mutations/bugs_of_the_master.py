@@ -103,7 +103,7 @@ BUGS = {
         _PLACEMENT, "if group.is_reserved()), prefix)", "if group.is_reserved(excluded)), prefix)"
     ),
     "free memory is compared in bytes with megabytes": Bug(
-        _PLACEMENT, 'amount // MEGABYTE if name == "memory" else amount for', "amount for"
+        _PLACEMENT, 'amount / MEGABYTE if name == "memory" else amount for', "amount for"
     ),
     "a group that was replaced follows to another node": Bug(
         _PLACEMENT, "group.state == CREATED and group.nodes == {successor.replaced_node}", "group.state == CREATED"
