@@ -5,6 +5,7 @@ import asyncio
 import itertools
 import signal
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
@@ -136,8 +137,9 @@ class RayStage:
     def kill(self, role, rank):
         handle = self.handles[role][rank]
         ray.kill(handle)
+        deadline_s = time.monotonic() + 10
         with suppress(RayActorError):
-            while True:  # ray.kill returns before the process has ended
+            while time.monotonic() < deadline_s:  # ray.kill returns before the process has ended
                 ray.get(handle.dlrover_ping.remote(), timeout=10)
 
     def call_raw(self, handle, method, *args):

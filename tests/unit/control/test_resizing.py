@@ -145,7 +145,7 @@ def test_without_a_place_for_a_member_the_role_goes_on_with_fewer_and_grows_agai
     run = Run(*OPEN, lost("ROLLOUT", 0), no_place(0, 2), terms=ELASTIC)
     assert run.state.phase is Phase.RUNNING and run.state.wanted == {"ROLLOUT": 2}
     assert of(StartMembers, run.commands)[0].members == ((0, 3),)
-    assert of(Kill, run.commands)[-2] == Kill(ProcessId("ROLLOUT", 1), 1), "its ranks are counted anew"
+    assert of(Kill, run.commands)[-2] == Kill(ProcessId("ROLLOUT", 1), 1), "its ranks are counted again"
     assert "no place" in of(StartTrainer, run.commands)[0].reason
     assert not run.state.history.get("job"), "nothing is charged for it"
     run(started("ROLLOUT", 0, 3), TrainerStarted(2, run.state.trainer.process), Resized("ROLLOUT", 2, 2))

@@ -65,6 +65,10 @@ def test_rows_of_both_kinds(tmp_path):
             {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f"}}]}]},
             'messages[0]: tool_calls[0]: must be {"function": {"name": ..., "arguments": {...}}}',
         ),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": CALL}]},
+            'messages[0]: tool_calls[0]: must be {"function": {"name": ..., "arguments": {...}}}',
+        ),
     ],
 )
 def test_what_can_be_wrong_with_a_row(tmp_path, row, what):

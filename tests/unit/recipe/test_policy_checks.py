@@ -16,7 +16,8 @@ from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ScorerWorkload, ShardedReferenceWorkload
-from dlrover.python.rl.trainer.plan import plan_of
+from dlrover.python.rl.trainer.plan import TrainerPlan, plan_of
+from dlrover.python.rl.trainer.trainer import BaseTrainer
 
 ACTOR = RLRoleType.ACTOR
 
@@ -73,11 +74,44 @@ class StrictTrainer(GRPOTrainer):
         yield from super().check_config(config, roles)
         yield ConfigError("config.steps", "has to be even")
 
+    @classmethod
+    def check_options(cls, config):
+        yield ConfigError("config.seed", "has to be odd")
+
+    @classmethod
+    def check_workloads(cls, workloads):
+        yield ConfigError("workload.actor.class", "has to be mine")
+
+    @classmethod
+    def complete_config(cls, config, devices):
+        return {**config, "steps": 7}
+
+    @classmethod
+    def settings_of_state(cls, config):
+        return {**super().settings_of_state(config), "steps": 1}
+
+
+class Planner(BaseTrainer):
+    def plan(self):
+        """A user's method of this name is not a plan of checks."""
+
 
 def test_trainer_of_a_user_adds_errors_to_the_recipes(tmp_path):
     config = policy_job(tmp_path, "grpo", eval_every=-1).config
     places = [error.where for error in plan_of(StrictTrainer).check_config(config, {ACTOR: 1})]
     assert {"config.eval_every", "workload", "config.steps"} <= set(places)
+
+
+def test_hooks_of_a_recipes_subclass_add_to_its_plan(tmp_path):
+    config, plan = policy_job(tmp_path, "grpo").config, plan_of(StrictTrainer)
+    assert [error.what for error in plan.check_options(config)] == ["has to be odd"]
+    assert [error.what for error in plan.check_workloads({})] == ["has to be mine"]
+    assert plan.complete_config(config, "CPU")["steps"] == 7
+    assert plan.settings_of_state({"seed": 3}) == {"seed": 3, "steps": 1}
+
+
+def test_plan_of_a_trainer_with_a_method_plan_is_the_default():
+    assert type(plan_of(Planner)) is TrainerPlan
 
 
 def test_classes_of_users_and_their_subclasses_are_not_refused():

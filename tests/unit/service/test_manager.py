@@ -332,6 +332,20 @@ def test_reports_of_an_earlier_run_change_nothing(tmp_path):
     run(body())
 
 
+def test_resize_that_cannot_be_saved_is_an_error(tmp_path):
+    async def body():
+        store = FullDisk(tmp_path)
+        async with serving(tmp_path, MemoryRunner(step_s=60), store=store) as manager:
+            await manager.ask(submission())
+            await until(lambda: manager.get("job").phase is JobPhase.RUNNING)
+            store.full = True
+            with pytest.raises(ServiceUnavailable, match="cannot save: disk full"):
+                await manager.resize("job", "ROLLOUT", 3)
+            store.full = False
+
+    run(body())
+
+
 def test_what_cannot_be_saved_has_not_happened(tmp_path):
     async def body():
         store = FullDisk(tmp_path)

@@ -232,4 +232,4 @@ _READERS: Mapping[str, Callable[[Any, Sequence[memoryview]], Any]] = {
     "scalar": lambda content, buffers: _array([content[0], (), content[1]], buffers)[()],
     "tensor": _tensor,
 }
-"""How the content of a node is read, by its tag."""
+"""Functions that read the content of a node, by its tag."""

@@ -21,7 +21,7 @@ _TERMINATED = 128 + signal.SIGTERM
 
 @contextmanager
 def noted_signals(*signals: int) -> Iterator[list[int]]:
-    """The list of those of ``signals`` that have come inside the block, where they interrupt no line. Outside the main
+    """Yield a list of the ``signals`` that have come inside the block, where they interrupt no line. Outside the main
     thread none is noted."""
     noted: list[int] = []
     is_main = threading.current_thread() is threading.main_thread()

@@ -204,7 +204,7 @@ def process_environment(env: Mapping[str, str]) -> Iterator[None]:
 
 
 def close_members(members: Iterable[tuple[MemberHost, Mapping[str, str]]]) -> None:
-    """Close hosts, each in its environment. Errors are logged, as those of separate processes would be."""
+    """Close hosts, each in its environment. Errors are logged, as errors of separate processes would be."""
     for host, env in members:
         try:
             with process_environment(env):

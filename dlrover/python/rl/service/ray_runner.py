@@ -55,7 +55,7 @@ _PHASES = {Phase.FINISHED: JobPhase.FINISHED, Phase.FAILED: JobPhase.FAILED, Pha
 
 
 _REPORTED = ("restarts", "activity", "roles", "members", "step_s", "recoveries", "last_failure")
-"""What a job's status and a report of the runner have in common."""
+"""Fields that a job's status and a report of the runner have in common."""
 
 
 @dataclass

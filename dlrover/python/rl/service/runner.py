@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What the service needs of the place where jobs run, and its twin in memory."""
+"""The interface to the place where jobs run, and its twin in memory."""
 
 import asyncio
 from abc import ABC, abstractmethod

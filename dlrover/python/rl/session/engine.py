@@ -177,7 +177,7 @@ class HandEngine:
 
 
 EXECUTORS = ("fsdp2",)
-"""What runs a module of the user's own."""
+"""The class that runs a module of the user."""
 
 _SHARED = {"train", "eval"}  # The engine's call the module's.
 _TAKEN = {"close"}  # It belongs to the process.
@@ -352,7 +352,7 @@ class ModuleMethod:
     timeout_s: float | None = None
 
     def options(self, *, merge: Merge | None = None, timeout_s: float | None = None) -> "ModuleMethod":
-        """The same method with another ``merge`` or a time limit for all ranks (None waits, and logs late ranks)."""
+        """Return the method with another ``merge`` or a time limit for all ranks (None waits, and logs late ranks)."""
         return replace(self, merge=_check_merge(merge or self.merge), timeout_s=timeout_s or self.timeout_s)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -273,7 +273,7 @@ class Checkpoints(Protocol):
     """A store for commits. The trainer passes its requests on to the members unread."""
 
     run: str
-    """The id of the run whose commits it keeps. It may begin with those of another."""
+    """The id of the run whose commits it keeps. It may begin with another run's commits."""
 
     spread: bool
     """Whether commits are in the memories of several nodes: then the trainer makes the transfers, and tells what the

@@ -116,11 +116,11 @@ class ChunkedHead:
 
 
 LOWEST = -1e4
-"""Of a centred logit where it is a factor: one of minus infinity has weight 0, and 0 times infinity is NaN."""
+"""The lowest centred logit where it is a factor: one of minus infinity has weight 0, and 0 times infinity is NaN."""
 
 
 def sums(logits: Any, most: Any, temperature: float) -> tuple[Any, Any]:
-    """Of ``exp(c)`` and of ``exp(c) c`` over the vocabulary, float32 ``[tokens]``, with ``c = (logits - most) / T``."""
+    """Sum ``exp(c)`` and ``exp(c) c`` over the vocabulary, float32 ``[tokens]``, with ``c = (logits - most) / T``."""
     centred = (logits.float() - most[:, None]) / temperature
     weights = centred.exp()
     return weights.sum(dim=1), (weights * centred.clamp(min=LOWEST)).sum(dim=1)

@@ -383,7 +383,7 @@ class StepGraphs:
         current.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        # Other threads may allocate meanwhile: those that write states, or send weights.
+        # Other threads, which write states or send weights, may allocate at the same time.
         with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             run()
         return graph.replay

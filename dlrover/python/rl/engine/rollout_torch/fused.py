@@ -120,7 +120,7 @@ class SlotCache:
         if min(self.lengths) < longest:  # minus infinity beyond each row's length, else 0
             offsets = [self._data.shape[4] - length for length in self.lengths for _ in range(self._heads)]
             bias = self._windows(longest, torch.tensor(offsets, device=self._mask.device))
-        segments, sharing = [], heads // self._heads  # so many queries share one head's keys and values
+        segments, sharing = [], heads // self._heads  # queries that share one head's keys and values
         for start, stop, longest in spans:
             hidden, values, begins = None, None, None
             if bias is not None:

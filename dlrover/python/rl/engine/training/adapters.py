@@ -265,6 +265,6 @@ def quantize_linear_layers(module: Any, precision: torch.dtype, parts: int = 1) 
 
 
 def quantized_layers(module: Any) -> dict[str, QuantizedLinear]:
-    """Those of a module by the names of their weights."""
+    """Return the quantized layers of a module by the names of their weights."""
     parts = module.named_modules()
     return {f"{name}.weight": part for name, part in parts if isinstance(part, QuantizedLinear)}

@@ -98,7 +98,7 @@ _SLOW_S = {"start": 3600.0, "load": 1800.0, "wake": 1800.0}
 
 class ChildRunner:
     """A ``SleepingRunner``, or on a CPU a ``RestartingRunner``, in a process with the environment ``env``. It is its
-    own ``runner``. Errors are those of the runner there, and ``EngineDied`` if the process has ended."""
+    own ``runner``. Raises the errors of the runner there, and ``EngineDied`` if the process has ended."""
 
     def __init__(self, arguments: Mapping[str, Any], on_cpu: bool, env: Mapping[str, str]) -> None:
         self.has_weights = True

@@ -39,7 +39,7 @@ _FAILURES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
 
 @dataclass(frozen=True)
 class JobHistory:
-    """What has happened to a job. Times are Unix times in seconds; ``failures`` are lines for people, such as
+    """The history of a job. Times are Unix times in seconds; ``failures`` are lines for people, such as
     ``ROLLOUT[1]: process_died: ...``, each with its time."""
 
     phase_since_s: float

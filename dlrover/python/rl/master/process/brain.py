@@ -252,7 +252,7 @@ def validate_least(job: JobSpec, inspection: Inspection) -> list[ConfigError]:
 
 
 def never_resized(job: JobSpec, inspection: Inspection, role: str) -> str:
-    """Why the role cannot have another number of members while its job runs; empty if it can."""
+    """Return why the role cannot have another number of members while its job runs; empty if it can."""
     if role in inspection.stateful:
         return "its members hold a state that is committed for each rank"
     if role in inspection.collectives:

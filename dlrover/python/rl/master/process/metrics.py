@@ -128,7 +128,7 @@ _FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         for name, sources in STEP_METRICS.items()
     },
 }
-"""What is exported as ``rl_job_<name>``: its kind, its help, and its labels beside the job's name."""
+"""The metrics exported as ``rl_job_<name>``: kind, its help, and its labels beside the job's name."""
 
 
 class JobMetrics:

@@ -391,7 +391,7 @@ class RLMaster:
                 await self._resize_at_next_step(Resized(role, num, wanted))
 
     async def _resize_at_next_step(self, event: Resized) -> None:
-        """What the trainer has done of a step would be lost with it; but a long step is not waited for."""
+        """Wait for the end of the open step, which would be repeated; but not for a long one."""
         began, until_s = self._executor.open_step, time.monotonic() + _NEXT_STEP_S
         while self._executor.open_step == began and time.monotonic() < until_s:
             await asyncio.sleep(_POLL_S)

@@ -223,8 +223,8 @@ class EpochFence:
         """Refuse every lower epoch from now on. Raises StaleEpoch after a higher claim.
 
         A process of a lower epoch may hold the lock and be frozen, or on a node that is lost: then the lock is replaced
-        by another one. When that process goes on, it can finish the change that it was at, which removes nothing that a
-        higher epoch has written, nor the newest generation before."""
+        by another one. When that process continues, it can finish its change, which removes nothing that a higher epoch
+        has written, nor the newest generation before."""
         try:
             with self.locked(TAKE_OVER_S):
                 self.claim(epoch)

@@ -92,7 +92,7 @@ def _take(free: dict[str, float], resources: Mapping[str, float]) -> None:
 
 
 def _lack(resources: Mapping[str, float], available: Mapping[str, float]) -> str:
-    """What is missing, in words; empty if nothing is."""
+    """Return what is missing, in words; empty if nothing is."""
     return ", ".join(
         f"{amount:g} {kind} needed, {max(available.get(kind, 0.0), 0.0):g} there"
         for kind, amount in sorted(resources.items())
