@@ -67,7 +67,7 @@ class Race(BaseTrainer):
 
 
 class Resting(BaseWorkload):
-    """A member that leaves the cores to the others."""
+    """A worker that leaves the cores to the others."""
 
     def rest(self) -> None:
         """Sleep as long as a model would compute."""

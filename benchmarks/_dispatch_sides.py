@@ -26,15 +26,15 @@ class Side(ABC):
 
     @abstractmethod
     def empty(self) -> object:
-        """Call all members without arguments."""
+        """Call all workers without arguments."""
 
     @abstractmethod
     def broadcast(self, array: Array) -> object:
-        """Give all of ``array`` to every member."""
+        """Give all of ``array`` to every worker."""
 
     @abstractmethod
     def shard(self, array: Array) -> Array:
-        """Give every member an equal part of the rows; the doubled parts, joined."""
+        """Give every worker an equal part of the rows; the doubled parts, joined."""
 
     @abstractmethod
     def chain(self, array: Array) -> Array:
@@ -45,7 +45,7 @@ class Side(ABC):
 
 
 class Worker(BaseWorkload):
-    """A member of a role group."""
+    """A worker of a role group."""
 
     def nothing(self) -> None:
         """Take nothing, give nothing."""

@@ -14,7 +14,7 @@ _ANSWER_S = 120.0
 
 
 class RawActor:
-    """An actor that imports what a member imports."""
+    """An actor that imports what a worker imports."""
 
     def __init__(self) -> None:
         import torch  # noqa: F401
@@ -33,7 +33,7 @@ class RawRestart:
     """An actor with Ray's own restarts, killed again and again.
 
     Args:
-        env: environment of its process, equal to the environment of the members it is compared with.
+        env: environment of its process, equal to the environment of the workers it is compared with.
         actor: a class with the method ``work``, and the arguments of its constructor.
     """
 

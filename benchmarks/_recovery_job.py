@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The jobs that recovery is measured on: members that are busy for a given time, in a loop with and without steps."""
+"""The jobs that recovery is measured on: workers that are busy for a given time, in a loop with and without steps."""
 
 import json
 import os
@@ -76,7 +76,7 @@ class StatefulMember(Member):
         self.weights = torch.zeros(config.state_mb, 1 << 18)
 
     def work(self, step: int, chunks: int, sleep_s: float) -> float:
-        """Like any member's, and change the state."""
+        """Like any worker's, and change the state."""
         self.weights[step % len(self.weights)] += 1
         return super().work(step, chunks, sleep_s)
 
@@ -105,7 +105,7 @@ class Rank(StatefulMember):
         self.ranks = Ranks.connect(rendezvous)
 
     def work(self, step: int, chunks: int, sleep_s: float) -> float:
-        """Like any member's, after all ranks have met."""
+        """Like any worker's, after all ranks have met."""
         dist.all_reduce(torch.ones(1))
         return super().work(step, chunks, sleep_s)
 
@@ -118,7 +118,7 @@ class DurableLoop(BaseTrainer):
         self.state["seen"] = 0
 
     def fit(self) -> None:
-        """Every member works in every step, one role after the other."""
+        """Every worker works in every step, one role after the other."""
         for step in self.steps(self.config.steps):
             self.body(step)
             self.state["seen"] += 1
@@ -141,7 +141,7 @@ class PlainLoop(DurableLoop):
 
 
 def bench_job(name: str, folder: Path, trainer: str = "DurableLoop", standby: int = 0, **config: Any) -> JobSpec:
-    """A job of one stateful ACTOR, or several that meet in collectives, and ROLLOUT members.
+    """A job of one stateful ACTOR, or several that meet in collectives, and ROLLOUT workers.
 
     Args:
         name: of the job.

@@ -58,17 +58,17 @@ def per_fault(work: Path, cluster: TwoNodes, sizes: Sizes) -> dict[str, Any]:
         raw = RawRestart(process_env(cold.job))
         stack.callback(raw.close)
         faults: dict[str, Callable[[], Healed]] = {
-            "member crash, standby": lambda: warm.strike("ROLLOUT[0]"),
-            "stateful member crash, standby": lambda: warm.strike("ACTOR[0]"),
+            "worker crash, standby": lambda: warm.strike("ROLLOUT[0]"),
+            "stateful worker crash, standby": lambda: warm.strike("ACTOR[0]"),
             "rank of two crash, standby": lambda: _strike_rank(group),
             "rank of two crash, cold": lambda: _strike_rank(cold_group),
-            "member crash, cold": lambda: cold.strike("ROLLOUT[0]"),
-            "stateful member crash, cold": lambda: cold.strike("ACTOR[0]"),
+            "worker crash, cold": lambda: cold.strike("ROLLOUT[0]"),
+            "stateful worker crash, cold": lambda: cold.strike("ACTOR[0]"),
             "trainer crash": lambda: cold.strike("trainer"),
             "master crash": lambda: cold.strike("master"),
-            f"member hang (limit {HANG_S:g} s), standby": lambda: warm.strike("ROLLOUT[0]", signal.SIGSTOP),
+            f"worker hang (limit {HANG_S:g} s), standby": lambda: warm.strike("ROLLOUT[0]", signal.SIGSTOP),
             f"trainer hang (limit {HANG_S:g} s)": lambda: cold.strike("trainer", signal.SIGSTOP),
-            "member crash, whole job restarts": lambda: _strike_plain(plain),
+            "worker crash, whole job restarts": lambda: _strike_plain(plain),
         }
         for number in range(sizes.rounds):
             timings["R"].append(raw.measure())
@@ -110,7 +110,7 @@ def _strike_rank(group: Live) -> Healed:
 
 
 def _strike_plain(plain: Live) -> Healed:
-    """Kill a member of a job without steps: all of it begins again."""
+    """Kill a worker of a job without steps: all of it begins again."""
     plain.until_well()
     old = plain.ledger.pids()
     step = max(call["step"] for call in plain.calls())
@@ -142,7 +142,7 @@ def _strike_node(work: Path, cluster: TwoNodes, strike: Callable[[int], object])
 def _lose(spread: Live, node: str, strike: Callable[[], object]) -> Healed:
     lost = [up for up in spread.ledger.up.values() if up.node == node and "[" in up.who]
     if not lost:
-        raise RuntimeError(f"no member runs on the node {node}")
+        raise RuntimeError(f"no worker runs on the node {node}")
     at_s, old = time.time(), spread.ledger.pids()
     strike()
     loss = spread.until(

@@ -2,7 +2,7 @@
 """Compare the cost of role-group calls with Ray alone, verl's and OpenRLHF's groups: ``make bench NAME=dispatch``.
 
 One cluster, and in it a job whose trainer makes the same calls through every kind of group, interleaved, with durable
-steps on. Then a job of five roles whose members rest for a second in each step, next to Ray's actors that do so.
+steps on. Then a job of five roles whose workers rest for a second in each step, next to Ray's actors that do so.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from tests.chaos.tables import markdown
 from tests.ray.two_nodes import two_nodes
 
 _SIZES = (8, 16)
-_SHARE_SIZE = 8  # members of each of five roles
+_SHARE_SIZE = 8  # workers of each of five roles
 
 
 def _run(job: JobSpec, found: Path) -> Any:
@@ -66,7 +66,7 @@ def _table(results: dict[str, Any]) -> str:
     if (share := results.get("share")) is None:
         return race
     last = (
-        f"A step of {len(ROLES)} roles x {_SHARE_SIZE} members that rest for a second takes {share[OWN]:.3f} s with its"
+        f"A step of {len(ROLES)} roles x {_SHARE_SIZE} workers that rest for a second takes {share[OWN]:.3f} s with its"
         f" commit; the same calls by Ray alone {share[RAW]:.3f} s: {100 * (share[OWN] / share[RAW] - 1):+.2f} %."
     )
     return f"{race}\n\n{last}"
@@ -79,9 +79,9 @@ def _spread(ratios: Sequence[float]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.dispatch", description=__doc__)
-    parser.add_argument("--quick", action="store_true", help="two rounds of 4 members, to try it")
+    parser.add_argument("--quick", action="store_true", help="two rounds of 4 workers, to try it")
     parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES, help="members; 16 of four kinds take 16 GB")
+    parser.add_argument("--sizes", type=int, nargs="+", default=_SIZES, help="workers; 16 of four kinds take 16 GB")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args(argv)
     sizes, rounds, steps = ((4,), 2, 3) if options.quick else (options.sizes, options.rounds, 20)

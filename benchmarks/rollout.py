@@ -12,7 +12,7 @@ engines have the same model, prompts, lengths and cores, and decode 64 sequences
   sequence's place to the next one when it ends; ``transformers`` waits for the longest of each batch of 64.
 
 Both are measured in one process with a thread for each core, and in a process for each core with one thread, which is
-what two members of a job's rollout are. ``transformers`` is measured at several settings, and compared with at the best
+what two workers of a job's rollout are. ``transformers`` is measured at several settings, and compared with at the best
 of them; of this project's engine the better of its two counts. Not among these is a compiled
 forward pass, which is compiled for more than a minute before the first token.
 """

@@ -80,7 +80,7 @@ class Stopper(Loop):
 
 
 class LosesMember(Loop):
-    """A member is lost in the first incarnation, outside of durable steps."""
+    """A worker is lost in the first incarnation, outside of durable steps."""
 
     def fit(self):
         if not self.restart_info.count:
@@ -89,7 +89,7 @@ class LosesMember(Loop):
 
 
 class LosesMemberInAStep(Loop):
-    """Both members of a role are lost, one after the other, inside durable steps."""
+    """Both workers of a role are lost, one after the other, inside durable steps."""
 
     def fit(self):
         for step in self.steps(3):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Two roles for a walk with the debugger: REWARD members score texts, ACTOR counts what it was told."""
+"""Two roles for a walk with the debugger: REWARD workers score texts, ACTOR counts what it was told."""
 
 from typing import ClassVar
 
@@ -14,7 +14,7 @@ class Reward(BaseWorkload):
         scores = [float(len(text)) for text in texts]
         if 0.0 in scores:
             breakpoint()
-        texts.clear()  # no other process sees it: this list is the member's own copy
+        texts.clear()  # no other process sees it: this list is the worker's own copy
         return scores
 
 

@@ -7,7 +7,7 @@ from dlrover.rl import BaseTrainer, Replicate, Shard
 
 
 class DurableTrainer(BaseTrainer):
-    """Roles ACTOR (one member) and ROLLOUT (any number)."""
+    """Roles ACTOR (one worker) and ROLLOUT (any number)."""
 
     def init(self) -> None:
         """Repeated in every process that takes another's place: the same calls in the same order."""
@@ -27,5 +27,5 @@ class DurableTrainer(BaseTrainer):
         (self.job_dir / "learnt.json").write_text(json.dumps(learnt), encoding="utf-8")
 
     def seeds(self, step: int) -> list[str]:
-        """Return the seed of each pull of a step; it depends neither on the member nor on earlier pulls."""
+        """Return the seed of each pull of a step; it depends neither on the worker nor on earlier pulls."""
         return [f"{self.config.seed}/{step}/{index}" for index in range(self.config.pulls_per_step)]

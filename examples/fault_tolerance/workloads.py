@@ -20,12 +20,12 @@ class BadLuck(Exception):
 
 
 class Stumbling(BaseWorkload):
-    """Does once what ``config.stumble`` says, ``"ROLLOUT-1:5"``: that member in that step, as ``config.how`` says."""
+    """Does once what ``config.stumble`` says, ``"ROLLOUT-1:5"``: that worker in that step, as ``config.how`` says."""
 
     stumbled = False
 
     def stumble(self, step: int) -> None:
-        """Die, or raise, if it is this member's turn; a process that runs in another's place does not."""
+        """Die, or raise, if it is this worker's turn; a process that runs in another's place does not."""
         if self.config.stumble != f"{self.role}-{self.rank}:{step}" or self.stumbled or self.restart_info.count:
             return
         self.stumbled = True

@@ -11,7 +11,7 @@ from dlrover.rl import BaseTrainer, Replicate, RLRoleType, Shard
 
 
 class BanditTrainer(BaseTrainer):
-    """Roles ACTOR (one member) and ROLLOUT (any number)."""
+    """Roles ACTOR (one worker) and ROLLOUT (any number)."""
 
     def init(self) -> None:
         """Let the actor make its model."""
@@ -29,7 +29,7 @@ class BanditTrainer(BaseTrainer):
         self.save(self.state["reward"], learnt)
 
     def seeds(self, step: int) -> list[str]:
-        """Return the seed of each pull of a step, however many members share the pulls."""
+        """Return the seed of each pull of a step, however many workers share the pulls."""
         return [f"{self.config.seed}/{step}/{index}" for index in range(self.config.pulls_per_step)]
 
     def save(self, reward: float, policy: list[float]) -> None:

@@ -202,7 +202,7 @@ def run(folder: Path, steps: int, disturbed: bool) -> int:
             wait_until(lambda: steps_of(out) >= step, f"step {step}", driver, log)
 
         def wait_for_members(*wanted: Host) -> None:
-            wait_until(lambda: all(host.has("Workload") for host in wanted), f"members on {wanted}", driver, log)
+            wait_until(lambda: all(host.has("Workload") for host in wanted), f"workers on {wanted}", driver, log)
 
         reach(1)
         wait_for_members(second, third)

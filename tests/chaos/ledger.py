@@ -123,13 +123,13 @@ class Ledger:
             del self.up[process]
 
     def _known(self, process: str, number: int) -> Up | None:
-        """The process; a standby that has become a member is still found by what it was."""
+        """The process; a standby that has become a worker is still found by what it was."""
         return next((up for up in reversed(self.starts) if (up.who, up.number) == (process, number)), None)
 
     # -- what it tells ------------------------------------------------------------------------------------------------
 
     def complete(self) -> bool:
-        """Return True if all members, standbys and the trainer are up."""
+        """Return True if all workers, standbys and the trainer are up."""
         if self.submitted is None:
             return False
         wanted = {"master": 1, "trainer": 1}

@@ -2,7 +2,7 @@
 """SIGKILL from outside: ``make chaos-outside``.
 
 Each run is ``dlrover-rl run examples/arithmetic/grpo.yaml``. From its first actor on, random ones of its processes
-(members, trainer, master; with ``--rays-own`` the raylet and Ray's agents, too) are killed, at exponential gaps; it
+(workers, trainer, master; with ``--rays-own`` the raylet and Ray's agents, too) are killed, at exponential gaps; it
 must end in the bits of an undisturbed run, and leave no process and no memory. This process knows only the command
 line and the process table.
 """

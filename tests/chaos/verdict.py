@@ -221,7 +221,7 @@ def _ports(pids: set[int]) -> set[int]:
 
 
 def redone_steps(executions: list[dict[str, Any]]) -> dict[int, int]:
-    """Return how often each step was repeated: as often as every rollout member generated again for it."""
+    """Return how often each step was repeated: as often as every rollout worker generated again for it."""
     return _again(executions, min)
 
 

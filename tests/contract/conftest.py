@@ -6,7 +6,7 @@ import pytest
 
 @pytest.fixture(scope="module", params=["local", "torchrun", pytest.param("ray", marks=pytest.mark.ray)])
 def stage(request, tmp_path_factory):
-    """A stage shared by tests that leave its members as they were."""
+    """A stage shared by tests that leave its workers as they were."""
     from stages import LocalStage, RayStage, TorchrunStage
 
     if request.param == "ray":

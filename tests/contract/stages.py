@@ -57,7 +57,7 @@ def make_trainer(handles, port, tmp_path, classes=CLASSES):
 
 
 class LocalStage:
-    """All members in this process."""
+    """All workers in this process."""
 
     def __init__(self, tmp_path):
         self._path = tmp_path
@@ -90,7 +90,7 @@ class LocalStage:
 
 
 class RayStage:
-    """Members as detached actors, started by the production executor."""
+    """Workers as detached actors, started by the production executor."""
 
     def __init__(self, tmp_path):
         self._path = tmp_path
@@ -186,5 +186,5 @@ class TorchrunStage:
 
 
 def _some(handles, sizes):
-    """The first members of each role: a group of any size without starting another one."""
+    """The first workers of each role: a group of any size without starting another one."""
     return {role: members[: sizes.get(role, len(members))] for role, members in handles.items()}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A role group behaves alike wherever its members run."""
+"""A role group behaves alike wherever its workers run."""
 
 import asyncio
 import threading
@@ -346,7 +346,7 @@ def test_an_error_is_kept_like_a_result(stage):
 
 
 def test_zy_a_trainer_that_was_replaced_is_refused(stage):
-    """Late: from here on the member refuses the other tests' trainers."""
+    """Late: from here on the worker refuses the other tests' trainers."""
     port = stage.port
     assert port.submit("ACTOR", 4, Call((1, 0), "echo", (1,), {}, epoch=8)).result(30) == 1
     with pytest.raises(StaleCall, match=r"ACTOR\[4\].echo: the trainer of epoch 7 has been replaced"):
@@ -354,7 +354,7 @@ def test_zy_a_trainer_that_was_replaced_is_refused(stage):
 
 
 def test_zz_a_killed_member_gives_an_error_within_two_seconds(stage):
-    """Last: it takes a member away from the shared stage."""
+    """Last: it takes a worker away from the shared stage."""
     group = stage.trainer().RG_ROLLOUT
     stage.kill("ROLLOUT", 1)
     began_s = time.monotonic()

@@ -105,7 +105,7 @@ class Toy(BaseWorkload):
         return int(np.sum(value))
 
     def mutate(self, values):
-        values.append("changed by the member")
+        values.append("changed by the worker")
         return len(values)
 
 

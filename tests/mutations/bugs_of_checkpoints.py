@@ -146,10 +146,10 @@ BUGS = {
         "copy is not None and copy.step == request.step:",
         "copy is not None:",
     ),
-    "one of more members takes the state of its rank": Bug(
+    "one of more workers takes the state of its rank": Bug(
         _MEMBER, "if len(pieces) == self._members and self._rank in pieces:", "if self._rank in pieces:"
     ),
-    "a full disk of a member gets no room": Bug(
+    "a full disk of a worker gets no room": Bug(
         _MEMBER, "self._disk_wait, partial(store.free_space, request.first_needed))", "self._disk_wait)"
     ),
     "a copy that failed is awaited": Bug(
@@ -168,7 +168,7 @@ BUGS = {
     "a commit that is given up is copied on": Bug(
         _COMMITS, "        if self.copying.step == step:\n            self.copying.end()\n", ""
     ),
-    "a member's last writer is the one of its oldest commit": Bug(
+    "a worker's last writer is the one of its oldest commit": Bug(
         _COMMITS, 'max(int(file.name.split(".")[-2]), writers.get(member, 0))', 'int(file.name.split(".")[-2])'
     ),
     "commits of this run go with earlier ones": Bug(_RUNS, "if root.name != durable.run:", "if root.name:"),

@@ -61,10 +61,10 @@ BUGS = {
         "    state = exclude(state, event.node)\n    if not state.phase.live:\n        return state, ()\n",
         "    if not state.phase.live:\n        return state, ()\n    state = exclude(state, event.node)\n",
     ),
-    "a failure of a member in init is the trainer's": Bug(
+    "a failure of a worker in init is the trainer's": Bug(
         _RECOVERY, "    if role in settings.roles and not state.opened:\n", "    if False:\n"
     ),
-    "a member keeps the process that an unknown error came from": Bug(
+    "a worker keeps the process that an unknown error came from": Bug(
         _RECOVERY, "    if role in settings.roles and event.cause.kind is CauseKind.UNKNOWN_ERROR:\n", "    if False:\n"
     ),
     "a group that is lost again keeps its processes": Bug(_RECOVERY, " or role in state.streaks:", ":"),
@@ -72,7 +72,7 @@ BUGS = {
     "ranks stay beside a device that has failed": Bug(
         _RECOVERY, "[] if kind in _IN_FRESH_PROCESSES else _kept(", "_kept("
     ),
-    "the standby of a member that is lost again is never free": Bug(
+    "the standby of a worker that is lost again is never free": Bug(
         _RECOVERY, "        if member.standby >= 0:\n", "        if False:\n"
     ),
     "a failure during a restart restarts again": Bug(
@@ -83,15 +83,15 @@ BUGS = {
     "a job that is stopped before it is submitted runs": Bug(
         _MACHINE, "if isinstance(event, StopRequested):", "if False:"
     ),
-    "a standby that becomes a member is reported as free": Bug(
+    "a standby that becomes a worker is reported as free": Bug(
         _MACHINE, " or standby.phase is not StandbyPhase.STARTING:", ":"
     ),
     "a master that is back places on excluded nodes": Bug(
         _MACHINE, "return (Place(state.incarnation, state.excluded),)", "return (Place(state.incarnation),)"
     ),
-    "a member forgets when its process began": Bug(_MACHINE, "event.standby, event.born)", "event.standby)"),
+    "a worker forgets when its process began": Bug(_MACHINE, "event.standby, event.born)", "event.standby)"),
     "a rank that stays takes a standby": Bug(_STATE, " if rank not in left_out)", ")"),
-    "every start of a member adds standbys": Bug(
+    "every start of a worker adds standbys": Bug(
         _STATE, "range(size - len(state.standbys.get(role, {})))", "range(size)"
     ),
     "changes of high ranks are those of low ones": Bug(
@@ -110,10 +110,10 @@ BUGS = {
     "the rank that is ahead is the odd one": Bug(
         _LIVENESS, "min(elsewhere, key=lambda sign: (sign.step,", "max(elsewhere, key=lambda sign: (sign.step,"
     ),
-    "a member is slow after slow windows that are not in a row": Bug(
+    "a worker is slow after slow windows that are not in a row": Bug(
         _LIVENESS, "if member.ratio > self.factor else 0", "if member.ratio > self.factor else member.windows"
     ),
-    "a slow member is found again and again": Bug(
+    "a slow worker is found again and again": Bug(
         _LIVENESS, "member.windows == WINDOWS:", "member.windows >= WINDOWS:"
     ),
     "the local world size counts all nodes": Bug(

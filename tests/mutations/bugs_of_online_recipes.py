@@ -137,7 +137,7 @@ BUGS = {
     "a retry counts as another group": Bug(
         _COLLECTOR, "replace(self._fetch(step, groups), groups=0)", "self._fetch(step, groups)"
     ),
-    "samples are in the order of the members": Bug(
+    "samples are in the order of the workers": Bug(
         _COLLECTOR, 'np.argsort([position[prompt_id] for prompt_id in ids], kind="stable")', "np.arange(len(ids))"
     ),
     "prompts that are too long are refused when they are to be dropped": Bug(

@@ -41,7 +41,7 @@ BUGS = {
     "a resized job has no secrets": Bug(
         _EXECUTOR, "        self._plan = replace(self._plan, job=unseal(self._plan.job, secrets))\n", ""
     ),
-    "members beyond a smaller size stay": Bug(
+    "workers beyond a smaller size stay": Bug(
         _EXECUTOR,
         "                self._discard(process_id)\n                self._detached",
         "                self._detached",
@@ -55,7 +55,7 @@ BUGS = {
     "a process that does not leave stays beside its successor": Bug(
         _EXECUTOR, "            self._detached.run(self._pool.end(entry.former))\n", ""
     ),
-    "a new member thinks that the open step is committed": Bug(
+    "a new worker thinks that the open step is committed": Bug(
         _EXECUTOR, "max(self.open_step - 1, 0)", "self.open_step"
     ),
     "the reason of an earlier loss is given again": Bug(
@@ -99,7 +99,7 @@ BUGS = {
         "self.nodes or {row.node_id for row in await asyncio.to_thread(self._cluster.list_nodes) if row.alive}",
         "self.nodes",
     ),
-    "a master that is back ends members on excluded nodes": Bug(
+    "a master that is back ends workers on excluded nodes": Bug(
         _PLACEMENT, "if group.is_reserved()), prefix)", "if group.is_reserved(excluded)), prefix)"
     ),
     "free memory is compared in bytes with megabytes": Bug(
@@ -138,10 +138,10 @@ BUGS = {
     "a process that hangs is not killed": Bug(
         _MASTER, "            self._spawn(kill_process(self._cluster, condemned))\n", "            pass\n"
     ),
-    "a new member does not know why the last one was lost": Bug(
+    "a new worker does not know why the last one was lost": Bug(
         _MASTER, "        if isinstance(event, MemberLost) and after is not before:\n", "        if False:\n"
     ),
-    "members do not learn that a peer is lost": Bug(
+    "workers do not learn that a peer is lost": Bug(
         _MASTER, "        if has_lost_peer(beat, self._state):\n", "        if False:\n"
     ),
     "a master whose journal is gone waits for ever": Bug(_MASTER, "if error := self._run.miss_journal():", "if False:"),
@@ -151,7 +151,7 @@ BUGS = {
     "a link that fails is the fault of the rank that says so": Bug(
         _MASTER, "if cause.kind is CauseKind.LINK_FAILED and self", "if False and self"
     ),
-    "a member that the trainer finds dead has not run out of memory": Bug(
+    "a worker that the trainer finds dead has not run out of memory": Bug(
         _MASTER,
         "            cause = self._executor.nodes.oom_kills.explain(ProcessId(role, rank), member.process, cause)\n",
         "",

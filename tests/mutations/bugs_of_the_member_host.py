@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs in the host of a member, in the actor around it, and in the table of a run's processes."""
+"""Bugs in the host of a worker, in the actor around it, and in the table of a run's processes."""
 
 from bug import Bug
 
@@ -40,7 +40,7 @@ TESTS = {
 }
 
 BUGS = {
-    "a failed call of a member with state is tried again": Bug(
+    "a failed call of a worker with state is tried again": Bug(
         _HOST,
         "if header.epoch > self._epoch and not is_stateful(type(self.workload)):",
         "if header.epoch > self._epoch:",
@@ -50,7 +50,7 @@ BUGS = {
         "                del self._answers[last]\n            self._latest = max(self._answers, default=_NEVER)\n",
         "                del self._answers[last]\n",
     ),
-    "a method that exits ends the member": Bug(
+    "a method that exits ends the worker": Bug(
         _HOST, "except (Exception, SystemExit, asyncio.CancelledError) as error:", "except Exception as error:"
     ),
     "an error that can be sent but not received is sent": Bug(
@@ -66,10 +66,10 @@ BUGS = {
     "a state of the last commit does not agree with it": Bug(
         _HOST, "if at is None or at < ended:", "if at is None or at <= ended:"
     ),
-    "a member that has done a step has not touched it": Bug(
+    "a worker that has done a step has not touched it": Bug(
         _HOST, "if header.call_id[0] > self._standing.touched:", "if header.call_id[0] > self._standing.settled + 1:"
     ),
-    "a member that goes back forgets init": Bug(
+    "a worker that goes back forgets init": Bug(
         _HOST, "        self._drop(lambda step: step == 0)\n", "        self._answers = {}\n"
     ),
     "each call has its own event loop": Bug(
@@ -81,7 +81,7 @@ BUGS = {
     "a list of values and results is sent as it is": Bug(
         _ARGUMENTS, "isinstance(value, list) and any(", "isinstance(value, list) and all("
     ),
-    "a member is not told what is committed": Bug(_ARGUMENTS, "            call.settled,\n", "            0,\n"),
+    "a worker is not told what is committed": Bug(_ARGUMENTS, "            call.settled,\n", "            0,\n"),
     "heartbeats do not count the kernel's kills": Bug(
         _BEATS, "replace(self._observe(), oom_kills=count_oom_kills())", "self._observe()"
     ),
@@ -97,7 +97,7 @@ BUGS = {
     "a host without a count has had no kills": Bug(
         _BEATS, "process is not None and count >= 0:", "process is not None:"
     ),
-    "a full disk of a member is an unknown error": Bug(
+    "a full disk of a worker is an unknown error": Bug(
         _LOADING, "kind = _kind_of(error.original) if", "kind = fault_of(error.original) if"
     ),
     "a device that fails while a workload starts ends the job": Bug(
@@ -135,7 +135,7 @@ BUGS = {
     "devices have the numbers of the node": Bug(
         _MEMBER, "visible.index(name) if name in visible else int(name)", "int(name)"
     ),
-    "a member that is asked for its secrets ends": Bug(
+    "a worker that is asked for its secrets ends": Bug(
         _MEMBER, "return answer is not BeatAnswer.REPLACED", "return answer is BeatAnswer.CURRENT"
     ),
     "a process that stayed refuses calls to any incarnation": Bug(
@@ -146,13 +146,13 @@ BUGS = {
         "        finally:\n            self._refuse_gone(header.incarnation, header.method)",
         "        finally:\n            pass",
     ),
-    "an idle member does not say that its node goes": Bug(
+    "an idle worker does not say that its node goes": Bug(
         _MEMBER, "Heartbeat(process_id, number, notice=notice, work=work)", "Heartbeat(process_id, number, work=work)"
     ),
     "a user's setting of NCCL's watchdog is lost": Bug(
         _MEMBER, "os.environ.setdefault(*WITHOUT_WATCHDOG)", "os.environ.update([WITHOUT_WATCHDOG])"
     ),
-    "a raw call reaches a member that is not rebuilt": Bug(
+    "a raw call reaches a worker that is not rebuilt": Bug(
         _MEMBER, "if self._left and (self._host is None or not self._host.is_rebuilt):", "if False:"
     ),
     "secrets of a role are in the environment that Ray shows": Bug(
@@ -169,7 +169,7 @@ BUGS = {
     "a start that was cancelled is not waited for": Bug(
         _ACTORS, "return await asyncio.shield(work)", "return await work"
     ),
-    "a trainer's failure hides the member that caused it": Bug(
+    "a trainer's failure hides the worker that caused it": Bug(
         _TABLE, 'if self.process_id != TRAINER_ID or cause.who == "job":', "if True:"
     ),
     "a new process has the name of the one that did not leave": Bug(
@@ -183,25 +183,25 @@ BUGS = {
     "a broken connection to the trainer is its success": Bug(
         _TABLE, "                await asyncio.sleep(_ASK_AGAIN_S)\n", "                return None\n"
     ),
-    "members close before the trainer has ended": Bug(
+    "workers close before the trainer has ended": Bug(
         _TABLE, "        await self.end_named(trainers)\n        members", "        members"
     ),
     "a second start of a process finds its name taken": Bug(
         _TABLE, "        await self.end_named([name])  # a master that died may have started it\n", ""
     ),
-    "a member goes to a slot without a place": Bug(
+    "a worker goes to a slot without a place": Bug(
         _TABLE,
         "next((slot for slot in free if slot not in lacking), free[0] if free else preferred)",
         "free[0] if free else preferred",
     ),
-    "members of another role count on a node": Bug(_TABLE, "if peer.process_id.pool == pool]", "if peer.is_member]"),
+    "workers of another role count on a node": Bug(_TABLE, "if peer.process_id.pool == pool]", "if peer.is_member]"),
     "an adopted process that stayed has another name": Bug(
         _TABLE, "slot, member.standby, born, process=member.process)", "slot, member.standby, process=member.process)"
     ),
-    "a busy member with a broken connection is given up": Bug(
+    "a busy worker with a broken connection is given up": Bug(
         _PORT, "return True  # the ping has arrived", "return False  # the ping has arrived"
     ),
-    "an error of a device leaves the member": Bug(
+    "an error of a device leaves the worker": Bug(
         _PORT, "    if fault in (CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED):\n", "    if False:\n"
     ),
 }

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bugs in calls and steps: what each member gets, what a call gives, who raises what, and what begins again."""
+"""Bugs in calls and steps: what each worker gets, what a call gives, who raises what, and what begins again."""
 
 from bug import Bug
 
@@ -48,11 +48,11 @@ BUGS = {
     "a tuple of one row for each is divided as a list": Bug(
         _SHARD, "if isinstance(value, list) and len(value) == shards:", "if len(value) == shards:"
     ),
-    "too few chunks are divided over the members": Bug(_SHARD, "    if len(parts) != shards:\n", "    if False:\n"),
+    "too few chunks are divided over the workers": Bug(_SHARD, "    if len(parts) != shards:\n", "    if False:\n"),
     "columns of different lengths are divided": Bug(
         _SHARD, "    if len(set(lengths.values())) != 1:\n", "    if False:\n"
     ),
-    "some members get no rows": Bug(_SHARD, "    if rows < shards:\n", "    if rows < 1:\n"),
+    "some workers get no rows": Bug(_SHARD, "    if rows < shards:\n", "    if rows < 1:\n"),
     "a row before the first is the last one": Bug(_SHARD, "if not 0 <= row < count]", "if not row < count]"),
     "chosen rows come in the order of their parts": Bug(
         _SHARD, "return _select(join(pieces), back)", "return join(pieces)"
@@ -79,7 +79,7 @@ BUGS = {
     "result() gives one of each rank": Bug(
         _PORT, "gather(self._refs, timeout)[:: self._replica]", "gather(self._refs, timeout)"
     ),
-    "damage that a member finds is no damage": Bug(
+    "damage that a worker finds is no damage": Bug(
         _PORT, "error.original if isinstance(error, InvocationError) else error", "error"
     ),
     "a nested pending result is sent": Bug(_PORT, "    def __reduce__(self)", "    def _reduce(self)"),
@@ -90,13 +90,13 @@ BUGS = {
     "an error of on_end hides why the run failed": Bug(
         _TRAINER, "except Exception:  # noqa: BLE001 -- the user's", "except ZeroDivisionError:  # the user's"
     ),
-    "raw handles are those of lost members": Bug(
+    "raw handles are those of lost workers": Bug(
         _TRAINER, "            self._actor_handles[RLRoleType(renewed.role)][rank] = handle\n", "            pass\n"
     ),
     "a repeated step does not say why": Bug(
         _TRAINER, "Attempt(attempt.number + 1, True, reason)", "Attempt(attempt.number + 1, True)"
     ),
-    "members answer from an attempt that was given up": Bug(
+    "workers answer from an attempt that was given up": Bug(
         _TRAINER, "            if attempt.number:\n                steps.forget()\n", ""
     ),
     "attempts do not count as restarts": Bug(_STEPS, "count=info.count + attempt.number", "count=info.count"),
@@ -109,12 +109,12 @@ BUGS = {
     "the trainer does not learn the last committed step": Bug(
         _STEPS, "        self.restart_info = replace(self.restart_info, step=committed)\n", ""
     ),
-    "late members can be replaced before steps()": Bug(
+    "late workers can be replaced before steps()": Bug(
         _DURABLE,
         "        if not self.opened:\n            raise CallError",
         "        if False:\n            raise CallError",
     ),
-    "a new member is looked for on its old node": Bug(
+    "a new worker is looked for on its old node": Bug(
         _TRANSFERS,
         "        self.locate({member: outcome.value for member, outcome in zip(new, outcomes, strict=True)})\n",
         "",

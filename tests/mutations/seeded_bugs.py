@@ -104,7 +104,7 @@ _PARTS, _CLUSTER, _MASTER = (
 _HANGS = "master/process/hang_detector.py"
 
 BUGS = {
-    # -- states that are written while the members continue --
+    # -- states that are written while the workers continue --
     "a step ends before the commit before is published": Bug(
         _STEPS,
         "            self._publish(waits=True)\n            if self._checkpoints is not None and is_due",
@@ -118,7 +118,7 @@ BUGS = {
     "nothing is published while the trainer waits": Bug(
         _STEPS, "            self.port.publish = self._publish_if_idle\n", "            pass\n"
     ),
-    "a busy member is asked for its state": Bug(
+    "a busy worker is asked for its state": Bug(
         _STEPS, "        if self.port.are_idle(", "        if True or self.port.are_idle("
     ),
     "a second loop begins again": Bug(
@@ -135,7 +135,7 @@ BUGS = {
     "waits with a deadline never end": Bug(
         _DURABLE, "            timeout_s = None if timeout_s is None else timeout_s - pause_s\n", ""
     ),
-    "a restored member answers calls of its earlier state": Bug(
+    "a restored worker answers calls of its earlier state": Bug(
         _HOST, "        self._forget()\n        self._state.restore", "        self._state.restore"
     ),
     "the copy begins before the state is written": Bug(
@@ -185,14 +185,14 @@ BUGS = {
         "if 0 < death.incarnation < self._incarnations.get(ProcessId(death.role, death.rank), 0):",
         "if False:",
     ),
-    "a new member does not load the commit": Bug(_DURABLE, "if stateful and self.committed is not None:", "if False:"),
-    "a new member does not get the calls of the step": Bug(
+    "a new worker does not load the commit": Bug(_DURABLE, "if stateful and self.committed is not None:", "if False:"),
+    "a new worker does not get the calls of the step": Bug(
         _DURABLE, "            if call.member in self._unbuilt:\n                self._repeat(call)", "            pass"
     ),
-    "a new member does not get the calls of init": Bug(
+    "a new worker does not get the calls of init": Bug(
         _DURABLE, "[call for call in self.log.setup if call.member in self._unbuilt]", "[]"
     ),
-    "a rebuilt member is rebuilt again": Bug(_DURABLE, "        self._unbuilt.clear()\n", ""),
+    "a rebuilt worker is rebuilt again": Bug(_DURABLE, "        self._unbuilt.clear()\n", ""),
     "a repeated call that newly fails is ignored": Bug(
         _DURABLE, "if not call.end(run, error):", "if call.end(run, error) is None:"
     ),
@@ -215,7 +215,7 @@ BUGS = {
     "the echo of a death is a user's error": Bug(
         _DURABLE, "for outcome in self.inner.wait(questions, GRACE_S):", "for outcome in ():"
     ),
-    "a late member is not replaced": Bug(_DURABLE, "            self._recover({}, deaths)\n", ""),
+    "a late worker is not replaced": Bug(_DURABLE, "            self._recover({}, deaths)\n", ""),
     "a late call is issued again": Bug(_LOG, "if logged.rank in ranks or together", "if False"),
     "a damaged commit is not given up": Bug(
         _DURABLE, "            self.checkpoints.discard(self.committed, str(error.original))\n", ""
@@ -244,7 +244,7 @@ BUGS = {
     "before steps() only one call after a failed argument is made again": Bug(
         _DURABLE, "self._retry_all({**lost, **{call", "self._retry_all({**lost} or {**{call"
     ),
-    "members are not told what is committed": Bug(
+    "workers are not told what is committed": Bug(
         _LOG, "            self.settled,\n            call", "            0,\n            call"
     ),
     "arguments may change before they are sent again": Bug(
@@ -262,12 +262,12 @@ BUGS = {
     ),
     # -- steps --------------------------------------------------------------------------------------------------------
     "ranks that meet are not restored together": Bug(
-        _STEPS, "if member in behind or member.role in roles]", "if member in behind]"
+        _STEPS, "if member in behind or member.role in roles]", "if worker in behind]"
     ),
     "a commit is not repeated after a recovery": Bug(
         _STEPS, "            if self.port.recoveries == recoveries:\n                break", "            break"
     ),
-    "members that are ahead keep their answers": Bug(
+    "workers that are ahead keep their answers": Bug(
         _STEPS,
         "            self.port.ask(standings, FORGET)  # all: ranks that meet have to meet again\n",
         "            pass\n",
@@ -277,7 +277,7 @@ BUGS = {
         "while (request := self._checkpoints.persist_request()) is not None:",
         "while (request := None) is not None:",
     ),
-    "members that hold a later state begin again": Bug(_STEPS, "        if survivors:\n", "        if False:\n"),
+    "workers that hold a later state begin again": Bug(_STEPS, "        if survivors:\n", "        if False:\n"),
     "calls of two steps have the same ids": Bug(_STEPS, "        self.counter.open(step)\n", ""),
     "a damaged commit ends the trainer": Bug(
         _STEPS, "                if not is_damage(error):\n                    raise\n", "                raise\n"
@@ -352,8 +352,8 @@ BUGS = {
     ),
     "there is no lease": Bug(_BEATS, "if silent_s > self._settings.lease_s:", "if False:"),
     "a replaced process goes on": Bug(_BEATS, "            if not is_current:\n", "            if False:\n"),
-    # -- a member's part of a commit ----------------------------------------------------------------------------------
-    "a file of another member is loaded": Bug(
+    # -- a worker's part of a commit ----------------------------------------------------------------------------------
+    "a file of another worker is loaded": Bug(
         _MEMBER, '{**self._header, "rank": rank, "step": request.step}', '{"step": request.step}'
     ),
     "a node keeps all its commits": Bug(
@@ -365,7 +365,7 @@ BUGS = {
     "another step's copy is taken for the one under way": Bug(
         _MEMBER, "        if copy is None or copy.step != copying:", "        if copy is None:"
     ),
-    "what is being copied is removed by its member": Bug(
+    "what is being copied is removed by its worker": Bug(
         _MEMBER,
         "            store.pinned.add(request.copying)\n        if self._copy",
         "            pass\n        if self._copy",
@@ -376,7 +376,7 @@ BUGS = {
         "            except (CheckpointCorrupt, CheckpointMissing) as error:\n                raise error\n",
     ),
     # -- commits ------------------------------------------------------------------------------------------------------
-    "a copy is published when one member has it": Bug(_COMMITS, "if len(copies) == len(answers):", "if copies:"),
+    "a copy is published when one worker has it": Bug(_COMMITS, "if len(copies) == len(answers):", "if copies:"),
     "what is being copied is not pinned": Bug(_COMMITS, "            self._commits.pinned.add(step)\n", ""),
     "only the first place of a damaged commit is set aside": Bug(
         _COMMITS, "for generation in self._offered:", "for generation in self._offered[:1]:"
@@ -399,7 +399,7 @@ BUGS = {
     "commits of an ended run go though they are ahead": Bug(
         _RUNS, "if newest_step(commits) <= newest_step(copies):", "if True:"
     ),
-    # -- states that are written while the members go on ---------------------------------------------------------------
+    # -- states that are written while the workers go on ---------------------------------------------------------------
     "a call changes the state that is being written": Bug(
         _HOST, "            if not guards_state(type(self.workload), method):\n", "            if False:\n"
     ),
@@ -482,7 +482,7 @@ BUGS = {
         "        emit(events.StandbyReady",
         "        emit(events.StandbyReady",
     ),
-    "a member is up before it is made": Bug(
+    "a worker is up before it is made": Bug(
         _EXECUTOR,
         "        await answer_of(str(process_id), ref, timeout_s)\n        entry.up = True",
         "        entry.up = True",
@@ -510,7 +510,7 @@ BUGS = {
         "return holder is None or holder.slot != slot or self._entries.get(holder.process_id) is not holder",
         "return True",
     ),
-    "members begin before the others are located": Bug(
+    "workers begin before the others are located": Bug(
         _TABLE,
         "        async with asyncio.timeout(timeout_s):\n            await self._gate_of[entry.process_id].wait()\n",
         "",
@@ -535,15 +535,15 @@ BUGS = {
         _MASTER, "member.incarnation <= incarnation or", "member.incarnation < incarnation or"
     ),
     "a loss of another incarnation counts": Bug(_MASTER, "member.incarnation == incarnation and ", ""),
-    "a job that ends replaces its members": Bug(
+    "a job that ends replaces its workers": Bug(
         _MASTER, "    if state.phase is not Phase.RUNNING or state.settings is None:\n", "    if False:\n"
     ),
-    "a change of a member changes its former ones": Bug(
+    "a change of a worker changes its former ones": Bug(
         "control/state.py",
         "chunk = changed[place] = list(self._chunk(process_id))",
         "chunk = changed[place] = list(self._chunk(process_id))[::-1]",
     ),
-    "members that are up are not counted anew": Bug(
+    "workers that are up are not counted anew": Bug(
         "control/state.py", "            up += (member.phase is MemberPhase.UP) - (", "            up += 0 * ("
     ),
     "the trainer's part stays on its node": Bug(
@@ -575,8 +575,8 @@ BUGS = {
     "neighbours need no room": Bug(
         "runtime/checkpoint/runs.py", "(_KEPT + 1) * most[0] + _KEPT * neighbours", "(_KEPT + 1) * most[0]"
     ),
-    # -- other numbers of members -------------------------------------------------------------------------------------
-    "members of another layout are left as they are": Bug(
+    # -- other numbers of workers -------------------------------------------------------------------------------------
+    "workers of another layout are left as they are": Bug(
         _MEMBER,
         "                raise\n            self._restore_other(workload, request, pieces)\n",
         "                raise\n",

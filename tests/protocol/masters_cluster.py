@@ -25,7 +25,7 @@ class Method:
 
 
 class Actor:
-    """A process of the job. Its methods answer after a time; a member beats, and lives no longer than its lease."""
+    """A process of the job. Its methods answer after a time; a worker beats, and lives no longer than its lease."""
 
     def __init__(self, cluster, request, node, pid):
         self.cluster, self.world, self.request = cluster, cluster.world, request
@@ -116,7 +116,7 @@ class Actor:
 
 
 class MemberActor(Actor):
-    """A member, or a standby, until it is started as one."""
+    """A worker, or a standby, until it is started as one."""
 
     def __init__(self, cluster, request, node, pid):
         super().__init__(cluster, request, node, pid)

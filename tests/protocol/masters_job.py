@@ -2,7 +2,7 @@
 """A job under production masters, which are ended, frozen, cut off and started again.
 
 The master, its brain and journal file, hang detector, executor, table of processes and reservations are the production
-classes. The members answer, and the trainer makes calls and commits steps, as real ones do.
+classes. The workers answer, and the trainer makes calls and commits steps, as real ones do.
 """
 
 import asyncio
@@ -56,7 +56,7 @@ class Left(BaseException):
 
 
 class TrainerActor(Actor):
-    """Commits a step when all members have answered."""
+    """Commits a step when all workers have answered."""
 
     def __init__(self, cluster, request, node, pid):
         super().__init__(cluster, request, node, pid)

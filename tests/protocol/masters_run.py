@@ -13,10 +13,10 @@ from masters_job import LEASE_S, Job
 from dlrover.python.rl.control.state import Phase
 
 FAULTS = (
-    "member dies",
+    "worker dies",
     "standby dies",
     "trainer dies",
-    "member hangs",
+    "worker hangs",
     "trainer hangs",
     "master dies",
     "master freezes",

@@ -28,7 +28,7 @@ from dlrover.python.rl.trainer.workload import MemberContext
 
 STEPS = 4
 WITHIN_S = 600.0
-FAULTS = ("member dies", "trainer dies", "two trainers", "trainer freezes", "node lost", "full", "falters", "slow")
+FAULTS = ("worker dies", "trainer dies", "two trainers", "trainer freezes", "node lost", "full", "falters", "slow")
 ALWAYS = ("method", "commit", "where", "disk of commit", "disk of trainer", "disk of copy")
 SITUATIONS = (*ALWAYS, "written", "restore", "disk of restore", "persist", "renew")
 ON_SEVERAL_NODES = ("read", "store", "held", "disk of read", "disk of store", "disk of held")
@@ -50,7 +50,7 @@ class Alone(Policy):
 
 
 class MemberGone(BaseException):
-    """A member died in the middle of a call."""
+    """A worker died in the middle of a call."""
 
 
 @dataclass(frozen=True)
@@ -219,7 +219,7 @@ class StepsJob:
         self.is_open = True
 
     def check_served(self, host, epoch, result):
-        """A member has answered a trainer of this epoch."""
+        """A worker has answered a trainer of this epoch."""
         if isinstance(result.error, StaleCall):
             return
         if epoch < self.served.get(host, 0):
@@ -274,7 +274,7 @@ class StepsJob:
             self.fail_member(inside)
 
     def fail_member(self, inside):
-        """The member whose call this is may be dead."""
+        """The worker whose call this is may be dead."""
         if inside and not inside[-1][1].alive:
             self.world.is_broken = True
             raise MemberGone
@@ -319,11 +319,11 @@ class StepsJob:
         world, rng = self.world, self.world.rng
         world.reached[f"{situation}/{fault}"] += 1
         world.trace("fault", fault, "in", situation)
-        if fault in ("member dies", "node lost") and not self.is_open:
+        if fault in ("worker dies", "node lost") and not self.is_open:
             return  # before the first step the job begins again
         if fault == "actor dies":
             self.kill(self.members[RLRoleType.ACTOR][0])
-        elif fault == "member dies":
+        elif fault == "worker dies":
             inside = getattr(world.current, "inside", None)
             if inside and rng.random() < 0.7:
                 self.kill(inside[-1][1])
@@ -375,7 +375,7 @@ class StepsJob:
         for process in self.world.processes:
             is_there = node == getattr(process, "node", getattr(process, "origin", ""))
             if is_there and getattr(process, "inside", None):
-                process.pending = "trainer dies"  # the member that it calls is elsewhere, and continues
+                process.pending = "trainer dies"  # the worker that it calls is elsewhere, and continues
             elif is_there and process is not self.trainer:
                 process.kill()
         if "trainer" in gone:

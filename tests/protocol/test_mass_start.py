@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A master with 10,000 members: what it does at once while they start, for a heartbeat, and when it is started again.
+"""A master with 10,000 workers: what it does at once while they start, for a heartbeat, and when it is started again.
 
 Times are of the processor, without the collector's pauses, which here also looks through the simulated cluster.
 """

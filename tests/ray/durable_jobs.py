@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A small training whose result is known to the last bit, with faults that its own members commit when they are told.
+"""A small training whose result is known to the last bit, with faults that its own workers commit when they are told.
 
-``config.faults`` lists ``who:method:step:act``, e.g. ``ROLLOUT-1:generate:3:kill``: the first process of that member to
+``config.faults`` lists ``who:method:step:act``, e.g. ``ROLLOUT-1:generate:3:kill``: the first process of that worker to
 get there does it; a mark in ``config.folder`` keeps the next one from doing it again. The acts::
 
     kill   SIGKILL, to itself            stop   SIGSTOP, to itself
@@ -92,7 +92,7 @@ def wait_for(condition, deadline_s=60.0):
 
 
 class Learner(Told):
-    """ACTOR: a vector that is trained; its members' shares are summed by the trainer."""
+    """ACTOR: a vector that is trained; its workers' shares are summed by the trainer."""
 
     def __init__(self, master_handle, config):
         super().__init__(master_handle, config)

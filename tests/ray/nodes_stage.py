@@ -75,7 +75,7 @@ class Play:
         return [event for _, event in decode(read_lines(self.folder / "out/journal.jsonl"))]
 
     def on(self, index):
-        """Process ids of the members on a node."""
+        """Process ids of the workers on a node."""
         places = {
             (event.role, event.rank): event.process for event in self.events() if isinstance(event, MemberStarted)
         }
@@ -96,7 +96,7 @@ def fewer(folder, nodes):
 
 
 def told(folder, nodes):
-    """A member on the second node is told that the node will go, and a third one is there."""
+    """A worker on the second node is told that the node will go, and a third one is there."""
     play = Play(folder, nodes)
     seen = {}
 
@@ -159,7 +159,7 @@ def memory_of(folder, index):
 
 
 def name_of(memory):
-    """Return the node's name among members there."""
+    """Return the node's name among workers there."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("DLROVER_RL_MEMORY", str(memory))
         return memory_name()

@@ -38,12 +38,12 @@ class Shape:
     """The settings that differ between jobs.
 
     Attributes:
-        actor: class of the two ACTOR members.
+        actor: class of the two ACTOR workers.
         trainer: class of the trainer.
         steps: how many.
-        standby: standbys of ROLLOUT, which has two members as well.
+        standby: standbys of ROLLOUT, which has two workers as well.
         master_restarts: how often Ray may start the master again.
-        rollout_restarts: how often a rollout member may be recovered.
+        rollout_restarts: how often a rollout worker may be recovered.
         checkpoint: what is kept in the job's directory.
     """
 
@@ -138,7 +138,7 @@ class Stage:
         mark.with_name(mark.name + ".go").touch()
 
     def member(self, role, rank, incarnation):
-        """A member's actor."""
+        """A worker's actor."""
         name = member_name(self.job.name, self.run_id, role, rank, incarnation)
         return ray.get_actor(name, namespace=NAMESPACE)
 
@@ -164,14 +164,14 @@ class Stage:
         return sorted((event.cause.who, event.cause.kind.value) for event in self.events() if hasattr(event, "cause"))
 
     def incarnations(self):
-        """Every process that has become a member."""
+        """Every process that has become a worker."""
         return sorted((event.role, event.rank, event.incarnation) for event in self.events(MemberStarted))
 
     def epochs(self):
         return [event.epoch for event in self.events(TrainerStarted)]
 
     def notes(self):
-        """Every call that a member has begun: member, method, step and process id."""
+        """Every call that a worker has begun: worker, method, step and process id."""
         lines = (self.folder / "calls").read_text().splitlines()
         return [(process, method, int(step), int(pid)) for process, method, step, pid in map(str.split, lines)]
 
@@ -182,7 +182,7 @@ class Stage:
         return {call for call, count in counts.items() if count > 1}
 
     def delay_s(self, role, rank):
-        """Return the seconds from the loss of a member to its replacement."""
+        """Return the seconds from the loss of a worker to its replacement."""
         lost = next(at_s for at_s, event in self.timed(MemberLost) if (event.role, event.rank) == (role, rank))
         came = [at_s for at_s, event in self.timed(MemberStarted) if (event.role, event.rank) == (role, rank)]
         return min(at_s for at_s in came if at_s >= lost) - lost
@@ -209,7 +209,7 @@ class Stage:
         return named + memory + [pid for pid in self._every_pid() if is_alive(pid)]
 
     def _every_pid(self):
-        """Every process that the journal, its members or this test have named."""
+        """Every process that the journal, its workers or this test have named."""
         with suppress(JournalCorrupt, FileNotFoundError):
             self.seen.update(event.process.pid for event in self.events(MemberStarted | TrainerStarted | StandbyReady))
             self.seen.update(event.pid for event in self.events(MasterStarted))

@@ -27,7 +27,7 @@ class Holder(BaseWorkload):
 
 
 class HoldingTrainer(BaseTrainer):
-    """Notes what its member holds after each step; ``config.ends`` is ``well``, ``badly``, or ``cancelled``, which it
+    """Notes what its worker holds after each step; ``config.ends`` is ``well``, ``badly``, or ``cancelled``, which it
     waits for."""
 
     def init(self):

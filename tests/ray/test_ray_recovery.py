@@ -70,7 +70,7 @@ def stale_commits(job):
 
 
 def test_a_death_costs_what_its_own_scope_has_done_in_this_step(stage):
-    """A rollout's death repeats that member's calls of the step, an actor's too, the trainer's no call at all; and a
+    """A rollout's death repeats that worker's calls of the step, an actor's too, the trainer's no call at all; and a
     trainer that was replaced can commit nothing."""
     faults = (
         "ROLLOUT-1:generate:2:kill",
@@ -157,7 +157,7 @@ def test_a_rank_that_waits_for_a_lost_one_is_aborted_and_stays(stage):
 
 def test_a_master_that_dies_comes_back_to_a_job_that_has_gone_on(stage):
     """First the master is stopped, and the job continues; then it is killed, and finds every process again.
-    The second time a member dies with it."""
+    The second time a worker dies with it."""
     first, second = "trainer:end:4:hold", "trainer:end:5:hold"
     job, pids = stage("no-master", first, second), []
 

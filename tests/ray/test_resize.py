@@ -53,7 +53,7 @@ def desk(tmp_path, ray_session):
 
 
 def check_steps(folder, total):
-    """Each step was done once, by all members of the size that the role had; returns the sizes in their order."""
+    """Each step was done once, by all workers of the size that the role had; returns the sizes in their order."""
     seen = json.loads((folder / "seen.json").read_text())
     assert [step for step, _ in seen] == list(range(1, total + 1))
     for _, members in seen:
@@ -74,7 +74,7 @@ def test_a_role_grows_and_shrinks_while_the_job_runs(desk):
 def test_what_cannot_be_resized_is_refused_and_the_job_goes_on(desk):
     desk.start("steady", "config.steps=100000")
     for arguments, words in (
-        (("actor", "2"), "its members hold a state"),
+        (("actor", "2"), "its workers hold a state"),
         (("rolout", "3"), "did you mean 'ROLLOUT'?"),
         (("rollout", "0"), "0 is not in the range"),
         (("rollout", "500"), "stays as it is"),

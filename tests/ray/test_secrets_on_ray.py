@@ -85,7 +85,7 @@ def job_with(canaries, folder, ends):
 
 
 def expected(job):
-    """Return the environment of a member of the job."""
+    """Return the environment of a worker of the job."""
     return {**job["env"], **job["workload"]["actor"]["env"], "config": job["config"]["secret_settings"]}
 
 
@@ -318,7 +318,7 @@ def stop_one_and_fail_one(client, call, folder, look):
 
 @pytest.mark.slow
 def test_a_master_that_comes_back_has_the_secrets_from_its_processes(tmp_path):
-    """It is killed, then a member: the new one has the secrets, which no file could give."""
+    """It is killed, then a worker: the new one has the secrets, which no file could give."""
     job = job_with(made_canaries(*FIELDS), tmp_path, "well")
     job["config"]["settings"]["steps"] = 150
     (tmp_path / "job-file.yaml").write_text(yaml.safe_dump(job))

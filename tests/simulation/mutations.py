@@ -21,7 +21,7 @@ MUTATIONS = {
     "an older incarnation's resources count": Mutation(
         "control.machine", "event.incarnation != state.incarnation:", "event.incarnation > state.incarnation:"
     ),
-    "a member that waits can be lost": Mutation(
+    "a worker that waits can be lost": Mutation(
         "control.recovery", "    if member.phase is MemberPhase.WAITING:\n        return state, ()\n", ""
     ),
     "a second report of a start counts": Mutation(
@@ -34,7 +34,7 @@ MUTATIONS = {
         "control.state", "return self in (Phase.PLACED, Phase.RUNNING)", "return not self.terminal"
     ),
     # -- numbers ------------------------------------------------------------------------------------------------------
-    "a member keeps its number": Mutation(
+    "a worker keeps its number": Mutation(
         "control.state", "return Member(self.incarnation + 1, ", "return Member(self.incarnation, "
     ),
     "the trainer keeps its number": Mutation(
@@ -45,7 +45,7 @@ MUTATIONS = {
     "a restart of the job keeps the trainer's number": Mutation(
         "control.recovery", "        epoch=state.epoch + 1,\n", ""
     ),
-    "a restart of the job keeps the members' numbers": Mutation(
+    "a restart of the job keeps the workers' numbers": Mutation(
         "control.recovery",
         "MemberMap({process_id: member.next() for process_id, member in state.members.items()}),",
         "state.members,",
@@ -68,12 +68,12 @@ MUTATIONS = {
         "next_standby={**state.next_standby, role: number},",
     ),
     # -- recovery by scope --------------------------------------------------------------------------------------------
-    "a group is recovered member by member": Mutation(
+    "a group is recovered worker by worker": Mutation(
         "control.recovery",
         "if settings.roles[role].scope is RecoveryScope.GROUP:\n            state, more = _recover_group",
         "if False:\n            state, more = _recover_group",
     ),
-    "a member is recovered with its whole role": Mutation(
+    "a worker is recovered with its whole role": Mutation(
         "control.recovery",
         "if settings.roles[role].scope is RecoveryScope.GROUP:\n            state, more = _recover_group",
         "if True:\n            state, more = _recover_group",
@@ -84,12 +84,12 @@ MUTATIONS = {
     "the old trainer is not ended": Mutation(
         "control.recovery", "return state, (killed, *commands)", "return state, commands"
     ),
-    "a lost node takes only members": Mutation(
+    "a lost node takes only workers": Mutation(
         "control.recovery",
         "trainer = is_lost(state.trainer.process)",
         "trainer = False",
     ),
-    "a lost node's members are not coalesced": Mutation(
+    "a lost node's workers are not coalesced": Mutation(
         "control.recovery",
         "_count(state.recoveries, role, len(ranks))",
         "_count(state.recoveries, role)",
@@ -106,7 +106,7 @@ MUTATIONS = {
         "control.recovery", "if not state.opened or not failure.subjects:", "if True:"
     ),
     "steps stay open over a restart of the job": Mutation("control.recovery", "        opened=False,\n", ""),
-    "a new trainer takes old members for new": Mutation(
+    "a new trainer takes old workers for new": Mutation(
         "control.recovery", "Trainer(fresh=False, reason", "Trainer(fresh=True, reason"
     ),
     "a user's error is retried": Mutation("control.recovery", "    elif not cause.retryable:\n", "    elif False:\n"),
@@ -223,7 +223,7 @@ MUTATIONS = {
         "for timer, delay in state.waits.items()}",
     ),
     # -- a master that comes back -----------------------------------------------------------------------------------
-    "members that start are not under way": Mutation(
+    "workers that start are not under way": Mutation(
         "control.state",
         "        if starting:\n            commands.append",
         "        if False:\n            commands.append",

@@ -139,7 +139,7 @@ class SimExecutor:
             return None
         return nodes[0] if self.cluster.packed else self.world.rng.choice(nodes)
 
-    # -- members ------------------------------------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------------------------------
 
     def _start_members(self, command: StartMembers) -> None:
         batch = len(self.cluster.procs) + 1
@@ -175,7 +175,7 @@ class SimExecutor:
             self._later(*took_s, self._member_up, command.role, rank, incarnation, proc, number, born)
 
     def _kept(self, who: ProcessId) -> Proc | None:
-        """The process of a member that is up; one that does not answer is ended."""
+        """The process of a worker that is up; one that does not answer is ended."""
         proc = self.members[who]
         if self._hears(proc):
             return proc

@@ -157,7 +157,7 @@ class SimJob:
         return master.alive and not master.blocked
 
     def renew(self, proc: Proc, process_id: ProcessId, number: int) -> dict[ProcessId, Proc]:
-        """Who takes the place of a dead member; nobody yet: ask again."""
+        """Who takes the place of a dead worker; nobody yet: ask again."""
         master = self._reached(proc)
         if master is None:
             return {}

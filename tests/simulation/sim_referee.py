@@ -127,7 +127,7 @@ class Referee:
         if isinstance(command, StartMembers):
             for rank, number in command.members:
                 if after.members[ProcessId(command.role, rank)].incarnation != number:
-                    raise Violation(f"{command} starts a number that is not the member's")
+                    raise Violation(f"{command} starts a number that is not the worker's")
             scope = after.settings.roles[command.role].scope
             if scope is RecoveryScope.GROUP and len(command.members) != after.settings.roles[command.role].num:
                 raise Violation(f"{command} starts a part of a group")

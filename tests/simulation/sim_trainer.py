@@ -58,8 +58,8 @@ class SimTrainer:
     Args:
         talk: the master, whichever there is (``opened``, ``progressed``, ``renew``), and the terms of the job.
         proc: the process.
-        fresh: whether the members are as new.
-        seats: the members at the start.
+        fresh: whether the workers are as new.
+        seats: the workers at the start.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class SimTrainer:
             self._body()
 
     def _fail_with_member(self) -> None:
-        """Without steps a member's death is the trainer's error."""
+        """Without steps a worker's death is the trainer's error."""
         who = next((who for who, member in self.seats.items() if not self._answers(member)), "job")
         self.proc.result = Cause(CauseKind.PROCESS_DIED, str(who), f"{who} is gone")
 
@@ -147,7 +147,7 @@ class SimTrainer:
         return member.works and member.up and self.cluster.reach(self.proc.node, member.node)
 
     def _whole(self, again: Callable[[], None]) -> bool:
-        """Whether all members answer; else have those that do not replaced, and come back."""
+        """Whether all workers answer; else have those that do not replaced, and come back."""
         whole = True
         for who in list(self.seats):
             member = self.seats[who]  # another one's replacement may have brought this one's along

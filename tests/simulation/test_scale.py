@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""1,000 nodes and 10,000 members: what starts, failures and heartbeats cost the machine itself."""
+"""1,000 nodes and 10,000 workers: what starts, failures and heartbeats cost the machine itself."""
 
 import time
 
@@ -32,7 +32,7 @@ WITHIN_S = 1.0
 
 
 def running():
-    """A job of 8,000 members, 2,000 of them one group, that does steps."""
+    """A job of 8,000 workers, 2,000 of them one group, that does steps."""
     members = NODES * PER_NODE
     roles = {
         "ACTOR": RoleSettings(GROUP, RecoveryScope.GROUP, max_restart=10_000),
@@ -68,7 +68,7 @@ def test_a_tenth_of_8000_members_and_100_nodes_lost_take_less_than_a_second():
 
 
 def of_size(members):
-    """The events of a start with this number of members, a quarter of them one group."""
+    """The events of a start with this number of workers, a quarter of them one group."""
     group = max(members // 4, 1)
     roles = {"ACTOR": RoleSettings(group, RecoveryScope.GROUP), "ROLLOUT": RoleSettings(members - group)}
     ranks = [(role, rank) for role, settings in roles.items() for rank in range(settings.num)]

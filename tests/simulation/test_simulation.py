@@ -79,7 +79,7 @@ def test_a_seed_is_the_same_run_in_another_process(modules):
 
 
 def test_a_broken_seed_says_how_to_replay_it():
-    broken = sim_modules.load(MUTATIONS["a member keeps its number"])
+    broken = sim_modules.load(MUTATIONS["a worker keeps its number"])
     with pytest.raises(AssertionError) as caught:
         run(0, broken)
     assert "python tests/simulation/replay.py 0" in caught.value.__notes__[0]

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(1800)]
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("victims", [(), ("--rays-own",)], ids=["members, trainer and master", "Ray's, too"])
+@pytest.mark.parametrize("victims", [(), ("--rays-own",)], ids=["workers, trainer and master", "Ray's, too"])
 def test_a_run_ends_in_its_bits_whatever_is_killed_from_its_first_second_on(tmp_path, victims):
     seed = "2-2" if victims else "1-1"
     command = [sys.executable, "-m", "tests.chaos.outside", "--seeds", seed, "--out", str(tmp_path), *victims]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A weight transport through safetensors files in a folder that all members see."""
+"""A weight transport through safetensors files in a folder that all workers see."""
 
 from pathlib import Path
 

@@ -154,7 +154,7 @@ def test_a_group_of_one_role_shares_nothing():
         ({"workload": actor(resources={})}, "workload.actor.resources", "did you mean 'resource'?"),
         ({"workload_group": [{"actor": 0}]}, "workload_group.0.actor", "greater than 0, got 0"),
         ({"workload_group": [{"actr": 1}]}, "workload_group.0.actr", "no role 'actr'; did you mean 'actor'?"),
-        ({"workload_group": [{"actor": 3}]}, "workload_group.0.actor", "4 members cannot form groups of 3"),
+        ({"workload_group": [{"actor": 3}]}, "workload_group.0.actor", "4 workers cannot form groups of 3"),
         ({"workload_group": [{"actor": 1}, {"Actor": 1}]}, "workload_group.1.Actor", "already in workload_group.0"),
         (
             {"workload": actor(num="4"), "workload_group": [{"actor": 3}]},

@@ -12,7 +12,7 @@ from dlrover.python.rl.control.placement import plan
 
 
 def job_of(workloads, groups=(), nodes=1, devices=4, device_type="GPU"):
-    """``workloads``: role to its number of members, or to the fields of its spec."""
+    """``workloads``: role to its number of workers, or to the fields of its spec."""
     fields = {role: {"num": spec} if isinstance(spec, int) else spec for role, spec in workloads.items()}
     return JobSpec(
         "job",
@@ -47,7 +47,7 @@ def check(job, placement):
     check_bundles(job, placement)
     assert list(placement.slots) == list(placement.standbys) == list(job.workloads)
     for role, spec in job.workloads.items():
-        assert len(placement.slots[role]) == spec.num, "every member has one place"
+        assert len(placement.slots[role]) == spec.num, "every worker has one place"
         assert len(placement.standbys[role]) == spec.standby, "and so has every standby"
         places = [*placement.slots[role], *placement.standbys[role]]
         assert len({slot.bundle for slot in places}) == len(places), "no two of a role in one bundle"
@@ -63,7 +63,7 @@ def check(job, placement):
     for group in job.groups:
         shared = [bundles_of(placement, role) for role in group]
         if len({(job.workloads[role].num, count) for role, count in group.items()}) == 1:
-            assert all(bundles == shared[0] for bundles in shared), "member i of each role is in the group's bundle i"
+            assert all(bundles == shared[0] for bundles in shared), "worker i of each role is in the group's bundle i"
 
 
 def check_bundles(job, placement):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A job for the tests of the machine: two ranks of a group, two members with a standby."""
+"""A job for the tests of the machine: two ranks of a group, two workers with a standby."""
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import (

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where members go: small sizes exhaustively."""
+"""Where workers go: small sizes exhaustively."""
 
 import itertools
 from dataclasses import replace
@@ -174,11 +174,11 @@ def test_simple_cannot_share_devices_since_it_reserves_none():
         (({"ACTOR": 6, "CRITIC": 6}, [{"ACTOR": 6, "CRITIC": 6}]), "ACTOR+CRITIC needs 6 GPU on one node, which has 4"),
         (
             ({"ACTOR": {"num": 1, "resource": {"gpu": 1.5}}},),
-            "workload.actor.resource.gpu: a member would take 1.5 GPU; more than one must be a whole number",
+            "workload.actor.resource.gpu: a worker would take 1.5 GPU; more than one must be a whole number",
         ),
         (
             ({"ACTOR": {"num": 3, "per_node": 1}}, (), 2, 8),
-            "workload.actor.per_node: 3 members, 1 on each node, need 3 nodes; trainer.node_number is 2",
+            "workload.actor.per_node: 3 workers, 1 on each node, need 3 nodes; trainer.node_number is 2",
         ),
         (
             ({"ACTOR": {"num": 4, "per_node": 2}, "CRITIC": 4}, [{"ACTOR": 4, "CRITIC": 4}], 2, 8),

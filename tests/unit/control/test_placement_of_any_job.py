@@ -42,7 +42,7 @@ def test_a_job_is_placed_rightly_or_refused(workloads, groups, nodes, devices, d
 
 
 def fits_somehow(sizes, free):
-    """Whether members of these sizes fit nodes with so much left each, trying everything."""
+    """Whether workers of these sizes fit nodes with so much left each, trying everything."""
     if not sizes:
         return True
     first, *rest = sizes

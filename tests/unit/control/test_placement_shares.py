@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How much of a device, and of what else, each member takes."""
+"""How much of a device, and of what else, each worker takes."""
 
 import itertools
 
@@ -12,7 +12,7 @@ from dlrover.python.rl.control.placement import plan
 def shares(workloads, group, **options):
     placement = placed(workloads, [group], **options)
     taken = {role: {slot.resources["gpu"] for slot in slots} for role, slots in placement.slots.items()}
-    assert all(len(amounts) == 1 for amounts in taken.values()), "all members of a role take the same"
+    assert all(len(amounts) == 1 for amounts in taken.values()), "all workers of a role take the same"
     return {role: amounts.pop() for role, amounts in taken.items()}, placement
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where the processes are kept ready that can take a member's place."""
+"""Where the processes are kept ready that can take a worker's place."""
 
 import itertools
 

@@ -51,7 +51,7 @@ from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, MemberPhas
 LOOSE = replace(TERMS, job_max_restart=99, trainer_max_restart=99, node_max_failures=99)
 ALONE = replace(LOOSE, roles={**ROLES, "ROLLOUT": replace(ROLES["ROLLOUT"], standby=0)})
 
-# -- a member alone ---------------------------------------------------------------------------------------------------
+# -- a worker alone ---------------------------------------------------------------------------------------------------
 
 
 def test_a_lost_member_is_replaced_by_its_ready_standby_at_once():
@@ -157,7 +157,7 @@ def test_the_lost_rank_of_a_group_takes_the_standby():
     assert run.commands[-1] == StartMembers("ACTOR", ((0, 2), (1, 2)), {1: 0})
     run(lost("ACTOR", 0, 2))
     assert run.commands[0] == Kill(ProcessId("ACTOR", 1), 2)
-    assert run.state.standbys["ACTOR"] == {}, "one that was becoming a member goes with it"
+    assert run.state.standbys["ACTOR"] == {}, "one that was becoming a worker goes with it"
 
 
 KEEPING = replace(LOOSE, roles={**ROLES, "ACTOR": replace(ROLES["ACTOR"], num=3, standby=1, rejoins=True)})

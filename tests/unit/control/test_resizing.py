@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Another number of members for a role, while the job runs."""
+"""Another number of workers for a role, while the job runs."""
 
 from dataclasses import replace
 
@@ -50,7 +50,7 @@ def test_a_role_that_shrinks_loses_its_last_ranks():
 
 
 def test_no_process_has_the_number_of_an_earlier_one():
-    """2, 3, 2, 3: the third member comes back under the next number."""
+    """2, 3, 2, 3: the third worker comes back under the next number."""
     run = Run(*OPEN)
     seen = {("ROLLOUT", rank, 1) for rank in range(2)} | {("ACTOR", rank, 1) for rank in range(2)}
     for num in (3, 2, 3, 1, 4):
@@ -69,7 +69,7 @@ def test_no_process_has_the_number_of_an_earlier_one():
         (OPEN, Resized("ROLLOUT", 2)),
         (OPEN, Resized("ROLLOUT", 0)),
         (OPEN, Resized("JUDGE", 2)),
-        (OPEN, Resized("ACTOR", 3)),  # its members meet in collectives
+        (OPEN, Resized("ACTOR", 3)),  # its workers meet in collectives
         (up(), Resized("ROLLOUT", 3)),  # before steps()
         ([*OPEN, StopRequested("enough")], Resized("ROLLOUT", 3)),
     ],
@@ -132,7 +132,7 @@ def test_places_beyond_the_plan_leave_its_numbers_as_they_are():
     assert placement.with_places({}) == placement.with_places({"ROLLOUT": 1}) == placement
 
 
-# -- roles that may go on with fewer members --------------------------------------------------------------------------
+# -- roles that may go on with fewer workers --------------------------------------------------------------------------
 
 ELASTIC = replace(TERMS, roles={**TERMS.roles, "ROLLOUT": replace(TERMS.roles["ROLLOUT"], standby=0, least=1)})
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that are slower than the others of their role, and those that only have more to do."""
+"""Workers that are slower than the others of their role, and those that only have more to do."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from dlrover.python.rl.control.liveness import WINDOW_S, WINDOWS, Paces, Work
 
 
 class Role:
-    """Members that work at their own pace; ``paces_s`` are seconds for a unit."""
+    """Workers that work at their own pace; ``paces_s`` are seconds for a unit."""
 
     def __init__(self, paces_s, role="ACTOR", factor=2.0):
         self.paces, self.paces_s = Paces(factor), list(paces_s)

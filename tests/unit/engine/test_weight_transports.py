@@ -47,7 +47,7 @@ OPTIONS = "config.engine.weight_sync_options"
         ("brodcast", {}, "cpu", ["config.engine.weight_sync: no weight transport is called 'brodcast'; did you mean"]),
         ("nowhere:Transport", {}, "cpu", ["config.engine.weight_sync: module 'nowhere' cannot be imported"]),
         ("disk", {}, "cpu", ["config.engine.weight_sync_options.folder: 'disk' needs a folder"]),
-        ("disk", {"folder": ""}, "cpu", [f"{OPTIONS}.folder: is empty: 'disk' needs a folder that all members see"]),
+        ("disk", {"folder": ""}, "cpu", [f"{OPTIONS}.folder: is empty: 'disk' needs a folder that all workers see"]),
         ("disk", {"foldr": "x"}, "cpu", [f"{OPTIONS}.foldr: unknown key", f"{OPTIONS}.folder: 'disk' needs a folder"]),
         (
             "brodcast",
@@ -70,7 +70,7 @@ OPTIONS = "config.engine.weight_sync_options"
         ("broadcast", {"folder": "x"}, "cpu", [f"{OPTIONS}.folder: is not used by 'broadcast', but by 'disk'"]),
         ("cuda_ipc", {"folder": "x"}, "cuda", [f"{OPTIONS}.folder: is not used by 'cuda_ipc', but by 'disk'"]),
         ("cuda_ipc", {}, "cpu", ["config.engine.weight_sync: 'cuda_ipc' needs engine.device cuda"]),
-        ("broadcast", {}, "cuda:0", ["config.engine.weight_sync: 'broadcast' needs a device for each member"]),
+        ("broadcast", {}, "cuda:0", ["config.engine.weight_sync: 'broadcast' needs a device for each worker"]),
     ],
 )
 def test_a_choice_that_cannot_work_is_refused_with_its_key(name, options, device, expected):

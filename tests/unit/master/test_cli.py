@@ -226,7 +226,7 @@ def test_a_wrong_option_exits_with_2(shell, options, said):
             "workload_group: [{actr: 1}]\nconfig:",
             "workload_group.0.actr: the job has no role 'actr'; did you",
         ),
-        ("class: Adder, num", "class: Collective, num", "workload.actor.num: 2 members of Collective meet in"),
+        ("class: Adder, num", "class: Collective, num", "workload.actor.num: 2 workers of Collective meet in"),
         ("{steps: 3}", "{steps: [1, 2}", "job.yaml:6: not valid YAML"),
     ],
 )

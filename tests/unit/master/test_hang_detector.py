@@ -116,7 +116,7 @@ class Waiting:
 
 @pytest.fixture
 def in_a_call():
-    """A member in a call, and the clock of its process."""
+    """A worker in a call, and the clock of its process."""
     clock = ManualClock()
     host = MemberHost(now_s=clock)
     host.start(Waiting, MemberContext(), None, None)

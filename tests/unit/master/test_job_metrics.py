@@ -30,7 +30,7 @@ from tests.unit.control import runs
 FILES = Path(package.__path__[0])
 
 STORY = [runs.TERMS, *runs.OPEN, runs.lost("ROLLOUT", 0), runs.started("ROLLOUT", 0, 2), Progressed(1, 2)]
-"""Twelve events, a second apart, with one lost member."""
+"""Twelve events, a second apart, with one lost worker."""
 
 
 def timed(events, every_s=1.0, from_s=1000.0):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a trainer is told of the member that it found dead."""
+"""What a trainer is told of the worker that it found dead."""
 
 import pytest
 

@@ -23,7 +23,7 @@ CLASSES = {"reference": "ReferenceWorkload", "critic": "CriticWorkload"}
 
 
 def policy_job(folder, recipe, *, roles=(), out="out", **config):
-    """A job of a recipe with one member of each role; it writes to ``folder/out``.
+    """A job of a recipe with one worker of each role; it writes to ``folder/out``.
 
     Args:
         folder: where model, data and output go.

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A recipe's job in one process, with its members and its trainer killed at chosen calls."""
+"""A recipe's job in one process, with its workers and its trainer killed at chosen calls."""
 
 from dataclasses import dataclass, field
 
@@ -38,7 +38,7 @@ class FaultyPort(LocalPort):
 
 
 def kill(role, rank):
-    """A fault: a member dies."""
+    """A fault: a worker dies."""
     return lambda port: port.kill(role, rank)
 
 
@@ -67,7 +67,7 @@ class Stage:
         trainer: the trainer's class.
         roles: role to its workload class and its size.
         config: of the job.
-        collocation: the roles that share a device, as members are told of it.
+        collocation: the roles that share a device, as workers are told of it.
     """
 
     def __init__(self, folder, trainer, roles, config, collocation=""):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rollout member with a tiny model's weights, and what it is asked for."""
+"""A rollout worker with a tiny model's weights, and what it is asked for."""
 
 import numpy as np
 

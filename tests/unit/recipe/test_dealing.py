@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Examples over the members of a job: about as many tokens each, pairs whole, and what comes back in its order."""
+"""Examples over the workers of a job: about as many tokens each, pairs whole, and what comes back in its order."""
 
 import math
 

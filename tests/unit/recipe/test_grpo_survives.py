@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The GRPO recipe through deaths of members and of the trainer: the end is that of an undisturbed run, to the bit."""
+"""The GRPO recipe through deaths of workers and of the trainer: the end is that of an undisturbed run, to the bit."""
 
 import json
 import random

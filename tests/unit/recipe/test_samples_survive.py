@@ -155,7 +155,7 @@ def test_the_file_of_a_run_is_the_same_whoever_dies_at_a_call_that_writes_it(
     rollout = kill("ROLLOUT", 0)
     faults = [kill_trainer, rollout, both(rollout, kill_trainer)]
     if (method, when) == ("write_held_out", "after"):
-        faults.pop()  # the last call: once its member has died, nothing asks for it again
+        faults.pop()  # the last call: once its worker has died, nothing asks for it again
     made = stage(tmp_path, inputs)
     strike(made, method, when, faults)
     assert files_of(made) == undisturbed[0]

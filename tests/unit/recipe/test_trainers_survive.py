@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO and distillation through deaths of members and of the trainer: the end is that of an undisturbed run, to the bit,
+"""PPO and distillation through deaths of workers and of the trainer: the end is that of an undisturbed run, to the bit,
 the critic's too."""
 
 import json

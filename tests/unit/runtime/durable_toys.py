@@ -174,7 +174,7 @@ class FaultyPort(LocalPort):
 
 
 def kill(role, rank):
-    """A fault: a member dies."""
+    """A fault: a worker dies."""
     return lambda port: port.kill(role, rank)
 
 
@@ -197,7 +197,7 @@ class Stage:
     """A job that is run to its end through whatever faults.
 
     Args:
-        nodes: member to its node, the trainer's is ``"trainer"``: each has a memory of its own. None: one for all.
+        nodes: worker to its node, the trainer's is ``"trainer"``: each has a memory of its own. None: one for all.
         shared: whether commits go where every node sees them.
         spread: whether each node's are also in the memory of the next one.
     """
@@ -317,7 +317,7 @@ class Stage:
         }
 
     def executed(self):
-        """How often each method really ran, in the members that are there now."""
+        """How often each method really ran, in the workers that are there now."""
         return {
             (str(role), rank): dict(member.host.executed)
             for role, members in self.port.members.items()

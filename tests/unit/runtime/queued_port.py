@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that run their calls later, in an order of chance, and die of chance: a cluster in one thread."""
+"""Workers that run their calls later, in an order of chance, and die of chance: a cluster in one thread."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -26,11 +26,11 @@ class Ticket:
 
 @dataclass
 class QueuedPort(FaultyPort):
-    """Each member has a queue and runs its calls in order; which member comes next is chance.
+    """Each worker has a queue and runs its calls in order; which worker comes next is chance.
 
     Attributes:
         random: the source of chance.
-        death_rate: of a member, at each turn.
+        death_rate: of a worker, at each turn.
         trainer_death_rate: of the trainer, at each submit and each wait.
     """
 
@@ -72,7 +72,7 @@ class QueuedPort(FaultyPort):
             raise TrainerKilled
 
     def _turn(self):
-        """One member runs its next call, or dies. False when nobody has anything to do."""
+        """One worker runs its next call, or dies. False when nobody has anything to do."""
         ready = [queue for queue in self.queues.values() if queue and self._is_ready(queue[0])]
         if not ready:
             return False
@@ -85,7 +85,7 @@ class QueuedPort(FaultyPort):
         return True
 
     def die(self, role, rank):
-        """A member dies; with some luck its results stay where others can take them."""
+        """A worker dies; with some luck its results stay where others can take them."""
         member = self.members[role][rank]
         if not member.alive:
             return

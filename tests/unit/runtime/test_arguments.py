@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on their way to a member: their arguments, and what they say beside them."""
+"""Calls on their way to a worker: their arguments, and what they say beside them."""
 
 import pytest
 

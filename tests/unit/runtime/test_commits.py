@@ -58,7 +58,7 @@ def test_without_a_copy_a_lost_node_costs_all_steps_and_that_is_said(tmp_path, c
         expected, outcome, stage = run_through(tmp_path, nodes, lost, steps=5, every=100)
     assert outcome == expected
     assert steps_gone_on_from(stage)[-1] == 0
-    assert "all stateful members are new: the job begins again at step 1" in caplog.text
+    assert "all stateful workers are new: the job begins again at step 1" in caplog.text
 
 
 @pytest.mark.parametrize(("nodes", "lost"), [("aba", "b"), ("abb", "b"), ("aaa", "a"), ("bba", "b"), ("aba", "a")])
@@ -162,7 +162,7 @@ class Weights:
 
 
 class Store:
-    """One member, and the trainer's side."""
+    """One worker, and the trainer's side."""
 
     def __init__(self, path, size=80, disk_wait=DiskWait(0.02, 0.001), run="run1", shared=True):  # noqa: B008
         self.roots = Roots("job", run, 1, path / "checkpoints" / run, path / "commits" / run, shared=shared)
@@ -204,7 +204,7 @@ def test_an_unpublished_copy_is_published_rather_than_thrown_away(tmp_path):
     store.copied()
     assert not list(store.roots.durable.glob("*/manifest.json"))
     store.damage("step-*2.e1/ACTOR*")
-    store.checkpoints.discard(2, "a member could not read it")
+    store.checkpoints.discard(2, "a worker could not read it")
     assert store.checkpoints.newest() == 2
     assert store.checkpoints.load(2) == {"step": 2}
     store.restore(2)
@@ -483,7 +483,7 @@ def test_a_trainers_file_that_does_not_fit_leaves_the_last_commit(tmp_path, smal
 @pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.ETIMEDOUT], ids=errno.errorcode.get)
 @pytest.mark.parametrize("call", ["replace", "fsync", "open", "stat"])
 def test_a_disk_that_falters_once_at_any_point_costs_nothing(tmp_path, monkeypatch, call, number):
-    """In the commits of the member and of the trainer, in their reading, and where a folder is taken over."""
+    """In the commits of the worker and of the trainer, in their reading, and where a folder is taken over."""
     patience = DiskWait(0.02, 0.001, 5.0)
     expected = Store(tmp_path / "expected", disk_wait=patience)
     expected.commit(1)

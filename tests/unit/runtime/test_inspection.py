@@ -123,7 +123,7 @@ def test_members_that_meet_in_collectives_cannot_share_a_process(tmp_path):
     assert found.errors == ()
     (refusal,) = found.single_process_refusals
     assert refusal.where == "workload.actor.num"
-    assert "2 members of Collective meet in collectives, which one process cannot hold" in refusal.what
+    assert "2 workers of Collective meet in collectives, which one process cannot hold" in refusal.what
 
 
 def test_roles_whose_ranks_meet_in_collectives_recover_together(tmp_path):

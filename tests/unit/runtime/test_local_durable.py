@@ -61,7 +61,7 @@ def undisturbed(folder, trainer=Training, **options):
 
 
 def same(outcome, expected):
-    """Whether two runs ended alike to the bit; members that died and were not needed again are left out."""
+    """Whether two runs ended alike to the bit; workers that died and were not needed again are left out."""
     assert (outcome["end"], outcome["logs"]) == (expected["end"], expected["logs"])
     assert all(expected["members"][name] == state for name, state in outcome["members"].items())
 
@@ -301,7 +301,7 @@ def test_an_error_that_nobody_waited_for_is_raised_at_the_commit(folder):
 
 def test_before_steps_a_loss_is_raised(folder):
     for number in range(4):
-        with pytest.raises(WorkloadDied, match=r"ROLLOUT\[1\].init_model: the member was killed"):
+        with pytest.raises(WorkloadDied, match=r"ROLLOUT\[1\].init_model: the worker was killed"):
             Stage(folder / str(number)).run({(number, "before"): kill("ROLLOUT", 1)})
 
 

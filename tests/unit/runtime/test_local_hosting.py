@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members without processes of their own, as a session starts them."""
+"""Workers without processes of their own, as a session starts them."""
 
 import pytest
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members of one process are as far from the trainer as other processes are."""
+"""Workers of one process are as far from the trainer as other processes are."""
 
 import os
 
@@ -125,7 +125,7 @@ def test_a_killed_member_is_gone_with_its_state(make):
     port = make()
     call(port, "keep", 3)
     port.kill("ACTOR", 0)
-    with pytest.raises(WorkloadDied, match=r"ACTOR\[0\].kept_value: the member was killed") as caught:
+    with pytest.raises(WorkloadDied, match=r"ACTOR\[0\].kept_value: the worker was killed") as caught:
         call(port, "kept_value")
     assert caught.value.retryable
     assert call(port, "kept_value", rank=1) is None

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member's files of commits: which it goes on from, which it keeps, and which it loads."""
+"""A worker's files of commits: which it goes on from, which it keeps, and which it loads."""
 
 import threading
 from dataclasses import replace
@@ -44,7 +44,7 @@ def member():
 
 @pytest.fixture
 def copied(roots):
-    """The state after step 1 in the job's directory; the member that wrote it is gone."""
+    """The state after step 1 in the job's directory; the worker that wrote it is gone."""
     file = MemberState("ACTOR", 0, 1, "b").commit(Total(5), CommitRequest(1, roots, persist=True)).file
     wait_for_copies()
     return Piece(f"{roots.durable}/{folder_name(1, 1)}", file)
@@ -61,7 +61,7 @@ def steps_in(roots):
     return sorted(int(path.name[5:13]) for path in roots.commits.glob("step-*"))
 
 
-@pytest.mark.parametrize(("rank", "step"), [(1, 2), (0, 1)], ids=["another member's", "another step's"])
+@pytest.mark.parametrize(("rank", "step"), [(1, 2), (0, 1)], ids=["another worker's", "another step's"])
 def test_an_intact_file_of_another_member_or_step_is_not_loaded(roots, member, rank, step):
     file = MemberState("ACTOR", rank, 1, "b").commit(Total(5), CommitRequest(step, roots)).file
     with pytest.raises(CheckpointCorrupt):

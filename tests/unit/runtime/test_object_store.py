@@ -85,7 +85,7 @@ def tree(step, name):
 
 
 def write(store, folder, step, epoch):
-    """A generation, as the members and the trainer write it."""
+    """A generation, as the workers and the trainer write it."""
     files = {}
     for name in NAMES:
         local = write_state(folder / f"{name}.{step}.state", {"step": step}, tree(step, name), durable=False)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Members that take over the state of more or fewer of them."""
+"""Workers that take over the state of more or fewer of them."""
 
 import dataclasses
 import logging
@@ -48,7 +48,7 @@ class Rows:
 
 
 class Run:
-    """Members of one role, and the trainer's side."""
+    """Workers of one role, and the trainer's side."""
 
     def __init__(self, path, size, **how):
         self.roots = Roots("job", "run1", 1, path / "checkpoints" / "run1", path / "commits" / "run1", shared=True)
@@ -170,7 +170,7 @@ def test_other_numbers_are_refused_where_a_role_cannot_divide_its_state_again(tm
     for refused in (job(tmp_path, "Keeping", 3), job(tmp_path, "Dividing", 3, "true")):
         (error,) = inspect_job(refused).errors
         assert error.where == "checkpoint.resume"
-        assert "holds the state of ACTOR x2, and this job's members with state are ACTOR x3" in error.what
+        assert "holds the state of ACTOR x2, and this job's workers with state are ACTOR x3" in error.what
 
 
 def refusals(job):

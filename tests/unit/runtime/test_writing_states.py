@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""States that are written while the members and the trainer continue."""
+"""States that are written while the workers and the trainer continue."""
 
 import threading
 import weakref
@@ -219,7 +219,7 @@ def test_copy_is_published_once_all_members_have_made_theirs(roots, other):
 
 @pytest.fixture
 def slow_writes(monkeypatch):
-    """Each state takes 20 ms to write, so that members and the trainer continue before it is there."""
+    """Each state takes 20 ms to write, so that workers and the trainer continue before it is there."""
     monkeypatch.setattr(member_state, "AT_ONCE_BYTES", 0)
     monkeypatch.setattr("durable_toys.wait_for_copies", lambda: None)
     write, may_write = CheckpointStore.write, threading.Event()
@@ -236,7 +236,7 @@ STEPS = 5
 
 
 def results_of(outcome):
-    """Leave out members without a state: one may be lost after its last call."""
+    """Leave out workers without a state: one may be lost after its last call."""
     return {**outcome, "members": {name: state for name, state in outcome["members"].items() if state is not None}}
 
 

@@ -228,7 +228,7 @@ def test_a_role_is_resized_while_the_job_runs(tmp_path):
 
 
 def test_a_role_that_grew_takes_its_share_of_the_cluster_for_as_long_as_the_job_runs(tmp_path):
-    """Four CPUs: two jobs of two members, one of which grows, leave no room for a third."""
+    """Four CPUs: two jobs of two workers, one of which grows, leave no room for a third."""
 
     async def body():
         async with serving(tmp_path, MemoryRunner(step_s=60, cpus=5.0)) as manager:

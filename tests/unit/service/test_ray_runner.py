@@ -172,7 +172,7 @@ def test_a_hard_stop_before_the_launch_leaves_another_run_of_the_name_alone(driv
 @pytest.mark.parametrize(
     ("run", "left", "ends"),
     [("r1", [], True), ("r2", ["job/r1/trainer/1"], False), (None, [], False), (None, ["job/r1/trainer/1"], True)],
-    ids=["its own", "of another run", "of an unknown run", "that does not answer and has members of this run"],
+    ids=["its own", "of another run", "of an unknown run", "that does not answer and has workers of this run"],
 )
 def test_a_master_that_an_earlier_process_has_started_is_ended_if_it_is_the_runs(driven, cluster, run, left, ends):
     cluster.master, cluster.left = Master(run), {"r1": left}

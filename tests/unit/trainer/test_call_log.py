@@ -73,7 +73,7 @@ def test_retries_are_limited_and_start_again_with_a_new_member(call):
         assert call.can_retry
         call.retry(call.ref, run("again"))
     assert not call.can_retry
-    call.repeat(run("new member"))
+    call.repeat(run("new worker"))
     assert call.can_retry
     call.forget()
     assert not call.can_retry

@@ -49,7 +49,7 @@ class Played:
 
 @dataclass
 class Replacing:
-    """Gives every member that is asked for its next incarnation."""
+    """Gives every worker that is asked for its next incarnation."""
 
     numbers: dict = field(default_factory=lambda: {ProcessId("A", 0): 1, ProcessId("A", 1): 1})
     asked: list = field(default_factory=list)
@@ -201,7 +201,7 @@ def test_before_steps_a_call_after_one_that_failed_on_its_argument_is_made_again
     skipped = [CallSkipped(f"call (0, {number}) has not run", **AT) for number in (1, 2)]
     port.inner.answers = ["rows", broken, broken, *skipped, "pong", "ping"]
     fetched = [submit(port, 0, method="fetch", rank=rank) for rank in range(2)]
-    submit(port, 1, fetched)  # the member never hears of it
+    submit(port, 1, fetched)  # the worker never hears of it
     after = [submit(port, number) for number in (2, 3)]
     assert [ref.result() for ref in reversed(after)] == ["ping", "pong"]
     assert [call.after for _, _, call in port.inner.calls] == [None, None, (1, 0), (1, 1), (1, 2), (1, 0), (1, 2)]

@@ -145,7 +145,7 @@ CLOCK = ManualClock()
 
 
 def trainer_of(workload=Worker, **sizes):
-    """A trainer over ``sizes`` members of each role (in lower case)."""
+    """A trainer over ``sizes`` workers of each role (in lower case)."""
     members = {}
     for role, size in sizes.items():
         members[role.upper()] = []
@@ -163,7 +163,7 @@ def trainer_of(workload=Worker, **sizes):
     return trainer
 
 
-# -- what each member gets --------------------------------------------------------------------------------------------
+# -- what each worker gets --------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("members", range(1, 6))
@@ -214,14 +214,14 @@ def test_members_of_a_replica_share_a_shard_and_give_one_result():
     assert trainer.RG_ACTOR.data_parallel_size == 3
     assert trainer.RG_ACTOR.same(list(range(7))) == [[0, 1, 2], [3, 4], [5, 6]]
     assert trainer.RG_ACTOR.same(["a", "b", "c"]) == ["a", "b", "c"]
-    # Each shard is stored once for the two members that take it; the short texts travel along.
+    # Each shard is stored once for the two workers that take it; the short texts travel along.
     assert len(trainer.port.stored) == 3
     assert len(trainer.port.calls) == 12
     assert len(trainer.RG_ACTOR.later([1, 2, 3])) == 3
 
 
 def test_a_data_parallel_size_that_does_not_divide_the_group_is_refused():
-    with pytest.raises(CallError, match="Indivisible.data_parallel_size gave 2, which does not divide its 3 members"):
+    with pytest.raises(CallError, match="Indivisible.data_parallel_size gave 2, which does not divide its 3 workers"):
         trainer_of(Indivisible, actor=3)
 
 

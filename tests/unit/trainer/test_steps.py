@@ -64,7 +64,7 @@ class Commits:
 
 
 class Restarted:
-    """A trainer that begins again with members that are up."""
+    """A trainer that begins again with workers that are up."""
 
     epoch = 2
     fresh = False

@@ -137,9 +137,9 @@ def stop(jobs: JobOperations, name: str, hard: bool) -> None:
 @click.argument("role")
 @click.argument("num", type=click.IntRange(min=1))
 def resize(jobs: JobOperations, name: str, role: str, num: int) -> None:
-    """Change the number of members of a stateless ROLE while the job runs."""
+    """Change the number of workers of a stateless ROLE while the job runs."""
     view = jobs.resize(name, role.upper(), num)
-    echo(f"{name}: {role.upper()} gets {num} members" + (f", after step {view.step}" if view.step else ""))
+    echo(f"{name}: {role.upper()} gets {num} workers" + (f", after step {view.step}" if view.step else ""))
 
 
 @_operation

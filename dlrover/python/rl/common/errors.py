@@ -20,11 +20,11 @@
     ├── CallError                    a role-group call was refused before anything was sent
     │   ├── UnknownMethod            (also an AttributeError) no such role group or method; nearest name given
     │   └── ShardError               an argument cannot be split as requested
-    ├── InvocationError              a member's call failed: role, rank, method, node, remote traceback
+    ├── InvocationError              a worker's call failed: role, rank, method, node, remote traceback
     │   ├── InvocationTimeout        some ranks are late; holds the results that arrived
-    │   ├── WorkloadDied             a member's process has ended
-    │   ├── ResultLost               a result that the call takes was lost with its member
-    │   ├── CallSkipped              an earlier call to the member did not run, so this one did not either
+    │   ├── WorkloadDied             a worker's process has ended
+    │   ├── ResultLost               a result that the call takes was lost with its worker
+    │   ├── CallSkipped              an earlier call to the worker did not run, so this one did not either
     │   ├── ReplayDiverged           a repeated call differs from the first
     │   └── StaleCall                a call by a replaced trainer was refused
     ├── WorkloadStartError           a workload's or trainer's constructor failed
@@ -184,11 +184,11 @@ class UnknownMethod(CallError, AttributeError):
 
 
 class ShardError(CallError):
-    """An argument cannot be split over the members as requested."""
+    """An argument cannot be split over the workers as requested."""
 
 
 class InvocationError(DLRoverRLError):
-    """A call on one member failed; ``original`` is the member's own exception, None when it was not serializable."""
+    """A call on one worker failed; ``original`` is the worker's own exception, None when it was not serializable."""
 
     original: BaseException | None = None
 
@@ -222,7 +222,7 @@ class InvocationTimeout(InvocationError):
 
 
 class WorkloadDied(InvocationError):
-    """The process of a member is gone. ``role`` and ``rank`` name it; it may be the source of the call's argument."""
+    """The process of a worker is gone. ``role`` and ``rank`` name it; it may be the source of the call's argument."""
 
     retryable, restarts = True, Scope.MEMBER
     incarnation = 0  # unknown
@@ -238,7 +238,7 @@ class ResultLost(InvocationError):
 
 
 class CallSkipped(InvocationError):
-    """An earlier call to this member did not run, so this one did not either: calls keep their order."""
+    """An earlier call to this worker did not run, so this one did not either: calls keep their order."""
 
     retryable = True
 
@@ -250,7 +250,7 @@ class ReplayDiverged(InvocationError):
 
 
 class StaleCall(InvocationError):
-    """A call was refused: its trainer has been replaced, or it is for another incarnation of the member."""
+    """A call was refused: its trainer has been replaced, or it is for another incarnation of the worker."""
 
 
 class WorkloadStartError(DLRoverRLError):
@@ -265,7 +265,7 @@ class WorkloadStartError(DLRoverRLError):
 
 
 class ScriptFailed(DLRoverRLError):
-    """The program of a role has ended with an error; on Ray its members are replaced, and start it again."""
+    """The program of a role has ended with an error; on Ray its workers are replaced, and start it again."""
 
     retryable, restarts = True, Scope.MEMBER
 

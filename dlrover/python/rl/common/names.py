@@ -147,12 +147,12 @@ def member_name(job: str, run: str, role: str, rank: int, incarnation: int) -> s
 
 
 def standby_name(job: str, run: str, role: str, number: int) -> str:
-    """The actor name of a standby, which it keeps when it becomes a member."""
+    """The actor name of a standby, which it keeps when it becomes a worker."""
     return f"{job}/{run}/{ProcessId.standby(role, number).pool}/{number}"
 
 
 def run_of(member: str) -> tuple[str, str]:
-    """The job and the run in a member's actor name."""
+    """The job and the run in a worker's actor name."""
     job, run, *_ = member.split("/")
     return job, run
 
@@ -168,7 +168,7 @@ class RLRoleType(str):
     """The name of a role, always upper case: ``RLRoleType("actor") == "ACTOR"``.
 
     The five roles of the integration guide are constants; any other valid name is a role too. It is a ``str``, so a
-    mapping keyed by roles can be read with either. ``name`` and ``value`` are those of an enum member.
+    mapping keyed by roles can be read with either. ``name`` and ``value`` are those of an enum worker.
     """
 
     __slots__ = ()

@@ -88,7 +88,7 @@ class HeldPort:
     """A TCP port that stays bound until a server of this process listens on it.
 
     Only a server that sets ``SO_REUSEADDR``, as torch's store does, can bind it too, so it is still free when the
-    members meet, many seconds after they have learned of it.
+    workers meet, many seconds after they have learned of it.
     """
 
     def __init__(self) -> None:

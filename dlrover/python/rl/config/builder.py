@@ -117,17 +117,17 @@ class JobBuilder:
         return self
 
     def resource(self: B, **amounts: float) -> B:
-        """Resources of one member of the current role: ``cpu=2, gpu=0.5, memory=4096`` (MB)."""
+        """Resources of one worker of the current role: ``cpu=2, gpu=0.5, memory=4096`` (MB)."""
         self._role("resource").setdefault("resource", {}).update(amounts)
         return self
 
     def standby(self: B, num: int = 1) -> B:
-        """Processes kept ready to take the place of a member of the current role."""
+        """Processes kept ready to take the place of a worker of the current role."""
         self._role("standby")["standby"] = num
         return self
 
     def hang_after(self: B, seconds: float) -> B:
-        """Seconds without progress before a member of the current role is killed and recovered."""
+        """Seconds without progress before a worker of the current role is killed and recovered."""
         self._role("hang_after")["hang_after_s"] = seconds
         return self
 

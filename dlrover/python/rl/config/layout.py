@@ -11,7 +11,7 @@
     trainer: {module, class, node_number, device_type, device_per_node}
     workload:                          # or roles, of which config.scripts gets the programs
       actor: {module, class, num, resource: {cpu, gpu, memory}, env}
-      reward: 2                        # a number of members
+      reward: 2                        # a number of workers
       train: {command, num}            # or function; such jobs need no class and no actor
     workload_group: [{actor: 1, reference: 1}]
     env: {KEY: value}
@@ -74,7 +74,7 @@ class Recipe:
     """``module:Class``; names only, since describing a job imports no recipe."""
 
     needs: tuple[str, ...] = ("actor",)
-    """Roles that have one member in a job whose file leaves them out."""
+    """Roles that have one worker in a job whose file leaves them out."""
 
     options: tuple[str, ...] = ()
     """Further roles."""
@@ -114,7 +114,7 @@ RECIPES: Mapping[str, Recipe] = {
 
 
 def with_recipe(values: Mapping[str, Any], config: Any) -> tuple[dict[str, Any], list[ConfigError]]:
-    """The values of a layout with numbers of members as mappings, and the classes and missing roles of ``recipe``.
+    """The values of a layout with numbers of workers as mappings, and the classes and missing roles of ``recipe``.
     Whatever cannot be filled in has an empty name beside its error."""
     filled = dict(values)
     if isinstance(roles := values.get("workload"), Mapping):
@@ -446,7 +446,7 @@ def _validate_roles(values: Any) -> list[ConfigError]:
 
 
 def _count(value: Any) -> int | None:
-    """A number of members as the layout reads it (4.0 is 4), None for anything else, which the layout reports."""
+    """A number of workers as the layout reads it (4.0 is 4), None for anything else, which the layout reports."""
     is_whole = isinstance(value, int | float) and not isinstance(value, bool) and value % 1 == 0
     return int(value) if is_whole and value > 0 else None
 
@@ -463,7 +463,7 @@ def _validate_groups(groups: Any, nums: Mapping[str, Any]) -> list[ConfigError]:
             elif key in group_of:
                 errors.append(ConfigError(where, f"'{role}' is already in workload_group.{group_of[key]}"))
             elif (size := _count(count)) and nums[key] and nums[key] % size:
-                errors.append(ConfigError(where, f"{nums[key]} members cannot form groups of {size}"))
+                errors.append(ConfigError(where, f"{nums[key]} workers cannot form groups of {size}"))
             group_of.setdefault(key, index)
     return errors
 

@@ -225,7 +225,7 @@ def _path(data: DictConfig, key: str) -> str:
 
 
 def _count_members(data: DictConfig, path: str, value: str) -> str:
-    """``path``; for a number in place of a role's settings, the place of its number of members. A role that is a number
+    """``path``; for a number in place of a role's settings, the place of its number of workers. A role that is a number
     becomes a mapping where ``path`` leads below it."""
     section, role, *below = [*path.split("."), "", ""][: max(path.count(".") + 1, 2)]
     roles = data.get(section) if section in ROLES else None

@@ -146,7 +146,7 @@ def hidden_in(job: JobSpec) -> list[str]:
 
 
 def variables_of(secrets: Secrets, role: str = "") -> dict[str, str]:
-    """The environment variables among them, of the trainer or of the members of ``role``."""
+    """The environment variables among them, of the trainer or of the workers of ``role``."""
     both = ("env.", f"workload.{role.lower()}.env.")
     return {at.removeprefix(start): value for start in both for at, value in secrets.items() if at.startswith(start)}
 

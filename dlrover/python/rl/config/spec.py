@@ -52,7 +52,7 @@ class TrainerSpec:
 
 @dataclass(frozen=True)
 class WorkloadSpec:
-    """A role: its class, number of members and resources."""
+    """A role: its class, number of workers and resources."""
 
     module: str
     """Module of the workload class."""
@@ -61,27 +61,27 @@ class WorkloadSpec:
     """The workload class (``class`` in a job file)."""
 
     num: Positive = 1
-    """Number of members."""
+    """Number of workers."""
 
     per_node: Positive | None = None
-    """Members per node, standbys excluded; None: decided by the placement."""
+    """Workers per node, standbys excluded; None: decided by the placement."""
 
     resource: Mapping[str, Amount] = field(default_factory=dict)
-    """Resources of a member: ``cpu``, ``gpu``, ``memory`` in MB, or a custom resource. The device type of the job
+    """Resources of a worker: ``cpu``, ``gpu``, ``memory`` in MB, or a custom resource. The device type of the job
     defaults to 1 (in a group: an equal share of what the others leave): in a GPU job set ``gpu: 0`` for a role without
     a device."""
 
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of the members; they override those of the job."""
+    """Environment variables of the workers; they override those of the job."""
 
     standby: NonNegative = 0
-    """Number of standby processes, which replace lost members; each reserves the resources of a member."""
+    """Number of standby processes, which replace lost workers; each reserves the resources of a worker."""
 
     hang_after_s: Seconds = 600.0
-    """Seconds without progress in a member after which it is killed and recovered."""
+    """Seconds without progress in a worker after which it is killed and recovered."""
 
     min: NonNegative = 0
-    """With how few members of a stateless role the job goes on while the others cannot be placed; it grows again when
+    """With how few workers of a stateless role the job goes on while the others cannot be placed; it grows again when
     they can. 0: with all."""
 
 
@@ -154,10 +154,10 @@ class LivenessSpec:
     """Timeout of the start of a process."""
 
     slow_factor: Annotated[float, Gt(1.0)] = 2.0
-    """A member is reported once it has been slower than the median of its peers by this factor for a while."""
+    """A worker is reported once it has been slower than the median of its peers by this factor for a while."""
 
     replace_slow: bool = False
-    """Replace a member that is reported as slow; its node is blamed."""
+    """Replace a worker that is reported as slow; its node is blamed."""
 
     notice_file: str = ""
     """A file whose appearance on a node says that the node will go, as SIGTERM to a process of the job does: the job
@@ -175,7 +175,7 @@ class MasterSpec:
     """Memory reserved for the master, in MB."""
 
     max_restart: Annotated[int, Ge(-1)] = -1
-    """Maximum restarts of the master, -1: unlimited; members continue meanwhile."""
+    """Maximum restarts of the master, -1: unlimited; workers continue meanwhile."""
 
     metrics_port: Annotated[int, Ge(-1), Lt(65536)] = -1
     """Port on which the master serves Prometheus metrics, 0: any free one, -1: none. The address is in the run's
@@ -209,10 +209,10 @@ class JobSpec:
     """Workload of each role, in the order of the file."""
 
     groups: tuple[Mapping[RLRoleType, int], ...] = ()
-    """Collocated roles: each group maps roles to their members in one instance of the group."""
+    """Collocated roles: each group maps roles to their workers in one instance of the group."""
 
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of the trainer and all members."""
+    """Environment variables of the trainer and all workers."""
 
     config: Any = field(default=None, repr=False)
     """Configuration of the user, a ``DictConfig``, passed through unchanged."""
@@ -253,7 +253,7 @@ class JobSpec:
     """Timeout of the reservation of resources."""
 
     scheduling_strategy: SchedulingStrategy = "AUTO"
-    """AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each member when
+    """AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each worker when
     its resources are free."""
 
     def __repr__(self) -> str:
@@ -265,11 +265,11 @@ class JobSpec:
         return (RUNS / self.name).absolute() if self.job_dir == RUNS else None
 
     def members(self) -> Iterator[tuple[RLRoleType, int]]:
-        """Every member as role and rank, in the order of the file."""
+        """Every worker as role and rank, in the order of the file."""
         return ((role, rank) for role, spec in self.workloads.items() for rank in range(spec.num))
 
     def with_sizes(self, sizes: Mapping[str, int]) -> "JobSpec":
-        """The job with other numbers of members for some roles."""
+        """The job with other numbers of workers for some roles."""
         workloads = {role: replace(spec, num=sizes.get(role, spec.num)) for role, spec in self.workloads.items()}
         return replace(self, workloads=workloads)
 

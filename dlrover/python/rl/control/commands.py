@@ -18,7 +18,7 @@ class Place:
 
 @dataclass(frozen=True)
 class StartMembers:
-    """Start members, which meet in one rendezvous when the role's scope is GROUP, and watch them; answer one
+    """Start workers, which meet in one rendezvous when the role's scope is GROUP, and watch them; answer one
     ``MemberStarted`` or ``MemberLost`` each."""
 
     role: str
@@ -30,7 +30,7 @@ class StartMembers:
 
 @dataclass(frozen=True)
 class Kill:
-    """End a process of this number, a member's incarnation or the trainer's epoch, or a standby, whose slot is free
+    """End a process of this number, a worker's incarnation or the trainer's epoch, or a standby, whose slot is free
     then. No answer."""
 
     process_id: ProcessId
@@ -51,7 +51,7 @@ class StartTrainer:
     """Start the trainer; answer ``TrainerStarted``, ``StepsOpened``, then ``TrainerFinished`` or ``TrainerLost``."""
 
     epoch: int
-    fresh: bool  # False: the members hold the results of an earlier epoch
+    fresh: bool  # False: the workers hold the results of an earlier epoch
     restarts: int = 0  # of the trainer or the whole job
     reason: str = ""  # why it restarts
     excluded: tuple[str, ...] = ()

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The machine's input: facts, which the journal lists. Commands are not journalled, since the state yields them again.
 
-Three numbers tell a process from its predecessors: the job's *incarnation* rises when everything restarts, a member's
+Three numbers tell a process from its predecessors: the job's *incarnation* rises when everything restarts, a worker's
 *incarnation* with each of its processes over the whole job, the trainer's *epoch* with each of its processes. Events of
 an older number are ignored.
 """
@@ -89,7 +89,7 @@ class Cause:
 
 
 class RecoveryScope(StrEnum):
-    """What restarts when a member of a role is lost: it alone, or all ranks, which meet in collectives."""
+    """What restarts when a worker of a role is lost: it alone, or all ranks, which meet in collectives."""
 
     MEMBER = "member"
     GROUP = "group"
@@ -103,7 +103,7 @@ class RoleSettings:
     scope: RecoveryScope = RecoveryScope.MEMBER
     standby: int = 0
     max_restart: int | None = None  # within the window; None: the job's limit
-    least: int = 0  # with how few members the job goes on while the others have no place; 0: with all
+    least: int = 0  # with how few workers the job goes on while the others have no place; 0: with all
     rejoins: bool = False  # of GROUP: ranks that are still up keep their processes when another is lost
 
 
@@ -114,7 +114,7 @@ class Process:
     host: str = ""  # the node's name, for people
     address: str = ""
     port: int = -1  # a TCP port that is kept free for a rendezvous; -1 for none
-    slot: int = -1  # of its role: the members' slots come first, then the standbys'; -1 for none
+    slot: int = -1  # of its role: the workers' slots come first, then the standbys'; -1 for none
     devices: str = ""  # ids of its accelerators on that node, "0,1"
 
 
@@ -162,7 +162,7 @@ class MemberStarted:
 
 @dataclass(frozen=True)
 class MemberLost:
-    """A member's process is gone, or hung and was killed; ``node`` is ``""`` when unknown."""
+    """A worker's process is gone, or hung and was killed; ``node`` is ``""`` when unknown."""
 
     role: str
     rank: int
@@ -182,7 +182,7 @@ class StandbyReady:
 
 @dataclass(frozen=True)
 class StandbyLost:
-    """A standby is gone, before it was needed or while it was becoming a member."""
+    """A standby is gone, before it was needed or while it was becoming a worker."""
 
     role: str
     number: int
@@ -269,7 +269,7 @@ class WaitOver:
 
 @dataclass(frozen=True)
 class Resized:
-    """A stateless role is to have ``num`` members; the places of those that it has not had yet are reserved."""
+    """A stateless role is to have ``num`` workers; the places of those that it has not had yet are reserved."""
 
     role: str
     num: int
@@ -278,7 +278,7 @@ class Resized:
 
 @dataclass(frozen=True)
 class Unplaced:
-    """There is no place for a member of a role that may go on with fewer."""
+    """There is no place for a worker of a role that may go on with fewer."""
 
     role: str
     rank: int

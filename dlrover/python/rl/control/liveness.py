@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which processes make no progress, and which members are slow, from their heartbeats. All times are monotonic seconds.
+"""Which processes make no progress, and which workers are slow, from their heartbeats. All times are monotonic seconds.
 
 A **unit** of work is a token step, a micro-batch or a tensor, or a whole call without any; its time ends with the last
-unit of a call, since ranks wait for each other in what comes then. A **window** of a role ends when each of its members
-has worked for some seconds in it; a member is slow if it has needed ``factor`` times as long for a unit as the others'
+unit of a call, since ranks wait for each other in what comes then. A **window** of a role ends when each of its workers
+has worked for some seconds in it; a worker is slow if it has needed ``factor`` times as long for a unit as the others'
 median in several windows in a row.
 """
 
@@ -95,7 +95,7 @@ def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Ha
     return odd, f"in {odd.method} without progress for {now_s - odd.since_s:.1f} s, the longest"
 
 
-# -- slow members ------------------------------------------------------------------------------------------------------
+# -- slow workers ------------------------------------------------------------------------------------------------------
 
 WINDOW_S = 5.0
 WINDOWS = 3
@@ -111,7 +111,7 @@ class Work:
 
 @dataclass
 class MemberPace:
-    """A member's work in this window; it has needed ``ratio`` times as long for a unit as the others of its role."""
+    """A worker's work in this window; it has needed ``ratio`` times as long for a unit as the others of its role."""
 
     process_id: ProcessId
     number: int
@@ -126,7 +126,7 @@ class MemberPace:
 
 @dataclass
 class Paces:
-    """Of all members of a job."""
+    """Of all workers of a job."""
 
     factor: float
     _members: dict[ProcessId, MemberPace] = field(default_factory=dict)
@@ -139,7 +139,7 @@ class Paces:
             member.now = work
 
     def find(self, up: Mapping[ProcessId, int]) -> list[MemberPace]:
-        """Those that became slow with a window that has just ended, of the members that are ``up`` (to their
+        """Those that became slow with a window that has just ended, of the workers that are ``up`` (to their
         numbers)."""
         self._members = {key: member for key, member in self._members.items() if up.get(key) == member.number}
         slow = []

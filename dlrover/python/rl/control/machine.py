@@ -137,7 +137,7 @@ def _placed(state: JobState, settings: Submitted, event: Placed, at_s: float) ->
 
 
 def _member_started(state: JobState, settings: Submitted, event: MemberStarted, at_s: float) -> Result:
-    """A member is up. The last one of the first start makes the trainer and the standbys start."""
+    """A worker is up. The last one of the first start makes the trainer and the standbys start."""
     process_id = ProcessId(event.role, event.rank)
     member = state.members.get(process_id)
     if not state.phase.live or member is None or member.incarnation != event.incarnation:
@@ -252,7 +252,7 @@ def _stop_requested(state: JobState, settings: Submitted, event: StopRequested, 
     return end(state, Phase.STOPPED, EndReason.STOPPED, event.reason)
 
 
-# -- another number of members for a stateless role -------------------------------------------------------------------
+# -- another number of workers for a stateless role -------------------------------------------------------------------
 
 
 def can_resize(state: JobState, role: str) -> bool:
@@ -269,7 +269,7 @@ def _resized(state: JobState, settings: Submitted, event: Resized, at_s: float) 
 
 
 def _unplaced(state: JobState, settings: Submitted, event: Unplaced, at_s: float) -> Result:
-    """One member less, while the job may go on so; else the job fails for want of resources."""
+    """One worker less, while the job may go on so; else the job fails for want of resources."""
     role, member = event.role, state.members.get(ProcessId(event.role, event.rank))
     is_current = member is not None and member.incarnation == event.incarnation
     if not state.phase.live or not is_current:
@@ -279,12 +279,12 @@ def _unplaced(state: JobState, settings: Submitted, event: Unplaced, at_s: float
     if not least or num < least or has_begun:
         return recover(state, settings, Failure(event.cause), at_s)
     wanted = max(state.wanted.get(role, 0), num + 1)
-    return _resize(state, settings, role, num, wanted, f"there was no place for a member of {role}")
+    return _resize(state, settings, role, num, wanted, f"there was no place for a worker of {role}")
 
 
 def _resize(state: JobState, settings: Submitted, role: str, num: int, wanted: int, why: str) -> Result:
-    """End the role's members, start ``num``, and restart the trainer, as if all had been lost after the last commit;
-    the other members and all commits stay. A rank that comes again continues its numbers: two processes never have the
+    """End the role's workers, start ``num``, and restart the trainer, as if all had been lost after the last commit;
+    the other workers and all commits stay. A rank that comes again continues its numbers: two processes never have the
     same one."""
     lacking = {other: size for other, size in state.wanted.items() if other != role}
     state = replace(state, wanted={**lacking, role: wanted} if wanted > num else lacking)
@@ -304,7 +304,7 @@ def _resize(state: JobState, settings: Submitted, role: str, num: int, wanted: i
         members=MemberMap({**unchanged, **again, **added}),
         retired={**{key: number for key, number in state.retired.items() if key not in added}, **gone},
         most={**state.most, role: max(num, len(old), state.most.get(role, 0))},
-        # The back-offs of its members end, and its standbys keep theirs.
+        # The back-offs of its workers end, and its standbys keep theirs.
         waits={timer: delay for timer, delay in state.waits.items() if not timer.startswith(f"{role}[")},
     )
     state, more = start_members(state, role, ranks_of(state, role))
@@ -321,8 +321,8 @@ def _resize(state: JobState, settings: Submitted, role: str, num: int, wanted: i
 def _master_started(state: JobState) -> Result:
     """The master is back and cannot know what its predecessor's last commands have started.
 
-    So members and a trainer that were starting start again under the next number: two processes never carry the same
-    one, even when one of them is unreachable. A standby that was becoming a member is dropped. No budget is charged.
+    So workers and a trainer that were starting start again under the next number: two processes never carry the same
+    one, even when one of them is unreachable. A standby that was becoming a worker is dropped. No budget is charged.
     """
     state = replace(state, master_starts=state.master_starts + 1)
     if not state.phase.live or state.settings is None:

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The placement of members: from a job's description to bundles of resources.
+"""The placement of workers: from a job's description to bundles of resources.
 
-A *bundle* is reserved as a whole on one node. A role that shares no device gets one bundle per member; member ``i`` of
+A *bundle* is reserved as a whole on one node. A role that shares no device gets one bundle per worker; worker ``i`` of
 each role of a group goes to bundle ``i`` of the group's instance. A *unit* must be on one node: an instance of a group,
-``per_node`` members of a role, or one member.
+``per_node`` workers of a role, or one worker.
 
 A role gets the amount of a device that it names. Without one it gets a whole device or, in a group, an equal share of
-what the others leave of theirs. All members of a role take the same.
+what the others leave of theirs. All workers of a role take the same.
 
 Units go to the first node with space, in the order of the file, then in two other orders. Units without devices are
 spread evenly over the nodes. Standbys come last.
@@ -29,7 +29,7 @@ UNITS = 10_000
 
 
 def member_resources(job: JobSpec) -> tuple[dict[RLRoleType, dict[str, float]], list[ConfigError]]:
-    """Resources of one member of each role (``memory`` in MB), and the errors of impossible amounts."""
+    """Resources of one worker of each role (``memory`` in MB), and the errors of impossible amounts."""
     device = job.trainer.device_type.lower()
     amounts_of = {
         # Ray's names of custom resources are as they were given to it.
@@ -42,7 +42,7 @@ def member_resources(job: JobSpec) -> tuple[dict[RLRoleType, dict[str, float]], 
     errors = []
     for role, amounts in amounts_of.items():
         if job.trainer.device_type == "GPU" and amounts.get(device, 0.0) > 1 and amounts[device] % 1:
-            text = f"a member would take {amounts[device]:g} GPU; more than one must be a whole number"
+            text = f"a worker would take {amounts[device]:g} GPU; more than one must be a whole number"
             errors.append(ConfigError(f"workload.{role.lower()}.resource.gpu", text))
     for group in job.groups:
         errors += _share(job, {role: amounts_of[role] for role in group}, device)
@@ -77,12 +77,12 @@ def _share(job: JobSpec, group: Mapping[RLRoleType, dict[str, float]], device: s
 class Shape:
     """A kind of unit: what must be together on one node."""
 
-    counts: Mapping[RLRoleType, int]  # role to its members in one unit
+    counts: Mapping[RLRoleType, int]  # role to its workers in one unit
     copies: int
     label: str  # for errors
     contents: tuple[Mapping[str, float], ...]  # of its bundles
     needs: tuple[int, ...]  # devices of each bundle, in ten-thousandths
-    limits: Mapping[RLRoleType, int]  # role to the most members on one node, if limited
+    limits: Mapping[RLRoleType, int]  # role to the most workers on one node, if limited
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -91,7 +91,7 @@ class Shape:
 
 
 PlacedUnit: TypeAlias = tuple[int, int, Mapping[RLRoleType, int]]
-"""A unit's node, its first bundle there, and how many members of each role it has."""
+"""A unit's node, its first bundle there, and how many workers of each role it has."""
 
 
 class DoesNotFit(Exception):
@@ -173,16 +173,16 @@ def stand_by(nodes: list[Node], shape: Shape, first_node: int) -> Iterator[Place
 _MANY_NODES = 12
 
 Resources: TypeAlias = Mapping[RLRoleType, Mapping[str, float]]
-"""Role to the resources of one member."""
+"""Role to the resources of one worker."""
 
 
 @dataclass(frozen=True)
 class Slot:
-    """The share of a bundle that one member or standby has."""
+    """The share of a bundle that one worker or standby has."""
 
     bundle: int  # index
     resources: Mapping[str, float]  # {"cpu": 0.5, "memory": 1024}; memory in MB
-    local_rank: int = 0  # among its role's members on the node
+    local_rank: int = 0  # among its role's workers on the node
     local_world_size: int = 1
 
 
@@ -199,8 +199,8 @@ class Placement:
     """The whole plan. All slots of a role are alike: any of its processes can take any of them."""
 
     bundles: tuple[Bundle, ...]  # sorted by node; nodes are numbered from 0 without gaps
-    slots: Mapping[RLRoleType, tuple[Slot, ...]]  # of the members, in rank order
-    standbys: Mapping[RLRoleType, tuple[Slot, ...]] = field(default_factory=dict)  # and of members beyond the plan's
+    slots: Mapping[RLRoleType, tuple[Slot, ...]]  # of the workers, in rank order
+    standbys: Mapping[RLRoleType, tuple[Slot, ...]] = field(default_factory=dict)  # and of workers beyond the plan's
 
     @property
     def total(self) -> dict[str, float]:
@@ -216,7 +216,7 @@ class Placement:
         return node, bundle - bisect_left(self.bundles, node, key=lambda candidate: candidate.node)
 
     def with_places(self, most: Mapping[str, int]) -> "Placement":
-        """The plan with places for as many members of each role, at the end: all others keep their numbers. Each has a
+        """The plan with places for as many workers of each role, at the end: all others keep their numbers. Each has a
         node of the plan to itself, so that it may go to any node of the cluster."""
         bundles, spare = list(self.bundles), dict(self.standbys)
         for role, num in sorted(most.items()):
@@ -235,7 +235,7 @@ def sum_resources(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def plan(job: JobSpec) -> tuple[Placement | None, list[ConfigError]]:
-    """Place all members and standbys of ``job``, or explain with numbers why they can never fit its nodes."""
+    """Place all workers and standbys of ``job``, or explain with numbers why they can never fit its nodes."""
     resources, errors = member_resources(job)
     errors += _validate_per_node(job)
     if job.scheduling_strategy == "SIMPLE":
@@ -267,7 +267,7 @@ def _validate_per_node(job: JobSpec) -> list[ConfigError]:
         together = max((group.get(role, 0) for group in job.groups), default=0)
         where = f"workload.{role.lower()}.per_node"
         if spec.num > spec.per_node * nodes:
-            need = f"{spec.num} members, {spec.per_node} on each node, need {-(-spec.num // spec.per_node)} nodes; "
+            need = f"{spec.num} workers, {spec.per_node} on each node, need {-(-spec.num // spec.per_node)} nodes; "
             errors.append(ConfigError(where, f"{need}trainer.node_number is {nodes}"))
         if together > spec.per_node:
             errors.append(ConfigError(where, f"is {spec.per_node}, but its group puts {together} together on one node"))
@@ -275,7 +275,7 @@ def _validate_per_node(job: JobSpec) -> list[ConfigError]:
 
 
 def _shapes(job: JobSpec, resources: Resources) -> Iterator[Shape]:
-    """The units of the members: groups first, then the other roles."""
+    """The units of the workers: groups first, then the other roles."""
     for group in job.groups:
         first = 0
         instances = {role: job.workloads[role].num // count for role, count in group.items()}

@@ -61,7 +61,7 @@ def charge(
     state: JobState, settings: Submitted, cause: Cause, subjects: Iterable[str], at_s: float
 ) -> tuple[JobState, str]:
     """Record one restart of each subject; the text names the first limit that forbids it, ``""`` if none does. Limits
-    count restarts without progress; a role without one may restart as often as the job for each of its members."""
+    count restarts without progress; a role without one may restart as often as the job for each of its workers."""
     if cause.kind is CauseKind.PREEMPTED:
         return state, ""
     history = dict(state.history)
@@ -73,7 +73,7 @@ def charge(
             limit = settings.job_max_restart
         elif role.max_restart is not None:
             limit = role.max_restart
-        else:  # members that restart alone fail alone
+        else:  # workers that restart alone fail alone
             limit = settings.job_max_restart * (max(role.num, 1) if role.scope is RecoveryScope.MEMBER else 1)
         recent = within(history.get(subject, ()), settings.window_s, at_s)
         if len(recent) >= limit:
@@ -208,7 +208,7 @@ def member_lost(state: JobState, settings: Submitted, event: MemberLost, at_s: f
 
 
 def trainer_lost(state: JobState, settings: Submitted, event: TrainerLost, at_s: float) -> Result:
-    """The trainer is gone, or its code raised. If it raised because of a member, that one is charged."""
+    """The trainer is gone, or its code raised. If it raised because of a worker, that one is charged."""
     trainer = state.trainer
     if not state.phase.live or state.epoch != event.epoch or trainer.phase is MemberPhase.WAITING:
         return state, ()
@@ -225,7 +225,7 @@ def trainer_lost(state: JobState, settings: Submitted, event: TrainerLost, at_s:
 
 
 def standby_lost(state: JobState, settings: Submitted, event: StandbyLost, at_s: float) -> Result:
-    """A standby is gone, and with it the member that it was becoming."""
+    """A standby is gone, and with it the worker that it was becoming."""
     standby = state.standbys.get(event.role, {}).get(event.number)
     if not state.phase.live or standby is None or standby.phase is StandbyPhase.WAITING:
         return state, ()
@@ -330,7 +330,7 @@ def _recover_members(state: JobState, settings: Submitted, role: str, ranks: Seq
 def _recover_group(  # noqa: PLR0913 -- one decision
     state: JobState, settings: Submitted, role: str, lost: Sequence[int], kind: CauseKind, at_s: float
 ) -> Result:
-    """Restart all members of the role; the survivors are ended first, or keep their processes."""
+    """Restart all workers of the role; the survivors are ended first, or keep their processes."""
     ranks = ranks_of(state, role)
     survivors = [rank for rank in ranks if rank not in set(lost)]
     kept = [] if kind in _IN_FRESH_PROCESSES else _kept(state, settings, role, survivors)
@@ -357,7 +357,7 @@ def _kept(state: JobState, settings: Submitted, role: str, survivors: Sequence[i
 
 
 def restart_trainer(state: JobState, reason: str, delay_s: float = 0.0) -> Result:
-    """Restart the trainer alone; the members keep their state."""
+    """Restart the trainer alone; the workers keep their state."""
     killed = Kill(TRAINER_ID, state.epoch)
     trainer = Trainer(fresh=False, reason=reason)
     state = replace(state, epoch=state.epoch + 1, trainer=trainer)
@@ -372,7 +372,7 @@ def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Comm
 
 
 def begin_incarnation(state: JobState, role: str, ranks: Sequence[int], kept: Sequence[int] = ()) -> JobState:
-    """Give members their next incarnation, the ``kept`` ones in their processes; a standby that was becoming one of
+    """Give workers their next incarnation, the ``kept`` ones in their processes; a standby that was becoming one of
     them is dropped."""
     changes = {}
     for process_id in (ProcessId(role, rank) for rank in ranks):

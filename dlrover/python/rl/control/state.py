@@ -17,7 +17,7 @@ STANDBY_TRIES = 5
 
 
 class Phase(StrEnum):
-    """The phase of a job. Members, standbys and the trainer are recovered one by one inside RUNNING.
+    """The phase of a job. Workers, standbys and the trainer are recovered one by one inside RUNNING.
 
     ::
 
@@ -28,7 +28,7 @@ class Phase(StrEnum):
     """
 
     CREATED = "created"  # resources are being reserved
-    PLACED = "placed"  # members and trainer are being started
+    PLACED = "placed"  # workers and trainer are being started
     RUNNING = "running"  # the trainer runs or is being recovered
     RESTARTING = "restarting"  # a failed incarnation is being released, or the back-off runs
     ENDING = "ending"  # the outcome is decided; processes and resources are being released
@@ -57,7 +57,7 @@ class StandbyPhase(StrEnum):
     WAITING = "waiting"  # no process: a back-off runs
     STARTING = "starting"
     READY = "ready"
-    TAKING = "taking"  # it is becoming a member
+    TAKING = "taking"  # it is becoming a worker
 
 
 class EndReason(StrEnum):
@@ -88,8 +88,8 @@ _Chunks = tuple[tuple[Member, ...], ...]
 
 
 class MemberMap(Mapping[ProcessId, Member]):
-    """The members by role and rank, which count from 0, in that order. A change copies only the chunks of ranks that it
-    is in, so that an event costs the same with ten members and with ten thousand. ``up`` of them are up."""
+    """The workers by role and rank, which count from 0, in that order. A change copies only the chunks of ranks that it
+    is in, so that an event costs the same with ten workers and with ten thousand. ``up`` of them are up."""
 
     __slots__ = ("_ids", "_roles", "up")
 
@@ -109,7 +109,7 @@ class MemberMap(Mapping[ProcessId, Member]):
         self.up = sum(member.phase is MemberPhase.UP for member in self.values())
 
     def replacing(self, changes: Mapping[ProcessId, Member]) -> "MemberMap":
-        """With other values of members that it has; raises KeyError for others."""
+        """With other values of workers that it has; raises KeyError for others."""
         changed: dict[tuple[str, int], list[Member]] = {}
         up = self.up
         for process_id, member in changes.items():
@@ -128,7 +128,7 @@ class MemberMap(Mapping[ProcessId, Member]):
         return other
 
     def changed_since(self, before: "MemberMap") -> Iterator[ProcessId]:
-        """The members whose values may differ, among those that ``before`` has."""
+        """The workers whose values may differ, among those that ``before`` has."""
         for role, chunks in before._roles.items():
             now = self._roles.get(role, ())
             for number, chunk in enumerate(chunks):
@@ -169,13 +169,13 @@ class Standby:
 class Trainer:
     phase: MemberPhase = MemberPhase.WAITING
     process: Process | None = None  # while it is up
-    fresh: bool = True  # False: the members hold the results of an earlier epoch
+    fresh: bool = True  # False: the workers hold the results of an earlier epoch
     reason: str = ""  # why it restarts
 
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of one job. Subjects are ``"job"``, ``"trainer"``, a role, a member (``"ROLLOUT[1]"``) or a role's
+    """The state of one job. Subjects are ``"job"``, ``"trainer"``, a role, a worker (``"ROLLOUT[1]"``) or a role's
     standbys."""
 
     phase: Phase = Phase.CREATED
@@ -201,8 +201,8 @@ class JobState:
     recoveries: Mapping[str, int] = field(default_factory=dict)  # subject to recoveries while the job went on
     restarts_by: Mapping[str, int] = field(default_factory=dict)  # subject to restarts of the job that it caused
     committed: int = 0  # the last reported step
-    most: Mapping[str, int] = field(default_factory=dict)  # members that a resized role has had at once, at most
-    wanted: Mapping[str, int] = field(default_factory=dict)  # members of a role that has fewer for want of places
+    most: Mapping[str, int] = field(default_factory=dict)  # workers that a resized role has had at once, at most
+    wanted: Mapping[str, int] = field(default_factory=dict)  # workers of a role that has fewer for want of places
     retired: Mapping[ProcessId, int] = field(default_factory=dict)  # next incarnations of ranks that a role has not now
     master_starts: int = 0
     outcome: Phase | None = None  # the terminal phase that ENDING leads to
@@ -232,7 +232,7 @@ def wait(state: JobState, timer: str, delay_s: float) -> Result:
 
 
 def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iterable[int] = ()) -> Result:
-    """Start waiting members; a ready standby becomes each of them, except for the ``spared`` ranks."""
+    """Start waiting workers; a ready standby becomes each of them, except for the ``spared`` ranks."""
     if not ranks:
         return state, ()
     pool, left_out = state.standbys.get(role, {}), set(spared)
@@ -335,7 +335,7 @@ def under_way(state: JobState) -> tuple[Command, ...]:
 
 
 def processes(state: JobState) -> dict[ProcessId, Process]:
-    """Every process that is up: members, the trainer, standbys, those that are becoming members included."""
+    """Every process that is up: workers, the trainer, standbys, those that are becoming workers included."""
     located = {process_id: member.process for process_id, member in state.members.items()}
     located[TRAINER_ID] = state.trainer.process
     for role, pool in state.standbys.items():

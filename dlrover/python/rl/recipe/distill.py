@@ -87,7 +87,7 @@ class DistillationPlan(PolicyPlan):
                 message = f"the job has no role '{name}'{hint(name, [role.lower() for role in roles])}"
                 errors.append(ConfigError(f"config.teachers.{name}", message))
             elif roles[RLRoleType(name)] > samples:
-                message = f"{roles[RLRoleType(name)]} members cannot share {samples} samples"
+                message = f"{roles[RLRoleType(name)]} workers cannot share {samples} samples"
                 errors.append(ConfigError(f"workload.{name}.num", message))
         needs = self.trainer.needs_of(cfg)
         if not needs:

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m dlrover.python.rl.recipe.<recipe> [--config job.yaml] key=value ...``, alone, under ``torchrun`` or under
-``accelerate launch``: the recipe without Ray, with a member of each role in every process.
+``accelerate launch``: the recipe without Ray, with a worker of each role in every process.
 
 ``python -m dlrover.python.rl.recipe.launch --config job.yaml`` runs your own trainer in the same way.
 
@@ -211,7 +211,7 @@ def recipe_file(recipe: str) -> Path:
 
 
 def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:
-    """The checked job, with one member of each role in each process; a repeated command goes on from the latest commit.
+    """The checked job, with one worker of each role in each process; a repeated command goes on from the latest commit.
 
     Without ``job_file`` the settings of ``recipe`` are used, and any key may be overridden. Raises InvalidJob with
     every config error."""
@@ -234,7 +234,7 @@ def check_job(
     show: Callable[[str], None] = lambda line: None,
     may_repeat: bool = False,
 ) -> JobSpec:
-    """Read a job, put one member of each role in each process, and check it; InvalidJob with every config error.
+    """Read a job, put one worker of each role in each process, and check it; InvalidJob with every config error.
     ``show`` receives lines about it. ``may_repeat``: it goes on with the last run of its name, if that was given the
     same."""
     errors: list[ConfigError] = []
@@ -247,7 +247,7 @@ def check_job(
         world = launch.world_size
         for role, spec in job.workloads.items():
             if spec.num not in (1, world):
-                _LOG.info("%s has %d members, one in each process, not %d as in the job file", role, world, spec.num)
+                _LOG.info("%s has %d workers, one in each process, not %d as in the job file", role, world, spec.num)
         workloads = {role: replace(spec, num=world, per_node=None, standby=0) for role, spec in job.workloads.items()}
         trainer, folders = replace(job.trainer, node_number=launch.nodes), search_folders()
         job = replace(

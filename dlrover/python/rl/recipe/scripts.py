@@ -7,11 +7,11 @@
     workload:
       train: {command: "torch_script.py's command line", num: 2}     # or function: "my_module:main"
 
-    member --starts--> warden --> sh -c command | python: function(config)
+    worker --starts--> warden --> sh -c command | python: function(config)
         '<-- each line of output: to its own output, to job_dir/logs/ROLE-rank.log, and as progress --'
 
 The program finds the variables that ``torchrun`` sets. The job ends when every program has ended with exit code 0; any
-other replaces the members of the role, which start it again, within the role's limits.
+other replaces the workers of the role, which start it again, within the role's limits.
 """
 
 import os
@@ -140,7 +140,7 @@ def torchrun_environment(
     outer: Mapping[str, str], member: Mapping[str, str], devices: Sequence[int]
 ) -> Mapping[str, str]:
     """What ``torchrun`` sets for a process; programs of this Python's environment, ``python`` above all, are found also
-    where it is not activated. With one device for each rank, ``LOCAL_RANK`` is the number of the member's
+    where it is not activated. With one device for each rank, ``LOCAL_RANK`` is the number of the worker's
     own among the visible ones, as programs for ``torchrun`` expect."""
     environment = {**member, "TORCHELASTIC_RESTART_COUNT": member["RESTART_COUNT"], "PYTHONUNBUFFERED": "1"}
     folders, own_folder = outer.get("PATH", os.defpath).split(os.pathsep), str(Path(sys.executable).parent)

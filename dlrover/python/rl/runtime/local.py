@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: the port and the executor of members in this process are read together.
+# Over 400 lines: the port and the executor of workers in this process are read together.
 """Processes of a job or a script that are this process: the port to them, their replacement, and the executor.
 
 :class:`LocalPort` runs each call at once in the caller's thread: a debugger stops inside a workload as in any function.
 Arguments and results are copies with large arrays shared read-only, as through Ray. :class:`LocalExecutor` executes
-each of the control machine's commands before ``execute`` returns. Nothing else runs beside the trainer, so members that
+each of the control machine's commands before ``execute`` returns. Nothing else runs beside the trainer, so workers that
 are killed by it are replaced without the control machine.
 """
 
@@ -86,12 +86,12 @@ _LOG = get_logger(__name__)
 
 @dataclass
 class LocalMember:
-    """A member in this process, and the environment that its process would have."""
+    """A worker in this process, and the environment that its process would have."""
 
     host: MemberHost
     env: Mapping[str, str] = field(repr=False)
     incarnation: int = 1
-    together: bool = False  # all members of the role restart when one fails
+    together: bool = False  # all workers of the role restart when one fails
     alive: bool = True
 
 
@@ -108,7 +108,7 @@ class CallResult:
         return Outcome(self.result.load() if self.result else None, self.error)
 
     def stored(self) -> Stored:
-        """The view of another member; raises the failure of this call."""
+        """The view of another worker; raises the failure of this call."""
         if self.error is not None:
             raise self.error
         assert self.result is not None, "a call without an error has a result"
@@ -117,7 +117,7 @@ class CallResult:
 
 @dataclass(repr=False)
 class LocalPort:
-    """The port over members of this process."""
+    """The port over workers of this process."""
 
     members: Mapping[Any, list[LocalMember]]  # by role, in rank order
     enforce_deadlines: bool = True  # a call that took longer than its timeout is late, as on Ray; off for debuggers
@@ -135,7 +135,7 @@ class LocalPort:
         started_s = self.now_s()
         result, error = self._run(member, call) if member.alive else (None, None)
         if not member.alive:  # from the beginning, or since the middle of the call
-            died = WorkloadDied("the member was killed", role=role, rank=rank, method=call.method)
+            died = WorkloadDied("the worker was killed", role=role, rank=rank, method=call.method)
             died.incarnation = member.incarnation
             result, error = None, died
         return CallResult(result, error, self.now_s() - started_s)
@@ -145,7 +145,7 @@ class LocalPort:
         return [ref.token.outcome(deadline_s) for ref in refs]
 
     def kill(self, role: str, rank: int) -> None:
-        """End a member like a killed process: its state is lost, calls to it fail."""
+        """End a worker like a killed process: its state is lost, calls to it fail."""
         member = self.members[role][rank]
         member.alive = False
         member.host.end()
@@ -177,7 +177,7 @@ class LocalPort:
 
 @dataclass(frozen=True)
 class LocalHandle:
-    """One member as an actor handle: ``handle.method.remote(...)`` returns a ref with ``.result()``."""
+    """One worker as an actor handle: ``handle.method.remote(...)`` returns a ref with ``.result()``."""
 
     port: Port
     role: str
@@ -215,7 +215,7 @@ def close_members(members: Iterable[tuple[MemberHost, Mapping[str, str]]]) -> No
 
 @dataclass
 class LocalRecovery(Recovery):
-    """Replaces killed members; ``make`` constructs one from role, rank, incarnation and reason."""
+    """Replaces killed workers; ``make`` constructs one from role, rank, incarnation and reason."""
 
     port: LocalPort
     make: Callable[[str, int, int, str], LocalMember]

@@ -10,7 +10,7 @@
                     |
                     v begun, and its master is gone (the cluster was): go on from the last commit, follow
 
-Masters and members do not depend on the service: it can end at any time, and its next process finds them by name.
+Masters and workers do not depend on the service: it can end at any time, and its next process finds them by name.
 """
 
 import asyncio

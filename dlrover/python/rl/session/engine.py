@@ -83,7 +83,7 @@ class HandEngine:
         return self._members is None
 
     def _start(self, request: SlotRequest, workload: type, replicas: int | None = None) -> str:
-        """Start the members; returns the kind of their devices."""
+        """Start the workers; returns the kind of their devices."""
         session = current()
         members = session.start(self, self._requested_name, self._kind, request, workload, replicas)
         self.name, self._members, self._session = members.name, members, session

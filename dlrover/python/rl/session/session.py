@@ -3,7 +3,7 @@
 
 ::
 
-    init() --> Session: a slot for each device --build()--> engine: a role group of member actors, one for each rank
+    init() --> Session: a slot for each device --build()--> engine: a role group of worker actors, one for each rank
     shutdown(), the end of the process, Ctrl-C --> all processes end, and the cluster if it was started here
 
 A *slot* is a device of the session, known by its number; the slots of a node are numbered consecutively. An engine has
@@ -172,7 +172,7 @@ class Session:
         workload: type,
         replicas: int | None = None,
     ) -> Members:
-        """Start a member on each slot, ``replicas`` argument sets for consecutive ranks; with ``replicas`` None, one on
+        """Start a worker on each slot, ``replicas`` argument sets for consecutive ranks; with ``replicas`` None, one on
         each group. Raises SessionError (name, slots) or WorkloadStartError, and leaves nothing. Thread safe."""
         with self._lock:
             if name is None:

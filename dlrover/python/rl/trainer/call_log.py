@@ -3,10 +3,10 @@
 
 ::
 
-    ISSUED ---a value---> ANSWERED          an answer is lost with its member: ISSUED again
+    ISSUED ---a value---> ANSWERED          an answer is lost with its worker: ISSUED again
        '---an error--> FAILED ---the trainer receives it--> RAISED
 
-A call that has ended is replayed on a new member for the sake of its state; the answer that the trainer has stays.
+A call that has ended is replayed on a new worker for the sake of its state; the answer that the trainer has stays.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -48,7 +48,7 @@ class LoggedCall:
     """A call that was submitted, or a stored value (``role`` is ``""``). Only its methods change it.
 
     Arguments of ``call`` are values, or refs of other logged calls; it is None once it cannot be needed again.
-    ``previous`` is the call to the same member before this one; ``replay`` the latest repetition of a call that had
+    ``previous`` is the call to the same worker before this one; ``replay`` the latest repetition of a call that had
     ended."""
 
     __slots__ = ("_retries", "_was_raised", "call", "error", "previous", "rank", "ref", "replay", "role", "state")
@@ -86,7 +86,7 @@ class LoggedCall:
     def predecessor_id(self) -> tuple[int, int] | None:
         before = self.previous
         while before is not None and before.error is not None:
-            before = before.previous  # it may have failed before it reached the member
+            before = before.previous  # it may have failed before it reached the worker
         return None if before is None or before.call is None else before.call.call_id
 
     def issue(self, run: Ref) -> None:
@@ -111,7 +111,7 @@ class LoggedCall:
             self.state = CallState.RAISED
 
     def repeat(self, run: Ref) -> None:
-        """``run`` is the call to the new member. An answer that the trainer has or can have stays."""
+        """``run`` is the call to the new worker. An answer that the trainer has or can have stays."""
         self._retries = 0
         if self.state in (CallState.ANSWERED, CallState.RAISED):
             self.replay = run
@@ -185,7 +185,7 @@ class CallLog:
 
     def drop_late(self, role: str, ranks: Collection[int], method: str, together: bool) -> None:
         """Drop the running calls of ``method`` to these ranks, and those of the other ranks that are ``together``: they
-        will not be issued again, in this step or on a new member."""
+        will not be issued again, in this step or on a new worker."""
         late = {
             call.call_id
             for logged in self.running()
@@ -223,7 +223,7 @@ class CallLog:
 
 
 def preserve_arguments(call: Call, port: Port) -> Call:
-    """``call`` with its result kept by the member, and with arguments that cannot change: arrays are the caller's,
+    """``call`` with its result kept by the worker, and with arguments that cannot change: arrays are the caller's,
     which may overwrite them before the call is issued again."""
 
     def preserve(value: Any) -> Any:
@@ -314,7 +314,7 @@ class CallSender:
         return self.inner.submit(member.role, member.rank, call)
 
     def finish(self, runs: Sequence[Ref], patient: bool = False) -> list[Outcome]:
-        """Wait until all runs have ended, or a member has died; unless ``patient``, until :data:`GRACE_S` pass without
+        """Wait until all runs have ended, or a worker has died; unless ``patient``, until :data:`GRACE_S` pass without
         news after the first error."""
         outcomes = [Outcome(late=True)] * len(runs)
         while late := [index for index, outcome in enumerate(outcomes) if outcome.late]:

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: the calls of a step, and how each of them survives the death of its member.
-"""The port of durable steps: its calls survive the death of the members that run them.
+# Over 400 lines: the calls of a step, and how each of them survives the death of its worker.
+"""The port of durable steps: its calls survive the death of the workers that run them.
 
 ::
 
     submit --> log: setup (init's calls, for the whole run), step (the open step's, until its commit)
-    wait ----> a member died, or a result is lost?
-                 renew: replace the member, or all members of its role
+    wait ----> a worker died, or a result is lost?
+                 renew: replace the worker, or all workers of its role
                  rebuild each: its setup calls, the state of the last commit, its calls of this step, in order
                  retry the other calls that failed because of it
                  and wait again
 
-Calls have ids, and members answer a repeated id from the results they keep: issuing a call again is always safe. A
+Calls have ids, and workers answer a repeated id from the results they keep: issuing a call again is always safe. A
 further death during a recovery starts another round; there is no special case for it. Where the last commit is older
-than the step before, the loss of a member with state abandons the step: all go back to the commit together.
+than the step before, the loss of a worker with state abandons the step: all go back to the commit together.
 """
 
 import threading
@@ -81,7 +81,7 @@ class Transfers:
     nodes: dict[ProcessId, str] = field(default_factory=dict)
 
     def locate(self, standings: Mapping[ProcessId, Standing]) -> None:
-        """Note where members are."""
+        """Note where workers are."""
         self.nodes.update({member: standing.node for member, standing in standings.items()})
 
     def make(self, transfers: Sequence[Transfer]) -> dict[Transfer, str]:
@@ -97,8 +97,8 @@ class Transfers:
     def bring(
         self, checkpoints: Checkpoints, new: Sequence[ProcessId], step: int | None, busy: Collection[ProcessId]
     ) -> InvocationError | None:
-        """Bring the nodes of ``new`` members what they lack of the commit of ``step``, in the middle of a recovery;
-        returns a failure. Members that are ``busy`` answer later."""
+        """Bring the nodes of ``new`` workers what they lack of the commit of ``step``, in the middle of a recovery;
+        returns a failure. Workers that are ``busy`` answer later."""
         outcomes = self.sender.finish([self.sender.ask(member, WHERE) for member in new])
         if failure := _failure_in(outcomes):
             return failure
@@ -135,8 +135,8 @@ _LostRuns: TypeAlias = dict[LoggedCall, tuple[Ref, InvocationError]]
 class DurablePort:
     """A port that recovers lost calls once it is ``opened``, else raises failures. Thread safe.
 
-    Without ``checkpoints`` stateful members cannot be rebuilt once a step has ended; ``renewed`` receives the raw
-    handles of new members. ``publish`` is called while the trainer waits for results: a commit is being written."""
+    Without ``checkpoints`` stateful workers cannot be rebuilt once a step has ended; ``renewed`` receives the raw
+    handles of new workers. ``publish`` is called while the trainer waits for results: a commit is being written."""
 
     inner: Port
     recovery: Recovery
@@ -163,7 +163,7 @@ class DurablePort:
         return self._sender.settled
 
     def resume_from(self, step: int) -> None:
-        """``step`` is the last committed one: new members are brought there."""
+        """``step`` is the last committed one: new workers are brought there."""
         self.committed = self._sender.settled = step
 
     def close(self, why: StepAbandoned) -> None:
@@ -228,9 +228,9 @@ class DurablePort:
             return not any(call.member in members for call in self.log.running())
 
     def replace_late(self, late: InvocationTimeout) -> None:
-        """End the members that are late, and rebuild those that replace them without the late call."""
+        """End the workers that are late, and rebuild those that replace them without the late call."""
         if not self.opened:
-            raise CallError("members are replaced from steps() on, not in init()")
+            raise CallError("workers are replaced from steps() on, not in init()")
         role, ranks = late.role, late.late
         with self.lock:
             self.log.drop_late(role, ranks, late.method, self.roles[role].together)
@@ -262,7 +262,7 @@ class DurablePort:
                 raise call.error
 
     def ask(self, members: Iterable[ProcessId], verb: str, *request: Any) -> dict[ProcessId, Any]:
-        """Send members a request that is not a call of a step, and wait; all are asked again when one had to be
+        """Send workers a request that is not a call of a step, and wait; all are asked again when one had to be
         replaced."""
         recipients = list(members)
         answers = self._request(lambda: [self._sender.ask(member, verb, *request) for member in recipients])
@@ -326,7 +326,7 @@ class DurablePort:
     def _is_lost(self, call: LoggedCall, error: InvocationError) -> bool:
         """Return True if the error is not the call's own, so that issuing it again helps."""
         if not self.opened:
-            return isinstance(error, CallSkipped)  # the call before it has failed on an argument, without its member
+            return isinstance(error, CallSkipped)  # the call before it has failed on an argument, without its worker
         if isinstance(error, LOST_CALL_ERRORS):
             return True
         sources = sources_of(call.call) if ProcessId(error.role, error.rank) != call.member else []
@@ -362,7 +362,7 @@ class DurablePort:
     # -- recovery: the lock is held -----------------------------------------------------------------------------------
 
     def _recover(self, lost: _LostRuns, deaths: Sequence[WorkloadDied]) -> None:
-        """Issue every call of the log that needs it to a living member, in order."""
+        """Issue every call of the log that needs it to a living worker, in order."""
         self.recoveries += 1
         self._poll(self.log.all_calls())
         for death in deaths:
@@ -398,7 +398,7 @@ class DurablePort:
             raise StepAbandoned(self.step, death)
 
     def _rebuild(self) -> InvocationError | None:
-        """Repeat the log on new members. Returns a further failure meanwhile."""
+        """Repeat the log on new workers. Returns a further failure meanwhile."""
         if self.checkpoints is not None and self.checkpoints.spread:
             busy = {call.member for call in self.log.running()}
             if lost := self.transfers.bring(self.checkpoints, list(self._unbuilt), self.committed, busy):
@@ -439,7 +439,7 @@ class DurablePort:
         return None
 
     def _discard_commit(self, error: InvocationError) -> None:
-        """A member cannot restore the last commit: if it is damaged, abandon the step without it."""
+        """A worker cannot restore the last commit: if it is damaged, abandon the step without it."""
         if is_damage(error) and self.checkpoints is not None and self.committed is not None:
             self.checkpoints.discard(self.committed, str(error.original))
             raise StepAbandoned(self.step, error)
@@ -454,7 +454,7 @@ class DurablePort:
         for call in self.log.sort(lost):
             run, error = lost[call]
             if not call.is_current(run):
-                continue  # its member is new, and the call was issued to it with all others
+                continue  # its worker is new, and the call was issued to it with all others
             if not call.can_retry:
                 raise StepAbandoned(self.step, error) if self.opened else error
             if isinstance(error, ResultLost):

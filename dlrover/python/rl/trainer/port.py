@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocols that ``runtime`` implements: the port to the processes of the members, and what durable steps need.
+"""The protocols that ``runtime`` implements: the port to the processes of the workers, and what durable steps need.
 
 There are ports for Ray, for the processes of a launcher, and for one process; one contract suite runs against all of
 them. A trainer without :class:`Recovery` and :class:`Checkpoints` runs as well; a failure then ends it.
@@ -32,12 +32,12 @@ RAW_CALL = (-1, -1)
 COMMIT, WRITTEN, RESTORE, PERSIST = "!commit", "!written", "!restore", "!persist"
 READ, STORE, HELD = "!read", "!store", "!held"
 FORGET, WHERE = "!forget", "!where"
-"""Requests to a member beside its workload's methods; no method can have such a name. See ``MemberHost``."""
+"""Requests to a worker beside its workload's methods; no method can have such a name. See ``MemberHost``."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The commits that a member's state agrees with: each from ``since`` to ``at``, together with the kept calls of
+    """The commits that a worker's state agrees with: each from ``since`` to ``at``, together with the kept calls of
     later steps; none if both are None. ``touched`` is the latest step that it has taken part in, 0 for none; it has
     forgotten the results of its calls up to step ``settled``. ``deterministic``: a call that is repeated gives the same
     result again."""
@@ -47,22 +47,22 @@ class Standing:
     touched: int = 0
     settled: int = field(default=0, compare=False)
     deterministic: bool = field(default=False, compare=False)
-    node: str = field(default="", compare=False)  # where the member runs
+    node: str = field(default="", compare=False)  # where the worker runs
 
     def agrees_with(self, step: int) -> bool:
         return self.since is not None and self.at is not None and self.since <= step <= self.at
 
 
 class Call(NamedTuple):
-    call_id: tuple[int, int]  # (step, n): the n-th role-group call of that step; the same for all members of the group
+    call_id: tuple[int, int]  # (step, n): the n-th role-group call of that step; the same for all workers of the group
     method: str
     args: tuple[Any, ...]  # values, Refs, lists of Refs, or Rows
     kwargs: Mapping[str, Any]
     sized: bool = False  # return the row count of the result beside it
-    epoch: int = 0  # of the calling trainer; the member refuses lower ones from then on. 0: not a trainer's call
-    settled: int = 0  # the last ended step, up to which the member forgets its results
-    keep: bool = False  # the member keeps the result, and answers a repeated id with it
-    after: tuple[int, int] | None = None  # id of the call to this member that must have run before; None for any
+    epoch: int = 0  # of the calling trainer; the worker refuses lower ones from then on. 0: not a trainer's call
+    settled: int = 0  # the last ended step, up to which the worker forgets its results
+    keep: bool = False  # the worker keeps the result, and answers a repeated id with it
+    after: tuple[int, int] | None = None  # id of the call to this worker that must have run before; None for any
 
 
 @dataclass(eq=False, repr=False)  # not frozen: each call makes some, and a frozen one sets its fields one by one
@@ -117,7 +117,7 @@ class Port(Protocol):
         """Store ``value`` once, for several calls."""
 
     def submit(self, role: str, rank: int, call: Call) -> Ref:
-        """Start ``call`` on a member and return at once."""
+        """Start ``call`` on a worker and return at once."""
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         """Wait until all refs have values, one has failed, or the time is up."""
@@ -149,13 +149,13 @@ class Pending(list[Ref]):
         return list(self._refs)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for every member's result, at most ``timeout`` seconds; ``post_func`` is applied. Raises as
+        """Wait for every worker's result, at most ``timeout`` seconds; ``post_func`` is applied. Raises as
         :func:`gather`."""
         values = gather(self._refs, timeout)[:: self._replica]
         return values if self.post_func is None else self.post_func(values)
 
     def wait(self) -> None:
-        """Wait until every member has succeeded; the results stay where they are. Raises as :func:`gather`."""
+        """Wait until every worker has succeeded; the results stay where they are. Raises as :func:`gather`."""
         gather([ref.probe() for ref in self._refs], None)
 
     def __await__(self) -> Generator[Any, None, Any]:
@@ -197,7 +197,7 @@ class RestartInfo:
 
 @dataclass(frozen=True)
 class Renewed:
-    """The members of a role after a replacement: all incarnations, and at least the new raw handles, by rank."""
+    """The workers of a role after a replacement: all incarnations, and at least the new raw handles, by rank."""
 
     role: str
     incarnations: Mapping[int, int]
@@ -224,7 +224,7 @@ def members_of(roles: Mapping[str, RoleTraits], stateful_only: bool = False) -> 
 
 
 class Recovery:
-    """Replaces lost members; this one none. ``fresh``: the members hold no state of an earlier epoch."""
+    """Replaces lost workers; this one none. ``fresh``: the workers hold no state of an earlier epoch."""
 
     epoch: int = 1
     fresh: bool = True
@@ -234,7 +234,7 @@ class Recovery:
         return {}
 
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
-        """Block until the port calls a later incarnation of the member, and of all others that restart with it. Returns
+        """Block until the port calls a later incarnation of the worker, and of all others that restart with it. Returns
         at once if it does already. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there
         will be no replacement."""
         raise JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
@@ -251,7 +251,7 @@ class Recovery:
 
 @dataclass(frozen=True)
 class LastCommit:
-    """The last commit, even if it is lost, and the latest incarnation of each stateful member whose state was
+    """The last commit, even if it is lost, and the latest incarnation of each stateful worker whose state was
     committed."""
 
     step: int
@@ -260,7 +260,7 @@ class LastCommit:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Files on their way from one member's node to another's, in ``parts``: each is the argument of ``READ`` to the
+    """Files on their way from one worker's node to another's, in ``parts``: each is the argument of ``READ`` to the
     source, and of ``STORE`` to the target together with what was read, or with ``content`` if there is no source."""
 
     target: ProcessId
@@ -270,7 +270,7 @@ class Transfer:
 
 
 class Checkpoints(Protocol):
-    """A store for commits. The trainer passes its requests on to the members unread."""
+    """A store for commits. The trainer passes its requests on to the workers unread."""
 
     run: str
     """The id of the run whose commits it keeps. It may begin with another run's commits."""
@@ -280,7 +280,7 @@ class Checkpoints(Protocol):
     nodes hold."""
 
     last_known: LastCommit | None
-    """The last commit, None for none: even if it is lost, it tells members that hold its state from those that
+    """The last commit, None for none: even if it is lost, it tells workers that hold its state from those that
     replaced them."""
 
     roots: Any
@@ -295,7 +295,7 @@ class Checkpoints(Protocol):
         CheckpointMissing."""
 
     def discard(self, step: int, why: str) -> None:
-        """Set the generation of ``step`` aside: a member could not read its part."""
+        """Set the generation of ``step`` aside: a worker could not read its part."""
 
     def restore_request(self, step: int) -> Any:
         """The argument of ``RESTORE``: go back to ``step``."""
@@ -320,11 +320,11 @@ class Checkpoints(Protocol):
         """The argument of ``WRITTEN``: answer like ``COMMIT``, once the state is written if it ``waits``."""
 
     def copies(self, answers: Mapping[ProcessId, Any], nodes: Mapping[ProcessId, str]) -> list[Transfer] | None:
-        """The transfers that make the commit outlive the loss of a node; None while a member still writes its
+        """The transfers that make the commit outlive the loss of a node; None while a worker still writes its
         state."""
 
     def commit(self, step: int, answers: Mapping[ProcessId, Any], copied: Mapping[Transfer, str]) -> None:
-        """Make ``step`` a generation of the members' answers; ``copied`` has the node of each transfer that has
+        """Make ``step`` a generation of the workers' answers; ``copied`` has the node of each transfer that has
         arrived. Raises StaleEpoch."""
 
     def trainers_copy(self, nodes: Mapping[ProcessId, str]) -> list[Transfer]:
@@ -334,13 +334,13 @@ class Checkpoints(Protocol):
         """What the nodes of ``members`` lack to restore ``step``."""
 
     def found(self, held: Mapping[str, Any]) -> None:
-        """Take note of the answer of each node that has members, before :meth:`newest`."""
+        """Take note of the answer of each node that has workers, before :meth:`newest`."""
 
     def persist_request(self) -> Any:
         """The argument of ``PERSIST``: finish the copy to the job's directory. None if there is nothing to copy."""
 
     def persisted(self, answers: Mapping[ProcessId, Any]) -> None:
-        """Publish the copy, of which every member has finished its part."""
+        """Publish the copy, of which every worker has finished its part."""
 
 
 def gone_incarnation(incarnation: int, role: str, rank: int, method: str) -> WorkloadDied:

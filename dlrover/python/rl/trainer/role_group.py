@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Role groups: all members of a role, called as one."""
+"""Role groups: all workers of a role, called as one."""
 
 import sys
 import threading
@@ -35,11 +35,11 @@ class CallCounter:
 
 @dataclass(frozen=True)
 class RoleGroup:
-    """The members of one role. ``group.method(...)`` calls ``method`` on them, with the options of its
+    """The workers of one role. ``group.method(...)`` calls ``method`` on them, with the options of its
     :func:`~dlrover.python.rl.trainer.workload.trainer_invocation` or the defaults.
 
     An unknown method fails before anything is sent, and names the nearest one. ``len(group)`` is ``world_size``, the
-    number of members. Consecutive ranks form one of ``data_parallel_size`` model replicas: they get the same shard, and
+    number of workers. Consecutive ranks form one of ``data_parallel_size`` model replicas: they get the same shard, and
     give one result. ``workload_class`` is the user's class without any decorator."""
 
     role: RLRoleType
@@ -49,7 +49,7 @@ class RoleGroup:
     _port: Port = field(repr=False)
     _counter: CallCounter = field(repr=False)
     full_size: int = 0
-    """Number of members when none lacks a place; 0: ``world_size``."""
+    """Number of workers when none lacks a place; 0: ``world_size``."""
 
     def __len__(self) -> int:
         return self.world_size
@@ -61,7 +61,7 @@ class RoleGroup:
         raise self._refusal()
 
     def _refusal(self) -> TypeError:
-        return TypeError(f"RG_{self.role} is called as one; the members are in trainer.actor_handles['{self.role}']")
+        return TypeError(f"RG_{self.role} is called as one; the workers are in trainer.actor_handles['{self.role}']")
 
     def __getattr__(self, name: str) -> "Invocation":
         if name.startswith("_"):
@@ -125,7 +125,7 @@ class Invocation:
         return refs, replica
 
     def _divide(self, value: Any, name: str, shards: int, replica: int) -> list[Any]:
-        """The part of an argument for each shard, of ``replica`` members."""
+        """The part of an argument for each shard, of ``replica`` workers."""
         label = f"{self.group.role}.{self.method}: argument {name}"
         pending, auto_shard = unwrap(value), self.settings.auto_shard and self.settings.target == "ALL"
         if isinstance(pending, Pending) and pending.post_func is not None:
@@ -137,8 +137,8 @@ class Invocation:
 
 
 def _store(value: Any, readers: int, label: str, port: Port) -> Any:
-    """Store a value that several members take once, and pass its ref; likewise one that may not be serializable, which
-    must show before any member begins the call."""
+    """Store a value that several workers take once, and pass its ref; likewise one that may not be serializable, which
+    must show before any worker begins the call."""
     if isinstance(value, Ref | Rows) or (isinstance(value, list) and any(isinstance(item, Ref) for item in value)):
         return value
     if isinstance(value, _SCALARS) and sys.getsizeof(value) <= _INLINE_BYTES:
@@ -173,6 +173,6 @@ def replicas_of(workload_class: type[Any], config: Any, world_size: int) -> int:
     size = int(workload_class.data_parallel_size(config, world_size))
     if size < 1 or world_size % size:
         raise CallError(
-            f"{workload_class.__name__}.data_parallel_size gave {size}, which does not divide its {world_size} members"
+            f"{workload_class.__name__}.data_parallel_size gave {size}, which does not divide its {world_size} workers"
         )
     return size

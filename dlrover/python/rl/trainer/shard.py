@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The division of arguments over the members of a role group.
+"""The division of arguments over the workers of a role group.
 
 ==========================================  ===========================================================================
 argument                                    each of ``n`` shards gets
@@ -45,7 +45,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Replicate:
-    """Give all of ``value`` to every member."""
+    """Give all of ``value`` to every worker."""
 
     value: Any
 
@@ -62,7 +62,7 @@ class Rows:
 
 
 def divide(value: Any, shards: int, auto_shard: bool, label: str) -> list[Any] | None:
-    """Return one part per shard, or None when ``value`` goes to every member whole. Raises ShardError; ``label`` names
+    """Return one part per shard, or None when ``value`` goes to every worker whole. Raises ShardError; ``label`` names
     the argument."""
     if isinstance(value, Replicate):
         return None
@@ -139,7 +139,7 @@ def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
     if rows < shards:
         raise ShardError(
             f"{label} has {rows} row{'' if rows == 1 else 's'}, too few to split over {shards} shards; "
-            "wrap it in Replicate(...) to give all of it to every member"
+            "wrap it in Replicate(...) to give all of it to every worker"
         )
     if isinstance(value, Batch):
         try:

@@ -63,7 +63,7 @@ class _Pending:
 
 
 class Steps:
-    """The steps of one trainer object. Without ``recovery`` a lost member ends it; without ``checkpoints`` nothing is
+    """The steps of one trainer object. Without ``recovery`` a lost worker ends it; without ``checkpoints`` nothing is
     committed."""
 
     def __init__(
@@ -76,7 +76,7 @@ class Steps:
     ) -> None:
         self._recovery = recovery or Recovery()
         self._recovers, self._checkpoints, self._attempt = recovery is not None, checkpoints, attempt
-        # After an earlier trainer, or trainer object, members may have been replaced already.
+        # After an earlier trainer, or trainer object, workers may have been replaced already.
         opened = attempt.opened or not self._recovery.fresh
         self.port = DurablePort(port, self._recovery, roles, checkpoints, opened)
         self.counter = CallCounter()
@@ -115,7 +115,7 @@ class Steps:
         self.begin(max(ended, total) + 1)
 
     def open(self) -> int:
-        """Bring trainer and members to the newest commit; returns its step. A second loop continues after the first."""
+        """Bring trainer and workers to the newest commit; returns its step. A second loop continues after the first."""
         if self._is_open:
             return self.port.ended
         self._is_open = True
@@ -125,7 +125,7 @@ class Steps:
         self.port.settle()
         self.port.log.end()
         if self.port.log.overflowed:
-            _LOG.warning("too many calls between init() and steps(): a new member repeats only those of init()")
+            _LOG.warning("too many calls between init() and steps(): a new worker repeats only those of init()")
         if self._checkpoints is not None and self._checkpoints.spread:
             nodes = self.port.transfers.nodes
             self.port.transfers.locate(self.port.ask(members_of(self.port.roles), WHERE))
@@ -176,7 +176,7 @@ class Steps:
             self.port.publish = self._publish_if_idle
 
     def _complete(self, checkpoints: Checkpoints, pending: _Pending, asks: bool, waits: bool) -> bool:
-        """Send the states to other nodes once all are written; returns False before. ``asks`` the members again."""
+        """Send the states to other nodes once all are written; returns False before. ``asks`` the workers again."""
         if pending.copied is not None:
             return True
         transfers = self.port.transfers
@@ -205,7 +205,7 @@ class Steps:
         return True
 
     def _publish_if_idle(self) -> None:
-        """Publish the pending commit unless a member is busy that takes part in it: it would answer later."""
+        """Publish the pending commit unless a worker is busy that takes part in it: it would answer later."""
         is_spread = self._checkpoints is not None and self._checkpoints.spread
         if self.port.are_idle(members_of(self.port.roles, stateful_only=not is_spread)):
             self._publish()
@@ -240,7 +240,7 @@ class Steps:
 
     @contextmanager
     def setup(self) -> Iterator[None]:
-        """Calls inside are those of ``init``. They and those up to the first step are repeated on each new member."""
+        """Calls inside are those of ``init``. They and those up to the first step are repeated on each new worker."""
         self.port.log.begin_setup()
         yield
         self.port.log.end_init()
@@ -261,7 +261,7 @@ class Steps:
                 step = self._checkpoints.newest()
             except CheckpointMissing as error:
                 step, lost = None, str(error)
-            if step is None:  # the members are as init left them
+            if step is None:  # the workers are as init left them
                 self._start_over(lost)
                 self.end(0, last=True)
                 return 0
@@ -299,7 +299,7 @@ class Steps:
             self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
 
     def _members_not_at(self, step: int) -> list[ProcessId]:
-        """The stateful members that must be restored to ``step``. Ranks that meet in collectives are restored together:
+        """The stateful workers that must be restored to ``step``. Ranks that meet in collectives are restored together:
         the others would otherwise answer from kept results while one waits for them."""
         members = members_of(self.port.roles, stateful_only=True)
         standings = self.port.ask(members, WHERE)
@@ -310,7 +310,7 @@ class Steps:
     def _start_over(self, lost: str) -> None:
         """Begin at step 1, because no commit is left; ``lost`` describes the lost ones, ``""`` if none is known.
 
-        Raises CheckpointMissing if a member that was not replaced holds the state of a later step; StepAbandoned if a
+        Raises CheckpointMissing if a worker that was not replaced holds the state of a later step; StepAbandoned if a
         lost commit was partly loaded: its holders are replaced, and another trainer object begins."""
         standings = self.port.ask(members_of(self.port.roles, stateful_only=True), WHERE)
         moved = [
@@ -336,7 +336,7 @@ class Steps:
             raise StepAbandoned(1, CheckpointMissing(summary))
         if lost or self.restart_info.count:
             _LOG.warning(
-                "%s; all stateful members are new: the job begins again at step 1", summary if lost else "no commit"
+                "%s; all stateful workers are new: the job begins again at step 1", summary if lost else "no commit"
             )
 
     def _asked(self, act: Callable[..., T], *args: Any) -> T:

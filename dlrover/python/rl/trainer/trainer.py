@@ -40,7 +40,7 @@ class StepReport:
     """How long calls took since the last report, where the runtime measures it."""
 
     pending: Mapping[str, int] = field(default_factory=dict)
-    """Role to its calls that were under way or waited for their member."""
+    """Role to its calls that were under way or waited for their worker."""
 
     commit_bytes: int = 0
     """Written by commits since the last report."""
@@ -73,7 +73,7 @@ class ResultFiles(Protocol):
 
 @dataclass(frozen=True)
 class TrainerLink:
-    """Connects a trainer to its runtime, which binds it after construction. Without ``recovery`` a lost member ends the
+    """Connects a trainer to its runtime, which binds it after construction. Without ``recovery`` a lost worker ends the
     trainer; without ``checkpoints`` nothing is committed."""
 
     port: Port
@@ -87,7 +87,7 @@ class TrainerLink:
     announce: Announcer = announce_nothing
     files: ResultFiles | None = None
     results: Any = None
-    full_sizes: Mapping[str, int] = field(default_factory=dict)  # of roles that lack members for want of places
+    full_sizes: Mapping[str, int] = field(default_factory=dict)  # of roles that lack workers for want of places
 
 
 class BaseTrainer(ABC):
@@ -97,7 +97,7 @@ class BaseTrainer(ABC):
     one for each role of the job, including roles of your own (``RG_JUDGE``); use them from ``init`` on.
 
     Args:
-        actor_handles: role to its members' handles, in rank order.
+        actor_handles: role to its workers' handles, in rank order.
         actor_classes: role to its workload class.
         config: the job's ``config``, as an OmegaConf ``DictConfig``.
     """
@@ -176,13 +176,13 @@ class BaseTrainer(ABC):
         self._bound().announce(activity)
 
     def replace_late(self, timeout: InvocationTimeout) -> None:
-        """End the members that are late, and wait for those that replace them, which have the state of the last commit
+        """End the workers that are late, and wait for those that replace them, which have the state of the last commit
         and of the step's earlier calls. The late call is dropped; without this, later calls wait behind it."""
         self._bound_steps().port.replace_late(timeout)
 
     @property
     def results_dir(self) -> Any:
-        """Where members save models: :attr:`job_dir`, or a ``UPath`` in the object store that the job has instead."""
+        """Where workers save models: :attr:`job_dir`, or a ``UPath`` in the object store that the job has instead."""
         link = self._bound()
         return link.results if link.results is not None else link.job_dir
 
@@ -223,7 +223,7 @@ class BaseTrainer(ABC):
         return [f"RG_{role}" for role in self._actor_handles]
 
     def get_workload_resource(self, role: str) -> dict[str, float]:
-        """The resources of one member of ``role``, e.g. ``{"cpu": 1.0, "gpu": 0.5}``. Raises UnknownMethod for an
+        """The resources of one worker of ``role``, e.g. ``{"cpu": 1.0, "gpu": 0.5}``. Raises UnknownMethod for an
         unknown role."""
         name = RLRoleType(role)
         if name not in self._actor_handles:

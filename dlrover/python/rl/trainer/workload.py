@@ -76,11 +76,11 @@ def trainer_invocation(**options: Any) -> Callable[[F], F]:
     Args:
         blocking: True waits for the results; False returns at once with pending results, which can be awaited,
             resolved with ``.result(timeout)``, or passed to another role group's call.
-        is_async: with ``blocking=True``, wait at most ``timeout`` seconds for **every** member; late ranks are named in
+        is_async: with ``blocking=True``, wait at most ``timeout`` seconds for **every** worker; late ranks are named in
             an :class:`~dlrover.python.rl.common.errors.InvocationTimeout`, which holds the results that arrived.
         timeout: seconds greater than 0, default 10; used when ``blocking`` and ``is_async`` are both True.
-        target: ``"ALL"`` members, or ``"RANK0"`` alone (the result is a list of one).
-        auto_shard: divide the arguments over the members by the rules of
+        target: ``"ALL"`` workers, or ``"RANK0"`` alone (the result is a list of one).
+        auto_shard: divide the arguments over the workers by the rules of
             :mod:`~dlrover.python.rl.trainer.shard`; False copies them.
         pre_func: ``pre_func(*args, **kwargs)`` runs in the trainer before sharding; what it returns becomes the
             argument (a tuple: the arguments).
@@ -118,10 +118,10 @@ _ENV = {
 class MemberContext:
     """The position of a workload among its peers; its process environment holds the same facts.
 
-    ``name`` is unique, ``""`` outside a job; ``local_rank`` counts the role's members on this node. ``master_addr`` and
+    ``name`` is unique, ``""`` outside a job; ``local_rank`` counts the role's workers on this node. ``master_addr`` and
     ``master_port`` (-1: unknown) are for a torch rendezvous of the role. ``collocation`` are the roles that share this
-    member's devices, ``"ACTOR,REFERENCE"``; ``devices`` the accelerators reserved for it, by their numbers in its
-    process: empty on CPUs, or where none are reserved. ``shares_process``: with all members of the job, which then do
+    worker's devices, ``"ACTOR,REFERENCE"``; ``devices`` the accelerators reserved for it, by their numbers in its
+    process: empty on CPUs, or where none are reserved. ``shares_process``: with all workers of the job, which then do
     one call after the other."""
 
     name: str = ""
@@ -160,7 +160,7 @@ _current: ContextVar[MemberContext | None] = ContextVar("dlrover_member", defaul
 
 
 def current_member() -> MemberContext:
-    """The member that is constructed here; read from the environment outside of a construction."""
+    """The worker that is constructed here; read from the environment outside of a construction."""
     return _current.get() or MemberContext.from_env(os.environ)
 
 
@@ -197,7 +197,7 @@ class BaseWorkload:
     A class decorated with ``@ray.remote`` and a plain class are both accepted. Methods may be ``async def``. Optional
     class methods are asked before anything starts: ``check_config(config)`` yields ConfigErrors,
     ``settings_of_state(config)`` returns what a saved state depends on (as of a ``TrainerPlan``), and
-    ``state_bytes(config, world_size)`` about how large a member's state is in a commit.
+    ``state_bytes(config, world_size)`` about how large a worker's state is in a commit.
 
     Args:
         master_handle: handle of the job's master, or None in one process.
@@ -219,7 +219,7 @@ class BaseWorkload:
 
     @classmethod
     def takes_other_members(cls, config: Any) -> bool:
-        """True: a job may be resumed with another number of members, or with others of their settings; they get the
+        """True: a job may be resumed with another number of workers, or with others of their settings; they get the
         state by :meth:`load_states`."""
         return False
 
@@ -230,7 +230,7 @@ class BaseWorkload:
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
-        """The number of model replicas that the role's ``world_size`` members form; by default each is one.
+        """The number of model replicas that the role's ``world_size`` workers form; by default each is one.
 
         With tensor, pipeline or context parallelism return ``world_size`` divided by their product: consecutive ranks
         then form one replica, get the same shard of each argument, and give one result.
@@ -268,7 +268,7 @@ class BaseWorkload:
         raise NotImplementedError(f"{type(self).__name__} has state_dict() without load_state_dict()")
 
     def load_states(self, states: Iterable[Any]) -> None:
-        """Continue from the :meth:`state_dict` of all members of an earlier run, in rank order, of which there were
+        """Continue from the :meth:`state_dict` of all workers of an earlier run, in rank order, of which there were
         more, fewer, or which :meth:`load_state_dict` has refused as :class:`OtherLayout`. Each is read when it is
         requested, and used until the next one is. Override it together with :meth:`takes_other_members`."""
         raise NotImplementedError(f"{type(self).__name__} has takes_other_members() without load_states()")
@@ -284,7 +284,7 @@ class BaseWorkload:
         note_progress()
 
     def close(self) -> None:
-        """Release child processes, files and the like. Called once before the member ends; not in a process that is
+        """Release child processes, files and the like. Called once before the worker ends; not in a process that is
         killed, or busy for longer than a moment."""
 
     @property
@@ -352,7 +352,7 @@ class BaseWorkload:
         return self.role == RLRoleType.CRITIC
 
     def get_device_collocation(self) -> str | None:
-        """The roles that share this member's devices, e.g. ``"ACTOR,ROLLOUT"``, or None when it shares none."""
+        """The roles that share this worker's devices, e.g. ``"ACTOR,ROLLOUT"``, or None when it shares none."""
         return self._member.collocation or None
 
 

@@ -154,7 +154,7 @@ def test_of_a_base_in_4_bits_one_matrix_at_a_time_is_whole(monkeypatch, small):
     assert small.matrices == matrices
     assert larger.weights - found.weights == (2 - 0.5625) * matrices
     assert (larger.gathered, found.gathered) == (0, 2 * 896 * 4864)
-    assert bytes_of(small, use, ON_CUDA) == found, "its members hold copies unless engine.parallel says otherwise"
+    assert bytes_of(small, use, ON_CUDA) == found, "its workers hold copies unless engine.parallel says otherwise"
     divided = bytes_of(small, use, replace(ON_CUDA, parallel=ParallelSizes()))
     layer = 2 * (small.layer - matrices / 24) + 0.5625 * matrices / 24
     assert (divided.weights, divided.gradients) == (found.weights / 2 - found.gradients / 4, found.gradients / 2)

@@ -41,7 +41,7 @@ class Port:
 
 
 class Group:
-    """Members of a role, of which two compute on the same rows: their devices, and what they were first given to
+    """Workers of a role, of which two compute on the same rows: their devices, and what they were first given to
     keep."""
 
     workload_class = TrainedWorkload
@@ -107,7 +107,7 @@ def test_the_first_choice_of_a_run_stays(trainer):
     calls = list(group.calls)
     group.shares = (device("b/cuda-0", 12), group.shares[1])
     assert chosen(trainer) == (16384, False)
-    assert group.calls == 2 * calls, "the same calls: members answer them from what they keep"
+    assert group.calls == 2 * calls, "the same calls: workers answer them from what they keep"
     group.kept = [(16384, True), (16384, False)]  # the first one is new, and the other one alone knows
     assert chosen(trainer) == (16384, False)
 

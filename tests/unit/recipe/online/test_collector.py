@@ -33,7 +33,7 @@ class Method:
 
 
 class Rollouts:
-    """``speeds[member]`` groups are completed by that member in each call; ``room[member]`` are begun at a time."""
+    """``speeds[worker]`` groups are completed by that worker in each call; ``room[worker]`` are begun at a time."""
 
     full_size = 0
 
@@ -165,7 +165,7 @@ def rows_of(drawn):
 
 @pytest.mark.parametrize("method", ["sample", "fetch"])
 def test_collect_with_a_kept_answer_for_other_groups_diverges(method):
-    """A trainer that repeats a step gets the answers that members have kept of the calls before."""
+    """A trainer that repeats a step gets the answers that workers have kept of the calls before."""
     rollouts = Rollouts([4, 4])
     answers = []
     kept = Method(lambda *arguments: answers[0] if answers else answers.append(answer(*arguments)) or answers[0])
@@ -196,7 +196,7 @@ def test_a_slow_rollout_leaves_most_of_the_groups_to_the_fast_one():
 
 
 def test_without_staleness_a_group_stays_on_its_member_however_long_that_takes_to_start():
-    """The last bits of its log-probs depend on what else is in the member's batch."""
+    """The last bits of its log-probs depend on what else is in the worker's batch."""
     rollouts = Rollouts([1, 4], room=4)
     drawn = step_of(make_collector(rollouts, groups=40), rollouts, 1)
     assert [len(part.token) for part in drawn.rollouts] == [40, 40]

@@ -9,7 +9,7 @@ from dlrover.python.rl.recipe.online.collector import StalenessTracker
 
 
 class Rollouts:
-    """Members that begin what they have room for and complete what ``dice`` says; they hold what they are told to."""
+    """Workers that begin what they have room for and complete what ``dice`` says; they hold what they are told to."""
 
     def __init__(self, tracker, dice, room):
         self.tracker, self.dice, self.room, self.version = tracker, dice, room, 0

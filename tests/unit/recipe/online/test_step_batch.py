@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""How a step's samples are divided over the members that train on them."""
+"""How a step's samples are divided over the workers that train on them."""
 
 from types import SimpleNamespace
 

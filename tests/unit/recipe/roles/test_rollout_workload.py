@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Groups that a rollout member is told to have: begun, gone on with, taken, given up; one turn each."""
+"""Groups that a rollout worker is told to have: begun, gone on with, taken, given up; one turn each."""
 
 import sys
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reference of which each member holds a part."""
+"""A reference of which each worker holds a part."""
 
 import numpy as np
 import pytest

@@ -252,7 +252,7 @@ def test_another_rollout_gives_the_same_bits(model):
 
 @pytest.mark.feature(146)
 def test_a_sample_depends_on_its_seed_prompt_and_index_alone(model):
-    """Not on which member drew it, nor on what was drawn beside it."""
+    """Not on which worker drew it, nor on what was drawn beside it."""
     publisher = actor(model)
     weights = publisher.publish_weights()
     whole = rollout(model, weights).generate(prompts(1, 2, 3, 4), SAMPLING, (1, 1))

@@ -31,7 +31,7 @@ def member(folder, stamp=STAMP, rank=0):
 
 @pytest.fixture
 def lost(tmp_path):
-    """The samples that a member has finished in the ten steps that it had."""
+    """The samples that a worker has finished in the ten steps that it had."""
     made = member(tmp_path)
     advance = made.engine.advance
 
@@ -79,7 +79,7 @@ def test_a_whole_group_needs_no_engine(tmp_path):
 )
 def test_what_other_weights_have_drawn_is_drawn_again(tmp_path, lost, stamps):
     for stamp in stamps:
-        KeptSamples(tmp_path, 1).note(stamp)  # another member, while this one was away
+        KeptSamples(tmp_path, 1).note(stamp)  # another worker, while this one was away
     made = member(tmp_path, stamps[-1])
     made.fetch(WANTED, samples=3)
     assert drawn(made) == {0, 1, 2}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recipes that learn from examples, through deaths of their members and their trainer."""
+"""The recipes that learn from examples, through deaths of their workers and their trainer."""
 
 import json
 

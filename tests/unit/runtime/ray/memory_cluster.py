@@ -24,10 +24,10 @@ class Method:
 
 
 class MemoryActor:
-    """A member that locates itself on ``node``, starts and closes at once.
+    """A worker that locates itself on ``node``, starts and closes at once.
 
     Attributes:
-        context: that it was started with as a member.
+        context: that it was started with as a worker.
     """
 
     def __init__(self, request, node, pid):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member whose process goes on as a later incarnation refuses what was meant for the earlier one."""
+"""A worker whose process goes on as a later incarnation refuses what was meant for the earlier one."""
 
 import sys
 import threading

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor of a member: its heartbeats, the answers to them, and the settings of its process."""
+"""The actor of a worker: its heartbeats, the answers to them, and the settings of its process."""
 
 import os
 from types import SimpleNamespace

@@ -39,7 +39,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(tmp_path, monkeypatch):
-    """Each has a member's state after step 8, node a the commit too, and all of the one before."""
+    """Each has a worker's state after step 8, node a the commit too, and all of the one before."""
     monkeypatch.setattr(node_commits, "_RELEASED_S", 0.1)  # the locks are this process's own
     made, files = Nodes(tmp_path, monkeypatch), {}
     (tmp_path / "out/checkpoints").mkdir(parents=True)

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 # Over 400 lines: each command of the brain and each loss, on one stage.
-"""The executor on a cluster in memory: where members and standbys are, which deaths it tells, what a release ends."""
+"""The executor on a cluster in memory: where workers and standbys are, which deaths it tells, what a release ends."""
 
 import asyncio
 import gc

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which accelerators a member is told are its own."""
+"""Which accelerators a worker is told are its own."""
 
 import asyncio
 import threading

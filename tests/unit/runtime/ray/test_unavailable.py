@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member whose connection broke is asked again before it is given up."""
+"""A worker whose connection broke is asked again before it is given up."""
 
 from types import SimpleNamespace
 
@@ -17,7 +17,7 @@ ID = bytes(range(16))
 
 @pytest.fixture
 def answered(monkeypatch):
-    """What an unavailable member's pings are answered with, one after the other; and the error of a call to it."""
+    """What an unavailable worker's pings are answered with, one after the other; and the error of a call to it."""
     monkeypatch.setattr(module, "_PAUSE_S", 0.01)
     monkeypatch.setattr(module, "_BACK_S", 0.2)
 

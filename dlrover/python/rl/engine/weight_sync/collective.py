@@ -7,7 +7,7 @@
       offer: host, TCP port
       send: an attempt of a ticket  -->       <-- joins the attempt
       waits, with a deadline, until all have joined
-      group                         -->       --> enters it, unless it is a member
+      group                         -->       --> enters it, unless it is a worker
       bucket, bucket, ..., seal      == broadcast ==>               assembled on the host
 
 The group is separate from the train ranks' groups. It is reused as long as the same receivers join and nothing fails. A
@@ -137,7 +137,7 @@ class BroadcastTransport(SenderBase):
                     self._server.delete_key(ticket.id)  # late receivers wait for the next attempt
 
     def _gather_receivers(self, ticket: Ticket) -> "BroadcastGroup":
-        """The sender waits for all receivers, and names the group: the present one if they are its members."""
+        """The sender waits for all receivers, and names the group: the present one if they are its workers."""
         attempt = uuid4().hex
         self._server.set(ticket.id, attempt)
         store, receivers = dist.PrefixStore(attempt, self._server), ticket.address["receivers"]
@@ -170,7 +170,7 @@ class BroadcastTransport(SenderBase):
         return self._enter(store.get("group").decode(), store, rank, receivers)  # waits: likewise
 
     def _enter(self, name: str, store: Any, rank: int, receivers: int) -> "BroadcastGroup":
-        """Enter the group with this name, unless this process is its member."""
+        """Enter the group with this name, unless this process is its worker."""
         if self._group.name == name:
             return self._group
         self._group.leave()

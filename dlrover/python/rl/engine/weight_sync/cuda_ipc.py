@@ -60,7 +60,7 @@ _ASK = b"?"
 """Sent by a receiver that has not yet opened the memory of a version."""
 
 _MOST_OPENED = 2
-"""A sender keeps two versions: a step may send two, and a member that is replaced in it receives both again."""
+"""A sender keeps two versions: a step may send two, and a worker that is replaced in it receives both again."""
 
 _versions: "weakref.WeakValueDictionary[str, PublishedVersions[DeviceBuffer]]" = weakref.WeakValueDictionary()
 """The versions of this process's senders, by the names in their tickets."""

@@ -50,7 +50,7 @@ TRANSPORTS = ExtensionPoint(
 @dataclass(frozen=True)
 class WeightSyncOptions:
     folder: str | None = None
-    """A folder that all members see; required by ``disk``, and of no use to other built-in transports."""
+    """A folder that all workers see; required by ``disk``, and of no use to other built-in transports."""
 
     bucket_bytes: Annotated[int, Ge(ALIGN)] | None = None
     """Bytes handed over at a time; None: 1 MiB on a host, 64 MiB on a device."""
@@ -82,7 +82,7 @@ def validate_transport(
     if name == "cuda_ipc" and not device.startswith("cuda"):
         errors.append(ConfigError(where, f"'cuda_ipc' needs engine.device cuda, which is {device}"))
     if name == "broadcast" and device.startswith("cuda:"):
-        errors.append(ConfigError(where, f"'broadcast' needs a device for each member: engine.device is {device}"))
+        errors.append(ConfigError(where, f"'broadcast' needs a device for each worker: engine.device is {device}"))
     return errors
 
 
@@ -91,7 +91,7 @@ def _find_folder_fault(name: str, option: str | None, device: str) -> str:
     if name != "disk":
         return "" if option is None else f"is not used by '{name}', but by 'disk'"
     if not option:
-        return f"{'' if option is None else 'is empty: '}'disk' needs a folder that all members see"
+        return f"{'' if option is None else 'is empty: '}'disk' needs a folder that all workers see"
     folder = Path(option).expanduser().absolute()
     # os.path: Path.exists raises below a folder that may not be entered.
     existing = next(parent for parent in (folder, *folder.parents) if os.path.exists(parent))

@@ -45,7 +45,7 @@ _PART = r"[-+]?[\d.,'_\u00a0 ]{1,40}"
 _FRACTION = re.compile(rf"([-+]?)\s?(?:([\d,'_\u00a0]{{1,40}}) )?({_PART})/\s?({_PART})")
 _FRAC = re.compile(rf"\\[dt]?frac\s?(?:\{{\s?({_PART})\s?\}}|(\d))\s?(?:\{{\s?({_PART})\s?\}}|(\d))")
 _BEFORE_FRAC = re.compile(r"(?<=\d) {0,3}(?=\\[dt]?frac)")
-# A comma or a plain space may also separate the members of a set or a pair: only Indian groups are sure to be a number.
+# A comma or a plain space may also separate the workers of a set or a pair: only Indian groups are sure to be a number.
 GROUPED = re.compile(
     r"(?<![\w^\\.'])(?:\d+(?:[\u00a0'_]\d+)+|(?<!,)\d\d?(?:,\d\d)+,\d{3}(?!,\d))(?:\.\d+)?(?![\u00a0'_.]?\d|_\{)"
 )

@@ -229,7 +229,7 @@ def resizable(job: JobSpec, state: JobState, inspection: Inspection, role: str, 
 
 
 def check_new_size(name: str, role: str, num: int, roles: Collection[str]) -> None:
-    """Raises InvalidJob unless the job ``name`` has the role, and it may have ``num`` members."""
+    """Raises InvalidJob unless the job ``name`` has the role, and it may have ``num`` workers."""
     if role not in roles:
         near = get_close_matches(role, list(roles), n=1, cutoff=0.4)
         hint = f": did you mean '{near[0]}'?" if near else f"; it has {', '.join(sorted(roles))}"
@@ -239,7 +239,7 @@ def check_new_size(name: str, role: str, num: int, roles: Collection[str]) -> No
 
 
 def validate_least(job: JobSpec, inspection: Inspection) -> list[ConfigError]:
-    """The roles that may not go on with fewer members."""
+    """The roles that may not go on with fewer workers."""
     errors = []
     for role, spec in job.workloads.items():
         why = never_resized(job, inspection, role) if spec.min else ""
@@ -252,11 +252,11 @@ def validate_least(job: JobSpec, inspection: Inspection) -> list[ConfigError]:
 
 
 def never_resized(job: JobSpec, inspection: Inspection, role: str) -> str:
-    """Return why the role cannot have another number of members while its job runs; empty if it can."""
+    """Return why the role cannot have another number of workers while its job runs; empty if it can."""
     if role in inspection.stateful:
-        return "its members hold a state that is committed for each rank"
+        return "its workers hold a state that is committed for each rank"
     if role in inspection.collectives:
-        return "its members meet in collectives"
+        return "its workers meet in collectives"
     if together := [other for other in job.collocation_of(RLRoleType(role)) if other != role]:
         return f"it shares devices with {', '.join(together)}"
     return ""

@@ -63,7 +63,7 @@ class HangDetector:
         return True
 
     async def hangs(self, state: JobState) -> list[Event]:
-        """The losses of processes that hang, and of members that are slower than their peers and to be replaced."""
+        """The losses of processes that hang, and of workers that are slower than their peers and to be replaced."""
         now_s = self._now_s()
         if now_s - self._looked_s > 2 * self._beats.beat_s + 1.0:
             self._listening_since_s = now_s  # this process was paused: no heartbeat was received in that time
@@ -117,7 +117,7 @@ class HangDetector:
 
 
 def has_lost_peer(beat: Heartbeat, state: JobState) -> bool:
-    """Return True if the state has a later incarnation of a member in the process that sent ``beat``."""
+    """Return True if the state has a later incarnation of a worker in the process that sent ``beat``."""
     member = state.members.get(beat.process_id)
     return member is not None and member.first <= beat.number < member.incarnation
 

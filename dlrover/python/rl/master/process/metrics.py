@@ -67,7 +67,7 @@ MAX_CALL_SERIES = 200
 """Pairs of role and method; further ones count as the method ``other``."""
 
 MAX_MEMBER_SERIES = 1000
-"""Members that have series of their own; of a larger job the first ones."""
+"""Workers that have series of their own; of a larger job the first ones."""
 
 STEP_METRICS = {
     "reward": ("reward/mean", "reward"),
@@ -107,10 +107,10 @@ _FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "total_steps": (GaugeMetricFamily, "Steps that the job is to take, 0: unknown.", ()),
     "committed_step": (GaugeMetricFamily, "The last step that the journal knows to be committed.", ()),
     "last_report_timestamp_seconds": (GaugeMetricFamily, "When the last step was reported.", ()),
-    "members": (GaugeMetricFamily, "Members that are up.", ("role",)),
-    "members_wanted": (GaugeMetricFamily, "Members that the job has.", ("role",)),
-    "member_up": (GaugeMetricFamily, "1 for a member that is up.", ("role", "rank")),
-    "member_heartbeat_age_seconds": (GaugeMetricFamily, "Since a member that is up was heard.", ("role", "rank")),
+    "members": (GaugeMetricFamily, "Workers that are up.", ("role",)),
+    "members_wanted": (GaugeMetricFamily, "Workers that the job has.", ("role",)),
+    "member_up": (GaugeMetricFamily, "1 for a worker that is up.", ("role", "rank")),
+    "member_heartbeat_age_seconds": (GaugeMetricFamily, "Since a worker that is up was heard.", ("role", "rank")),
     "pending_calls": (GaugeMetricFamily, "Calls under way.", ("role",)),
     "restarts": (CounterMetricFamily, "Restarts of the whole job.", ("cause",)),
     "moved_bytes": (CounterMetricFamily, "Weights that each rollout received, and commits written.", ("of",)),
@@ -121,8 +121,8 @@ _FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
     "step_seconds": (HistogramMetricFamily, "Duration of steps.", ()),
     "commit_seconds": (HistogramMetricFamily, "Commits, as the trainer waits.", ()),
     "recovery_seconds": (HistogramMetricFamily, "From a loss to the replacement.", ("role",)),
-    "call_seconds": (HistogramMetricFamily, "Calls to members.", ("role", "method")),
-    "sandbox_members": (GaugeMetricFamily, "Members that confine programs of the model.", ("level",)),
+    "call_seconds": (HistogramMetricFamily, "Calls to workers.", ("role", "method")),
+    "sandbox_members": (GaugeMetricFamily, "Workers that confine programs of the model.", ("level",)),
     **{
         name: (GaugeMetricFamily, f"Of the last step: {' or '.join(sources)}.", ())
         for name, sources in STEP_METRICS.items()

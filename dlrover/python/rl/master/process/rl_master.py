@@ -8,7 +8,7 @@ answered on the same event loop, within milliseconds.
 ::
 
     executor's tasks --Event--> queue -> brain (journal, then state) --Command--> executor
-    trainer: opened, progressed, renew      members and trainer: beat      people: status, follow, stop
+    trainer: opened, progressed, renew      workers and trainer: beat      people: status, follow, stop
 
 The trainer's calls do not pass through here, so the job goes on while the master is away. When Ray has restarted it, it
 replays its journal, finds the processes by name, and continues all outstanding commands.
@@ -241,7 +241,7 @@ class RLMaster:
         event, before, after, commands = handled
         if isinstance(event, Resized | Unplaced) and after is not before:
             self._executor.resize(after)
-            _LOG.warning("%s: %s has %d members", self._run.job.name, event.role, size_of(after, event.role))
+            _LOG.warning("%s: %s has %d workers", self._run.job.name, event.role, size_of(after, event.role))
         if isinstance(event, MemberLost) and after is not before:
             self._executor.last_causes[ProcessId(event.role, event.rank)] = f"{event.cause.kind}: {event.cause.message}"
         for command in commands:
@@ -322,7 +322,7 @@ class RLMaster:
     async def renew(  # noqa: PLR0913 -- what the trainer knows, one by one
         self, epoch: int, role: str, rank: int, incarnation: int, cause: Cause, wait_s: float
     ) -> Replaced | None:
-        """The replacement of a member whose ``incarnation`` the trainer of ``epoch`` found dead; None: ask again.
+        """The replacement of a worker whose ``incarnation`` the trainer of ``epoch`` found dead; None: ask again.
         Raises JobFailed if there will be none, or the trainer itself has been replaced."""
         await self._awake()
         if epoch < self._state.epoch:
@@ -362,7 +362,7 @@ class RLMaster:
         self._events.put_nowait(StopRequested(reason))
 
     async def resize(self, role: str, num: int) -> None:
-        """Give a stateless ``role`` another number of members, at the beginning of the next step if that is near.
+        """Give a stateless ``role`` another number of workers, at the beginning of the next step if that is near.
         Raises CallError or InvalidJob if it cannot be, and then nothing has changed."""
         await self._awake()
         async with self._resizing:
@@ -378,7 +378,7 @@ class RLMaster:
             raise CallError(f"'{job.name}' was restarted in that time: try again")
 
     async def _watch_places(self) -> None:
-        """Roles that have fewer members for want of places get them back, until the job ends."""
+        """Roles that have fewer workers for want of places get them back, until the job ends."""
         while not self._state.phase.terminal:
             await asyncio.sleep(_LOOK_S)
             for role, wanted in self._state.wanted.items():
@@ -576,7 +576,7 @@ def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member |
 def replacement(
     state: JobState, role: str, rank: int, incarnation: int, name_of: Callable[[str, int, int, int], str]
 ) -> Replaced | None:
-    """The process after ``incarnation`` of a member, with its group if that is replaced as a whole; None while it is
+    """The process after ``incarnation`` of a worker, with its group if that is replaced as a whole; None while it is
     not there yet. Raises JobFailed if there will be none."""
     if state.phase is not Phase.RUNNING or state.settings is None:
         lost = ProcessId(role, rank)

@@ -52,7 +52,7 @@ class JobStatus:
     reward: float = nan  #: of the last step that reported one
     started_s: float = 0.0  #: Unix time, 0: unknown
     step_s: float = 0.0  #: seconds a step takes, over the last ones; 0: unknown
-    roles: Mapping[str, int] = field(default_factory=dict)  #: members by role
+    roles: Mapping[str, int] = field(default_factory=dict)  #: workers by role
     run: str = ""  #: its id; empty in the answers of masters of earlier versions
 
 

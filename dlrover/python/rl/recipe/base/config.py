@@ -90,7 +90,7 @@ class EngineConfig:
     """Options of the transport: ``folder``, ``bucket_bytes``, ``timeout_s``."""
 
     device: str = AUTO
-    """A torch device. ``cuda`` is each member's own; ``cuda:0`` is the same one for all members. ``auto``: ``cuda`` for
+    """A torch device. ``cuda`` is each worker's own; ``cuda:0`` is the same one for all workers. ``auto``: ``cuda`` for
     ``trainer.device_type: GPU``, in one process or under ``torchrun`` where there is one."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
@@ -100,11 +100,11 @@ class EngineConfig:
     """Data type of saved models; ``auto``: that of the files of ``model``. Checkpoints are always float32."""
 
     parallel: ParallelSizes | None = None
-    """Parallelism of the actor; the remaining members shard the parameters. None: all shard them on CUDA; on a CPU, and
-    with a base in 4 bits, each member of fsdp2 holds a full copy, which it restores from its own file."""
+    """Parallelism of the actor; the remaining workers shard the parameters. None: all shard them on CUDA; on a CPU, and
+    with a base in 4 bits, each worker of fsdp2 holds a full copy, which it restores from its own file."""
 
     shard_frozen: bool = False
-    """The members of a reference and of a teacher hold a part of the model each instead of a copy. Their classes are
+    """The workers of a reference and of a teacher hold a part of the model each instead of a copy. Their classes are
     then ``ShardedReferenceWorkload`` and ``ShardedTeacherWorkload``."""
 
     lora: LoraSettings | None = None
@@ -125,7 +125,7 @@ class EngineConfig:
     """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""
 
     rollout_tensor_parallel_size: Positive = 1
-    """Devices over which each rollout member splits the model, if the engine supports it."""
+    """Devices over which each rollout worker splits the model, if the engine supports it."""
 
     device_memory_gb: Annotated[float, Gt(0.0)] | None = None
     """Memory of a device in GB: a job that needs more by the arithmetic of ``check`` is refused. None: that of this
@@ -141,7 +141,7 @@ class EngineConfig:
     ``completions/unknown_ids`` counts them."""
 
     threads: Positive | None = None
-    """CPU threads of each member, on which the order of some sums depends; None: as ``OMP_NUM_THREADS`` says."""
+    """CPU threads of each worker, on which the order of some sums depends; None: as ``OMP_NUM_THREADS`` says."""
 
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
@@ -182,7 +182,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class SenderConfig(EngineConfig):
-    receivers: Positive = 1  # members that receive this one's weights
+    receivers: Positive = 1  # workers that receive this one's weights
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class RewardConfig:
     function: str | Mapping[str, float] = "dlrover.python.rl.environment.verifiers:exact"
     """``package.module:function``, sync or async: ``function(completion, answer, extra_info)`` returns a number; one
     with other parameters is given ``completion``, ``prompt``, ``answer`` and columns of the row by name; one with
-    ``solution_str`` is verl's; one with ``completions`` is TRL's, with lists over all samples that a member scores at
+    ``solution_str`` is verl's; one with ``completions`` is TRL's, with lists over all samples that a worker scores at
     once. Or a mapping of functions to weights, whose weighted sum is the reward."""
 
     model: str | None = None
@@ -273,7 +273,7 @@ class RewardConfig:
     """Timeout for each sample of a call; they then count as failed."""
 
     workers: Positive = 2
-    """Processes of each member of REWARD."""
+    """Processes of each worker of REWARD."""
 
     memory_mb: Positive | None = None
     """Address space of each process in MB, libraries included; exceeding it raises MemoryError there. None: no

@@ -8,9 +8,9 @@ memory, unless all engines fit the device::
     ACTOR    [lock | cuda() | update | cpu() | release]
     ROLLOUT                                            [lock | cuda() | generate | cpu() | release]
 
-The kernel releases the lock of a member that dies.
+The kernel releases the lock of a worker that dies.
 
-There is no deadlock: members that share one device share all their devices (a bundle of the placement, or the device of
+There is no deadlock: workers that share one device share all their devices (a bundle of the placement, or the device of
 their local rank), and each locks them in the same order. Ranks of one role that meet in collectives (an actor, a
 critic, a sharded reference) wait inside their locks for each other, so the trainers load and call one such role after
 another.
@@ -64,7 +64,7 @@ _PATIENCE_S = 5.0
 
 
 def device_of(workload: BaseWorkload, engine: EngineConfig) -> str:
-    """The torch device of a member; for ``cuda`` the first device reserved for it, or that of its local rank."""
+    """The torch device of a worker; for ``cuda`` the first device reserved for it, or that of its local rank."""
     engine = engine.resolve(torch.cuda.is_available())
     if engine.device != "cuda":
         return engine.device
@@ -92,7 +92,7 @@ def use_threads(count: int | None) -> None:
 F = TypeVar("F", bound=Callable[..., Any])
 
 _LONGEST_TURN_S = 3600.0
-"""How long a call waits for the device; a member that hangs with it is found long before, by its own limit."""
+"""How long a call waits for the device; a worker that hangs with it is found long before, by its own limit."""
 
 
 class DeviceShare(NamedTuple):
@@ -109,7 +109,7 @@ class EngineWorkload(BaseWorkload):
 
     guards_state: ClassVar[bool] = True
     takes_turns: ClassVar[bool | None] = None
-    """True: members that share a device have it one at a time. None: if the device is an accelerator; processes that
+    """True: workers that share a device have it one at a time. None: if the device is an accelerator; processes that
     share a host's cores need not."""
 
     warmup: ClassVar[str] = "warm_reference"
@@ -134,7 +134,7 @@ class EngineWorkload(BaseWorkload):
         return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
     def device_share(self, engine: EngineConfig) -> DeviceShare | None:
-        """This member's device; None for a host."""
+        """This worker's device; None for a host."""
         device = device_of(self, engine)
         nbytes = device_bytes(engine, device) if device.startswith("cuda") else None
         if nbytes is None:
@@ -213,7 +213,7 @@ class EngineWorkload(BaseWorkload):
         rendezvous: Rendezvous = Rendezvous(),  # noqa: B008 - frozen
         **changes: Any,
     ) -> None:
-        """Make ``self._engine``, of this member alone unless ``changes`` of its settings name other sizes."""
+        """Make ``self._engine``, of this worker alone unless ``changes`` of its settings name other sizes."""
         engine = engine.resolve(torch.cuda.is_available())
         use_threads(engine.threads)
         device = device_of(self, engine)
@@ -226,7 +226,7 @@ class EngineWorkload(BaseWorkload):
             self._engine = make(model, optimizer, settings, rendezvous, memory)
 
     def _make_weight_transport(self, engine: EngineConfig, device: str, is_leader: bool = False) -> WeightTransport:
-        """This member's side of ``engine.weight_sync``, between the actor and the rollouts."""
+        """This worker's side of ``engine.weight_sync``, between the actor and the rollouts."""
         shares_process = self._member.shares_process
         in_one_process = shares_process or "/" not in self.name
         receivers = engine.receivers if isinstance(engine, SenderConfig) else 1
@@ -292,7 +292,7 @@ _PER_PARAMETER = 6
 
 @dataclass(frozen=True)
 class Machine:
-    """The parameters of the whole model, and the peak FLOP/s of one member's device, None if unknown."""
+    """The parameters of the whole model, and the peak FLOP/s of one worker's device, None if unknown."""
 
     parameters: int
     peak_flops: float | None = None
@@ -327,7 +327,7 @@ def peak_memory(device: str) -> dict[str, float]:
 
 
 class TrainedWorkload(EngineWorkload):
-    """Several members divide the rows, and the model by ``engine.parallel``. Every rank saves its own state (12 bytes
+    """Several workers divide the rows, and the model by ``engine.parallel``. Every rank saves its own state (12 bytes
     per parameter of a copy) and recovers from it, without a collective that another failure could break."""
 
     needs_own_process = True
@@ -350,7 +350,7 @@ class TrainedWorkload(EngineWorkload):
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
-        """Members with different rows: without those that split a matrix, a sequence or the layers."""
+        """Workers with different rows: without those that split a matrix, a sequence or the layers."""
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
         return world_size // (engine.parallel or ParallelSizes()).replica_size
 
@@ -394,7 +394,7 @@ class TrainedWorkload(EngineWorkload):
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, seed: int, lora: LoraSettings | None = None
     ) -> None:
         rendezvous = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
-        # On a CPU each member holds the whole model where the engine can: it recovers without the others.
+        # On a CPU each worker holds the whole model where the engine can: it recovers without the others.
         copies = _holds_copies(engine, torch.device(device_of(self, engine)).type, lora)
         sizes = engine.parallel or ParallelSizes(ddp_size=self.world_size if copies else 1)
         heads = {"head": self.head, "head_bias": self.head_bias}
@@ -428,7 +428,7 @@ class TrainedWorkload(EngineWorkload):
         return engine_info(TRAIN_ENGINES, engine.train).redivides
 
     def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Every member takes its part of the model. One of a rank that was there takes over its random state."""
+        """Every worker takes its part of the model. One of a rank that was there takes over its random state."""
         seed_random(*self._seed)
 
         def engines() -> Iterator[Mapping[str, Any]]:
@@ -441,6 +441,6 @@ class TrainedWorkload(EngineWorkload):
 
 
 def _holds_copies(engine: EngineConfig, device: str, lora: LoraSettings | None) -> bool:
-    """Whether each member holds the whole model, where the job does not say it."""
+    """Whether each worker holds the whole model, where the job does not say it."""
     quantized = lora is not None and lora.quantize_base is not None
     return engine.train == "fsdp2" and (device == "cpu" or quantized)

@@ -38,7 +38,7 @@ def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
     optimizer steps in turn, samples without weight to none. Returns the number of updates too, at most one per weighted
     sample.
 
-    A row's update does not depend on the number of members. The weights are multiplied by the number of updates: the
+    A row's update does not depend on the number of workers. The weights are multiplied by the number of updates: the
     mean of their gradients, at the same model, is the gradient of all rows together."""
     weight = rows.dense("weight")
     samples = rows.dense("trajectory") if "trajectory" in rows else np.arange(len(rows))
@@ -57,7 +57,7 @@ def check_same_samples(rollouts: Batch, rows: Batch) -> None:
 
 
 def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = (), needs: Collection[str] = ()) -> Batch:
-    """The columns of a loss: those that it ``needs`` from rollout members, the algorithm's (``rows``), and those from
+    """The columns of a loss: those that it ``needs`` from rollout workers, the algorithm's (``rows``), and those from
     other roles, where a column of several roles is stacked, ``[seq, n]``. Raises as :func:`check_same_samples`."""
     check_same_samples(rollouts, rows)
     names = dict.fromkeys([*TRAINED, *(name for name in sorted(needs) if name in rollouts)])

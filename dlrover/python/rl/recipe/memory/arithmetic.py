@@ -23,7 +23,7 @@ With FSDP2, of ``P`` parameters on ``s`` ranks that divide them, with ``w`` byte
     exchange     after the passes: where s > 1 gradients outside of the layers, 2 w + 4 bytes each; or the largest
                  tensor
 
-With the engines of :data:`STATE_ONLY`, whose passes come on top and are not computed, on ``n`` members::
+With the engines of :data:`STATE_ONLY`, whose passes come on top and are not computed, on ``n`` workers::
 
     deepspeed   weights    w P, of ZeRO 3 w P / n, and 4 P / n; with adapters the second are those that are trained
                 gradients  4 P / n, and of ZeRO 3 a bucket of as many as there are, 2^27 at most, 4 bytes each
@@ -84,7 +84,7 @@ class ModelUse:
     head: Head = "causal"
     longest: int = 0  # tokens of what has to be in one pass
     bounded: bool = True  # nothing longer comes
-    sharded_class: str = ""  # of a frozen model of which each member may hold a part
+    sharded_class: str = ""  # of a frozen model of which each worker may hold a part
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class PlannedBytes:
 
 def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
     """Compute the memory of a role's device, of its state alone with an engine of :data:`STATE_ONLY`. ``engine`` is
-    resolved, and its sizes divide the members."""
+    resolved, and its sizes divide the workers."""
     width = 2 if engine.dtype == "bf16" else 4
     if use.kind == "rollout":
         divisor = engine.rollout_tensor_parallel_size
@@ -177,7 +177,7 @@ def _of_fsdp2(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int
 
 
 def sizes_of(use: ModelUse, engine: EngineConfig) -> ParallelSizes:
-    """Of a model that is trained: by default the members hold copies of a quantized one, and shard others."""
+    """Of a model that is trained: by default the workers hold copies of a quantized one, and shard others."""
     return engine.parallel or ParallelSizes(ddp_size=use.members if is_quantized(use) else 1)
 
 
@@ -204,7 +204,7 @@ def is_on_host(engine: EngineConfig) -> bool:
 
 
 def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
-    """Of one member: float32 weights, gradients and moments."""
+    """Of one worker: float32 weights, gradients and moments."""
     if use.kind != "trained" or not is_on_host(engine):
         return 0.0
     shape = shape.with_score_head() if use.head == "token" else shape

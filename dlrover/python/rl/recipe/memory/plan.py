@@ -5,7 +5,7 @@ change where something cannot fit; the arithmetic is in ``arithmetic``.
 By the memory of a run's devices, :func:`choose_passes` decides how many tokens the passes of engines have, whether
 activations are recomputed, and whether roles that share a device leave it for each other. The trainer chooses once in a
 run, so that all ranks and their replacements compute alike: a trainer that replaces another one makes the same calls,
-as in all of ``init``, and members answer them from what they keep, also the one with the choice.
+as in all of ``init``, and workers answer them from what they keep, also the one with the choice.
 """
 
 from collections import Counter
@@ -65,7 +65,7 @@ class MemoryPlan:
 
     def sized(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
         """Yield the roles whose memory is computed, of models whose shape is known, and sizes that divide their
-        members; where they do not, another check reports it."""
+        workers; where they do not, another check reports it."""
         for role, use in self.uses.items():
             is_computed = use.kind == "rollout" or self.engine.train in ("fsdp2", *STATE_ONLY)
             shape = self._shape_of(use) if is_computed and _divides(self.engine, use) else None
@@ -191,7 +191,7 @@ def _needed_bytes(use: ModelUse, planned: PlannedBytes, engine: EngineConfig) ->
 
 
 def _divides(engine: EngineConfig, use: ModelUse) -> bool:
-    """Whether the engine's sizes divide the members of a role that trains."""
+    """Whether the engine's sizes divide the workers of a role that trains."""
     if use.kind != "trained":
         return True
     try:
@@ -233,7 +233,7 @@ def _find_change(role: RLRoleType, use: ModelUse, shape: ModelShape, engine: Eng
 
 
 def _levers(name: str, use: ModelUse, engine: EngineConfig) -> Iterator[Changes]:
-    """Yield none, then a division of the model over the members, the optimizer on the host, and more members."""
+    """Yield none, then a division of the model over the workers, the optimizer on the host, and more workers."""
     sizes, divisions = engine.parallel or ParallelSizes(), list[Changes]()
     if use.kind == "rollout":
         key = "engine.rollout_tensor_parallel_size"
@@ -334,7 +334,7 @@ def all_stay(
     unplanned: Collection[RLRoleType] = (),
     more: float = 0.0,
 ) -> bool:
-    """Whether members that have devices in turn can keep what they have there: all of it fits, with ``more`` bytes.
+    """Whether workers that have devices in turn can keep what they have there: all of it fits, with ``more`` bytes.
     False where the needs of one are not known, as of ``unplanned`` roles, which the plan lacks, or where rows may be
     longer than planned."""
     planned = {role: bytes_of(shape, use, plan.engine) for role, use, shape in plan.known() if use.bounded}
@@ -357,7 +357,7 @@ def all_stay(
 
 
 def _all_of(method: Any, *arguments: Any) -> list[Any]:
-    """The answers of all members, also of those that compute on the same rows."""
+    """The answers of all workers, also of those that compute on the same rows."""
     return gather(method.options(blocking=False)(*arguments).refs, None)
 
 
@@ -366,7 +366,7 @@ def smallest_device(
     uses: Mapping[RLRoleType, ModelUse],
     shares: Mapping[RLRoleType, Sequence[DeviceShare | None]],
 ) -> float | None:
-    """Bytes that each member which trains or evaluates has for itself: of a device that members have at the same time,
+    """Bytes that each worker which trains or evaluates has for itself: of a device that workers have at the same time,
     its part. None where nothing is known."""
     if engine.device_memory_gb is not None:
         return engine.device_memory_gb * GB

@@ -75,7 +75,7 @@ class StepBatch:
 
     @property
     def samples(self) -> Shard:
-        """The rows that are trained on, for at most as many members as there are rows."""
+        """The rows that are trained on, for at most as many workers as there are rows."""
         return Shard(self.rollouts, rows=self.rows)
 
     def shard_evenly(self, ranks: int) -> Shard:
@@ -166,8 +166,8 @@ class SampleLog:
                                                                  '-> what the console and tables show -> RunLog
 
     A step has two calls of ROLLOUT[0]: one removes what an earlier attempt of it or of later ones has left, the other
-    writes there. A member that has done a call answers its repetition without doing it again, so the lines that a
-    killed trainer has had written stay, and its successor may not cut the file. Another member does both calls.
+    writes there. A worker that has done a call answers its repetition without doing it again, so the lines that a
+    killed trainer has had written stay, and its successor may not cut the file. Another worker does both calls.
 
     A folder that other nodes do not see, since the run's files are in an object store, is the trainer's to write: the
     texts come to it. As part of a trainer's ``state`` it keeps where the lines end."""
@@ -195,7 +195,7 @@ class SampleLog:
         numbers, rows = numbers.take(chosen), tuple(rows[row] for row in chosen)
         texts = self._texts(batch.rollouts)
         if self._is_local:
-            fetched = Batch.concat(texts.result()).take(rows)  # waits: for what members have
+            fetched = Batch.concat(texts.result()).take(rows)  # waits: for what workers have
             self._run_log.write_samples(step, format_rows(numbers, fetched))
             return
         place = self._folder / SAMPLES, step, self._end
@@ -208,23 +208,23 @@ class SampleLog:
         numbers = self._prompts.name_sets(select_logged(answers.scored, self._prompts.held_out_rows))
         texts = self._texts(answers.rollouts)
         if self._is_local:
-            fetched = Batch.concat(texts.result()).take(answers.rows)  # waits: for what members have
+            fetched = Batch.concat(texts.result()).take(answers.rows)  # waits: for what workers have
             self._run_log.write_held_out(format_rows(numbers, fetched))
         else:
             file = self._touch(HELD_OUT)
             self._rollouts.write_held_out(file, numbers, Shard(texts, rows=answers.rows))
 
     def _texts(self, rollouts: Pending) -> Pending:
-        """Those of each call's results, from the members that have them."""
+        """Those of each call's results, from the workers that have them."""
         members = len(self._rollouts)
-        if len(rollouts) % members:  # fewer prompts than members
+        if len(rollouts) % members:  # fewer prompts than workers
             pending: Pending = self._rollouts.texts.options(target="RANK0")(Shard(rollouts))
             return pending
         calls = [self._rollouts.texts(rollouts[at : at + members]) for at in range(0, len(rollouts), members)]
         return Pending([ref for call in calls for ref in call])
 
     def _touch(self, name: str) -> Path:
-        """A file that is there for each member that sees the folder."""
+        """A file that is there for each worker that sees the folder."""
         file = Path(self._folder / name)
         retry_io(file.touch, file)
         return file

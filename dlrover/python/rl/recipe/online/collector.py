@@ -27,7 +27,7 @@ from dlrover.python.rl.trainer.shard import Replicate, Shard
 class StalenessTracker:
     """The open groups, in the order they were requested: bookkeeping, without a clock or a call.
 
-    A group is requested from a rollout member, started there with the weights that are served then, and may run while
+    A group is requested from a rollout worker, started there with the weights that are served then, and may run while
     other groups are trained on and new weights arrive. Its **staleness** is the number of weight versions served since
     its oldest token. Two rules bound it without a discarded sample:
 
@@ -37,14 +37,14 @@ class StalenessTracker:
 
     ``rows`` is the number of prompts: a group's ``prompt_id`` is its row plus a multiple of it.
 
-    Where members are missing, those that are there have their ``shares`` one after the other: samples that are drawn
+    Where workers are missing, those that are there have their ``shares`` one after the other: samples that are drawn
     together in other numbers have other last bits in their log-probs."""
 
     groups_per_step: int
     max_staleness: int
     members: int
     rows: int
-    shares: int = 0  # 0: as many as members, which then have one each
+    shares: int = 0  # 0: as many as workers, which then have one each
     open: dict[GroupKey, Group] = field(default_factory=dict)
     _step_ids: set[int] = field(default_factory=set)
     _versions: list[int] = field(default_factory=list)
@@ -90,7 +90,7 @@ class StalenessTracker:
                 load[group.share] += 1
 
     def groups_of(self, member: int) -> list[Group]:
-        """The groups that a member shall have, in order. With a bound lower than before the run went on, some wait; so
+        """The groups that a worker shall have, in order. With a bound lower than before the run went on, some wait; so
         do those of a share while one before it is not complete."""
         timely, found = list(self.open.values())[: self.groups_per_step * (self.max_staleness + 1)], list[Group]()
         for share in range(member, self.shares, self.members):
@@ -147,7 +147,7 @@ class StalenessTracker:
         return {"open": groups, "served": list(self._versions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, with any number of members: a started group stays on its member, which has it still or generates it
+        """Continue, with any number of workers: a started group stays on its worker, which has it still or generates it
         again from the same seeds."""
         self.open = {}
         for prompt_id, retry, created_step, row, share, started in state["open"]:
@@ -162,11 +162,11 @@ _LOG = get_logger(__name__)
 
 _FIRST_POLL_S, _POLL_SHARE = 0.25, 0.1
 """Time before the trainer first asks the rollouts for their progress; and later, the share of the time that it has
-waited. Groups move to other members between polls, and only where rollouts may run ahead."""
+waited. Groups move to other workers between polls, and only where rollouts may run ahead."""
 
 
 def sync_weights(trainer: Any) -> tuple[WeightStamp, int]:
-    """Send the actor's weights to every rollout member. Once all serve these: what they are, and the bytes that each
+    """Send the actor's weights to every rollout worker. Once all serve these: what they are, and the bytes that each
     has received. Raises WeightSyncError."""
     ticket, *_ = trainer.RG_ACTOR.publish_weights()
     stamps = trainer.RG_ROLLOUT.receive_weights(Replicate(ticket))
@@ -185,12 +185,12 @@ def _diverged(rank: int, method: str) -> ReplayDiverged:
 
 
 def bind_method(group: Any, method: str, rows: int, **options: Any) -> Any:
-    """A method of all members of a role group, or of the first alone where there are fewer rows than members."""
+    """A method of all workers of a role group, or of the first alone where there are fewer rows than workers."""
     return getattr(group, method).options(target="ALL" if rows >= len(group) else "RANK0", **options)
 
 
 class SampleCollector:
-    """Collects the samples of a step from the ROLLOUT members, and has the REWARD members score them.
+    """Collects the samples of a step from the ROLLOUT workers, and has the REWARD workers score them.
 
     ::
 
@@ -198,8 +198,8 @@ class SampleCollector:
         prompts -------------^                                                                 '-> failed, or all
                                                                                         alike: sample again
 
-    Each call of ``sample`` gives a member the whole list of its groups: it starts new ones, and cancels those that are
-    not listed. So a replaced member needs nothing else, nor does a run that went back."""
+    Each call of ``sample`` gives a worker the whole list of its groups: it starts new ones, and cancels those that are
+    not listed. So a replaced worker needs nothing else, nor does a run that went back."""
 
     def __init__(self, trainer: Any, config: PolicyConfig, prompts: PromptSource) -> None:
         self._trainer, self._cfg, self.prompts = trainer, config, prompts

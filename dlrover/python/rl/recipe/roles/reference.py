@@ -19,7 +19,7 @@ class ReferenceWorkload(EngineWorkload):
 
     recipe_class: ClassVar[str | None] = "ReferenceWorkload"
     sharded_class: ClassVar[str] = "ShardedReferenceWorkload"
-    """The class of which each member holds a part."""
+    """The class of which each worker holds a part."""
 
     @classmethod
     def check_config(cls, config: Any) -> Iterable[ConfigError]:
@@ -62,10 +62,10 @@ class TeacherWorkload(ReferenceWorkload):
 
 
 class ShardedReferenceWorkload(ReferenceWorkload):
-    """REFERENCE: a frozen copy of which each member holds a part, gathered layer by layer as it computes."""
+    """REFERENCE: a frozen copy of which each worker holds a part, gathered layer by layer as it computes."""
 
     needs_own_process = True
 
 
 class ShardedTeacherWorkload(ShardedReferenceWorkload, TeacherWorkload):
-    """TEACHER of which each member holds a part."""
+    """TEACHER of which each worker holds a part."""

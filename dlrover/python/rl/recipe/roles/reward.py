@@ -121,7 +121,7 @@ _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 
 
 class ModelRewardWorkload(EngineWorkload):
-    """REWARD: a frozen model with a head of one score, which ``reward.model`` names; each member has a copy.
+    """REWARD: a frozen model with a head of one score, which ``reward.model`` names; each worker has a copy.
 
     Prompt and completion are encoded like the pairs of its training, by its own tokenizer and chat template; the reward
     is the score of the last token."""

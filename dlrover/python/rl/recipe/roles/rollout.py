@@ -51,7 +51,7 @@ _ONE_COMPLETION = RolloutConfig()
 
 
 class RolloutWorkload(EngineWorkload):
-    """ROLLOUT: generates completions. Each member serves a whole copy of the policy.
+    """ROLLOUT: generates completions. Each worker serves a whole copy of the policy.
 
     No step depends on its state: each step first gives it the weights, and the list of its groups. Samples depend on
     those, the seed, the prompt's id and the sample's index."""

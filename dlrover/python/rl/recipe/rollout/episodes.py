@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: a sample from its group to its rows, and the copy of it that survives its member.
+# Over 400 lines: a sample from its group to its rows, and the copy of it that survives its worker.
 """Groups of samples, the rows that they become, the episode of one sample (its turns with an environment), and finished
-samples that survive their member."""
+samples that survive their worker."""
 
 import asyncio
 import json
@@ -71,13 +71,13 @@ class Sample:
 
 @dataclass(eq=False)
 class Group:
-    """The samples of one prompt. The trainer tracks it by ``row`` and ``share``; a rollout member generates it."""
+    """The samples of one prompt. The trainer tracks it by ``row`` and ``share``; a rollout worker generates it."""
 
     prompt_id: int  # open groups share it only with their retries
     created_step: int  # the random numbers depend on it
     retry: int = 0  # number of earlier groups of the prompt in that step, whose rewards failed
     row: int = 0  # the prompt's row in the file
-    share: int = 0  # of the rollouts' work: the rank of a member, where none is missing
+    share: int = 0  # of the rollouts' work: the rank of a worker, where none is missing
     started: bool = False  # the group stays in its share
     complete: bool = False  # all of its samples have ended
     min_version: int = -1  # lowest weight version of its tokens, -1 for none yet
@@ -308,10 +308,10 @@ def _columns_of(completion: Completion) -> dict[str, Any]:
 
 
 class KeptSamples:
-    """The finished samples of the member ``rank``, outside it: the process that replaces it generates only the others.
+    """The finished samples of the worker ``rank``, outside it: the process that replaces it generates only the others.
 
-    ``folder`` is shared by the role's members on this node, in the memory of the run. A sample is reused only if its
-    tokens come from weights that the run still stands on: all members of the node note the stamp of each version that
+    ``folder`` is shared by the role's workers on this node, in the memory of the run. A sample is reused only if its
+    tokens come from weights that the run still stands on: all workers of the node note the stamp of each version that
     they receive, and forget later ones when the run goes back. The other samples of a group are in other batches then,
     so last bits may differ: this is for rollouts that run ahead, which promise no bits. A sample that cannot be written
     is not kept: a full memory does not end a run."""

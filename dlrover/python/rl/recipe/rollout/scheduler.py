@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler of a rollout member: which groups it has, which are running, and what advances them."""
+"""The scheduler of a rollout worker: which groups it has, which are running, and what advances them."""
 
 import asyncio
 import math
@@ -25,7 +25,7 @@ from dlrover.python.rl.recipe.rollout.stream import EngineStream, Wakeup
 _LOG = get_logger(__name__)
 
 _CLOSING_S = 5.0
-"""Time that episodes have to close when the member ends."""
+"""Time that episodes have to close when the worker ends."""
 
 _PROMPT_COLUMNS = ("prompt", "answer", "extra_info")
 

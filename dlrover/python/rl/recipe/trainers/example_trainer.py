@@ -132,7 +132,7 @@ class ExamplePlan(RecipePlan):
 
 
 class ExampleTrainer(RecipeTrainer):
-    """Role ACTOR, whose members are data-parallel ranks; and REFERENCE where the loss needs it, which with adapters is
+    """Role ACTOR, whose workers are data-parallel ranks; and REFERENCE where the loss needs it, which with adapters is
     the actor without them.
 
     ::
@@ -182,7 +182,7 @@ class ExampleTrainer(RecipeTrainer):
         )
         self.announce("loading the models")
         for pending in self.load_models():
-            pending.result()  # waits: for models, which the members' limits bound
+            pending.result()  # waits: for models, which the workers' limits bound
         (self.machine,) = self.RG_ACTOR.machine()
 
     def load_models(self) -> list[Pending]:

@@ -63,7 +63,7 @@ class PolicyTrainer(RecipeTrainer):
 
     Completions go from workload to workload and into the run's files; the trainer sees a few numbers per row, and of
     single tokens what the algorithm's ``annotate`` needs. A step first sends the weights to the rollouts, so that a
-    rollout which is replaced during the step gets them too. What lasts from one step to the next is in the members and
+    rollout which is replaced during the step gets them too. What lasts from one step to the next is in the workers and
     in ``self.state``, and nowhere else in the trainer.
 
     A subclass names its configuration and its algorithm. One with further roles lists their columns in
@@ -111,7 +111,7 @@ class PolicyTrainer(RecipeTrainer):
         self.sample_log = self.state["samples"] = SampleLog(self, self.prompts)
         self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
         self.announce("loading the models")
-        names = [pending.result() for pending in self.load_models()]  # waits: for models; the members' limits bound it
+        names = [pending.result() for pending in self.load_models()]  # waits: for models; the workers' limits bound it
         (self.machine,) = self.RG_ACTOR.machine()
         compares = getattr(self.algorithm, "compares_samples", False)
         self.warnings = StepWarnings(compares, cfg.rollout.max_new_tokens)
@@ -163,7 +163,7 @@ class PolicyTrainer(RecipeTrainer):
         self.state["before"] = {name: scores for name, scores in before.items() if name not in changed}
 
     def generate(self, step: int) -> StepBatch:
-        """Samples with the rewards that the REWARD members, or the environment, give them."""
+        """Samples with the rewards that the REWARD workers, or the environment, give them."""
         batch = self.collector.collect(step)
         self.sample_log.write_step(step, batch)
         return batch

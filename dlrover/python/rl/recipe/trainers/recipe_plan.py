@@ -182,7 +182,7 @@ class RecipePlan(TrainerPlan, ABC):
         }
 
     def model_uses(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
-        """The models of the job's roles, with their members and their rows."""
+        """The models of the job's roles, with their workers and their rows."""
         longest, bounded = self.longest_row(cfg)
         return {
             role: replace(use, members=roles[role], longest=longest, bounded=bounded)
@@ -257,7 +257,7 @@ def _merge(defaults: Mapping[str, Any], values: Any) -> Any:
 def validate_train_engine(
     engine: EngineConfig, members: int, bare_head: bool = False, role: str = "actor", shape: ModelShape | None = None
 ) -> list[ConfigError]:
-    """Check that the engine is there, can do what the job asks of it, and has sizes that divide the members of a role
+    """Check that the engine is there, can do what the job asks of it, and has sizes that divide the workers of a role
     that trains; ``shape``: of the actor's model."""
     where = "config.engine.train"
     errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine))
@@ -275,7 +275,7 @@ def validate_train_engine(
     try:
         Layout.of(members, sizes)
     except EngineError as error:
-        return [*errors, ConfigError("config.engine.parallel", f"{error}: they are members of the {role}")]
+        return [*errors, ConfigError("config.engine.parallel", f"{error}: they are workers of the {role}")]
     if role == "actor" and members > 1 and engine.weight_sync == "cuda_ipc":
         needed = "'cuda_ipc' needs one actor, which has the rollouts' device, and there are"
         errors.append(ConfigError("config.engine.weight_sync", f"{needed} {members}: 'pull' needs nothing"))

@@ -88,7 +88,7 @@ class RecipeTrainer(BaseTrainer):
         one would have a device that ranks of the other wait for."""
         meets = len(group) > 1 and group.workload_class.needs_own_process
         if meets and self._meeting is not None:
-            self._meeting.wait()  # waits: for a model, which the member's limit bounds
+            self._meeting.wait()  # waits: for a model, which the worker's limit bounds
         pending: Pending = group.init_model.options(blocking=False)(*arguments)
         if meets:
             self._meeting = pending

@@ -4,7 +4,7 @@
 
 ::
 
-    COMMIT --> the trainer's state is written, members begin to write theirs
+    COMMIT --> the trainer's state is written, workers begin to write theirs
     WRITTEN -> all are written? manifest: committed
     a later COMMIT or WRITTEN --> all copies complete? the trainer's file --> manifest: durable
 """
@@ -103,7 +103,7 @@ class Stride:
         self._waits_since_s = now_s if waits else None
 
     def note_commit(self, members_s: float) -> None:
-        """The commit under way has taken ``members_s`` from the calls of the members, beside the trainer's wait."""
+        """The commit under way has taken ``members_s`` from the calls of the workers, beside the trainer's wait."""
         self.time_wait(False)
         self._commit_s = self._waited_s + members_s
 
@@ -164,7 +164,7 @@ _NO_WAIT = DiskWait(0, 0, 0)
 
 @dataclass
 class Copying:
-    """Members copy their states; once every one has, this publishes the copies as a generation of ``durable``."""
+    """Workers copy their states; once every one has, this publishes the copies as a generation of ``durable``."""
 
     commits: CheckpointStore
     durable: Store
@@ -196,7 +196,7 @@ class Copying:
         return self.at.step if self.at is not None else None
 
     def note(self, answers: Mapping[ProcessId, CommitAnswer]) -> None:
-        """Publish the copy under way once every member has finished its part; abandon it if one has failed."""
+        """Publish the copy under way once every worker has finished its part; abandon it if one has failed."""
         if self.at is None:
             return
         copies = {member.file_name: answer.copy for member, answer in answers.items() if answer.copy is not None}
@@ -207,7 +207,7 @@ class Copying:
         self.end()
 
     def publish_complete(self) -> None:
-        """Publish the copy under way if all its files exist, even if members have died since: a file gets its name only
+        """Publish the copy under way if all its files exist, even if workers have died since: a file gets its name only
         after its checksum was verified."""
         if self.at is None:
             return
@@ -288,7 +288,7 @@ class StoreCheckpoints:
     _asked: CommitRequest | None = None
     _own: StateFile | None = None  # the trainer's, of the commit that was asked for
     _kept: list[Manifest] = field(default_factory=list, repr=False)
-    _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have members
+    _there: set[str] = field(default_factory=set, repr=False)  # the nodes that have workers
     _newest: Generation | None = field(default=None, repr=False)
     _offered: list[Generation] = field(default_factory=list, repr=False)
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A member's part of commits: its files in a folder in the node's memory, the copy to the job's directory, restoring.
+"""A worker's part of commits: its files in a folder in the node's memory, the copy to the job's directory, restoring.
 
 ::
 
@@ -55,7 +55,7 @@ class WrittenRequest:
 
 @dataclass(frozen=True)
 class CommitAnswer:
-    """The file of the commit, None while it is written; ``seconds`` are those that it has taken from the member. The
+    """The file of the commit, None while it is written; ``seconds`` are those that it has taken from the worker. The
     ``copy`` that was asked about, once it is finished; if it is neither there nor ``is_copying``, it has failed."""
 
     file: StateFile | None
@@ -67,7 +67,7 @@ class CommitAnswer:
 @dataclass(frozen=True)
 class GenerationRequest:
     """Restore generation ``step`` from the nearest of ``sources``, the file of each process, or copy it from the first
-    to the job's directory. A relative folder is in the member's own commit root."""
+    to the job's directory. A relative folder is in the worker's own commit root."""
 
     step: int
     sources: tuple[Mapping[str, Piece], ...]
@@ -75,7 +75,7 @@ class GenerationRequest:
 
 
 class _Background:
-    """A file of ``step`` that a thread writes; ``seconds`` are those that calls of the member have waited for it, and
+    """A file of ``step`` that a thread writes; ``seconds`` are those that calls of the worker have waited for it, and
     its share of this process's cores."""
 
     def __init__(self, step: int, write: Callable[[], StateFile | None]) -> None:
@@ -201,7 +201,7 @@ class MemberState:
             self._restore_other(workload, request, pieces)
 
     def _restore_other(self, workload: Any, request: GenerationRequest, pieces: Mapping[int, Piece]) -> None:
-        """Restore from the states of members that have divided what they have otherwise."""
+        """Restore from the states of workers that have divided what they have otherwise."""
         workload.load_states(self._read(request, piece, rank) for rank, piece in pieces.items())
 
     def _read(self, request: GenerationRequest, piece: Piece, rank: int) -> Any:

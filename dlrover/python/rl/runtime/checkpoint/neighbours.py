@@ -3,11 +3,11 @@
 
 ::
 
-    A --> B --> C --> A        the memories that members see (memory_name), in a ring
+    A --> B --> C --> A        the memories that workers see (memory_name), in a ring
 
-    a commit     members write their files --> parts of each go to the next node --> the trainer's file and manifest,
+    a commit     workers write their files --> parts of each go to the next node --> the trainer's file and manifest,
                  there and on the next node of the trainer's
-    a recovery   files that a new member's node lacks come from a node that has them
+    a recovery   files that a new worker's node lacks come from a node that has them
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -39,7 +39,7 @@ _LOG = get_logger(__name__)
 
 _PART_BYTES = 1 << 28  # of a file that travels at once
 Nodes = Mapping[ProcessId, str]
-"""The node of each member."""
+"""The node of each worker."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Held:
     trainer: bytes
 
 
-# -- on a member's node -----------------------------------------------------------------------------------------------
+# -- on a worker's node -----------------------------------------------------------------------------------------------
 
 
 def read(part: Part) -> Any:
@@ -93,7 +93,7 @@ def store(part: Part | Roots, content: Any, node: str) -> bool:
         kept = part.roots.commit_store(node)
         if node != part.roots.node:
             if part.copying is not None:
-                kept.pinned.add(part.copying)  # by this node's own members
+                kept.pinned.add(part.copying)  # by this node's own workers
             kept.drop_older(part.first_kept)
         write = partial(_write, kept, part, memoryview(content))
         if part.needed:
@@ -150,7 +150,7 @@ def adopt(store: CheckpointStore, held: Held) -> bool:
 def copies_for_neighbours(
     roots: Roots, pieces: Mapping[ProcessId, Piece], nodes: Nodes, first_kept: int, copying: int | None = None
 ) -> list[Transfer]:
-    """Return the transfers of each member's file to the next node; ``copying`` is the step that is being copied to the
+    """Return the transfers of each worker's file to the next node; ``copying`` is the step that is being copied to the
     job's directory."""
     following, on_node = _ring(nodes), _members_by_node(nodes)
     transfers = []

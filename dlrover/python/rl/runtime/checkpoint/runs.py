@@ -80,7 +80,7 @@ def newest_commit(job_dir: Path, archive: str = "") -> tuple[Store, Manifest] | 
 
 
 def resumed_layout(job: JobSpec) -> tuple[str, dict[str, int]] | None:
-    """The copy that ``job`` would continue from, and its members by role; None for a fresh start."""
+    """The copy that ``job`` would continue from, and its workers by role; None for a fresh start."""
     newest = newest_commit(job.job_dir, job.archive) if job.checkpoint.resume == "latest" else None
     if newest is None:
         return None
@@ -165,7 +165,7 @@ def files_of(job: JobSpec) -> RunFiles | None:
 
 
 def results_of(job: JobSpec) -> Any:
-    """The place of saved models: the job's folder, or a ``UPath`` in the object store, which each member reaches."""
+    """The place of saved models: the job's folder, or a ``UPath`` in the object store, which each worker reaches."""
     if not job.archive:
         return job.job_dir
     from upath import UPath  # of an extra
@@ -259,7 +259,7 @@ def is_on_one_node(job: JobSpec) -> bool:
 
 @dataclass(frozen=True)
 class Room:
-    """Bytes in the memory of the node that needs most, and in the job's directory; of the states of all members,
+    """Bytes in the memory of the node that needs most, and in the job's directory; of the states of all workers,
     ``states`` is a line for people."""
 
     memory: int
@@ -268,7 +268,7 @@ class Room:
 
 
 def room_for(job: JobSpec, placement: Placement, state_bytes: Mapping[str, int | None]) -> Room | None:
-    """``state_bytes`` is that of one member of each role with state; None if one is not known."""
+    """``state_bytes`` is that of one worker of each role with state; None if one is not known."""
     own = [0] * max(len(placement.nodes), 1)
     parts = []
     for role, slots in placement.slots.items():

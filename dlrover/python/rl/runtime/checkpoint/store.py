@@ -72,7 +72,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Manifest:
-    """One generation: the state of every stateful member and of the trainer after ``step``."""
+    """One generation: the state of every stateful worker and of the trainer after ``step``."""
 
     step: int
     epoch: int
@@ -287,7 +287,7 @@ class CheckpointStore:
         root: :meth:`claim` creates it.
         run: generations of other runs are ignored.
         durable: sync to disk (False for a memory-backed root).
-        node: id of this node, if members on other nodes write to their own folders: their files are not checked here.
+        node: id of this node, if workers on other nodes write to their own folders: their files are not checked here.
 
     Attributes:
         pinned: steps that are not removed, because they are being copied.
@@ -342,7 +342,7 @@ class CheckpointStore:
         files: Mapping[str, StateFile],
         extra: Mapping[str, Any] | None = None,
     ) -> Manifest:
-        """Make the members' files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
+        """Make the workers' files the newest generation, and remove superfluous ones. Idempotent. Raises StaleEpoch, or
         CheckpointMissing, CheckpointCorrupt and OSError, after which the generation is not valid."""
         with self._fence.locked():
             self._fence.claim(epoch)

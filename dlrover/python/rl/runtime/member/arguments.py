@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calls on their way to a member: what is kept of a value, and the arguments among which are results of other calls."""
+"""Calls on their way to a worker: what is kept of a value, and the arguments among which are results of other calls."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -91,7 +91,7 @@ class CallHeader(NamedTuple):
     keywords: tuple[str, ...] = ()  # names of the trailing keyword arguments
     sized: bool = False
     epoch: int = 0
-    incarnation: int = 0  # of the member that is called, 0 for any
+    incarnation: int = 0  # of the worker that is called, 0 for any
     settled: int = 0
     keep: bool = False
     after: CallId | None = None

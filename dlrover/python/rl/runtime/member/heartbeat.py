@@ -56,7 +56,7 @@ class Heartbeat:
     age_s: float = 0.0  # since that call's last progress, at first its begin
     step: int = -1  # of that call, -1 for none
     notice: str = ""  # that its node will go
-    work: Work = Work()  # of a member, so far
+    work: Work = Work()  # of a worker, so far
     pending: tuple[tuple[str, int], ...] = ()  # of a trainer: roles, and how many of their calls are under way
     oom_kills: int = field(default=-1, compare=False)  # on its host since it booted, -1 for unknown
 

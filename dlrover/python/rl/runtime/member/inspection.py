@@ -45,7 +45,7 @@ SettingsReader: TypeAlias = tuple[type[Any], Callable[[Any], Mapping[str, Any]]]
 @dataclass(frozen=True)
 class Inspection:
     """The result of an inspection: errors, methods by role, errors that only arise in one process, the roles whose
-    ranks meet in collectives, which recover together, the roles whose members have a state that is committed, and those
+    ranks meet in collectives, which recover together, the roles whose workers have a state that is committed, and those
     whose ranks keep their processes."""
 
     errors: tuple[ConfigError, ...] = ()
@@ -64,7 +64,7 @@ class Inspection:
     """The config as it was given but with the schema's own names, None if it has no others."""
 
     state_bytes: Mapping[str, int | None] = field(default_factory=dict)
-    """Role with state to the bytes of the state of one member, None: unknown."""
+    """Role with state to the bytes of the state of one worker, None: unknown."""
 
     def complete(self, job: JobSpec) -> JobSpec:
         return job if self.config is None else replace(job, config=from_plain(self.config))
@@ -113,7 +113,7 @@ def inspect_job(job: JobSpec, before: str = "", here: bool = False) -> Inspectio
         if not errors:
             errors += _ask(where, partial(_find_rejoining, workload, job.config, role, rejoining))
         if spec.num > 1:
-            reason = f"{spec.num} members of {spec.class_} meet in collectives, which one process cannot hold"
+            reason = f"{spec.num} workers of {spec.class_} meet in collectives, which one process cannot hold"
             refusals.append(ConfigError(f"{where}.num", f"{reason}; use num=1"))
     if trainer is not None:
         classes = {RLRoleType(role): workload for role, workload in loaded.items()}
@@ -268,7 +268,7 @@ def _inline(value: Any) -> str:
 
 
 def _validate_members(job: JobSpec, stateful: Mapping[str, int], loaded: Mapping[str, Any]) -> list[ConfigError]:
-    """A job goes on from a copy with the same members, or with others of roles that can divide their state again."""
+    """A job goes on from a copy with the same workers, or with others of roles that can divide their state again."""
     resumed = resumed_layout(job)
     if resumed is None or resumed[1] == stateful:
         return []
@@ -278,7 +278,7 @@ def _validate_members(job: JobSpec, stateful: Mapping[str, int], loaded: Mapping
     ):
         return []
     advice = "make them the same, or choose another job_dir or 'never'"
-    members = f"{folder} holds the state of {_format(saved)}, and this job's members with state are {_format(stateful)}"
+    members = f"{folder} holds the state of {_format(saved)}, and this job's workers with state are {_format(stateful)}"
     return [ConfigError("checkpoint.resume", f"{members}: {advice}")]
 
 

@@ -93,7 +93,7 @@ def cause_of(error: BaseException, who: str, remote_traceback: str = "", alone: 
 
 
 def death_kind(why: str) -> CauseKind:
-    """The kind of a member's death, by the words that it was found dead with."""
+    """The kind of a worker's death, by the words that it was found dead with."""
     kind = fault_in(why)
     return CauseKind.PROCESS_DIED if kind is CauseKind.UNKNOWN_ERROR else kind
 

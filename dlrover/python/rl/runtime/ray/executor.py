@@ -46,7 +46,7 @@ _STANDBY_BEATS = 20  # heartbeat intervals in which a ready standby must answer 
 
 
 class RayExecutor:
-    """Runs one run of a job as detached, named actors, which get the handle ``master``. Members that restart get
+    """Runs one run of a job as detached, named actors, which get the handle ``master``. Workers that restart get
     ``open_step``, the step of the trainer's last heartbeat or 0, and their reason in ``last_causes``."""
 
     def __init__(self, plan: RunPlan, master: Any, cluster: RayClusterApi) -> None:
@@ -177,7 +177,7 @@ class RayExecutor:
         await self.reservations.reserve(command.incarnation, command.excluded)
         emit(events.Placed(command.incarnation))
 
-    # -- members ------------------------------------------------------------------------------------------------------
+    # -- workers ------------------------------------------------------------------------------------------------------
 
     async def _start_members(self, command: commands.StartMembers, emit: Emit) -> None:
         together = StartingTogether(self._table, [self._add_member(command, *member) for member in command.members])
@@ -185,7 +185,7 @@ class RayExecutor:
             self._start_task(self._start_member(entry, together, command.excluded, emit), emit, entry)
 
     def _add_member(self, command: commands.StartMembers, rank: int, incarnation: int) -> ProcessEntry:
-        """The entry of a new member, with its own former actor or that of a standby if there is one."""
+        """The entry of a new worker, with its own former actor or that of a standby if there is one."""
         former = self._table.find(ProcessId(command.role, rank)) if rank in command.kept else None
         if former is not None and former.up:
             entry = former.follow(incarnation)

@@ -117,7 +117,7 @@ class RayHosting:
         module, _, class_name = where.partition(":")
         workload = WorkloadSpec(module=module, class_=class_name, num=len(slots))
         trainer = TrainerSpec(module=module, class_=class_name)
-        # As much of a job as its members read.
+        # As much of a job as its workers read.
         job = JobSpec("session", trainer, {RLRoleType(name): workload}, search_path=tuple(own_search_path()))
         ids = [ProcessId(name, rank) for rank in range(len(slots))]
         handles = self._handles[name] = [self._start_actor(*member) for member in zip(ids, slots, strict=True)]

@@ -149,7 +149,7 @@ def is_usable(cluster: RayClusterApi, group: str, excluded: Iterable[str] = ()) 
 
 
 def placement_of(slot: Slot, placement: Placement, groups: Sequence[str]) -> ActorPlacement:
-    """The place of a member or standby: its bundle if ``groups`` are reserved."""
+    """The place of a worker or standby: its bundle if ``groups`` are reserved."""
     if not groups:
         return ActorPlacement(slot.resources)
     node, bundle = placement.position(slot.bundle)
@@ -279,7 +279,7 @@ def _free_of(cluster: RayClusterApi, names: Iterable[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """A run of a job, where its members go, and the public methods of each role's workload."""
+    """A run of a job, where its workers go, and the public methods of each role's workload."""
 
     job: JobSpec
     run: str
@@ -289,7 +289,7 @@ class RunPlan:
 
 class Reservations:
     """Reserves, finds and releases what one run needs of the cluster; ``nodes`` are the cluster's nodes that have or
-    had a process of the run, which may have left memory there; ``slots`` has those of members and standbys by role."""
+    had a process of the run, which may have left memory there; ``slots`` has those of workers and standbys by role."""
 
     def __init__(self, plan: RunPlan, cluster: RayClusterApi) -> None:
         self._job, self._run, self._cluster = plan.job, plan.run, cluster
@@ -311,7 +311,7 @@ class Reservations:
         return self._job.scheduling_strategy != "SIMPLE"
 
     def is_elastic(self, role: RLRoleType) -> bool:
-        """Return True if the job can continue with fewer members of ``role``."""
+        """Return True if the job can continue with fewer workers of ``role``."""
         return self.uses_groups and bool(self._job.workloads[role].min)
 
     def replan(self, placement: Placement) -> None:
@@ -319,7 +319,7 @@ class Reservations:
         self._placement = placement
         roles = {*placement.slots, *placement.standbys}
         self.slots = {role: (*placement.slots.get(role, ()), *placement.standbys.get(role, ())) for role in roles}
-        # Nodes that only have members without which the job can continue; the trainer goes to the first node.
+        # Nodes that only have workers without which the job can continue; the trainer goes to the first node.
         needed = {0}
         for role in self._job.workloads:
             if not self.is_elastic(role):
@@ -360,7 +360,7 @@ class Reservations:
 
     async def find(self, incarnation: int, excluded: tuple[str, ...], short: Iterable[str] = ()) -> None:
         """Find what an earlier master has reserved, request what it has not, and remove what is not in the plan. Roles
-        that are ``short`` of members have nodes without a place."""
+        that are ``short`` of workers have nodes without a place."""
         if self.uses_groups:
             prefix = self._prefix(incarnation)
             self._groups = await asyncio.to_thread(reserve, self._cluster, self._placement, prefix, excluded, True)
@@ -377,7 +377,7 @@ class Reservations:
         return [number for number, slot in slots if self._node_of(slot) in self._lacking]
 
     async def places(self, role: RLRoleType, wanted: int) -> int:
-        """The number of members of ``role``, up to ``wanted``, that have a place now. The request of a place that was
+        """The number of workers of ``role``, up to ``wanted``, that have a place now. The request of a place that was
         not there stays open."""
         await self._look_for_places()
         return min(wanted, len(self.slots[role]) - len(self.lacking_slots(role)))
@@ -388,7 +388,7 @@ class Reservations:
                 self._lacking.discard(node)
 
     async def enlarge(self, state: JobState, role: str, num: int, timeout_s: float) -> None:
-        """Reserve places for ``num`` members of ``role``, or see that the places of an earlier size are still there.
+        """Reserve places for ``num`` workers of ``role``, or see that the places of an earlier size are still there.
         After a PlacementTimeout nothing has changed."""
         placement = self._planned.with_places({**state.most, role: max(num, state.most.get(role, 0))})
         excluded, timeout_s = state.excluded, min(timeout_s, self._job.placement_timeout_s)
@@ -432,7 +432,7 @@ class Reservations:
         return placement_of(slots[slot], self._placement, self._groups)
 
     async def place_trainer(self, excluded: tuple[str, ...]) -> ActorPlacement:
-        """The trainer's place, on the node of the plan's first members, whose memory has its commits. See
+        """The trainer's place, on the node of the plan's first workers, whose memory has its commits. See
         :meth:`place`."""
         if not self.uses_groups:
             return ActorPlacement(excluded=excluded)

@@ -147,7 +147,7 @@ class LogReader:
 
     def check(self, coming: Mapping[str, int] | None = None) -> None:
         """Raises InvalidJob if the process has no log, or if it is none of a job whose logs are ``coming``, which has
-        these members by role."""
+        these workers by role."""
         known = self._folder.processes()
         if not self._process or self._process in known:
             return

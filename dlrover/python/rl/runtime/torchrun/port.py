@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calling members of other processes from rank 0. Large results stay where they were made until they are fetched."""
+"""Calling workers of other processes from rank 0. Large results stay where they were made until they are fetched."""
 
 import weakref
 from collections import deque
@@ -32,7 +32,7 @@ from dlrover.python.rl.trainer.shard import Rows
 from dlrover.python.rl.trainer.workload import MemberContext
 
 _FIRST = 1
-"""The incarnation of every member: none is replaced."""
+"""The incarnation of every worker: none is replaced."""
 
 
 @dataclass(eq=False)
@@ -85,7 +85,7 @@ class TorchrunPort:
         links: with the other ranks; the port starts to read them.
 
     Attributes:
-        worker: of rank 0's own members; the caller runs it.
+        worker: of rank 0's own workers; the caller runs it.
         lost: the ranks of lost processes, in order of their loss.
     """
 
@@ -127,7 +127,7 @@ class TorchrunPort:
         return [_outcome(future) for future in futures]
 
     def start(self, job: JobSpec, run: str, context: MemberContext) -> Future[Stored]:
-        """Construct a member. The future raises WorkloadStartError if its constructor failed, and WorkloadDied if its
+        """Construct a worker. The future raises WorkloadStartError if its constructor failed, and WorkloadDied if its
         process is gone."""
         with self._lock:
             result = self._add_result(context.rank, context.role, "__init__")
@@ -135,7 +135,7 @@ class TorchrunPort:
         return result.rows
 
     def end(self, clean: bool) -> None:
-        """Close all members and end all processes."""
+        """Close all workers and end all processes."""
         for link in self._links.values():
             link.send(End(clean))
         self.worker.handle(End(clean))

@@ -3,9 +3,9 @@
 
 ::
 
-    rank 0   Leader:          a thread: start the members -> trainer -> end
-                              main thread: rank 0's members
-    others   run_follower():  main thread: this rank's members, until rank 0 sends End or is lost
+    rank 0   Leader:          a thread: start the workers -> trainer -> end
+                              main thread: rank 0's workers
+    others   run_follower():  main thread: this rank's workers, until rank 0 sends End or is lost
 """
 
 import os
@@ -57,7 +57,7 @@ from dlrover.python.rl.trainer.workload import MemberContext
 
 _LOG = get_logger(__name__)
 
-CLOSE_S = 30.0  # how long members may take to close when the job has finished
+CLOSE_S = 30.0  # how long workers may take to close when the job has finished
 ABORT_S = 3.0  # the same when it has failed, including the running call
 _ECHO_S = 1.0  # until the loss of a process is noticed: errors of other ranks may be its consequence
 _PREDECESSOR_S = 15.0
@@ -88,7 +88,7 @@ def open_run(job: JobSpec, alone: bool = False) -> Iterator[tuple[JobSpec, Claim
 
 @dataclass
 class Leader:
-    """Rank 0 of a job, in which every role has a member in each process; ``links`` are those with the other ranks,
+    """Rank 0 of a job, in which every role has a worker in each process; ``links`` are those with the other ranks,
     and ``start`` is the claim on its folder."""
 
     job: JobSpec
@@ -184,7 +184,7 @@ class Leader:
 
 
 def run_follower(launch: LaunchEnv, link: Link) -> bool:
-    """Run the members of a rank other than 0 until the job ends. Returns True if it ended cleanly."""
+    """Run the workers of a rank other than 0 until the job ends. Returns True if it ended cleanly."""
     worker = Worker(launch, link.send)
     end_received = threading.Event()
 
@@ -211,7 +211,7 @@ def _end_process_after_timeout(worker: Worker, clean: bool) -> None:
 
     def watch() -> None:
         if not worker.ended.wait(CLOSE_S if clean else ABORT_S):
-            _LOG.warning("the members took too long to close")
+            _LOG.warning("the workers took too long to close")
             os._exit(0 if clean else 1)
 
     threading.Thread(target=watch, name="dlrover-end", daemon=True).start()

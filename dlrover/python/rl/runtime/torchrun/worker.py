@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between ranks, and the members of one process, which run one call at a time in order of submission."""
+"""The messages between ranks, and the workers of one process, which run one call at a time in order of submission."""
 
 import os
 import socket
@@ -34,7 +34,7 @@ class ResultKey:
 
 @dataclass(frozen=True)
 class Start:
-    """Construct this process's member of a role."""
+    """Construct this process's worker of a role."""
 
     number: int
     job: JobSpec
@@ -44,7 +44,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Run:
-    """Call a member. ``retain``: its result stays in the process until it is fetched."""
+    """Call a worker. ``retain``: its result stays in the process until it is fetched."""
 
     number: int
     role: str
@@ -55,7 +55,7 @@ class Run:
 
 @dataclass(frozen=True)
 class End:
-    """Close the members. ``clean``: the job has finished, and its commits are no longer needed."""
+    """Close the workers. ``clean``: the job has finished, and its commits are no longer needed."""
 
     clean: bool
 

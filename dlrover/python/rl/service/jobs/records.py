@@ -65,7 +65,7 @@ class JobRecord:
     step_s: float = 0.0
     recoveries: Mapping[str, int] = field(default_factory=dict)  # "trainer" or a role to its recoveries
     places: Mapping[str, int] = field(default_factory=dict)  # that resized roles hold: the most they have had
-    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one member's resources
+    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one worker's resources
     hard: bool = False  # while STOPPING
     folder: str = ""  # where its files go, fixed when it was submitted; empty in records of earlier versions
 
@@ -97,7 +97,7 @@ class SubmitJob:
     fingerprint: str  # of the request as it was sent: a token stands for one request
     resources: Mapping[str, float] = field(default_factory=dict)
     roles: Mapping[str, int] = field(default_factory=dict)
-    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one member's resources
+    per_member: Mapping[str, Mapping[str, float]] = field(default_factory=dict)  # role to one worker's resources
     priority: int = 0
     job_dir: str = ""  # absolute, as the job file says; empty: a new folder
     run_folders: str = ""  # absolute: that such a folder is made in

@@ -7,10 +7,10 @@ of the workload, so that raw handles (``trainer.actors[0].update.remote(...)``) 
 
 ::
 
-    locate -> start -> invoke ...            a member
+    locate -> start -> invoke ...            a worker
     locate -> prepare ... -> locate -> start a standby: its imports are done before it is needed
     ... lose_peer, in a thread: the collectives on devices are aborted -> leave -> locate -> start
-                                             a member that keeps its process when a rank of its group is lost
+                                             a worker that keeps its process when a rank of its group is lost
 """
 
 import gc
@@ -93,7 +93,7 @@ def locate() -> Process:
 
 
 def send_to(master: Any, lose_peer: Callable[[int], None] = lambda number: None) -> Any:
-    """``lose_peer`` is called with the incarnation of a member whose group has lost a rank."""
+    """``lose_peer`` is called with the incarnation of a worker whose group has lost a rank."""
 
     def send(beat: Heartbeat) -> bool:
         answer: BeatAnswer = ray.get(master.beat.remote(beat), timeout=_BEAT_S)
@@ -107,7 +107,7 @@ def send_to(master: Any, lose_peer: Callable[[int], None] = lambda number: None)
 
 
 class MemberActor:
-    """Hosts one workload; ``number`` is a member's incarnation or a standby's number.
+    """Hosts one workload; ``number`` is a worker's incarnation or a standby's number.
 
     Without a master, ``beats`` is None, and the actor ends with its owner.
     """
@@ -215,7 +215,7 @@ class MemberActor:
             raise CallSkipped("it has not started yet", role=self._role, rank=-1, method=header.method)
 
         def load_arguments() -> tuple[Sequence[Any], Mapping[str, Any]]:
-            # waits: for another member's call, which has its own time limit
+            # waits: for another worker's call, which has its own time limit
             decoded = [decode(value, ray.get) for value in values]
             cut = len(decoded) - len(header.keywords)
             return decoded[:cut], dict(zip(header.keywords, decoded[cut:], strict=True))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Calling members that are Ray actors, and measuring how long the trainer's own code runs in between."""
+"""Calling workers that are Ray actors, and measuring how long the trainer's own code runs in between."""
 
 import re
 import threading
@@ -35,7 +35,7 @@ _SETTLE_S = 30.0
 
 
 _BACK_S = 20.0
-"""How long a member whose connection broke may take to be reached again before it is given up."""
+"""How long a worker whose connection broke may take to be reached again before it is given up."""
 
 _PING_S, _PAUSE_S = 1.0, 0.5
 
@@ -64,7 +64,7 @@ class RayPort:
                 self.replace(role, rank, handle, incarnation=1)
 
     def replace(self, role: str, rank: int, handle: Any, incarnation: int) -> None:
-        """Call ``handle`` from now on. Running calls of the former member go on."""
+        """Call ``handle`` from now on. Running calls of the former worker go on."""
         with self._lock:
             self._members[role, rank] = handle, incarnation
             self._owners[str(handle._actor_id.hex())] = (role, rank, incarnation)
@@ -74,7 +74,7 @@ class RayPort:
             return {ProcessId(*member): incarnation for member, (_, incarnation) in self._members.items()}
 
     def handles(self) -> dict[RLRoleType, list[Any]]:
-        """Role to the handles of its members, in rank order."""
+        """Role to the handles of its workers, in rank order."""
         handles: dict[RLRoleType, list[Any]] = {}
         with self._lock:
             for (role, _), (handle, _) in sorted(self._members.items(), key=lambda item: item[0]):
@@ -137,7 +137,7 @@ class RayPort:
         return _with_cause(failure, cause)
 
     def _comes_back(self, owner: tuple[str, int, int]) -> bool:
-        """Return True if a member is alive whose connection broke; calls have ids, so asking it again is safe."""
+        """Return True if a worker is alive whose connection broke; calls have ids, so asking it again is safe."""
         role, rank, incarnation = owner
         with self._lock:
             handle, current = self._members[role, rank]
@@ -148,7 +148,7 @@ class RayPort:
             try:
                 ray.get(ping, timeout=_PING_S)
             except GetTimeoutError:
-                return True  # the ping has arrived, and waits for the member's calls
+                return True  # the ping has arrived, and waits for the worker's calls
             except ActorUnavailableError:
                 time.sleep(_PAUSE_S)
             except RayError:
@@ -165,7 +165,7 @@ def is_loss(error: BaseException) -> bool:
 
 
 def _needs_new_process(error: InvocationError) -> bool:
-    """Return True if the member's process is of no use any more: its code has raised an error that asks for another
+    """Return True if the worker's process is of no use any more: its code has raised an error that asks for another
     one, or a device, driver or link has failed under it."""
     original = error.original
     fault = fault_in(str(error).partition("\n")[0]) if original is None else fault_of(original)
@@ -177,7 +177,7 @@ def _needs_new_process(error: InvocationError) -> bool:
 
 
 def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> WorkloadDied:
-    """The death of ``owner``, the member called or one whose result was an argument of the call of ``ref``."""
+    """The death of ``owner``, the worker called or one whose result was an argument of the call of ``ref``."""
     role, rank, incarnation = owner
     summary = _summarize(error)
     is_ours = isinstance(error, RayError | DLRoverRLError)
@@ -190,7 +190,7 @@ def _death_of(error: BaseException, ref: Ref, owner: tuple[str, int, int]) -> Wo
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """``error`` and its causes: Ray wraps the errors of a call's arguments, and so does the member."""
+    """``error`` and its causes: Ray wraps the errors of a call's arguments, and so does the worker."""
     link: BaseException | None = error
     visited: set[int] = set()
     while link is not None and id(link) not in visited:
@@ -223,7 +223,7 @@ _MOST_PENDING = 10_000
 
 
 class CallWatch:
-    """Records when the trainer calls its members, when it waits for them, and how long calls take. Thread safe."""
+    """Records when the trainer calls its workers, when it waits for them, and how long calls take. Thread safe."""
 
     def __init__(self, now_s: Callable[[], float] = time.monotonic) -> None:
         self._now_s = now_s

@@ -79,7 +79,7 @@ class ProcessEntry:
             task.cancel()
 
     def loss(self, cause: Cause) -> Event:
-        # A trainer that failed may name a member as the cause.
+        # A trainer that failed may name a worker as the cause.
         if self.process_id != TRAINER_ID or cause.who == "job":
             cause = replace(cause, who=str(self.process_id))
         return make_lost_event(self.process_id, self.number, cause, self.process.node if self.process else "")
@@ -142,11 +142,11 @@ class ProcessTable:
                 await together.open()
 
 
-_PER_TURN = 256  # members that continue in one turn of the event loop: requests are answered in between
+_PER_TURN = 256  # workers that continue in one turn of the event loop: requests are answered in between
 
 
 class Neighbours:
-    """The members of a role by rank, and where they run."""
+    """The workers of a role by rank, and where they run."""
 
     def __init__(self, processes: Mapping[int, Process]) -> None:
         self._first = processes.get(0, Process())
@@ -158,7 +158,7 @@ class Neighbours:
             self._sizes[self._nodes[rank]] += 1
 
     def context(self, job: JobSpec, member: ProcessId, name: str, restart: RestartInfo | None = None) -> MemberContext:
-        """The context of a member, the actor ``name``."""
+        """The context of a worker, the actor ``name``."""
         role = RLRoleType(member.role)
         return MemberContext(
             name=name,
@@ -175,7 +175,7 @@ class Neighbours:
 
 
 class StartingTogether:
-    """Members of a role that start together: none begins before all are located, or those that replace them."""
+    """Workers of a role that start together: none begins before all are located, or those that replace them."""
 
     def __init__(self, table: ProcessTable, entries: Sequence[ProcessEntry]) -> None:
         self._table, self._entries = table, entries
@@ -251,7 +251,7 @@ class ActorPool:
         self.job, self._made = job, {}
 
     def member_name(self, role: str, rank: int, incarnation: int, standby: int = -1) -> str:
-        """The actor name of a member; one that was a standby has kept the standby's."""
+        """The actor name of a worker; one that was a standby has kept the standby's."""
         if standby >= 0:
             return standby_name(self.job.name, self.run, role, standby)
         return member_name(self.job.name, self.run, role, rank, incarnation)
@@ -339,7 +339,7 @@ class ActorPool:
         await self.end_named([name])
 
     async def end_all(self) -> None:
-        """End every process of the run: the trainer first, then the members, which may close what they hold."""
+        """End every process of the run: the trainer first, then the workers, which may close what they hold."""
         await self._threads.settle(_GONE_S)
         names = await asyncio.to_thread(self.list_names)
         trainers = [name for name in names if "/trainer/" in name]

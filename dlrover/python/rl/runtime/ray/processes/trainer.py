@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The actor that runs the user's trainer, and how lost members come back to it.
+"""The actor that runs the user's trainer, and how lost workers come back to it.
 
-The trainer asks the master for the replacement of a lost member, and calls that from then on. While the master is away
+The trainer asks the master for the replacement of a lost worker, and calls that from then on. While the master is away
 the request is repeated.
 """
 
@@ -42,10 +42,10 @@ from dlrover.python.rl.trainer.trainer import BaseTrainer, StepReport, TrainerLi
 _LOG = get_logger(__name__)
 
 OWN_CODE = "its own code"
-"""The method that a trainer's heartbeat names while it waits for no member."""
+"""The method that a trainer's heartbeat names while it waits for no worker."""
 
 _RAY_WORKER = "ray._private.worker"
-_RENEWAL_S = 600.0  # for a lost member's replacement, besides the time that placing it may take
+_RENEWAL_S = 600.0  # for a lost worker's replacement, besides the time that placing it may take
 _WAIT_S = 5.0
 _ASK_S = 30.0
 _ASK_AGAIN_S = 0.5  # a master that is dead refuses at once
@@ -53,14 +53,14 @@ _REPORT_EVERY = 20  # steps: progress is reported even if nothing was lost, as t
 
 
 Replaced: TypeAlias = Mapping[int, tuple[int, str]]
-"""The members of a role after a replacement: rank to incarnation and actor name."""
+"""The workers of a role after a replacement: rank to incarnation and actor name."""
 
 
 @dataclass(frozen=True)
 class TrainerStart:
     """The arguments of a trainer's process: the incarnation and handle of each of the ``members`` in rank order, 0 and
-    None for one that is being replaced; ``resources`` of one member of each role; ``full_sizes`` of roles that lack
-    members."""
+    None for one that is being replaced; ``resources`` of one worker of each role; ``full_sizes`` of roles that lack
+    workers."""
 
     job: JobSpec
     run: str
@@ -71,7 +71,7 @@ class TrainerStart:
 
 
 class RayRecovery(Recovery):
-    """Replaces lost members by asking the master. The first ``members`` without a handle are waited for, and each
+    """Replaces lost workers by asking the master. The first ``members`` without a handle are waited for, and each
     replacement up to ``timeout_s``."""
 
     def __init__(
@@ -132,7 +132,7 @@ class RayRecovery(Recovery):
                 raise JobFailed(f"{process_id} was not replaced within {self._timeout_s:g} s")
 
     def _adopt(self, role: str, members: Replaced) -> dict[int, Any]:
-        """Call these members from now on; returns the handles of those that are new and alive."""
+        """Call these workers from now on; returns the handles of those that are new and alive."""
         handles = {}
         for rank, (incarnation, name) in members.items():
             is_new = incarnation != self.incarnations().get(ProcessId(role, rank), 0)
