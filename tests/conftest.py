@@ -5,9 +5,7 @@ import gc
 import logging
 import os
 import signal
-import sys
 from collections import Counter
-from pathlib import Path
 
 import pytest
 
@@ -84,13 +82,6 @@ def ray_session():
 
     with ray_cluster(None, {"cpu": 24.0}, log_to_driver=False):
         yield
-
-
-@pytest.fixture(autouse=True, scope="session")
-def _helper_modules_are_importable():
-    """Jobs of the tests name their classes by module: those beside the tests."""
-    here = Path(__file__).parent
-    sys.path[:0] = [str(here / folder) for folder in ("contract", "ray", "examples")]
 
 
 @pytest.fixture

@@ -9,7 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from import_rules import (
+
+from tests.import_rules import (
     HOMES,
     LAYER_OF,
     LAYERS,
@@ -19,7 +20,7 @@ from import_rules import (
     folder_cycle,
     imports_of,
 )
-from wait_rules import wait_faults, wait_faults_of_tree
+from tests.wait_rules import wait_faults, wait_faults_of_tree
 
 REPOSITORY = Path(__file__).parent.parent
 

@@ -39,7 +39,7 @@ from dlrover.python.rl.service.jobs import ledger, submissions
 from dlrover.python.rl.service.jobs.ledger import Draft, Ledger, QueueLimits
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord, StopJob, SubmitJob
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
-from tests.served import JOB
+from tests.support.served import JOB
 
 ROOT = Path(__file__).parents[1]
 CANARY = "canary-of-this-test"

@@ -6,9 +6,9 @@ import subprocess
 import sys
 
 import pytest
-from import_rules import separate_parts
 
 from docs.generate import remove_generated
+from tests.import_rules import separate_parts
 from tests.shape import LIMITS, REPOSITORY, Place, Tree, changed_files, excesses, oversized, pages_of, phrases_in
 
 SCOPES = ("dlrover", "tests", "benchmarks", "examples")

@@ -7,7 +7,7 @@ import pytest
 @pytest.fixture(scope="module", params=["local", "torchrun", pytest.param("ray", marks=pytest.mark.ray)])
 def stage(request, tmp_path_factory):
     """A stage shared by tests that leave its workers as they were."""
-    from stages import LocalStage, RayStage, TorchrunStage
+    from tests.support.role_group_stages import LocalStage, RayStage, TorchrunStage
 
     if request.param == "ray":
         request.getfixturevalue("ray_session")

@@ -7,7 +7,6 @@ import time
 
 import numpy as np
 import pytest
-from toys import OddError
 
 from dlrover.python.rl.common.errors import (
     CallError,
@@ -23,6 +22,7 @@ from dlrover.python.rl.common.errors import (
 from dlrover.python.rl.data.batch import Batch, Ragged, even_cuts
 from dlrover.python.rl.trainer.port import FORGET, RAW_CALL, Call
 from dlrover.python.rl.trainer.shard import Replicate, Shard
+from tests.support.role_group_toys import OddError
 
 KINDS = {
     "list": lambda n: list(range(n)),

@@ -9,9 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from documented_metrics import undocumented
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.documented_metrics import undocumented
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "docs/extending/examples"

@@ -17,7 +17,7 @@ from dlrover.python.rl.data.conversation import SFT_ROWS
 from dlrover.python.rl.data.pairs import PAIR_ROWS
 from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.processes import free_port
+from tests.support.processes import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guides" / "from-rl2.md"

@@ -16,8 +16,10 @@ from dlrover.python.rl.trainer.workload import DEFAULT_OPTIONS, trainer_invocati
 
 def guide_job(tmp_path):
     builder = JobBuilder().device_type("CPU").device_per_node(4).config({"start": 10})
-    builder.trainer("guide_code", "UserTrainer").actor("guide_code", "UserActorModel").total(4)
-    builder.rollout("guide_code", "UserRolloutModel").total(2)
+    builder.trainer("tests.examples.guide_code", "UserTrainer").actor(
+        "tests.examples.guide_code", "UserActorModel"
+    ).total(4)
+    builder.rollout("tests.examples.guide_code", "UserRolloutModel").total(2)
     builder.with_collocation("actor", "rollout")
     spec = builder.spec("guide", (str(Path(__file__).parent),))
     return replace(spec, job_dir=tmp_path)

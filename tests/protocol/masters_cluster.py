@@ -5,8 +5,6 @@ calls of actors by name that wait while an actor is started again."""
 import asyncio
 from dataclasses import dataclass, field, replace
 
-from loops_world import Process as ProcessLoop
-from loops_world import Reply, World
 from ray.exceptions import ActorDiedError
 
 from dlrover.python.rl.common.names import ProcessId
@@ -15,6 +13,8 @@ from dlrover.python.rl.control.liveness import Work
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
 from dlrover.python.rl.runtime.ray.cluster.api import CREATED, REMOVED, GroupRow
 from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow
+from tests.protocol.loops_world import Process as ProcessLoop
+from tests.protocol.loops_world import Reply, World
 
 _ANSWER_S = 5.0  # of the master to a beat
 

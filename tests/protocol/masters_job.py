@@ -14,8 +14,6 @@ from functools import partial
 from types import SimpleNamespace
 from unittest import mock
 
-from loops_world import Process, Violation, World
-from masters_cluster import Actor, Cluster, StaleCallError
 from ray.exceptions import RayActorError
 
 from dlrover.python.rl.common.errors import JobFailed
@@ -33,6 +31,8 @@ from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.ray.cluster import nodes as node_watch
 from dlrover.python.rl.runtime.ray.processes import actors
+from tests.protocol.loops_world import Process, Violation, World
+from tests.protocol.masters_cluster import Actor, Cluster, StaleCallError
 
 STEPS = 25
 LEASE_S, BEAT_S, HANG_S = 20.0, 0.5, 12.0

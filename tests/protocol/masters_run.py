@@ -7,10 +7,9 @@ import shutil
 from pathlib import Path
 from tempfile import mkdtemp
 
-from loops_world import World
-from masters_job import LEASE_S, Job
-
 from dlrover.python.rl.control.state import Phase
+from tests.protocol.loops_world import World
+from tests.protocol.masters_job import LEASE_S, Job
 
 FAULTS = (
     "worker dies",
@@ -70,7 +69,7 @@ class Faults:
         getattr(actor, method)()
         return True
 
-    def _member_dies(self):
+    def _worker_dies(self):
         return self._do(lambda name: "/trainer/" not in name and "standby" not in name, "die")
 
     def _standby_dies(self):
@@ -79,7 +78,7 @@ class Faults:
     def _trainer_dies(self):
         return self._do(lambda name: "/trainer/" in name, "die")
 
-    def _member_hangs(self):
+    def _worker_hangs(self):
         return self._do(lambda name: "/trainer/" not in name, "stick")
 
     def _trainer_hangs(self):

@@ -11,8 +11,7 @@ from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-import masters_run
-import steps_run
+from tests.protocol import masters_run, steps_run
 
 RUNS = {"steps": steps_run.run, "masters": masters_run.run}
 CHUNK = 20  # seeds

@@ -6,14 +6,7 @@ Faults first, then none; the run must come to its end with the results of an und
 
 import errno
 import shutil
-import sys
 from dataclasses import dataclass
-from pathlib import Path
-
-sys.path.append(str(Path(__file__).parents[1] / "unit" / "runtime"))
-
-from durable_toys import Judge, Pipelined, Policy, Sampler, Training, plain
-from steps_world import Violation, World
 
 from dlrover.python.rl.common.errors import JobFailed, StaleCall
 from dlrover.python.rl.common.names import RLRoleType
@@ -25,6 +18,8 @@ from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Renewed, RestartInfo
 from dlrover.python.rl.trainer.trainer import TrainerLink, run_trainer
 from dlrover.python.rl.trainer.workload import MemberContext
+from tests.protocol.steps_world import Violation, World
+from tests.support.durable_toys import Judge, Pipelined, Policy, Sampler, Training, plain
 
 STEPS = 4
 WITHIN_S = 600.0

@@ -10,11 +10,10 @@ from tempfile import mkdtemp
 from types import SimpleNamespace
 from unittest import mock
 
-from steps_job import WITHIN_S, StepsJob, terms_of
-from steps_world import CopyThread, Violation, simulated
-
 from dlrover.python.rl.common.errors import CheckpointMissing
 from dlrover.python.rl.runtime.checkpoint import member_state, node_memory
+from tests.protocol.steps_job import WITHIN_S, StepsJob, terms_of
+from tests.protocol.steps_world import CopyThread, Violation, simulated
 
 
 class Lost(Exception):

@@ -10,8 +10,6 @@ import logging
 import time
 
 import pytest
-from loops_world import Process, World
-from masters_job import Job
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.journal import decode
@@ -21,6 +19,8 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.process.brain import JOURNAL
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat
+from tests.protocol.loops_world import Process, World
+from tests.protocol.masters_job import Job
 
 MEMBERS, PER_NODE = 10_000, 8
 NODES = MEMBERS // PER_NODE + 1

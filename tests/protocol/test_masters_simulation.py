@@ -10,10 +10,6 @@ import errno
 import gc
 
 import pytest
-from loops_world import Violation, World
-from masters_job import Job
-from masters_run import FAULTS, TRANSIENT, run
-from replay_protocol import reached_by
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import NodeLost
@@ -22,6 +18,10 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.process.brain import JOURNAL, fresh_journal
 from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from tests.protocol.loops_world import Violation, World
+from tests.protocol.masters_job import Job
+from tests.protocol.masters_run import FAULTS, TRANSIENT, run
+from tests.protocol.replay_protocol import reached_by
 
 pytestmark = pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 SEEDS, MORE_SEEDS = range(80), range(80, 2500)

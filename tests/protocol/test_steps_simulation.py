@@ -6,9 +6,10 @@ Each seed is one job with the production steps, port, hosts and stores, on simul
 """
 
 import pytest
-from replay_protocol import reached_by
-from steps_job import ALWAYS, FAULTS, PAIRS
-from steps_run import run
+
+from tests.protocol.replay_protocol import reached_by
+from tests.protocol.steps_job import ALWAYS, FAULTS, PAIRS
+from tests.protocol.steps_run import run
 
 SEEDS, MORE_SEEDS = range(300), range(300, 2000)
 

@@ -54,12 +54,12 @@ class MeetingTrainer(BaseTrainer):
 def job_text(notes, port):
     return f"""
 trainer:
-  module: exposed_jobs
+  module: tests.ray.exposed_jobs
   class: MeetingTrainer
   device_type: CPU
   device_per_node: 2
   torch_master_port: [{port}]
 workload:
-  actor: {{module: exposed_jobs, class: Ranked, num: 2}}
+  actor: {{module: tests.ray.exposed_jobs, class: Ranked, num: 2}}
 config: {{notes: {notes}}}
 """

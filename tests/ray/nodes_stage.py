@@ -14,7 +14,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from two_nodes import two_nodes
 
 from dlrover.python.rl.control.events import MemberStarted
 from dlrover.python.rl.control.journal import decode
@@ -23,6 +22,7 @@ from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
 from dlrover.python.rl.runtime.ray.processes.actors import ask, find
 from tests.chaos.job import tiny_job
+from tests.ray.two_nodes import two_nodes
 
 STEPS = 60
 _DEADLINE_S = 150.0

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import numpy as np
 import ray
-from durable_jobs import expected, mark_of, wait_for
 
 from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.common.names import NAMESPACE, master_name, member_name
@@ -28,6 +27,7 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.master.job import check_job, run_on_ray
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import find, sweep
+from tests.ray.durable_jobs import expected, mark_of, wait_for
 
 MEMORY = Path(f"/dev/shm/dlrover-rl-{os.geteuid()}")
 HANG_AFTER_S = 3.0
@@ -58,14 +58,14 @@ class Shape:
 
 def describe(name: str, folder: Path, faults, shape: Shape = Shape()) -> JobSpec:
     """A job of two actors and two rollouts that works in ``folder``."""
-    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer("durable_jobs", shape.trainer)
+    builder = JobBuilder().device_type("CPU").device_per_node(8).trainer("tests.ray.durable_jobs", shape.trainer)
     builder.config({"folder": str(folder), "faults": list(faults), "steps": shape.steps})
-    builder.actor("durable_jobs", shape.actor).total(2).hang_after(HANG_AFTER_S)
-    builder.rollout("durable_jobs", "Sampler").total(2).standby(shape.standby).hang_after(HANG_AFTER_S)
+    builder.actor("tests.ray.durable_jobs", shape.actor).total(2).hang_after(HANG_AFTER_S)
+    builder.rollout("tests.ray.durable_jobs", "Sampler").total(2).standby(shape.standby).hang_after(HANG_AFTER_S)
     builder.trainer_hang_after(HANG_AFTER_S)
     limits = {"rollout": shape.rollout_restarts}
     builder.restart_limits(job_max_restart=5, backoff_s=0.1, workload_max_restart=limits)
-    job = builder.spec(name, (str(Path(__file__).parent),))
+    job = builder.spec(name, (str(Path(__file__).parents[2]),))
     master = replace(job.master, max_restart=shape.master_restarts)
     return replace(job, job_dir=folder / "out", master=master, checkpoint=shape.checkpoint)
 

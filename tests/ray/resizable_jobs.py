@@ -48,10 +48,10 @@ class CountingTrainer(BaseTrainer):
 
 
 JOB = """
-trainer: {module: resizable_jobs, class: CountingTrainer, device_type: CPU, device_per_node: 4}
+trainer: {module: tests.ray.resizable_jobs, class: CountingTrainer, device_type: CPU, device_per_node: 4}
 workload:
-  actor: {module: resizable_jobs, class: Counter}
-  rollout: {module: resizable_jobs, class: Echo, num: 2}
-  reward: {module: resizable_jobs, class: Echo}
+  actor: {module: tests.ray.resizable_jobs, class: Counter}
+  rollout: {module: tests.ray.resizable_jobs, class: Echo, num: 2}
+  reward: {module: tests.ray.resizable_jobs, class: Echo}
 config: {folder: FOLDER, steps: 150, step_s: 0.1}
 """

@@ -42,8 +42,8 @@ class PacedTrainer(BaseTrainer):
 
 def job_text(notes, steps=5, step_s=0.05):
     return f"""
-trainer: {{module: service_jobs, class: PacedTrainer, device_type: CPU, device_per_node: 2}}
+trainer: {{module: tests.ray.service_jobs, class: PacedTrainer, device_type: CPU, device_per_node: 2}}
 workload:
-  actor: {{module: service_jobs, class: Adder}}
+  actor: {{module: tests.ray.service_jobs, class: Adder}}
 config: {{notes: {notes}, steps: {steps}, step_s: {step_s}}}
 """

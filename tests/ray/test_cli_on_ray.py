@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 import ray
 import yaml
-from durable_jobs import wait_for
+
+from tests.ray.durable_jobs import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -21,8 +22,8 @@ CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 
 def job_file(tmp_path, act):
     job = {
-        "trainer": {"module": "jobs", "class": "Trainer", "device_type": "CPU", "device_per_node": 4},
-        "workload": {"actor": {"module": "jobs", "class": "Worker", "num": 2}},
+        "trainer": {"module": "tests.ray.jobs", "class": "Trainer", "device_type": "CPU", "device_per_node": 4},
+        "workload": {"actor": {"module": "tests.ray.jobs", "class": "Worker", "num": 2}},
         "config": {"folder": str(tmp_path), "act": act},
     }
     file = tmp_path / "toy.yaml"
@@ -31,7 +32,7 @@ def job_file(tmp_path, act):
 
 
 def environment():
-    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parent), str(Path.cwd())])}
+    return {**os.environ, "PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[2]), str(Path.cwd())])}
 
 
 def descendants(pid):

@@ -33,9 +33,8 @@ def test_who_must_outlive_the_nodes_is_beside_the_head_each_time_it_starts():
     """Masters that took any node would be there four times in a row once in eighty-one."""
     code = """
     import os, signal, sys, time
-    sys.path.insert(0, "tests/ray")
     import ray
-    from two_nodes import two_nodes
+    from tests.ray.two_nodes import two_nodes
     from dlrover.python.rl.runtime.ray.processes.actors import launch
 
     class Master:
@@ -168,8 +167,7 @@ def test_a_cluster_of_our_own_listens_on_loopback_only_and_is_found_by_its_addre
 def test_killed_and_stopped_nodes_are_found_and_a_partitioned_one_ends_itself():
     code = """
     import asyncio, sys, threading, time
-    sys.path.insert(0, "tests/ray")
-    from two_nodes import two_nodes
+    from tests.ray.two_nodes import two_nodes
     from dlrover.python.rl.runtime.ray.cluster.nodes import NodeWatch
 
     with two_nodes(workers=2, cpus=1) as nodes:

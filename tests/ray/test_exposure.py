@@ -9,15 +9,15 @@ import tempfile
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import exposed_jobs
 import pytest
-from durable_jobs import wait_for
-from service_jobs import job_text
 from test_cli_on_ray import CLI, descendants, environment
 
 from dlrover.python.rl.common.sockets import machine_addresses
 from dlrover.python.rl.runtime.ray.cluster.health import find_risk
-from tests.processes import free_port
+from tests.ray import exposed_jobs
+from tests.ray.durable_jobs import wait_for
+from tests.ray.service_jobs import job_text
+from tests.support.processes import free_port
 
 pytestmark = pytest.mark.ray
 

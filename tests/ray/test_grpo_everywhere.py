@@ -10,15 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from recipe_jobs import JOB, grpo_job, inputs, samples
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here, run_on_ray
+from tests.ray.recipe_jobs import JOB, grpo_job, inputs, samples
 
 pytestmark = pytest.mark.ray
 
-REWARDS = Path(__file__).parents[1] / "unit" / "recipe"
+ROOT = Path(__file__).parents[2]
 SHORT = ("steps=2", "algorithm.kl_coef=0", "optimizer.warmup_steps=0")
 JUMBLED = ("reward.function=launched_rewards:jumble",)
 """A model that has learnt nothing gives no right answers: with rewards that tell them apart the weights move."""
@@ -32,7 +32,7 @@ def run_in(place, folder, actors, rollouts, *more_overrides, reward=JUMBLED):
     """Run the job in a place, to a folder of that name in ``folder``."""
     sizes = [f"workload.actor.num={actors}", f"workload.rollout.num={rollouts}", "trainer.device_per_node=8"]
     groups = f"workload_group=[{{actor: {actors}}}]"
-    overrides = [f"name={place}", f"job_dir={folder / place}", f"+env.PYTHONPATH={REWARDS}", *sizes, groups]
+    overrides = [f"name={place}", f"job_dir={folder / place}", f"+env.PYTHONPATH={ROOT}", *sizes, groups]
     job = grpo_job(folder, *overrides, *more_overrides, *SHORT, *reward)
     # Without a KL penalty the reference is idle.
     job = replace(job, workloads={role: spec for role, spec in job.workloads.items() if role != "REFERENCE"})
@@ -45,7 +45,7 @@ def run_in(place, folder, actors, rollouts, *more_overrides, reward=JUMBLED):
 def folder(tmp_path_factory, ray_session):
     """A folder with the output of the job in each place."""
     path = tmp_path_factory.mktemp("everywhere")
-    sys.path.append(str(REWARDS))
+    sys.path.append(str(ROOT))
     for place, (actors, rollouts) in PLACES.items():
         run_in(place, path, actors, rollouts)
     return path
@@ -86,7 +86,7 @@ def test_two_halves_of_an_actor_end_in_the_weights_of_one(folder):
 def test_two_processes_of_torchrun_end_in_the_weights_of_one(folder):
     launcher = ["-m", "torch.distributed.run", "--nproc_per_node=2", "-m", "dlrover.python.rl.recipe.grpo"]
     settings = ["--config", str(JOB), f"job_dir={folder / 'torchrun'}", *inputs(folder), *SHORT, *JUMBLED]
-    paths = os.pathsep.join([str(JOB.parents[2]), str(REWARDS), os.environ.get("PYTHONPATH", "")])
+    paths = os.pathsep.join([str(JOB.parents[2]), str(ROOT), os.environ.get("PYTHONPATH", "")])
     done = subprocess.run(
         [sys.executable, *launcher, *settings],
         env={**os.environ, "PYTHONPATH": paths},

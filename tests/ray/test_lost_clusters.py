@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.held_job import Desk, wait_for
+from tests.support.held_job import Desk, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 

@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 import yaml
-from durable_jobs import wait_for
-from service_jobs import job_text
 from test_cli_on_ray import CLI, environment
 
 from dlrover.python.rl import metrics
 from dlrover.python.rl.control.events import MemberLost, MemberStarted
 from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
+from tests.ray.durable_jobs import wait_for
+from tests.ray.service_jobs import job_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(600)]
 

@@ -17,13 +17,17 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture(scope="module")
 def scene(tmp_path_factory):
     """Return the observations of a scene of ``nodes_stage``."""
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
 
     def play(name):
         folder = tmp_path_factory.mktemp(name)
         command = [sys.executable, str(Path(__file__).parent / "nodes_stage.py"), name, str(folder)]
         done = subprocess.run(
-            command, capture_output=True, text=True, timeout=350, check=False, env={**os.environ, "PYTHONPATH": paths}
+            command,
+            capture_output=True,
+            text=True,
+            timeout=350,
+            check=False,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
         assert done.returncode == 0, done.stdout + done.stderr[-6000:]
         return json.loads(

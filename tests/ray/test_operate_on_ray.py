@@ -9,9 +9,10 @@ import time
 
 import pytest
 import ray
-from durable_jobs import wait_for
-from service_jobs import job_text
 from test_cli_on_ray import CLI, actors_of, environment
+
+from tests.ray.durable_jobs import wait_for
+from tests.ray.service_jobs import job_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 

@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 import ray
-from recovery_stage import memory_of
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.common.names import NAMESPACE, master_name
@@ -22,6 +21,7 @@ from dlrover.python.rl.master.process.rl_master import RLMaster
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.runtime.ray.processes.actors import end, launch
 from dlrover.python.rl.runtime.run.folder import begin
+from tests.ray.recovery_stage import memory_of
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -29,10 +29,10 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 def describe(tmp_path, monkeypatch, act, name, **config):
     """A job of two actors whose trainer does ``act``."""
     monkeypatch.chdir(tmp_path)
-    builder = JobBuilder().device_type("CPU").device_per_node(4).trainer("jobs", "Trainer")
-    builder.config({"folder": str(tmp_path), "act": act, **config}).actor("jobs", "Worker").total(2)
+    builder = JobBuilder().device_type("CPU").device_per_node(4).trainer("tests.ray.jobs", "Trainer")
+    builder.config({"folder": str(tmp_path), "act": act, **config}).actor("tests.ray.jobs", "Worker").total(2)
     builder.restart_limits(job_max_restart=2, backoff_s=0.1)
-    return replace(builder.spec(name, (str(Path(__file__).parent),)), job_dir=tmp_path / "out")
+    return replace(builder.spec(name, (str(Path(__file__).parents[2]),)), job_dir=tmp_path / "out")
 
 
 def run(job, **options):
@@ -218,9 +218,9 @@ def test_the_name_of_an_ended_job_can_be_used_again(tmp_path, monkeypatch):
 
 def test_resources_that_the_cluster_lacks_end_the_job_with_need_and_have(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    builder = JobBuilder().device_type("CPU").device_per_node(400).trainer("jobs", "Trainer")
-    builder.config({"folder": str(tmp_path), "act": "steps_only"}).actor("jobs", "Worker").total(200)
-    spec = builder.spec("too-big", (str(Path(__file__).parent),))
+    builder = JobBuilder().device_type("CPU").device_per_node(400).trainer("tests.ray.jobs", "Trainer")
+    builder.config({"folder": str(tmp_path), "act": "steps_only"}).actor("tests.ray.jobs", "Worker").total(200)
+    spec = builder.spec("too-big", (str(Path(__file__).parents[2]),))
     status, _ = run(replace(spec, placement_timeout_s=1.0))
     assert (status.phase, status.cause.kind) == (Phase.FAILED, CauseKind.NO_RESOURCES)
     assert "needed {'cpu': 200.0}" in status.cause.message

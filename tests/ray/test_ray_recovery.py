@@ -9,8 +9,6 @@ import signal
 
 import pytest
 import ray
-from durable_jobs import mark_of, wait_for
-from recovery_stage import HANG_AFTER_S, Shape, Stage, describe
 
 from dlrover.python.rl.common.errors import MasterLost, StaleCall, StaleEpoch
 from dlrover.python.rl.config.spec import CheckpointSpec
@@ -23,6 +21,8 @@ from dlrover.python.rl.runtime.checkpoint.runs import newest_commit, roots_of
 from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.ray.processes.actors import end
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL
+from tests.ray.durable_jobs import mark_of, wait_for
+from tests.ray.recovery_stage import HANG_AFTER_S, Shape, Stage, describe
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 

@@ -8,9 +8,10 @@ import subprocess
 
 import pytest
 import ray
-from durable_jobs import wait_for
-from resizable_jobs import JOB
 from test_cli_on_ray import CLI, environment
+
+from tests.ray.durable_jobs import wait_for
+from tests.ray.resizable_jobs import JOB
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(400)]
 

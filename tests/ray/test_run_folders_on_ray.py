@@ -7,7 +7,7 @@ import re
 import pytest
 import ray
 
-from tests.held_job import Desk, wait_for
+from tests.support.held_job import Desk, wait_for
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow, pytest.mark.timeout(300)]
 

@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 import yaml
-from durable_jobs import wait_for
 from test_cli_on_ray import Command, commands_of, is_alive
+
+from tests.ray.durable_jobs import wait_for
 
 pytestmark = pytest.mark.ray
 
@@ -96,15 +97,15 @@ def test_a_script_without_output_hangs_and_one_with_output_does_not(tmp_path):
 
 @pytest.mark.slow
 def test_a_node_that_is_drained_is_left_without_charge_before_it_goes(tmp_path):
-    folder = Path(__file__).parent
+    root = Path(__file__).parents[2]
     (tmp_path / "drain.py").write_text(
         f"""
 import json, subprocess, sys, time
-sys.path[:0] = [{str(folder)!r}, {str(folder.parents[1])!r}]
+sys.path.insert(0, {str(root)!r})
 from pathlib import Path
-from durable_jobs import wait_for
-from test_scripts_on_ray import SCRIPT, Command, commands_of, job_file
-from two_nodes import descendants, two_nodes
+from tests.ray.durable_jobs import wait_for
+from tests.ray.test_scripts_on_ray import SCRIPT, Command, commands_of, job_file
+from tests.ray.two_nodes import descendants, two_nodes
 
 here = Path({str(tmp_path)!r})
 train = {{"command": f"{{sys.executable}} {{SCRIPT}} --steps 600 --out out", "num": 2}}

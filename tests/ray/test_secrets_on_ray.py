@@ -17,9 +17,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from durable_jobs import wait_for
 from prometheus_client import CollectorRegistry, Gauge
-from service_jobs import job_text
 from test_cli_on_ray import CLI, environment
 
 from dlrover.python.rl.common.errors import InvalidJob
@@ -29,14 +27,16 @@ from dlrover.python.rl.master.process.metrics import MetricsEndpoint
 from dlrover.python.rl.runtime.checkpoint.journal_store import read_lines
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
+from tests.ray.durable_jobs import wait_for
+from tests.ray.service_jobs import job_text
 
 pytestmark = pytest.mark.ray
 
 JOB = """
 name: secretive
-trainer: {module: secret_jobs, class: HoldingTrainer, device_type: CPU, device_per_node: 2}
+trainer: {module: tests.ray.secret_jobs, class: HoldingTrainer, device_type: CPU, device_per_node: 2}
 workload:
-  actor: {module: secret_jobs, class: Holder}
+  actor: {module: tests.ray.secret_jobs, class: Holder}
 master: {metrics_port: 0}
 """
 

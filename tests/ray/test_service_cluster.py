@@ -14,7 +14,7 @@ import pytest
 from dlrover.python.rl.cli.operate import EXIT_NO_CLUSTER
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
-from tests.served import until
+from tests.support.served import until
 
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(300)]
 

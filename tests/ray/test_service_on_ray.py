@@ -8,8 +8,6 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from durable_jobs import wait_for
-from service_jobs import job_text
 
 from dlrover.python.rl.common.errors import MasterLost
 from dlrover.python.rl.common.names import master_name
@@ -20,6 +18,8 @@ from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, Sto
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.ray_runner import RayJobRunner
+from tests.ray.durable_jobs import wait_for
+from tests.ray.service_jobs import job_text
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("ray_session")]
 
@@ -37,7 +37,7 @@ async def serving(folder):
 
 
 def submission(name, text):
-    description = JobDescription(text, folder=str(Path(__file__).parent))
+    description = JobDescription(text, folder=str(Path(__file__).parents[2]))
     roles = {"ACTOR": 1}
     return SubmitJob(name, "ann", f"token-{name}", description, "", {"cpu": 2.0}, roles)
 

@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
-from session_toys import EchoEngine, Heavy, start
 
 import dlrover.rl as rl
 from dlrover.python.rl.common.errors import InvocationError, InvocationTimeout, SessionError, WorkloadDied
+from tests.support.session_toys import EchoEngine, Heavy, start
 
 pytestmark = pytest.mark.ray
 

@@ -14,12 +14,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from session_toys import EchoEngine, Policy, TwoLayers
-from two_nodes import descendants, users_of
 
 import dlrover.rl as rl
 from dlrover.python.rl.common.errors import SessionError
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.ray.two_nodes import descendants, users_of
+from tests.support.session_toys import EchoEngine, Policy, TwoLayers
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
 
@@ -160,8 +160,8 @@ def test_init_starts_a_cluster_and_shutdown_leaves_no_process(tmp_path):
     code = """
     import json, os
     import dlrover.rl as rl
-    from session_toys import EchoEngine
-    from two_nodes import descendants, users_of
+    from tests.support.session_toys import EchoEngine
+    from tests.ray.two_nodes import descendants, users_of
     session = rl.init(slots_per_node=3, log_to_driver=False)
     engine = rl.InferenceEngine("anything", EchoEngine).build()
     answers = [output.outputs[0].token_ids for output in engine.generate(["a", "b", "c", "d"])]
@@ -207,8 +207,8 @@ def test_a_script_that_is_ended_during_a_rollout_leaves_no_process_and_no_port(t
     code = f"""
     import json, os, sys
     import dlrover.rl as rl
-    from session_toys import EchoEngine
-    from two_nodes import descendants
+    from tests.support.session_toys import EchoEngine
+    from tests.ray.two_nodes import descendants
     rl.init(slots_per_node=2, log_to_driver=False)
     engine = rl.InferenceEngine("anything", EchoEngine).build(pause_s=600, began={str(began)!r})
     import ray
@@ -241,8 +241,8 @@ def test_slots_of_two_nodes_come_back_twenty_times(tmp_path):
     code = """
     import json
     import dlrover.rl as rl
-    from session_toys import EchoEngine
-    from two_nodes import two_nodes
+    from tests.support.session_toys import EchoEngine
+    from tests.ray.two_nodes import two_nodes
     with two_nodes(workers=1, cpus=4, head_cpus=4, connect=False) as nodes:
         with rl.init(nodes.address, slots_per_node=2, log_to_driver=False) as session:
             free = []

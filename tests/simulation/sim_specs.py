@@ -9,15 +9,16 @@ from pathlib import Path
 import pytest
 import sim_modules
 
-UNIT = Path(__file__).parents[1] / "unit" / "control"
+TESTS = Path(__file__).parents[1]
 SPECS = ("test_machine", "test_recovery", "test_journal", "test_liveness")
 
 
 def broken_by(loaded: dict[str, types.ModuleType]) -> str:
     """The first unit test that fails on these modules, ``""`` when all hold."""
-    helpers = _execute("runs", loaded)
+    helpers = _execute("support/control_runs", loaded)
+    modules = {**loaded, "tests.support.control_runs": helpers}
     for name in SPECS:
-        for test, arguments in _calls(_execute(name, {**loaded, "runs": helpers})):
+        for test, arguments in _calls(_execute(f"unit/control/{name}", modules)):
             try:
                 test(**arguments)
             except (Exception, pytest.fail.Exception) as error:  # noqa: BLE001 -- a bug shows itself in any way
@@ -26,8 +27,8 @@ def broken_by(loaded: dict[str, types.ModuleType]) -> str:
 
 
 def _execute(name: str, loaded: dict[str, types.ModuleType]) -> types.ModuleType:
-    path = UNIT / f"{name}.py"
-    return sim_modules.execute(name, path.read_text(encoding="utf-8"), str(path), loaded)
+    path = TESTS / f"{name}.py"
+    return sim_modules.execute(path.stem, path.read_text(encoding="utf-8"), str(path), loaded)
 
 
 def _calls(tests: types.ModuleType) -> Iterator[tuple[types.FunctionType, dict[str, object]]]:

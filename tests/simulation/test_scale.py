@@ -24,7 +24,7 @@ from dlrover.python.rl.control.machine import replay, step
 from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.hang_detector import HangDetector
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat
-from tests.toy_jobs import toy_job
+from tests.support.toy_jobs import toy_job
 
 NODES, PER_NODE = 1000, 8
 GROUP = 2000

@@ -18,7 +18,7 @@ import ray
 from dlrover.python.rl.common.errors import ServiceError
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
-from tests.served import until
+from tests.support.served import until
 
 pytestmark = [pytest.mark.slow, pytest.mark.ray, pytest.mark.timeout(900)]
 

@@ -15,7 +15,7 @@ import pytest
 
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import SERVICE
-from tests.served import JOB, close_idle, idle_connections, serving
+from tests.support.served import JOB, close_idle, idle_connections, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 

@@ -12,8 +12,8 @@ import pytest
 from dlrover.python.rl.common.errors import CallError, JobConflict, ServiceError, UnknownJob
 from dlrover.python.rl.service.client import ServiceClient, phase_of
 from dlrover.python.rl.service.jobs.records import JobPhase
-from tests.flaky_network import CuttingProxy
-from tests.served import JOB, WITHIN_S, serving
+from tests.support.flaky_network import CuttingProxy
+from tests.support.served import JOB, WITHIN_S, serving
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(500)]
 

@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from rollouts import KINDS, Reference, as_parameter
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.rollout_cases import KINDS, Reference, as_parameter
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -6,13 +6,13 @@ import dataclasses
 import numpy as np
 import pytest
 import torch
-from rollouts import EOS, TEXTS, completions, drain, prompts, requests, sampling
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.progress import noted_progress
 from dlrover.python.rl.data.batch import Batch, Ragged
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.rollout.requests import sampling_params
+from tests.support.rollout_cases import EOS, TEXTS, completions, drain, prompts, requests, sampling
 
 COLUMNS = {
     *("prompt_id", "sample_index", "tokens", "action_mask", "logprobs", "finished", "version", "completion"),

@@ -3,10 +3,10 @@
 
 import numpy as np
 import pytest
-from rollouts import Reference, completions, drain, drawn, prompts, requests, sampling
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
 from dlrover.python.rl.engine.api.weights import take_snapshot
+from tests.support.rollout_cases import Reference, completions, drain, drawn, prompts, requests, sampling
 
 GREEDY = sampling(temperature=0.0)
 

@@ -5,10 +5,20 @@ import dataclasses
 
 import numpy as np
 import pytest
-from rollouts import KINDS, TEXTS, as_parameter, completions, drain, drawn, prompts, requests, sampling
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Request
+from tests.support.rollout_cases import (
+    KINDS,
+    TEXTS,
+    as_parameter,
+    completions,
+    drain,
+    drawn,
+    prompts,
+    requests,
+    sampling,
+)
 
 PARAMS = sampling(max_new_tokens=30, samples_per_prompt=3)
 

@@ -4,12 +4,12 @@
 import numpy as np
 import pytest
 import torch
-from rollouts import completions, prompts, sampling
 
 from dlrover.python.rl.engine.api.base import TrainSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_info
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.rollout_cases import completions, prompts, sampling
 
 TOKENS, ROWS = 259, 320
 

@@ -10,16 +10,25 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from cases import ENGINES, Case, named, parameters
-from exercise import digest, make_engine, share, train, weights_of
-from plain import CONFIG, TEMPERATURE, EntropyLoss, apart, assert_close, make_batch, start_weights, write_model
-from processes import run
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.common.errors import DLRoverRLError, EngineError
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from tests.support.plain_engine import (
+    CONFIG,
+    TEMPERATURE,
+    EntropyLoss,
+    apart,
+    assert_close,
+    make_batch,
+    start_weights,
+    write_model,
+)
+from tests.support.processes import run
+from tests.support.train_cases import ENGINES, Case, named, parameters
+from tests.support.train_exercise import digest, make_engine, share, train, weights_of
 
 BAD = {
     "loss": lambda outputs, columns: (outputs.sum() * math.nan, {}),

@@ -6,13 +6,13 @@ import functools
 import numpy as np
 import pytest
 import torch
-from cases import Case
-from exercise import digest, make_engine, share, train, weights_of
-from plain import apart, start_weights, write_model
-from processes import run
 
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate
 from dlrover.python.rl.data import state_tree
+from tests.support.plain_engine import apart, start_weights, write_model
+from tests.support.processes import run
+from tests.support.train_cases import Case
+from tests.support.train_exercise import digest, make_engine, share, train, weights_of
 
 pytestmark = [
     pytest.mark.needs("deepspeed"),

@@ -3,13 +3,13 @@
 
 import pytest
 import torch
-from cases import Case
-from exercise import STEPS, make_engine, train, weights_of
-from plain import assert_close, model_config, plain_model, plain_run, reported, write_random
-from processes import run
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
 
 from dlrover.python.rl.engine.api.settings import ParallelSizes
+from tests.support.plain_engine import assert_close, model_config, plain_model, plain_run, reported, write_random
+from tests.support.processes import run
+from tests.support.train_cases import Case
+from tests.support.train_exercise import STEPS, make_engine, train, weights_of
 
 LLAMA3 = {
     "rope_type": "llama3",

@@ -6,12 +6,12 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
-from cases import Case, sizes
-from exercise import make_engine, share, train, weights_of
-from plain import write_model
-from processes import run
 
 from dlrover.python.rl.data import state_tree
+from tests.support.plain_engine import write_model
+from tests.support.processes import run
+from tests.support.train_cases import Case, sizes
+from tests.support.train_exercise import make_engine, share, train, weights_of
 
 pytestmark = [
     pytest.mark.needs("megatron"),

@@ -4,15 +4,15 @@
 import dataclasses
 
 import pytest
-from cases import Case, as_parameter, sizes
-from exercise import digest, make_engine, train, weights_of
-from plain import CONFIG, write_model
-from processes import run
 
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.memory.arithmetic import STATE_ONLY, ModelUse, bytes_of
+from tests.support.plain_engine import CONFIG, write_model
+from tests.support.processes import run
+from tests.support.train_cases import Case, as_parameter, sizes
+from tests.support.train_exercise import digest, make_engine, train, weights_of
 
 pytest.importorskip("bitsandbytes", reason="the extra 'bitsandbytes' is not installed")
 

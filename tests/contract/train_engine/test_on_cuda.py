@@ -5,12 +5,12 @@ import dataclasses
 import functools
 
 import pytest
-from cases import Case
-from exercise import SAVED_AFTER, five_steps, go_on, make_engine, train, weights_of
-from plain import CONFIG, STEPS, apart, plain_run, reported, start_weights, write_model
-from processes import run
 
 from dlrover.python.rl.engine.api.base import LoraSettings
+from tests.support.plain_engine import CONFIG, STEPS, apart, plain_run, reported, start_weights, write_model
+from tests.support.processes import run
+from tests.support.train_cases import Case
+from tests.support.train_exercise import SAVED_AFTER, five_steps, go_on, make_engine, train, weights_of
 
 LIMITS = {"fp32": (1e-4, 1e-3), "bf16": (0.05, 0.05), "bf16 on the host": (0.05, 0.05)}
 """How far what a step reports may be from the plain loop's, and the weights, as a share of the way that they went."""

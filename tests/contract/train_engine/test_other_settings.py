@@ -7,9 +7,9 @@ import time
 import numpy as np
 import pytest
 import torch
-from cases import named, parameters
-from exercise import STEPS, make_engine, replica_of, share, train, weights_of
-from plain import (
+from transformers import AutoModelForTokenClassification, Qwen2ForTokenClassification
+
+from tests.support.plain_engine import (
     EntropyLoss,
     apart,
     assert_close,
@@ -24,8 +24,9 @@ from plain import (
     start_weights,
     write_model,
 )
-from processes import run
-from transformers import AutoModelForTokenClassification, Qwen2ForTokenClassification
+from tests.support.processes import run
+from tests.support.train_cases import named, parameters
+from tests.support.train_exercise import STEPS, make_engine, replica_of, share, train, weights_of
 
 PATIENCE_S = 8.0
 

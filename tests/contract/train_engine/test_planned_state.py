@@ -2,14 +2,14 @@
 """The bytes that deepspeed and megatron hold beside their passes equal the arithmetic's."""
 
 import pytest
-from cases import Case, as_parameter, sizes
-from exercise import make_engine, train
-from plain import write_model
-from processes import run
 
 from dlrover.python.rl.engine.model.model_shape import shape_of
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of
+from tests.support.plain_engine import write_model
+from tests.support.processes import run
+from tests.support.train_cases import Case, as_parameter, sizes
+from tests.support.train_exercise import make_engine, train
 
 SHIM = {"cpu_shim": True}
 CASES = [

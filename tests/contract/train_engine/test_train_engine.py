@@ -6,12 +6,20 @@ import functools
 import numpy as np
 import pytest
 import torch
-from cases import ENGINES, is_on_host, is_slow, named, parameters
-from exercise import SAVED_AFTER, five_steps, go_on
-from plain import assert_close, make_batch, plain_model, plain_outputs, plain_run, reported, write_model
-from processes import run
 
 from dlrover.python.rl.engine.api.settings import Layout
+from tests.support.plain_engine import (
+    assert_close,
+    make_batch,
+    plain_model,
+    plain_outputs,
+    plain_run,
+    reported,
+    write_model,
+)
+from tests.support.processes import run
+from tests.support.train_cases import ENGINES, is_on_host, is_slow, named, parameters
+from tests.support.train_exercise import SAVED_AFTER, five_steps, go_on
 
 # -- what is compared -------------------------------------------------------------------------------------------------
 

@@ -9,10 +9,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from cases import named, parameters
-from exercise import digest, make_engine, replica_of, share, train, weights_of
-from plain import TEMPERATURE, assert_close, start_weights, write_model
-from processes import run
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
@@ -24,6 +20,10 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.api.weights import Adapters, take_snapshot
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.training.adapters import ADAPTER
+from tests.support.plain_engine import TEMPERATURE, assert_close, start_weights, write_model
+from tests.support.processes import run
+from tests.support.train_cases import named, parameters
+from tests.support.train_exercise import digest, make_engine, replica_of, share, train, weights_of
 
 PEFT_READS = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 PeftModel = pytest.importorskip("peft", reason="the extra 'lora' is not installed").PeftModel

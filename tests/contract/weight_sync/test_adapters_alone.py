@@ -13,7 +13,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sync_sides import LATEST_S, PATIENT, ToySource, completions, free_port, hear, process, rank_side, step
 
 from dlrover.python.rl.common.errors import WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
@@ -25,6 +24,17 @@ from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
+from tests.support.sync_sides import (
+    LATEST_S,
+    PATIENT,
+    ToySource,
+    completions,
+    free_port,
+    hear,
+    process,
+    rank_side,
+    step,
+)
 
 KINDS = ("pull", "disk", "cuda_ipc")
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -9,13 +9,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sync_sides import PATIENT, Wire
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
 from dlrover.python.rl.engine.api.weights import verify_snapshot
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock
 from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
 from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
+from tests.support.sync_sides import PATIENT, Wire
 
 BUCKET = 8192
 SHAPES = {"embed": (300, 64), "up": (64, 200), "down": (200, 64), "norm": (64,)}

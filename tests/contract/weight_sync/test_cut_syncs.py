@@ -10,7 +10,10 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sync_sides import (
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.engine.weight_sync.collective import BroadcastGroup
+from tests.support.sync_sides import (
     KINDS,
     LATEST_S,
     PATIENT,
@@ -26,9 +29,6 @@ from sync_sides import (
     toy_weights,
     transport,
 )
-
-from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.weight_sync.collective import BroadcastGroup
 
 FILES = ("disk",)
 each_kind = pytest.mark.parametrize("kind", KINDS)

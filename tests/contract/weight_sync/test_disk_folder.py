@@ -5,9 +5,9 @@ import errno
 import os
 
 import pytest
-from sync_sides import ToySource, Wire, toy_weights, transport
 
 from dlrover.python.rl.common.errors import EngineError, WeightSyncError
+from tests.support.sync_sides import ToySource, Wire, toy_weights, transport
 
 
 def refusal_of(call, *arguments, lasts=False):

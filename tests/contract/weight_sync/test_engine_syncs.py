@@ -7,7 +7,20 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from sync_sides import (
+
+from dlrover.python.rl.common.errors import WeightSyncError
+from dlrover.python.rl.engine.api.base import (
+    LoraSettings,
+    OptimizerConfig,
+    Rendezvous,
+    RolloutSettings,
+    TrainSettings,
+)
+from dlrover.python.rl.engine.api.settings import ParallelSizes
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from tests.support.sync_sides import (
     KINDS,
     PATIENT,
     ToySource,
@@ -22,19 +35,6 @@ from sync_sides import (
     taking_rank_side,
     transport,
 )
-
-from dlrover.python.rl.common.errors import WeightSyncError
-from dlrover.python.rl.engine.api.base import (
-    LoraSettings,
-    OptimizerConfig,
-    Rendezvous,
-    RolloutSettings,
-    TrainSettings,
-)
-from dlrover.python.rl.engine.api.settings import ParallelSizes
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
-from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -11,7 +11,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sync_sides import PATIENT, ToySource, Wire, equal, toy_weights, transport
 
 from dlrover.python.rl.common.errors import EngineError, InvalidJob, WeightsLost, WeightSyncError
 from dlrover.python.rl.engine.weight_sync import weight_server
@@ -19,6 +18,7 @@ from dlrover.python.rl.engine.weight_sync.base import Ticket, WeightTable
 from dlrover.python.rl.engine.weight_sync.buckets import MappedWeights, WeightFile
 from dlrover.python.rl.engine.weight_sync.disk import _read_exactly
 from dlrover.python.rl.engine.weight_sync.weight_server import PublishedVersions
+from tests.support.sync_sides import PATIENT, ToySource, Wire, equal, toy_weights, transport
 
 
 @pytest.mark.parametrize("kind", ["pull", "broadcast"])

@@ -8,7 +8,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from sync_sides import (
+
+from dlrover.python.rl.common.errors import EngineError, WeightsLost, WeightSyncError
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.weight_sync import cuda_ipc, weight_server
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings
+from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
+from tests.support.sync_sides import (
     PATIENT,
     ToySource,
     Wire,
@@ -21,13 +28,6 @@ from sync_sides import (
     toy_weights,
     transport,
 )
-
-from dlrover.python.rl.common.errors import EngineError, WeightsLost, WeightSyncError
-from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.weight_sync import cuda_ipc, weight_server
-from dlrover.python.rl.engine.weight_sync.base import SyncSettings
-from dlrover.python.rl.engine.weight_sync.buckets import BLOCK_BYTES
-from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
 
 
 def test_weights_on_another_device_are_refused_with_both_names(tmp_path, monkeypatch):

@@ -10,7 +10,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from sync_sides import (
+
+from dlrover.python.rl.common.errors import WeightsLost
+from tests.support.sync_sides import (
     PATIENT,
     ToySource,
     equal,
@@ -22,8 +24,6 @@ from sync_sides import (
     toy_weights,
     transport,
 )
-
-from dlrover.python.rl.common.errors import WeightsLost
 
 KINDS = ("pull", "pull_copied")
 each_kind = pytest.mark.parametrize("kind", KINDS)

@@ -10,11 +10,21 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 import pytest
-from sync_sides import PATIENT, ToySource, equal, hear, kill, process, receive_side, toy_weights, transport
 
 from dlrover.python.rl.common.errors import WeightsLost
 from dlrover.python.rl.engine.weight_sync import pull, weight_server
 from dlrover.python.rl.engine.weight_sync.buckets import CrcTally
+from tests.support.sync_sides import (
+    PATIENT,
+    ToySource,
+    equal,
+    hear,
+    kill,
+    process,
+    receive_side,
+    toy_weights,
+    transport,
+)
 
 LATEST_S = 60.0
 

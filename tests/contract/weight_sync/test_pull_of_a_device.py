@@ -4,12 +4,12 @@
 import numpy as np
 import pytest
 import torch
-from sync_sides import ToySource, Wire, equal, toy_weights
 
 from dlrover.python.rl.common.errors import WeightSyncError
 from dlrover.python.rl.engine.weight_sync import buckets, pull
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.buckets import WeightFile, stream_to_host
+from tests.support.sync_sides import ToySource, Wire, equal, toy_weights
 
 CUDA = torch.device("cuda")
 UNDER_WAY = 3000

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from sync_sides import step
 
 from dlrover.python.rl.engine.api.base import LoraSettings, OptimizerConfig, RolloutSettings, TrainSettings
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
@@ -12,6 +11,7 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.transports import make_transport
+from tests.support.sync_sides import step
 
 pytestmark = [
     pytest.mark.needs("cuda"),

@@ -10,7 +10,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from sync_sides import (
+
+from dlrover.python.rl.common.errors import OutOfDeviceMemory, WeightSyncError
+from dlrover.python.rl.engine.api.weights import verify_snapshot
+from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
+from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTable
+from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
+from tests.support.sync_sides import (
     KINDS,
     LATEST_S,
     PATIENT,
@@ -22,12 +28,6 @@ from sync_sides import (
     toy_weights,
     transport,
 )
-
-from dlrover.python.rl.common.errors import OutOfDeviceMemory, WeightSyncError
-from dlrover.python.rl.engine.api.weights import verify_snapshot
-from dlrover.python.rl.engine.memory.device_memory import DeviceMemory
-from dlrover.python.rl.engine.weight_sync.base import SyncSettings, WeightTable
-from dlrover.python.rl.engine.weight_sync.disk import DiskTransport
 
 each_kind = pytest.mark.parametrize("kind", KINDS)
 

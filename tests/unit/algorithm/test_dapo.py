@@ -3,10 +3,10 @@
 
 import pytest
 import torch
-from ragged_updates import rows_of, run
 
 from dlrover.python.rl.algorithm.dapo import DAPO
 from dlrover.python.rl.algorithm.losses.columns import SampleView
+from tests.support.ragged_updates import rows_of, run
 
 NAN = float("nan")
 

@@ -6,10 +6,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from updates import TEACHERS, outcome, ragged_update
 
 from dlrover.python.rl.algorithm.distillation import Distillation, VocabularyDistillation, reverse_kl
 from dlrover.python.rl.common.errors import DataError
+from tests.support.loss_updates import TEACHERS, outcome, ragged_update
 
 VOCAB = 11
 

@@ -3,9 +3,9 @@
 
 import pytest
 import torch
-from ragged_updates import random_update, rows_of, run
 
 from dlrover.python.rl.algorithm.dr_grpo import DrGRPO
+from tests.support.ragged_updates import random_update, rows_of, run
 
 PAPER = DrGRPO(averaging="constant", max_tokens=10)
 

@@ -6,10 +6,10 @@ import statistics
 
 import pytest
 import torch
-from ragged_updates import random_update, rows_of, run
 
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.common.errors import DataError
+from tests.support.ragged_updates import random_update, rows_of, run
 
 
 def slow_loss(config: GRPO, rows, logprobs, old, ref) -> float:

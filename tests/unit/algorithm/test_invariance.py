@@ -6,13 +6,13 @@ import pytest
 import torch
 from test_pairs import pairs_update
 from test_policy import CONFIGS, entropies
-from updates import TEACHERS, assert_same, logprobs_for, outcome, ragged_update
 
 from dlrover.python.rl.algorithm.distillation import Distillation, VocabularyDistillation
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.algorithm.sft import SFT
+from tests.support.loss_updates import TEACHERS, assert_same, logprobs_for, outcome, ragged_update
 
 ON_SAMPLES = {
     **CONFIGS,

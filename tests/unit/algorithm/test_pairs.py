@@ -6,13 +6,13 @@ import math
 import numpy as np
 import pytest
 import torch
-from updates import logprobs_for, outcome
 
 from dlrover.python.rl.algorithm.dpo import DPO
 from dlrover.python.rl.algorithm.losses.columns import add_pair_columns
 from dlrover.python.rl.algorithm.reward_model import RewardModel
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Batch, Ragged
+from tests.support.loss_updates import logprobs_for, outcome
 
 
 def pairs_of(masks, chosen, pair, old=None, ref=None) -> Batch:

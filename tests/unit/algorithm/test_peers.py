@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 from test_pairs import pairs_update
-from updates import logprobs_for, outcome, ragged_update
 
 from dlrover.python.rl.algorithm.cispo import CISPO
 from dlrover.python.rl.algorithm.dapo import DAPO
@@ -27,6 +26,7 @@ from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.rloo import RLOO
 from dlrover.python.rl.data.batch import Ragged
+from tests.support.loss_updates import logprobs_for, outcome, ragged_update
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
 SEEDS = range(3)

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import pytest
 import torch
-from updates import logprobs_for, outcome, plain_samples, plain_weight, ragged_update
 
 from dlrover.python.rl.algorithm.cispo import CISPO
 from dlrover.python.rl.algorithm.dapo import DAPO
@@ -18,6 +17,7 @@ from dlrover.python.rl.algorithm.losses.columns import Needs
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.rloo import RLOO
+from tests.support.loss_updates import logprobs_for, outcome, plain_samples, plain_weight, ragged_update
 
 TERMS = {
     "kl_coef": 0.3,

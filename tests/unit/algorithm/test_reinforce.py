@@ -4,13 +4,13 @@
 import numpy as np
 import pytest
 import torch
-from ragged_updates import rows_of, run
 from test_gae import rows_of as token_rows
 
 from dlrover.python.rl.algorithm.losses.columns import leave_one_out, whiten
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.rloo import RLOO
 from dlrover.python.rl.data.batch import Ragged
+from tests.support.ragged_updates import rows_of, run
 
 NAN = float("nan")
 

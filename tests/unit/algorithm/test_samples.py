@@ -3,13 +3,13 @@
 
 import numpy as np
 import pytest
-from ragged_updates import rows_of
 
 from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus
 from dlrover.python.rl.common.errors import DataError
 from dlrover.python.rl.data.batch import Ragged
+from tests.support.ragged_updates import rows_of
 
 NAN = float("nan")
 

@@ -4,10 +4,10 @@
 import numpy as np
 import pytest
 import torch
-from ragged_updates import random_update, run
 
 from dlrover.python.rl.algorithm.sft import SFT
 from dlrover.python.rl.data.batch import Batch
+from tests.support.ragged_updates import random_update, run
 
 ROWS = Batch({"action_tokens": np.array([1, 3, 0])})
 LOGPROBS = torch.tensor([-1.0, -2.0, -3.0, -4.0])

@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from tables import VOCABULARY, divergence, entropy_of, table, trained
 
 from dlrover.python.rl.algorithm.cispo import CISPO
 from dlrover.python.rl.algorithm.dapo import DAPO
@@ -14,6 +13,7 @@ from dlrover.python.rl.algorithm.gspo import GSPO
 from dlrover.python.rl.algorithm.ppo import PPO
 from dlrover.python.rl.algorithm.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from dlrover.python.rl.algorithm.rloo import RLOO
+from tests.support.policy_tables import VOCABULARY, divergence, entropy_of, table, trained
 
 SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))]
 TO_REFERENCE = {

@@ -9,7 +9,6 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 import torch
-from judging_envs import Length, asked
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlrover.python.rl.classic import Evaluator, MathDataset
@@ -18,6 +17,7 @@ from dlrover.python.rl.engine.api.base import RolloutSettings
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from tests.support.judging_envs import Length, asked
 
 WHO = ("Ada", "Emmy", "Sofia", "Grace", "Mary")
 

@@ -13,9 +13,9 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.processes import free_port
+from tests.support.processes import free_port
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[3]
 DEADLINE_S = 200.0
 LAUNCHERS = {
     "accelerate": "accelerate.commands.launch --multi_gpu --num_processes=2 --main_process_port={port}",
@@ -27,9 +27,9 @@ def launched(launcher, *arguments):
     """Run the script in the processes of a launcher; what it printed."""
     module = ["-m", *LAUNCHERS[launcher].format(port=free_port()).split()] if launcher else []
     known = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
-    paths = os.pathsep.join([str(HERE.parents[2]), str(HERE)])
+    paths = str(ROOT)
     child = subprocess.Popen(
-        [sys.executable, *module, str(HERE / "launched_script.py"), *map(str, arguments)],
+        [sys.executable, *module, str(ROOT / "tests/support/launched_script.py"), *map(str, arguments)],
         env={**known, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

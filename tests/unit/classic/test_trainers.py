@@ -8,7 +8,6 @@ from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
-from judging_envs import Length, Share, asked
 from torch.optim import lr_scheduler as schedulers
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -22,6 +21,7 @@ from dlrover.python.rl.classic import (
 )
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.judging_envs import Length, Share, asked
 
 NAMES = ("Ada", "Emmy", "Sofia", "Grace", "Mary", "Katherine")
 

@@ -19,7 +19,7 @@ from dlrover.python.rl.runtime.ray.cluster.health import compare
 from dlrover.python.rl.runtime.run import machine as health
 from dlrover.python.rl.runtime.run.folder import FAILED, IN_PROCESS, begin, claim
 from dlrover.python.rl.runtime.run.machine import MachineReport, check_devices, check_folder, check_port
-from tests.served import JOB
+from tests.support.served import JOB
 
 
 def test_a_sound_machine_has_nothing_to_mend(tmp_path, monkeypatch):

@@ -20,7 +20,7 @@ from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
 from dlrover.python.rl.service.server import JobServer
-from tests.served import JOB, until
+from tests.support.served import JOB, until
 
 
 @pytest.fixture(autouse=True)

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from runs import OPEN, TERMS, Run, cause, lost, members_up, node_lost, ready, started, trainer_lost, up
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.commands import Place, Release, StartMembers, StartStandby, StartTrainer
@@ -29,6 +28,19 @@ from dlrover.python.rl.control.events import (
 )
 from dlrover.python.rl.control.machine import outstanding, replay, step
 from dlrover.python.rl.control.state import EndReason, JobState, MemberPhase, Phase
+from tests.support.control_runs import (
+    OPEN,
+    TERMS,
+    Run,
+    cause,
+    lost,
+    members_up,
+    node_lost,
+    ready,
+    started,
+    trainer_lost,
+    up,
+)
 
 # -- a run that nothing disturbs --------------------------------------------------------------------------------------
 

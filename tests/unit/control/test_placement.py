@@ -5,11 +5,11 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from placements import bundles_of, check, job_of, nodes_of, placed, refused
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.placement import plan
+from tests.support.placements import bundles_of, check, job_of, nodes_of, placed, refused
 
 
 @pytest.mark.parametrize("devices", [1, 2, 3, 4])

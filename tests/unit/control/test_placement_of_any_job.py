@@ -6,9 +6,9 @@ import time
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from placements import check, job_of
 
 from dlrover.python.rl.control.placement import plan
+from tests.support.placements import check, job_of
 
 ROLES = ["ACTOR", "ROLLOUT", "REWARD", "CRITIC"]
 RESOURCES = st.fixed_dictionaries(

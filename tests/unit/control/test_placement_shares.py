@@ -4,9 +4,9 @@
 import itertools
 
 import pytest
-from placements import job_of, nodes_of, placed, refused
 
 from dlrover.python.rl.control.placement import plan
+from tests.support.placements import job_of, nodes_of, placed, refused
 
 
 def shares(workloads, group, **options):

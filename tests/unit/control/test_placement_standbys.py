@@ -4,9 +4,9 @@
 import itertools
 
 import pytest
-from placements import check, job_of, nodes_of, placed
 
 from dlrover.python.rl.control.placement import plan
+from tests.support.placements import check, job_of, nodes_of, placed
 
 
 def standbys_of(placement, role):

@@ -4,21 +4,6 @@
 from dataclasses import replace
 
 import pytest
-from runs import (
-    OPEN,
-    ROLES,
-    TERMS,
-    Run,
-    cause,
-    lost,
-    members_up,
-    node_lost,
-    ready,
-    standby_lost,
-    started,
-    trainer_lost,
-    up,
-)
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.control.commands import (
@@ -47,6 +32,21 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.machine import outstanding
 from dlrover.python.rl.control.recovery import KEPT_CAUSES, blame, completed_recoveries
 from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, MemberPhase, Phase, processes
+from tests.support.control_runs import (
+    OPEN,
+    ROLES,
+    TERMS,
+    Run,
+    cause,
+    lost,
+    members_up,
+    node_lost,
+    ready,
+    standby_lost,
+    started,
+    trainer_lost,
+    up,
+)
 
 LOOSE = replace(TERMS, job_max_restart=99, trainer_max_restart=99, node_max_failures=99)
 ALONE = replace(LOOSE, roles={**ROLES, "ROLLOUT": replace(ROLES["ROLLOUT"], standby=0)})

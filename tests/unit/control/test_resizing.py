@@ -4,7 +4,6 @@
 from dataclasses import replace
 
 import pytest
-from runs import OPEN, TERMS, Run, lost, members_up, standby_lost, started, trainer_lost, up
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.load import load_job_text
@@ -22,6 +21,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.machine import can_resize, outstanding, replay, step
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.control.state import MemberPhase, Phase
+from tests.support.control_runs import OPEN, TERMS, Run, lost, members_up, standby_lost, started, trainer_lost, up
 
 ALL_OF_ROLLOUT = [Kill(ProcessId("ROLLOUT", 0), 1), Kill(ProcessId("ROLLOUT", 1), 1), Kill(TRAINER_ID, 1)]
 

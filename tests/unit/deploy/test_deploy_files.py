@@ -12,10 +12,10 @@ import jsonschema
 import kubernetes_validate
 import pytest
 import yaml
-from kuberay import SCHEMAS
 
 from dlrover.python.rl.cli.begin import CLUSTERS, write_skeleton
 from dlrover.python.rl.cli.serve import serve
+from tests.support.kuberay import SCHEMAS
 
 ROOT = Path(__file__).parents[3]
 DOCKER = ROOT / "docker"

@@ -2,12 +2,12 @@
 """A folder that several ranks write: there as a whole, or not at all, and all of them say why."""
 
 import pytest
-from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Rendezvous
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.training.backend import present, write_folder
+from tests.support.processes import run
 
 
 def write_twice(rank, world_size, port, path):

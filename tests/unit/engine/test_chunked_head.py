@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from processes import run
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Gemma2Config, Gemma2ForCausalLM
@@ -20,6 +19,7 @@ from dlrover.python.rl.engine.model import chunked_head
 from dlrover.python.rl.engine.model.chunked_head import ChunkedHead, ChunkedLogprobs
 from dlrover.python.rl.engine.model.outputs import token_logprobs
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.processes import run
 
 TOKENS, WIDTH, VOCAB = 13, 5, 11
 WEIGHTS = 32

@@ -6,7 +6,6 @@ import functools
 import numpy as np
 import pytest
 import torch
-from processes import run
 from torch._dynamo.utils import counters
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -17,6 +16,7 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine, compile_layers
 from dlrover.python.rl.engine.model import attention
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.processes import run
 
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # that Dynamo looks at
 

@@ -4,7 +4,6 @@
 import numpy as np
 import pytest
 import torch
-from processes import run
 
 from dlrover.python.rl.common.errors import EngineError, MissingExtra, WeightSyncError
 from dlrover.python.rl.data import state_tree
@@ -17,6 +16,7 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.training import eight_bit
 from dlrover.python.rl.engine.training.eight_bit import BLOCK, AdamW8bit, make_state
 from dlrover.python.rl.engine.training.redivide import merge_states, place
+from tests.support.processes import run
 
 CONFIG = OptimizerConfig(lr=1e-3, name="adamw_8bit", warmup_steps=3, weight_decay=0.1, betas=(0.9, 0.95))
 

@@ -9,7 +9,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from processes import free_port, run
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlrover.python.rl.common.errors import EngineError, NonFiniteUpdate, WeightSyncError
@@ -21,6 +20,7 @@ from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.packing import pack
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.processes import free_port, run
 
 CONFIG = OptimizerConfig(lr=1e-3, max_grad_norm=None)
 # Adam divides by the gradient's size, so where that nearly cancels out rounding becomes a share of the rate.

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
 
 from dlrover.python.rl.algorithm.base import EngineLoss
 from dlrover.python.rl.algorithm.distillation import VocabularyDistillation
@@ -28,6 +27,7 @@ from dlrover.python.rl.engine.fsdp2.shards import Grid
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.updates import UpdatePlan, assign_updates, run_updates
+from tests.support.processes import run
 
 CONFIG = OptimizerConfig(lr=1e-4, max_grad_norm=1.0)
 COPIES, TENSOR = ParallelSizes(ddp_size=2), ParallelSizes(tensor_parallel_size=2)

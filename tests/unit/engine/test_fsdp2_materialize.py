@@ -3,7 +3,6 @@
 
 import pytest
 import torch
-from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Rendezvous
@@ -13,6 +12,7 @@ from dlrover.python.rl.engine.fsdp2.shards import Grid
 from dlrover.python.rl.engine.model.loading import TensorSource
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.spec import empty_weights
+from tests.support.processes import run
 
 ALONE = Grid(Layout(), Layout(1, 0, 0, 0, 0))
 

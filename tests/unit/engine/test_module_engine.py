@@ -8,8 +8,6 @@ from pathlib import Path
 import cloudpickle
 import pytest
 import torch
-from processes import held_ports, run
-from session_toys import EvenLong, Long, Policy, Summing, TwoLayers, start
 from transformers import AutoModelForCausalLM, Qwen2ForCausalLM
 
 from dlrover.python.rl.engine.api.base import Rendezvous, TrainSettings
@@ -19,6 +17,8 @@ from dlrover.python.rl.engine.model.train_module import CallShare, empty_weights
 from dlrover.python.rl.engine.module.engine import ModuleEngine
 from dlrover.python.rl.engine.module.parallel import compute_gradient_weight
 from dlrover.python.rl.session.split import NeedParallel, split_arguments
+from tests.support.processes import held_ports, run
+from tests.support.session_toys import EvenLong, Long, Policy, Summing, TwoLayers, start
 
 ROWS = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)).tolist()
 TEXTS = [[72, 101, 108, 108, 111], [49, 50, 43, 49, 51, 61, 50], [1, 2, 3, 4], [9, 8, 7]]

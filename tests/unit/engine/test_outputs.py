@@ -6,13 +6,13 @@ import functools
 import pytest
 import torch
 import torch.distributed as dist
-from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.base import Rendezvous
 from dlrover.python.rl.engine.model import chunked_head, outputs
 from dlrover.python.rl.engine.model.outputs import VocabularyShard, token_logprobs, top_token_ids
 from dlrover.python.rl.engine.model.ranks import Ranks
+from tests.support.processes import run
 
 TOKENS, VOCAB = 7, 11
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.needs("cuda"))]

@@ -7,7 +7,6 @@ import time
 
 import pytest
 import torch.distributed as dist
-from processes import run
 
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.common.sockets import interface_towards, machine_addresses
@@ -16,6 +15,7 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.ranks import Ranks, resolve_device, serve_store, use_interface_towards
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.processes import run
 
 
 @pytest.mark.slow

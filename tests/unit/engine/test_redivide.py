@@ -4,7 +4,6 @@
 import numpy as np
 import pytest
 import torch
-from processes import run
 
 from dlrover.python.rl.common.errors import EngineError, OtherLayout, WeightSyncError
 from dlrover.python.rl.data.batch import Batch, Ragged
@@ -14,6 +13,7 @@ from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
 from dlrover.python.rl.engine.model.ranks import Ranks
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.training.redivide import merge_states, place
+from tests.support.processes import run
 
 CONFIG = OptimizerConfig(lr=1e-3, max_grad_norm=1.0)
 ALONE = ParallelSizes()

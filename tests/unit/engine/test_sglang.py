@@ -27,10 +27,7 @@ from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine
 from dlrover.python.rl.engine.sglang.server import SglangServer
 from dlrover.python.rl.engine.weight_sync.base import SyncSettings
 from dlrover.python.rl.engine.weight_sync.pull import PullTransport
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "contract/rollout_engine"))
-
-import sglang_stand_in  # noqa: E402
+from tests.support import sglang_stand_in
 
 
 @pytest.fixture(scope="module")
@@ -236,7 +233,7 @@ def wait_until(condition, seconds=30.0):
 
 LAUNCH = """
 import json, os, sys, threading
-import sglang_stand_in
+from tests.support import sglang_stand_in
 
 flags = dict(zip(sys.argv[1:], sys.argv[2:] + [""]))
 open("flags.json", "w").write(json.dumps({**flags, "pid": os.getpid()}))
@@ -253,7 +250,7 @@ def launchable(tmp_path, monkeypatch):
     (tmp_path / "packages/sglang/launch_server.py").write_text(LAUNCH)
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path / "packages"))
-    paths = [tmp_path / "packages", Path(sglang_stand_in.__file__).parent, Path(__file__).parents[3]]
+    paths = [tmp_path / "packages", Path(__file__).parents[3]]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
     return tmp_path
 

@@ -2,8 +2,6 @@
 """What the SGLang engine reads back after a weight sync, of models that SGLang can read and of others."""
 
 import logging
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,10 +16,7 @@ from dlrover.python.rl.engine.model.loading import write_atomically
 from dlrover.python.rl.engine.model.spec import load_causal_lm
 from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, tiny_config
 from dlrover.python.rl.engine.sglang.engine import SglangRolloutEngine
-
-sys.path.insert(0, str(Path(__file__).parents[2] / "contract/rollout_engine"))
-
-import sglang_stand_in  # noqa: E402
+from tests.support import sglang_stand_in
 
 SHAPE = {
     "hidden_size": 32,

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch_models import EOS, FUSED, GENERIC, family_model, greedy, loaded, logprobs
 from transformers import AutoModelForCausalLM, Lfm2Config, Lfm2ForCausalLM, MambaConfig, MambaForCausalLM
 
 from dlrover.python.rl.common.errors import EngineError, OutOfDeviceMemory
@@ -23,6 +22,7 @@ from dlrover.python.rl.engine.model.tiny_model import make_byte_tokenizer, write
 from dlrover.python.rl.engine.rollout_torch.decoder import HuggingFaceDecoder
 from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
 from dlrover.python.rl.engine.rollout_torch.fused import FusedDecoder
+from tests.support.torch_models import EOS, FUSED, GENERIC, family_model, greedy, loaded, logprobs
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
 BOTH = [{"forward": "fused"}, {"forward": "huggingface"}]

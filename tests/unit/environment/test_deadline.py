@@ -11,15 +11,15 @@ import time
 from pathlib import Path
 
 import pytest
-import verifiers
 
 from dlrover.python.rl.common.errors import VerifierCrashed, VerifierError, VerifierTimeout
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier
+from tests.support import verifiers
 
 
 @pytest.fixture(scope="module")
 def obedient():
-    with DeadlineVerifier("verifiers:obedient", timeout_s=10) as verifier:
+    with DeadlineVerifier("tests.support.verifiers:obedient", timeout_s=10) as verifier:
         yield verifier
 
 
@@ -52,7 +52,7 @@ def test_the_child_imports_nothing_of_the_parent(obedient):
 def test_a_late_verifier_is_killed_and_replaced():
     with DeadlineVerifier(verifiers.obedient, timeout_s=1.0) as verifier:
         child, warden = verifier._child.pid, verifier._child._process.pid
-        with pytest.raises(VerifierTimeout, match=r"verifiers:obedient gave no reward within 1 s"):
+        with pytest.raises(VerifierTimeout, match=r"tests.support.verifiers:obedient gave no reward within 1 s"):
             verifier("loop", None)
         assert not is_alive(child)
         assert not is_alive(warden)
@@ -69,7 +69,7 @@ def test_what_a_late_verifier_started_goes_with_it(tmp_path):
 
 @pytest.mark.parametrize(("how", "what"), [("exit", "exit code 3"), ("segfault", "killed by SIGSEGV")])
 def test_a_crash_is_named_and_survived(obedient, how, what):
-    with pytest.raises(VerifierCrashed, match=f"the process of verifiers:obedient ended: {what}"):
+    with pytest.raises(VerifierCrashed, match=f"the process of tests.support.verifiers:obedient ended: {what}"):
         obedient(how, None)
     assert obedient("fine", None) == 1.0
 
@@ -125,7 +125,7 @@ def test_closing_leaves_no_process():
     verifier.close()
     verifier.close()
     assert not is_alive(child)
-    with pytest.raises(ValueError, match="verifiers:process_id is closed"):
+    with pytest.raises(ValueError, match="tests.support.verifiers:process_id is closed"):
         verifier("", None)
 
 
@@ -156,7 +156,9 @@ def test_a_killed_parent_leaves_no_process():
         wait_until_gone(process)
 
 
-@pytest.mark.parametrize("name", ["verifiers:missing", "no_such_module:f", "verifiers:not_a_function"])
+@pytest.mark.parametrize(
+    "name", ["tests.support.verifiers:missing", "no_such_module:f", "tests.support.verifiers:not_a_function"]
+)
 def test_what_cannot_be_loaded_is_refused_at_once(name):
     with pytest.raises(VerifierError, match=f"{name} could not be loaded"):
         DeadlineVerifier(name, timeout_s=1)

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import user_environments
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.base import (
@@ -26,8 +25,9 @@ from dlrover.python.rl.environment.core.functions import (
     load_environment,
     run_in_thread,
 )
+from tests.support import user_environments
 
-SCRIPT = Path(__file__).with_name("user_environments.py")
+SCRIPT = Path(user_environments.__file__)
 README = """
 async def step(state, action, extra_info):
     env_response = {
@@ -70,7 +70,7 @@ def test_the_readmes_environment_made_runnable_loads_from_a_path(tmp_path):
 
 
 @pytest.mark.feature(86)
-@pytest.mark.parametrize("where", [str(SCRIPT), "user_environments"])
+@pytest.mark.parametrize("where", [str(SCRIPT), "tests.support.user_environments"])
 def test_a_script_or_a_module_with_reset_and_close(where):
     environment = load_environment(where)
     info = {"first": "begin "}
@@ -97,13 +97,25 @@ def test_a_class_with_options_and_sync_calls():
     [
         ("/nowhere/env.py", None, "no such file: /nowhere/env.py"),
         (str(SCRIPT.with_name("user_environment.py")), None, "did you mean 'user_environments.py'"),
-        ("user_environmnts", None, "no module named 'user_environmnts'; did you mean 'user_environments'"),
-        ("user_environments:Countin", None, "has no 'Countin'; did you mean 'Counting'"),
-        ("user_environments:Counting", {"strt": 1}, "an unexpected keyword argument 'strt'; did you mean 'start'"),
-        ("user_environments:Without", None, "has no function 'step'; did you mean 'stpe'"),
-        ("user_environments:TooFew", None, "step is called with (state, action, extra_info): too many positional arg"),
-        ("user_environments:TooMany", None, "reset is called with (extra_info): missing a required argument"),
-        ("user_environments", {"a": 1}, "take no options: a"),
+        ("tests.support.user_environmnts", None, "did you mean 'tests.support.user_environments'"),
+        ("tests.support.user_environments:Countin", None, "has no 'Countin'; did you mean 'Counting'"),
+        (
+            "tests.support.user_environments:Counting",
+            {"strt": 1},
+            "an unexpected keyword argument 'strt'; did you mean 'start'",
+        ),
+        ("tests.support.user_environments:Without", None, "has no function 'step'; did you mean 'stpe'"),
+        (
+            "tests.support.user_environments:TooFew",
+            None,
+            "step is called with (state, action, extra_info): too many positional arg",
+        ),
+        (
+            "tests.support.user_environments:TooMany",
+            None,
+            "reset is called with (extra_info): missing a required argument",
+        ),
+        ("tests.support.user_environments", {"a": 1}, "take no options: a"),
     ],
 )
 def test_what_is_not_there_is_named(where, options, what):
@@ -184,7 +196,7 @@ def test_the_score_is_the_reward_by_default_and_apart_from_it_where_given():
 
 
 def test_the_module_is_the_one_that_tests_import():
-    environment = load_environment("user_environments")
+    environment = load_environment("tests.support.user_environments")
     run(environment.close({"who": "me"}))
     assert {"who": "me"} in user_environments.log
 

@@ -3,16 +3,15 @@
 
 import asyncio
 import time
-from pathlib import Path
 
 import pytest
-import user_environments
 
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
+from tests.support import user_environments
 
-SCRIPT = str(Path(__file__).with_name("user_environments.py"))
+SCRIPT = user_environments.__file__
 WORDS = {
     "raise": "step raised RuntimeError: out of order",
     "none": "step returned None",
@@ -50,7 +49,9 @@ async def group(guard, plays):
 @pytest.fixture(params=["here", "isolated"])
 def environment(request):
     user_environments.log.clear()
-    return load_environment("user_environments") if request.param == "here" else IsolatedEnvironment(SCRIPT)
+    return (
+        load_environment("tests.support.user_environments") if request.param == "here" else IsolatedEnvironment(SCRIPT)
+    )
 
 
 @pytest.mark.feature(91)
@@ -101,7 +102,7 @@ def test_reset_and_close_may_fail_too(environment):
 @pytest.mark.feature(90)
 def test_an_episode_stops_when_done_and_is_closed_at_the_limit_of_turns():
     user_environments.log.clear()
-    guard = Guard(load_environment("user_environments"))
+    guard = Guard(load_environment("tests.support.user_environments"))
     done = run(play(guard, ["go ", "done", "never"]))
     cut = run(play(guard, ["go "] * 9, max_turns=3))
     assert (done.turns, done.done) == (2, True)
@@ -187,7 +188,7 @@ def test_a_cancelled_rollout_closes_its_episodes():
     user_environments.log.clear()
 
     async def cancelled():
-        guard = Guard(load_environment("user_environments"))
+        guard = Guard(load_environment("tests.support.user_environments"))
         task = asyncio.create_task(play(guard, ["sleep"]))
         await asyncio.sleep(0.1)
         task.cancel()
@@ -201,7 +202,7 @@ def test_a_cancelled_rollout_closes_its_episodes():
 @pytest.mark.parametrize("limits", [{"timeout_s": 0}, {"episodes": 0}])
 def test_impossible_limits_are_refused(limits):
     with pytest.raises(ValueError, match="need a positive timeout_s and episodes"):
-        Guard(load_environment("user_environments"), **limits)
+        Guard(load_environment("tests.support.user_environments"), **limits)
 
 
 @pytest.mark.parametrize(

@@ -12,8 +12,9 @@ import pytest
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import EnvironmentServer, IsolatedEnvironment
+from tests.support import user_environments
 
-SCRIPT = str(Path(__file__).with_name("user_environments.py"))
+SCRIPT = user_environments.__file__
 
 
 def run(coroutine):

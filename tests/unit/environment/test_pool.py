@@ -5,11 +5,11 @@ import itertools
 import time
 
 import pytest
-import verifiers
 
 from dlrover.python.rl.common.errors import VerifierError, VerifierTimeout
 from dlrover.python.rl.environment.core.scoring import Completed
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
+from tests.support import verifiers
 
 
 def judge(pool, *completions):
@@ -72,7 +72,7 @@ def test_what_cannot_be_loaded_is_refused_and_leaves_no_process():
 
     def start():
         if next(number) == 1:
-            return DeadlineVerifier("verifiers:missing", timeout_s=1)
+            return DeadlineVerifier("tests.support.verifiers:missing", timeout_s=1)
         started.append(DeadlineVerifier(verifiers.length, timeout_s=1))
         return started[-1]
 

@@ -9,13 +9,13 @@ from functools import partial
 
 import numpy as np
 import pytest
-import verifiers
 
 from dlrover.python.rl.common.by_value import name_for, readable_name
 from dlrover.python.rl.common.errors import VerifierError
 from dlrover.python.rl.environment.core.functions import count_abandoned
 from dlrover.python.rl.environment.core.scoring import Completed, Reward, RewardFunction, WeightedRewards
 from dlrover.python.rl.environment.sandbox.reward_process import DeadlineVerifier, VerifierPool
+from tests.support import verifiers
 
 
 def length(completion, answer, extra_info):
@@ -185,7 +185,7 @@ def test_a_column_that_is_null_in_a_row_has_its_default_there(function):
 
 
 def test_a_verifiers_process_knows_the_columns_of_all_rows():
-    with DeadlineVerifier("verifiers:level", timeout_s=20, columns={"level"}) as verifier:
+    with DeadlineVerifier("tests.support.verifiers:level", timeout_s=20, columns={"level"}) as verifier:
         assert [verifier("x", None, row) for row in ({"level": 3}, {})] == [3.0, 1.0]
 
 
@@ -269,24 +269,28 @@ def test_every_function_needs_a_finite_weight(weights):
 
 
 def test_they_run_in_a_verifiers_process_by_name():
-    weights = {"verifiers:length": 0.25, "verifiers:awaited": 2.0}
+    weights = {"tests.support.verifiers:length": 0.25, "tests.support.verifiers:awaited": 2.0}
     with DeadlineVerifier(weights, timeout_s=20) as verifier:
         assert verifier.score_all([Completed("four", None, {"bonus": 4})]) == [
-            Reward(0.25 * 8 + 2.0 * 5, {"verifiers:length": 8.0, "verifiers:awaited": 5.0})
+            Reward(0.25 * 8 + 2.0 * 5, {"tests.support.verifiers:length": 8.0, "tests.support.verifiers:awaited": 5.0})
         ]
         assert verifier("four", None) == 1.0 + 10.0
-    with pytest.raises(VerifierError, match="verifiers:length \\+ verifiers:lenth could not be loaded"):
-        DeadlineVerifier({verifiers.length: 1.0, "verifiers:lenth": 1.0}, timeout_s=20)
+    with pytest.raises(
+        VerifierError, match="tests.support.verifiers:length \\+ tests.support.verifiers:lenth could not be loaded"
+    ):
+        DeadlineVerifier({verifiers.length: 1.0, "tests.support.verifiers:lenth": 1.0}, timeout_s=20)
 
 
 def test_a_verifiers_process_is_asked_once_for_a_batch():
-    pool = VerifierPool(2, partial(DeadlineVerifier, "verifiers:place_in_batch", timeout_s=20))
+    pool = VerifierPool(2, partial(DeadlineVerifier, "tests.support.verifiers:place_in_batch", timeout_s=20))
     try:
         assert [reward.total for reward in pool.score(Completed(text) for text in "abc")] == [0.0, 1.0, 2.0]
         for error in pool.score([Completed("a"), Completed("raise")]):
-            assert str(error).startswith("verifiers:place_in_batch raised ValueError: not this")
+            assert str(error).startswith("tests.support.verifiers:place_in_batch raised ValueError: not this")
         for error in pool.score([Completed("one")]):
-            assert str(error).startswith("verifiers:place_in_batch returned 1.0, not a list of 1: a function")
+            assert str(error).startswith(
+                "tests.support.verifiers:place_in_batch returned 1.0, not a list of 1: a function"
+            )
         assert pool.score([]) == []
     finally:
         pool.close()

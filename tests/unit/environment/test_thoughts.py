@@ -7,7 +7,6 @@ import time
 from types import SimpleNamespace
 
 import pytest
-import some_tools
 
 from dlrover.python.rl.data.conversation import find_think_prefix
 from dlrover.python.rl.data.model_text import ignore_thoughts, split_calls, split_thoughts
@@ -16,6 +15,7 @@ from dlrover.python.rl.environment.core.gym_adapter import GymEnvironment
 from dlrover.python.rl.environment.core.messages import make_assistant_message
 from dlrover.python.rl.environment.core.scoring import Completed, RewardFunction, WeightedRewards
 from dlrover.python.rl.environment.core.tools import ToolEnvironment
+from tests.support import some_tools
 
 ANSWERS = [  # completion, reference, value before, reward
     (r"<think>Is it \boxed{31}?</think>It is \boxed{46}.", "46", 1.0, 1.0),
@@ -102,7 +102,7 @@ ARGUMENTS = [  # arguments of the calls of an action, calls made before
 def take_step(action, state):
     """The calls made, errors as "error", and the step's result."""
     some_tools.asked.clear()
-    environment = ToolEnvironment({"note": "some_tools:note"}, "exact")
+    environment = ToolEnvironment({"note": "tests.support.some_tools:note"}, "exact")
     action = make_assistant_message(action) if isinstance(state, list) else action
     step = asyncio.run(environment.step(state, action, {"answer": "63", "tool_calls": 0}))
     errors = str(step.next_state).removeprefix(str(state)).count("error: the call is no JSON: ")
@@ -132,7 +132,7 @@ def test_tools_thoughts_opened_by_the_prompt_are_drafts():
     for prompt, calls in (("?", ["a"]), ("? <think>\n", [])):
         requests, step = take_step(f"Perhaps {A} or 63", prompt)
         assert (requests, step.done, step.reward) == (calls, not calls, 0.0)
-    environment = ToolEnvironment({"note": "some_tools:note"}, "exact", thoughts="scored")
+    environment = ToolEnvironment({"note": "tests.support.some_tools:note"}, "exact", thoughts="scored")
     step = asyncio.run(environment.step("? <think>\n", "It is 63", {"answer": "63"}))
     assert (step.done, step.reward) == (True, 1.0)
 

@@ -6,17 +6,17 @@ import json
 import time
 
 import pytest
-import some_tools
 
 from dlrover.python.rl.common.errors import EnvironmentFailed
 from dlrover.python.rl.environment.core.functions import load_environment
 from dlrover.python.rl.environment.core.messages import make_assistant_message
 from dlrover.python.rl.environment.core.turns import Guard, Trajectory
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
+from tests.support import some_tools
 
 WHERE = "dlrover.python.rl.environment.core.tools:ToolEnvironment"
-TOOLS = {name: f"some_tools:{name}" for name in ("add", "search", "long", "gone")}
-OPTIONS = {"tools": TOOLS, "judge": "some_tools:judge"}
+TOOLS = {name: f"tests.support.some_tools:{name}" for name in ("add", "search", "long", "gone")}
+OPTIONS = {"tools": TOOLS, "judge": "tests.support.some_tools:judge"}
 
 
 def call(name, **arguments):
@@ -159,8 +159,8 @@ def test_it_runs_in_a_process_of_its_own():
 @pytest.mark.parametrize(
     ("options", "what"),
     [
-        ({"tools": {"add": "some_tools:ad"}}, "has no 'ad'; did you mean 'add'"),
-        ({"judge": "some_tools:juge"}, "has no 'juge'; did you mean 'judge'"),
+        ({"tools": {"add": "tests.support.some_tools:ad"}}, "has no 'ad'; did you mean 'add'"),
+        ({"judge": "tests.support.some_tools:juge"}, "has no 'juge'; did you mean 'judge'"),
         ({"tools": {}}, "need at least one of each, not 0 tools"),
         ({"max_calls": 0}, "max_calls=0"),
         ({"turn": "\n"}, "turn needs a place for {responses}"),

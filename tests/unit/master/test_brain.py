@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy_jobs import toy_job
 
 from dlrover.python.rl.common.errors import JobConflict, JournalCorrupt
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
@@ -39,7 +38,8 @@ from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, S
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.run.folder import new_run
 from dlrover.python.rl.trainer.trainer import StepReport
-from tests.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock
+from tests.support.toy_jobs import toy_job
 
 SUBMITTED = Submitted("toy", {"ACTOR": RoleSettings(1)}, "run", 3, 3, backoff_s=0.5)
 GONE = Cause(CauseKind.PROCESS_DIED, "ACTOR[0]", "gone")

@@ -9,19 +9,18 @@ import sys
 from pathlib import Path
 
 import pytest
-import toy_jobs
 from click.testing import CliRunner
 
 from dlrover.python.rl.cli.commands import cli, main
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 
-TESTS = str(Path(toy_jobs.__file__).parent)
+ROOT = str(Path(__file__).parents[3])
 
 GOOD = """
-trainer: {module: toy_jobs, class: Loop, device_type: CPU, device_per_node: 4}
+trainer: {module: tests.support.toy_jobs, class: Loop, device_type: CPU, device_per_node: 4}
 workload:
-  actor: {module: toy_jobs, class: Adder, num: 2}
-  rollout: {module: toy_jobs, class: Adder}
+  actor: {module: tests.support.toy_jobs, class: Adder, num: 2}
+  rollout: {module: tests.support.toy_jobs, class: Adder}
 config: {steps: 3}
 """
 
@@ -30,7 +29,7 @@ config: {steps: 3}
 def shell(tmp_path, monkeypatch, capfd):
     """Run ``dlrover-rl`` with arguments in an empty folder; gives the exit code and what was printed."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", TESTS)
+    monkeypatch.setenv("PYTHONPATH", ROOT)
     logger = logging.getLogger("dlrover")
     kept = logger.handlers[:], logger.level, logger.propagate
 
@@ -128,7 +127,7 @@ def test_check_prints_the_plan_and_starts_nothing(shell):
     code, out, _ = shell("check", write(), "workload.rollout.num=2")
     assert code == 0
     assert "plan: 4 bundles, {'cpu': 4.0} in all" in out
-    assert "ROLLOUT    x2  toy_jobs.Adder  each {'cpu': 1.0}  in bundle 2, 3" in out
+    assert "ROLLOUT    x2  tests.support.toy_jobs.Adder  each {'cpu': 1.0}  in bundle 2, 3" in out
     assert not Path("runs").exists()
 
 
@@ -137,14 +136,15 @@ def test_the_command_is_installed_and_runs_from_a_shell(tmp_path):
     run = subprocess.run(
         [Path(sys.executable).parent / "dlrover-rl", "check", "job.yaml"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": TESTS},
+        env={**os.environ, "PYTHONPATH": ROOT},
         capture_output=True,
         text=True,
         check=False,
     )
     assert (run.returncode, run.stdout) == (2, "")
     assert run.stderr == (
-        "1 error in the job:\n  - trainer.class: module 'toy_jobs' has no class 'Lop'; did you mean 'Loop'?\n"
+        "1 error in the job:\n"
+        "  - trainer.class: module 'tests.support.toy_jobs' has no class 'Lop'; did you mean 'Loop'?\n"
     )
 
 
@@ -214,7 +214,11 @@ def test_a_wrong_option_exits_with_2(shell, options, said):
 @pytest.mark.parametrize(
     ("before", "after", "said"),
     [
-        ("class: Loop", "class: Lop", "trainer.class: module 'toy_jobs' has no class 'Lop'; did you mean 'Loop'?"),
+        (
+            "class: Loop",
+            "class: Lop",
+            "trainer.class: module 'tests.support.toy_jobs' has no class 'Lop'; did you mean 'Loop'?",
+        ),
         ("class: Loop", "class: Adder", "trainer.class: Adder does not extend BaseTrainer"),
         ("num: 2", "nmu: 2", "workload.actor.nmu: unknown key 'nmu'; did you mean 'num'?"),
         ("num: 2", "num: -2", "workload.actor.num: input should be greater than 0, got -2"),
@@ -388,14 +392,14 @@ def test_what_has_no_effect_is_refused(shell):
 
 def test_a_submitted_file_has_its_classes_beside_it(shell):
     Path("jobs").mkdir()
-    Path("jobs/beside.py").write_text("from toy_jobs import *\n")
-    write(GOOD.replace("toy_jobs", "beside"), "jobs/job.yaml")
+    Path("jobs/beside.py").write_text("from tests.support.toy_jobs import *\n")
+    write(GOOD.replace("tests.support.toy_jobs", "beside"), "jobs/job.yaml")
     code, _, err = shell("submit", "--local", "--job_name", "mine", "--rl_config", "jobs/job.yaml")
     assert code == 0, err
 
 
 def test_a_missing_actor_is_said_once(shell):
-    text = GOOD.replace("  actor: {module: toy_jobs, class: Adder, num: 2}\n", "")
+    text = GOOD.replace("  actor: {module: tests.support.toy_jobs, class: Adder, num: 2}\n", "")
     message = refused(shell, text, commands=[("check",)])
     assert message == "1 error in the job:\n  - workload: the role 'actor' is required; the job has rollout\n"
 
@@ -473,14 +477,16 @@ def test_without_ray_its_functions_start_no_cluster_and_name_the_way_without_it(
     pytest.importorskip("ray")
     (tmp_path / "guide.py").write_text(
         "import ray\n"
-        "from toy_jobs import Adder, Loop\n\n\n"
+        "from tests.support.toy_jobs import Adder, Loop\n\n\n"
         "class Gets(Loop):\n"
         "    def fit(self):\n"
         "        ray.get(list(self.RG_ACTOR.add.options(blocking=False)(1)))\n"
     )
-    job = tmp_path / write(GOOD.replace("module: toy_jobs, class: Loop", "module: guide, class: Gets"), tmp_path / "j")
+    job = tmp_path / write(
+        GOOD.replace("module: tests.support.toy_jobs, class: Loop", "module: guide, class: Gets"), tmp_path / "j"
+    )
     command = [sys.executable, "-m", "dlrover.python.rl.master.main", "run", "--local", str(job), "env.TOKEN=sesame"]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([TESTS, str(tmp_path)])}
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([ROOT, str(tmp_path)])}
     ran = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
     assert ran.returncode == 1
     assert "CallError: there is no Ray in one process: resolve what role groups and handles return" in ran.stderr

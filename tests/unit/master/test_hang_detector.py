@@ -6,7 +6,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-from toy_jobs import toy_job
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.common.progress import note_progress
@@ -33,7 +32,8 @@ from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.trainer.workload import MemberContext
-from tests.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock
+from tests.support.toy_jobs import toy_job
 
 LIMIT_S, BEATS = 60.0, LivenessSpec()
 

@@ -5,8 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import toy_jobs
-from toy_jobs import toy_job
 
 from dlrover.python.rl.common.errors import CallError, InvalidJob, JobFailed
 from dlrover.python.rl.config.spec import CheckpointSpec
@@ -14,11 +12,12 @@ from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import RLJobBuilder, check_job
 from dlrover.python.rl.master.process.brain import run_local
 from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
+from tests.support.toy_jobs import toy_job
 
 
 def builder(trainer="Loop"):
     made = RLJobBuilder().device_type("CPU").device_per_node(4).config({"steps": 2})
-    return made.trainer("toy_jobs", trainer).actor("toy_jobs", "Adder").total(2)
+    return made.trainer("tests.support.toy_jobs", trainer).actor("tests.support.toy_jobs", "Adder").total(2)
 
 
 @pytest.fixture(autouse=True)
@@ -27,7 +26,7 @@ def _in_an_empty_folder(tmp_path, monkeypatch):
 
 
 def test_a_described_job_has_its_spec_and_nothing_is_started(tmp_path):
-    job = builder().rollout("toy_jobs", "Adder").total(2).with_collocation("actor", "rollout").build()
+    job = builder().rollout("tests.support.toy_jobs", "Adder").total(2).with_collocation("actor", "rollout").build()
     spec = job.spec("my-job")
     assert (spec.name, dict(spec.groups[0])) == ("my-job", {"ACTOR": 2, "ROLLOUT": 2})
     assert list(tmp_path.iterdir()) == []
@@ -85,9 +84,7 @@ def test_a_checked_job_knows_its_plan_and_its_methods(tmp_path):
 def test_a_copy_of_other_members_is_not_gone_on_from_and_stays(tmp_path, local):
     def job(steps, members):
         made = toy_job(tmp_path / "out", members=members, steps=steps)
-        return replace(
-            made, checkpoint=CheckpointSpec(resume="latest"), search_path=(str(Path(toy_jobs.__file__).parent),)
-        )
+        return replace(made, checkpoint=CheckpointSpec(resume="latest"), search_path=(str(Path(__file__).parents[3]),))
 
     def run(checked):
         reports = []

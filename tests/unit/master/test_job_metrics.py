@@ -25,7 +25,7 @@ from dlrover.python.rl.master.process.metrics import (
     TimeUse,
 )
 from dlrover.python.rl.trainer.trainer import StepReport
-from tests.unit.control import runs
+from tests.support import control_runs as runs
 
 FILES = Path(package.__path__[0])
 

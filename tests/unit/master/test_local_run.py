@@ -7,8 +7,6 @@ import threading
 from dataclasses import replace
 
 import pytest
-import toy_jobs
-from toy_jobs import toy_job
 
 from dlrover.python.rl.common.errors import JobConflict
 from dlrover.python.rl.config.spec import RestartSpec
@@ -23,6 +21,8 @@ from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
 from dlrover.python.rl.runtime.local import LocalExecutor
 from dlrover.python.rl.runtime.run.folder import in_use
 from dlrover.python.rl.trainer.trainer import StepReport
+from tests.support import toy_jobs
+from tests.support.toy_jobs import toy_job
 
 MEMBERS = ["ACTOR-0", "ACTOR-1", "REWARD-0", "REWARD-1"]
 NAMES = [f"{member}/1" for member in MEMBERS]

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from tests.held_job import wait_for
+from tests.support.held_job import wait_for
 
 ROOT = Path(__file__).resolve().parents[3]
 CLI = "from dlrover.python.rl.cli.entry import main; main()"

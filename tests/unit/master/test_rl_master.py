@@ -22,7 +22,7 @@ from dlrover.python.rl.master.process.rl_master import MasterRun, RLMaster
 from dlrover.python.rl.runtime.checkpoint.journal_store import StateStore
 from dlrover.python.rl.runtime.member.heartbeat import BeatAnswer, Heartbeat, OomKills
 from dlrover.python.rl.runtime.member.inspection import Inspection
-from tests.unit.control import runs
+from tests.support import control_runs as runs
 
 JOB = """
 trainer: {{module: toys, class: Loop, device_per_node: 4, device_type: CPU}}

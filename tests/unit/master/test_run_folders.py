@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.held_job import Desk
+from tests.support.held_job import Desk
 
 HERE = "--local"
 

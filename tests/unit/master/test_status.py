@@ -3,8 +3,6 @@
 
 from dataclasses import replace
 
-from toy_jobs import toy_job
-
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.control.events import (
     Cause,
@@ -24,6 +22,7 @@ from dlrover.python.rl.master.process.status import Position, recoveries, status
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.trainer.trainer import StepReport
+from tests.support.toy_jobs import toy_job
 
 BEFORE = JobState()
 AFTER = replace(BEFORE, incarnation=1)

@@ -8,7 +8,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from toy_jobs import toy_job
 
 from dlrover.python.rl.common.errors import MasterLost
 from dlrover.python.rl.control.placement import plan
@@ -19,6 +18,7 @@ from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.checkpoint.store import Manifest
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.run.folder import FINISHED, newest_owner
+from tests.support.toy_jobs import toy_job
 
 
 @pytest.fixture

@@ -2,9 +2,9 @@
 """A critic that learns before the actor does."""
 
 import pytest
-from policy_jobs import finished, policy_job
 
 from dlrover.python.rl.environment.sandbox.confinement import sandbox_level
+from tests.support.policy_jobs import finished, policy_job
 
 MODEL = "model/model.safetensors"
 

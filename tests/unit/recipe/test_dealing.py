@@ -5,7 +5,6 @@ import math
 
 import numpy as np
 import pytest
-from example_jobs import PAIRS, metrics_of, stage, write_rows
 
 from dlrover.python.rl.engine.api.base import UpdateResult
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
@@ -13,6 +12,7 @@ from dlrover.python.rl.recipe.base.engine_workload import Machine
 from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, ScorerWorkload
 from dlrover.python.rl.trainer.workload import trainer_invocation
+from tests.support.example_jobs import PAIRS, metrics_of, stage, write_rows
 
 
 class _Given:

@@ -2,17 +2,12 @@
 """The recipes as durable loops: the same bits every time, and what a step does about samples that fail."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here
-
-sys.path.append(str(Path(__file__).parents[3]))
-
-from tests.chaos.job import tiny_job  # noqa: E402
+from tests.chaos.job import tiny_job
 
 TIMES = ("time/", "speed/", "memory/")
 

@@ -6,26 +6,22 @@ import importlib
 import json
 import math
 import os
-import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
-from policy_jobs import policy_job, write_inputs, write_teacher
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.master.job import check_job, run_here
 from dlrover.python.rl.recipe.distill import DistillationConfig
+from tests.chaos.job import tiny_job
+from tests.support.policy_jobs import policy_job, write_inputs, write_teacher
 
-sys.path.append(str(Path(__file__).parents[3]))
-
-from tests.chaos.job import tiny_job  # noqa: E402
-
-HERE = Path(__file__).parent
-HOSTILE = str(HERE / "hostile.py")
+SUPPORT = Path(__file__).parents[2] / "support"
+HOSTILE = str(SUPPORT / "hostile_rewards.py")
 GAMES = {"train": None, "eval_rows": 4}
 ROLLOUT = {"samples_per_prompt": 4, "max_new_tokens": 4}
 TIMES = ("time/", "speed/", "memory/")
@@ -122,7 +118,7 @@ def mean(name, samples):
 
 @pytest.mark.feature(89)
 def test_the_score_is_logged_and_every_figure_is_of_whole_samples(tmp_path):
-    rollout = {"env_path": str(HERE / "scenes.py"), "env_isolated": False}
+    rollout = {"env_path": str(SUPPORT / "scenes.py"), "env_isolated": False}
     keep = {"best": "eval/score"}
     out = finished(tmp_path, data=GAMES, rollout=rollout, eval_every=1, keep=keep, seed=5)
     steps, drawn = steps_of(out), lines(out / "samples.jsonl")
@@ -153,8 +149,7 @@ def test_an_environment_that_takes_its_process_along_costs_those_who_play_in_it(
 @pytest.mark.feature(98)
 @pytest.mark.slow
 def test_a_hostile_reward_function_fails_some_samples_and_the_run_goes_on(tmp_path, monkeypatch, leaves_nothing):
-    monkeypatch.syspath_prepend(str(HERE))
-    reward = {"function": "hostile:reward", "timeout_s": 0.5, "workers": 2}
+    reward = {"function": "tests.support.hostile_rewards:reward", "timeout_s": 0.5, "workers": 2}
     out = finished(tmp_path, steps=1, reward=reward)
     rows, steps = lines(out / "samples.jsonl"), steps_of(out)
     assert sum(row["samples/failed"] for row in steps) == sum(row["reward"] is None for row in rows) > 0
@@ -166,13 +161,15 @@ def test_each_turn_is_credited_with_the_rewards_that_come_after_it_and_not_with_
     rollout = {
         "samples_per_prompt": 2,
         "max_new_tokens": 3,
-        "env_path": str(HERE / "tipping.py"),
+        "env_path": str(SUPPORT / "tipping.py"),
         "env_isolated": False,
     }
-    played = policy_job(tmp_path, "ppo", steps=1, algorithm={"name": "tipping:Kept"}, rollout=rollout, reward={})
+    played = policy_job(
+        tmp_path, "ppo", steps=1, algorithm={"name": "tests.support.tipping:Kept"}, rollout=rollout, reward={}
+    )
     status = run_here(check_job(played, local=True))
     assert status.phase is Phase.FINISHED, status.cause
-    (rows,) = importlib.import_module("tipping").Kept.annotated
+    (rows,) = importlib.import_module("tests.support.tipping").Kept.annotated
     for returns, mask in zip(rows.ragged("returns"), rows.ragged("action_mask"), strict=True):
         turns = np.cumsum(np.diff(mask.astype(int), prepend=0) == 1)[mask]
         np.testing.assert_allclose(returns[mask], turns == 1, atol=1e-6)
@@ -191,7 +188,10 @@ def test_an_environment_that_does_not_load_is_refused_before_the_start(tmp_path)
     def found(**rollout):
         return problems(tmp_path, rollout=rollout)
 
-    assert "did you mean 'hostile.py'" in found(env_path=str(HERE / "hostle.py"))["config.rollout.env_path"]
+    assert (
+        "did you mean 'hostile_rewards.py'"
+        in found(env_path=str(SUPPORT / "hostle_rewards.py"))["config.rollout.env_path"]
+    )
     besides = problems(tmp_path, rollout={"env_path": str(HOSTILE)}, reward={"model": "m", "thoughts": "scored"})
     assert "rollout.env_path scores" in besides["config.reward.model"]
     assert "rollout.env_path scores" in besides["config.reward.thoughts"]

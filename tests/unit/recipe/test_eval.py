@@ -10,10 +10,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from example_jobs import EXAMPLES, PAIRS, write_rows
-from policy_jobs import policy_job, write_inputs
 
 from dlrover.python.rl.config.layout import job_to_yaml
+from tests.support.example_jobs import EXAMPLES, PAIRS, write_rows
+from tests.support.policy_jobs import policy_job, write_inputs
 
 CLI = [sys.executable, "-m", "dlrover.python.rl.cli"]
 FIRST_TRAINER = Path(__file__).parents[3] / "examples/first_trainer"

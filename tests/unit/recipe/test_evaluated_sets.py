@@ -6,7 +6,8 @@ import math
 
 import numpy as np
 import pytest
-from policy_jobs import finished, policy_job
+
+from tests.support.policy_jobs import finished, policy_job
 
 
 @pytest.mark.slow
@@ -24,7 +25,7 @@ def test_sets_have_their_own_metrics_of_several_answers_to_each_prompt(tmp_path)
         eval_every=1,
         eval={"samples": 4, "temperature": 1.0},
         keep={"best": "eval/more/pass@2"},
-        reward={"function": "policy_rewards:odd", "workers": 1, "timeout_s": 60.0},
+        reward={"function": "tests.support.policy_rewards:odd", "workers": 1, "timeout_s": 60.0},
     )
     folder, (metrics,) = finished(job)
     held_out = [json.loads(line) for line in (folder / "held_out.jsonl").read_text().splitlines()]

@@ -2,25 +2,20 @@
 """The GRPO recipe in one process."""
 
 import json
-import sys
 from importlib.metadata import PackageNotFoundError
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.append(str(Path(__file__).parents[2] / "ray"))
-
-from recipe_jobs import grpo_job  # noqa: E402
-
-from dlrover.python.rl.common.errors import InvalidJob  # noqa: E402
-from dlrover.python.rl.config.plain import to_plain  # noqa: E402
-from dlrover.python.rl.control.state import Phase  # noqa: E402
-from dlrover.python.rl.master.job import check_job, run_here  # noqa: E402
-from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
-from dlrover.python.rl.trainer.plan import plan_of  # noqa: E402
+from dlrover.python.rl.common.errors import InvalidJob
+from dlrover.python.rl.config.plain import to_plain
+from dlrover.python.rl.control.state import Phase
+from dlrover.python.rl.master.job import check_job, run_here
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.trainer.plan import plan_of
+from tests.ray.recipe_jobs import grpo_job
 
 
 @pytest.fixture(scope="module")

@@ -3,23 +3,18 @@
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3]))
-
-from recipe_stage import Stage, both, flip_a_bit, kill, kill_trainer  # noqa: E402
-
-from dlrover.python.rl.common.errors import DataError, NonFiniteUpdate, WeightsLost  # noqa: E402
-from dlrover.python.rl.data import state_tree  # noqa: E402
-from dlrover.python.rl.engine.weight_sync.pull import PullTransport  # noqa: E402
-from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
-from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
-from dlrover.python.rl.trainer.workload import trainer_invocation  # noqa: E402
-from tests.chaos.job import tiny_job  # noqa: E402
+from dlrover.python.rl.common.errors import DataError, NonFiniteUpdate, WeightsLost
+from dlrover.python.rl.data import state_tree
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload
+from dlrover.python.rl.trainer.workload import trainer_invocation
+from tests.chaos.job import tiny_job
+from tests.support.recipe_stage import Stage, both, flip_a_bit, kill, kill_trainer
 
 STEPS = 3
 TIMES = ("time/", "speed/", "memory/")

@@ -7,12 +7,12 @@ import re
 import shutil
 import signal
 import socket
+import threading
 import time
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from launching import ADD, DEADLINE_S, ROOT, SFT, TWO, launched_rank, run, started, write_desk
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.common.sockets import machine_addresses
@@ -20,7 +20,8 @@ from dlrover.python.rl.config.load import load_job
 from dlrover.python.rl.recipe.launch import _command, _store, _validate_sharing, describe_job, launch
 from dlrover.python.rl.runtime.run.folder import FAILED, newest_owner
 from dlrover.python.rl.runtime.torchrun.links import LaunchEnv
-from tests.processes import run as run_ranks
+from tests.support.launching import ADD, DEADLINE_S, ROOT, SFT, TWO, launched_rank, run, started, write_desk
+from tests.support.processes import run as run_ranks
 
 
 @pytest.fixture
@@ -73,7 +74,7 @@ def test_a_job_file_and_overrides_go_together(desk, monkeypatch):
 @pytest.mark.feature(86)
 def test_the_environments_key_may_be_the_one_that_it_has_elsewhere(desk, monkeypatch, capsys):
     monkeypatch.chdir(desk)
-    script = Path(__file__).with_name("rl2_environment.py")
+    script = ROOT / "tests/support/rl2_environment.py"
     given = ["model=model", "data.train=problems.jsonl", "data.eval_rows=8"]
     describe_job("grpo", None, [*given, f"actor.rollout.env_path={script}"], LaunchEnv())
     assert "config.actor.rollout.env_path is read as rollout.env_path" in capsys.readouterr().err
@@ -137,9 +138,12 @@ def test_the_same_command_is_said_to_go_on_only_where_it_does(
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     monkeypatch.setattr("dlrover.python.rl.recipe.launch.configure_logging", lambda name: None)
+    # An interrupted trainer's thread lives as long as its process, here as long as the other tests, and waits.
+    monkeypatch.setattr("dlrover.python.rl.trainer.port.STRAGGLER_LOG_INTERVAL_S", threading.TIMEOUT_MAX)
     Path("acting.yaml").write_text(
-        "{trainer: {module: launched_toys, class: ActingTrainer}, config: {commits: true, fault: interrupt},"
-        " workload: {actor: {module: launched_toys, class: Raiser}}}"
+        "{trainer: {module: tests.support.launched_toys, class: ActingTrainer},"
+        " config: {commits: true, fault: interrupt},"
+        " workload: {actor: {module: tests.support.launched_toys, class: Raiser}}}"
     )
     assert launch("", "acting.yaml", [f"fault={fault}", *overrides]) == code
     lines = capsys.readouterr().err.splitlines()

@@ -7,7 +7,9 @@ import time
 
 import pytest
 import torch
-from launching import (
+from safetensors.torch import load_file
+
+from tests.support.launching import (
     DISTILL,
     GRPO,
     GUIDE,
@@ -23,10 +25,8 @@ from launching import (
     weights,
     write_desk,
 )
-from safetensors.torch import load_file
-
-from tests.processes import free_port
-from tests.processes import run as run_ranks
+from tests.support.processes import free_port
+from tests.support.processes import run as run_ranks
 
 
 @pytest.fixture

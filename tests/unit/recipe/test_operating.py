@@ -4,10 +4,10 @@
 import json
 
 import pytest
-from policy_jobs import finished, policy_job
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.master.job import check_job
+from tests.support.policy_jobs import finished, policy_job
 
 PHASES = {"generation", "reward", "reference", "update", "sync", "commit", "trainer"}
 

@@ -1,16 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """Columns that a rollout engine from outside declares, on their way to a loss from outside: two files, and no other."""
 
-import column_engine
-import column_loss
 import numpy as np
 import pytest
-from policy_jobs import finished, policy_job
 
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.master.job import check_job
+from tests.support import column_engine, column_loss
+from tests.support.policy_jobs import finished, policy_job
 
-LOSS = {"name": "column_loss:Doubtful"}
+LOSS = {"name": "tests.support.column_loss:Doubtful"}
 ENVIRONMENT = """
 async def step(state, action, extra_info):
     return {"next_state": f"{state}{action}? ", "reward": float(len(set(action))), "done": False,
@@ -22,7 +21,7 @@ def run(folder, **rollout):
     for record in (column_engine.generated, column_loss.annotated, column_loss.arrived):
         record.clear()
     sizes = {"samples_per_prompt": 4, "max_new_tokens": 5} | rollout
-    engine = {"threads": 1, "rollout": "column_engine:MarginEngine"}
+    engine = {"threads": 1, "rollout": "tests.support.column_engine:MarginEngine"}
     config = {"reward": {}} if "env_path" in rollout else {}
     finished(policy_job(folder, "grpo", rollout=sizes, engine=engine, algorithm=LOSS, **config))
     return {tuple(tokens[at] for at in range(len(tokens))) for tokens in column_engine.generated.values()}
@@ -83,7 +82,7 @@ def test_engine_columns_are_filled_outside_the_policys_tokens(tmp_path):
     [
         ("torch", LOSS, "config.algorithm: it needs likely, margin, passes, which this trainer does not have"),
         (
-            "column_engine:ClashingEngine",
+            "tests.support.column_engine:ClashingEngine",
             {"name": "grpo"},
             "config.engine.rollout: declares a column 'ref_logprobs', which the trainer has",
         ),

@@ -5,7 +5,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from policy_jobs import policy_job, write_inputs
 
 from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.names import RLRoleType
@@ -18,6 +17,7 @@ from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ScorerWorkload, ShardedReferenceWorkload
 from dlrover.python.rl.trainer.plan import TrainerPlan, plan_of
 from dlrover.python.rl.trainer.trainer import BaseTrainer
+from tests.support.policy_jobs import policy_job, write_inputs
 
 ACTOR = RLRoleType.ACTOR
 

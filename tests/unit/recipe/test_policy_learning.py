@@ -3,10 +3,10 @@
 
 import numpy as np
 import pytest
-from policy_jobs import finished, policy_job, reverse_kl, write_inputs, write_teacher
 
 from dlrover.python.rl.algorithm.losses.policy_gradient import PolicyGradient
 from dlrover.python.rl.algorithm.registry import ALGORITHMS
+from tests.support.policy_jobs import finished, policy_job, reverse_kl, write_inputs, write_teacher
 
 pytestmark = pytest.mark.slow
 

@@ -5,7 +5,8 @@ import json
 import os
 
 import pytest
-from policy_jobs import finished, policy_job
+
+from tests.support.policy_jobs import finished, policy_job
 
 PRIVATE = ("checkpoints", "commits", "journal.jsonl")
 """What only a later start of the run needs."""

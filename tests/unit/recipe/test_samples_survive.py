@@ -15,21 +15,18 @@ import numpy as np
 import pytest
 from omegaconf import OmegaConf
 
-sys.path.append(str(Path(__file__).parents[3]))
-
-from recipe_stage import Stage, TrainerKilled, both, kill, kill_trainer  # noqa: E402
-
-from dlrover.python.rl.config.layout import job_to_yaml  # noqa: E402
-from dlrover.python.rl.data.batch import Batch  # noqa: E402
-from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
+from dlrover.python.rl.config.layout import job_to_yaml
+from dlrover.python.rl.data.batch import Batch
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
 from dlrover.python.rl.recipe.online.batch import StepBatch
-from dlrover.python.rl.recipe.reporting.sample_file import format_rows, write_step  # noqa: E402
-from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
+from dlrover.python.rl.recipe.reporting.sample_file import format_rows, write_step
+from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.runtime.checkpoint import member_state
-from dlrover.python.rl.trainer.call_log import CallProbe  # noqa: E402
-from dlrover.python.rl.trainer.port import Pending  # noqa: E402
-from dlrover.python.rl.trainer.workload import trainer_invocation  # noqa: E402
-from tests.chaos.job import tiny_job  # noqa: E402
+from dlrover.python.rl.trainer.call_log import CallProbe
+from dlrover.python.rl.trainer.port import Pending
+from dlrover.python.rl.trainer.workload import trainer_invocation
+from tests.chaos.job import tiny_job
+from tests.support.recipe_stage import Stage, TrainerKilled, both, kill, kill_trainer
 
 STEPS = 3
 FILES = ("samples.jsonl", "held_out.jsonl")
@@ -308,7 +305,7 @@ def test_a_process_that_is_killed_while_it_writes_samples_goes_on_with_the_same_
             plain.workload.rollout |= {"module": "test_samples_survive", "class": rollout}
         file = tmp_path / name / "job.yaml"
         OmegaConf.save(plain, file)
-        paths = [str(Path(__file__).parent), str(Path(__file__).parents[2] / "support"), *sys.path]
+        paths = [str(Path(__file__).parent), *sys.path]
         env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
         cli, out[name] = [sys.executable, "-m", "dlrover.python.rl.cli"], tmp_path / name / "out"
         code = subprocess.run([*cli, "run", str(file), "--local"], env=env, cwd=tmp_path / name).returncode

@@ -4,19 +4,13 @@ the critic's too."""
 
 import json
 import random
-import sys
-from pathlib import Path
 
 import pytest
-from policy_jobs import write_inputs, write_teacher
-from recipe_stage import Stage, both, kill, kill_trainer
 
-sys.path.append(str(Path(__file__).parents[3]))
-
-from dlrover.python.rl.data import state_tree  # noqa: E402
-from dlrover.python.rl.recipe.distill import DistillationTrainer  # noqa: E402
-from dlrover.python.rl.recipe.ppo import PPOTrainer  # noqa: E402
-from dlrover.python.rl.recipe.workloads import (  # noqa: E402
+from dlrover.python.rl.data import state_tree
+from dlrover.python.rl.recipe.distill import DistillationTrainer
+from dlrover.python.rl.recipe.ppo import PPOTrainer
+from dlrover.python.rl.recipe.workloads import (
     ActorWorkload,
     CriticWorkload,
     ReferenceWorkload,
@@ -24,6 +18,8 @@ from dlrover.python.rl.recipe.workloads import (  # noqa: E402
     RolloutWorkload,
     TeacherWorkload,
 )
+from tests.support.policy_jobs import write_inputs, write_teacher
+from tests.support.recipe_stage import Stage, both, kill, kill_trainer
 
 STEPS = 3
 TIMES = ("time/", "speed/", "memory/")
@@ -63,7 +59,7 @@ def stage(folder, inputs, recipe):
         "prompts_per_step": 4,
         "optimizer": {"lr": 3e-3},
         "rollout": {"samples_per_prompt": 2, "max_new_tokens": 3},
-        "reward": {"function": "policy_rewards:low", "workers": 1, "timeout_s": 60.0},
+        "reward": {"function": "tests.support.policy_rewards:low", "workers": 1, "timeout_s": 60.0},
         "engine": {"threads": 1},
     }
     if recipe == "ppo":

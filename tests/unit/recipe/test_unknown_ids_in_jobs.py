@@ -5,12 +5,12 @@ import logging
 
 import numpy as np
 import pytest
-from example_jobs import EXAMPLES, log_probs, metrics_of, stage, write_rows
-from policy_jobs import finished, policy_job, write_teacher
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.reporting.rewards import StepWarnings
+from tests.support.example_jobs import EXAMPLES, log_probs, metrics_of, stage, write_rows
+from tests.support.policy_jobs import finished, policy_job, write_teacher
 
 
 @pytest.fixture

@@ -1,28 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
 """How weights get from the actor to the rollouts in a recipe: a ticket through the trainer, the bytes past it."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[3]))
-sys.path.append(str(Path(__file__).parent))
-
-from recipe_stage import Stage  # noqa: E402
-
-from dlrover.python.rl.algorithm.grpo import GRPO  # noqa: E402
-from dlrover.python.rl.common.errors import EngineError, ResultLost, WeightSyncError  # noqa: E402
-from dlrover.python.rl.engine.api.base import OptimizerConfig  # noqa: E402
-from dlrover.python.rl.engine.weight_sync.pull import PullTransport  # noqa: E402
-from dlrover.python.rl.recipe.base.config import EngineConfig, SenderConfig  # noqa: E402
-from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
-from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload  # noqa: E402
-from dlrover.python.rl.runtime.member.host import Stored  # noqa: E402
-from dlrover.python.rl.trainer.port import Ref  # noqa: E402
-from tests.chaos.job import tiny_job, write_inputs  # noqa: E402
+from dlrover.python.rl.algorithm.grpo import GRPO
+from dlrover.python.rl.common.errors import EngineError, ResultLost, WeightSyncError
+from dlrover.python.rl.engine.api.base import OptimizerConfig
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.recipe.base.config import EngineConfig, SenderConfig
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.workloads import ActorWorkload, RewardWorkload, RolloutWorkload
+from dlrover.python.rl.runtime.member.host import Stored
+from dlrover.python.rl.trainer.port import Ref
+from tests.chaos.job import tiny_job, write_inputs
+from tests.support.recipe_stage import Stage
 
 ENGINE = EngineConfig(threads=1)
 

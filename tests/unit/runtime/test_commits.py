@@ -9,10 +9,8 @@ import threading
 from dataclasses import replace
 from pathlib import Path
 
-import disks
 import numpy as np
 import pytest
-from durable_toys import CLASSES, Policy, Stage
 
 from dlrover.python.rl.common.disk_space import DiskWait
 from dlrover.python.rl.common.errors import CheckpointMissing
@@ -22,6 +20,8 @@ from dlrover.python.rl.runtime.checkpoint.commits import StoreCheckpoints, check
 from dlrover.python.rl.runtime.checkpoint.member_state import MemberState
 from dlrover.python.rl.runtime.checkpoint.runs import Roots, forget_commits, newest_commit, roots_of
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore
+from tests.support import disks
+from tests.support.durable_toys import CLASSES, Policy, Stage
 
 ACTORS = [("ACTOR", 0), ("ACTOR", 1)]
 

@@ -7,7 +7,7 @@ import time
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import LivenessSpec
 from dlrover.python.rl.runtime.member.heartbeat import Heartbeat, HeartbeatSender, count_oom_kills
-from tests.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 QUICK = LivenessSpec(beat_s=0.001, lease_s=10.0)
 DEADLINE_S = 10.0

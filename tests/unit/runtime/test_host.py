@@ -27,7 +27,7 @@ from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, FORGET, PERSIST, RAW_CALL, RESTORE, WHERE, Standing
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
-from tests.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 
 class Work(BaseWorkload):

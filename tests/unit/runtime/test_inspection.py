@@ -6,13 +6,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import toy_jobs
-from toy_jobs import toy_job
 
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
 from dlrover.python.rl.control.events import RecoveryScope
 from dlrover.python.rl.runtime.member.inspection import inspect_in_child, inspect_job
 from dlrover.python.rl.runtime.member.loading import load_class
+from tests.support import toy_jobs
+from tests.support.toy_jobs import toy_job
 
 TESTS = str(Path(toy_jobs.__file__).parent)
 
@@ -31,7 +31,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def test_a_class_is_loaded_by_name():
-    assert load_class("toy_jobs", "Adder") is toy_jobs.Adder
+    assert load_class("tests.support.toy_jobs", "Adder") is toy_jobs.Adder
 
 
 def test_a_class_is_found_in_the_search_path_nested_ones_too(folder):
@@ -42,10 +42,14 @@ def test_a_class_is_found_in_the_search_path_nested_ones_too(folder):
 @pytest.mark.parametrize(
     ("module", "name", "said"),
     [
-        ("toy_jobs", "Addder", "module 'toy_jobs' has no class 'Addder'; did you mean 'Adder'?"),
-        ("toy_jobs", "adder", "did you mean 'Adder'?"),
-        ("toy_jobs", "Adder.Inner", "module 'toy_jobs' has no class 'Adder.Inner'"),
-        ("toy_jobs", "NOT_A_CLASS", "'toy_jobs.NOT_A_CLASS' is a int, not a class"),
+        (
+            "tests.support.toy_jobs",
+            "Addder",
+            "module 'tests.support.toy_jobs' has no class 'Addder'; did you mean 'Adder'?",
+        ),
+        ("tests.support.toy_jobs", "adder", "did you mean 'Adder'?"),
+        ("tests.support.toy_jobs", "Adder.Inner", "module 'tests.support.toy_jobs' has no class 'Adder.Inner'"),
+        ("tests.support.toy_jobs", "NOT_A_CLASS", "'tests.support.toy_jobs.NOT_A_CLASS' is a int, not a class"),
         ("no_such_module", "A", "module 'no_such_module' cannot be imported: no module named 'no_such_module'"),
         ("toy_jobs.deeper", "A", "module 'toy_jobs.deeper' cannot be imported"),
         ("", "A", "module '' cannot be imported: ValueError"),
@@ -89,7 +93,9 @@ def test_every_problem_is_found_at_once(tmp_path):
     assert found.errors == (
         ConfigError("config.steps", "is below 1"),
         ConfigError("workload.actor.num", "4 is more than 3"),
-        ConfigError("workload.actor.class", "module 'toy_jobs' has no class 'Addder'; did you mean 'Adder'?"),
+        ConfigError(
+            "workload.actor.class", "module 'tests.support.toy_jobs' has no class 'Addder'; did you mean 'Adder'?"
+        ),
     )
 
 

@@ -9,11 +9,11 @@ import sys
 from contextlib import contextmanager
 
 import pytest
-from disks import largest_file, system_calls
 
 from dlrover.python.rl.common.errors import JournalCorrupt, StaleEpoch
 from dlrover.python.rl.runtime.checkpoint import journal_store
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
+from tests.support.disks import largest_file, system_calls
 
 MUTATIONS = 1000
 

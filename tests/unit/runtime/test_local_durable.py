@@ -9,7 +9,12 @@ from random import Random
 
 import numpy as np
 import pytest
-from durable_toys import (
+
+from dlrover.python.rl.common.errors import CheckpointMissing, InvocationError, StaleCall, WorkloadDied
+from dlrover.python.rl.runtime.local import process_environment
+from dlrover.python.rl.runtime.member.arguments import CallHeader
+from dlrover.python.rl.trainer.trainer import run_trainer
+from tests.support.durable_toys import (
     CLASSES,
     Flaky,
     Pipelined,
@@ -20,12 +25,7 @@ from durable_toys import (
     kill,
     kill_trainer,
 )
-from queued_port import QueuedPort
-
-from dlrover.python.rl.common.errors import CheckpointMissing, InvocationError, StaleCall, WorkloadDied
-from dlrover.python.rl.runtime.local import process_environment
-from dlrover.python.rl.runtime.member.arguments import CallHeader
-from dlrover.python.rl.trainer.trainer import run_trainer
+from tests.support.queued_port import QueuedPort
 
 OPENED = 8
 """Number of the first question when ``steps()`` is entered: losses are recovered from there on."""

@@ -11,7 +11,7 @@ from dlrover.python.rl.runtime.local import LocalHandle, LocalMember, LocalPort
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import Call, gather
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
-from tests.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 
 class Member(BaseWorkload):

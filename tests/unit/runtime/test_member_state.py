@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from durable_toys import wait_for_copies
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt
 from dlrover.python.rl.runtime.checkpoint.member_state import CommitRequest, GenerationRequest, MemberState
@@ -14,6 +13,7 @@ from dlrover.python.rl.runtime.checkpoint.neighbours import Part, store
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Piece, folder_name
 from dlrover.python.rl.trainer.workload import BaseWorkload
+from tests.support.durable_toys import wait_for_copies
 
 
 class Total(BaseWorkload):

@@ -5,11 +5,11 @@ import logging
 import os
 
 import pytest
-from durable_toys import CLASSES, Policy, Stage, TrainerKilled, both
 
 from dlrover.python.rl.runtime.checkpoint import neighbours
 from dlrover.python.rl.runtime.checkpoint.runs import Roots
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, decode, encode
+from tests.support.durable_toys import CLASSES, Policy, Stage, TrainerKilled, both
 
 STEPS = 7
 NODES = {

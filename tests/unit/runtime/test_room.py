@@ -6,12 +6,12 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 import pytest
-from durable_toys import Stage
 
 from dlrover.python.rl.common.log import short_number
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.runtime.checkpoint.runs import describe_room, room_for, validate_room
+from tests.support.durable_toys import Stage
 
 GB = 10**9
 JOB = """

@@ -4,7 +4,6 @@
 from dataclasses import replace
 
 import pytest
-from disks import largest_file, system_calls
 
 from dlrover.python.rl.common.errors import InvalidJob, JobConflict
 from dlrover.python.rl.config.load import load_job_text
@@ -23,6 +22,7 @@ from dlrover.python.rl.runtime.run.folder import (
     in_use,
     newest_owner,
 )
+from tests.support.disks import largest_file, system_calls
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 

@@ -6,11 +6,9 @@ import struct
 import zlib
 from dataclasses import replace
 
-import disks
 import numpy as np
 import pytest
 import torch
-from disks import largest_file, system_calls
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
@@ -26,6 +24,8 @@ from dlrover.python.rl.runtime.checkpoint.state_file import (
     write_state,
     write_whole,
 )
+from tests.support import disks
+from tests.support.disks import largest_file, system_calls
 
 HEADER = {"role": "ACTOR", "rank": 0, "step": 3}
 TREE = {"w": np.arange(5e3), "t": torch.ones(7, dtype=torch.bfloat16), 3: ("x", b"bytes", None), "e": np.ones((0, 2))}

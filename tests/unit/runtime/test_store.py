@@ -18,10 +18,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
-import disks
 import numpy as np
 import pytest
-from disks import system_calls
 
 from dlrover.python.rl.common.errors import CheckpointCorrupt, CheckpointMissing, StaleEpoch
 from dlrover.python.rl.runtime.checkpoint import store as module
@@ -42,6 +40,8 @@ from dlrover.python.rl.runtime.checkpoint.store import (
     encode,
     read_manifest,
 )
+from tests.support import disks
+from tests.support.disks import system_calls
 
 MEMBERS = ("ACTOR-0", "ACTOR-1", "trainer")
 DAMAGES = [range(300), pytest.param(range(300, 1000), marks=pytest.mark.slow)]

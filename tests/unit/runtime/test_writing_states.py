@@ -7,7 +7,6 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from durable_toys import Stage, kill, kill_trainer, wait_for_copies
 
 from dlrover.python.rl.common.errors import DataError, InvocationError
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
@@ -21,6 +20,7 @@ from dlrover.python.rl.runtime.member.arguments import CallHeader
 from dlrover.python.rl.runtime.member.host import MemberHost
 from dlrover.python.rl.trainer.port import COMMIT, RAW_CALL, WRITTEN
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext
+from tests.support.durable_toys import Stage, kill, kill_trainer, wait_for_copies
 
 ACTOR = ProcessId("ACTOR", 0)
 
@@ -221,7 +221,7 @@ def test_copy_is_published_once_all_members_have_made_theirs(roots, other):
 def slow_writes(monkeypatch):
     """Each state takes 20 ms to write, so that workers and the trainer continue before it is there."""
     monkeypatch.setattr(member_state, "AT_ONCE_BYTES", 0)
-    monkeypatch.setattr("durable_toys.wait_for_copies", lambda: None)
+    monkeypatch.setattr("tests.support.durable_toys.wait_for_copies", lambda: None)
     write, may_write = CheckpointStore.write, threading.Event()
 
     def slowly(self, step, epoch, name, header, tree):

@@ -6,7 +6,7 @@ import pytest
 from dlrover.python.rl.common.errors import ServiceBusy
 from dlrover.python.rl.service.jobs.submissions import CallLimit
 from dlrover.python.rl.service.server import FailureLimit
-from tests.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 
 def test_an_address_fails_ten_times_at_once_and_then_once_in_a_second():

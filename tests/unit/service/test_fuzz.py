@@ -18,7 +18,7 @@ from dlrover.python.rl.service.jobs.records import SubmitJob
 from dlrover.python.rl.service.jobs.submissions import check_submission
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, SERVICE
-from tests.served import JOB, serving
+from tests.support.served import JOB, serving
 
 EACH_S = 1.0
 LENGTHS = [pytest.param(1.2, id="short"), pytest.param(20.0, marks=pytest.mark.slow, id="long")]

@@ -7,7 +7,6 @@ import time
 from dataclasses import replace
 
 import pytest
-from service_stage import WITHIN_S, FullDisk, serving, stopping, submission, until
 
 from dlrover.python.rl.common.errors import (
     CallError,
@@ -23,6 +22,7 @@ from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, Job
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
+from tests.support.service_stage import WITHIN_S, FullDisk, serving, stopping, submission, until
 
 
 class StillRunner(MemoryRunner):

@@ -4,7 +4,6 @@
 import asyncio
 
 import pytest
-from service_stage import WITHIN_S, FullDisk, serving, submission, until
 
 from dlrover.python.rl.common.errors import ServiceUnavailable, UnknownJob
 from dlrover.python.rl.service import manager as manager_module
@@ -14,6 +13,7 @@ from dlrover.python.rl.service.jobs.records import JobPhase, Observed, Schedule
 from dlrover.python.rl.service.jobs.store import SqliteJobStore
 from dlrover.python.rl.service.manager import JobManager
 from dlrover.python.rl.service.runner import MemoryRunner
+from tests.support.service_stage import WITHIN_S, FullDisk, serving, submission, until
 
 
 def run(body):

@@ -13,8 +13,6 @@ import pytest
 
 pytest.importorskip("ray")
 
-from service_stage import until
-
 from dlrover.python.rl.common.errors import InvalidJob, MasterLost
 from dlrover.python.rl.config.load import load_job_text
 from dlrover.python.rl.control.state import Phase
@@ -23,6 +21,7 @@ from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.service import ray_runner
 from dlrover.python.rl.service.jobs.records import JobDescription, JobPhase, JobRecord
 from dlrover.python.rl.service.ray_runner import RayJobRunner, _described, _Driven
+from tests.support.service_stage import until
 
 JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}}"
 WITHIN_S = 20.0

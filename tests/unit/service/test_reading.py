@@ -14,7 +14,7 @@ from dlrover.python.rl.common.errors import InvalidJob, ServiceBusy, ServiceUnav
 from dlrover.python.rl.service.jobs import submissions
 from dlrover.python.rl.service.jobs.submissions import SubmissionReader, check_submission, in_a_process
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
-from tests.served import JOB, serving, until
+from tests.support.served import JOB, serving, until
 
 REQUEST = wire.SubmitRequest(client_token="t", name="job", job_file=JOB)
 

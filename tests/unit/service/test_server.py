@@ -39,8 +39,8 @@ from dlrover.python.rl.service.jobs.submissions import check_process, check_subm
 from dlrover.python.rl.service.messages import STREAM_OPEN
 from dlrover.python.rl.service.proto import rl_jobs_pb2 as wire
 from dlrover.python.rl.service.server import MAX_MESSAGE, RIGHTS, SERVICE, JobServer
-from tests.hostile_paths import PATHS
-from tests.served import JOB, WITHIN_S, Service, close_idle, idle_connections, serving, until
+from tests.support.hostile_paths import PATHS
+from tests.support.served import JOB, WITHIN_S, Service, close_idle, idle_connections, serving, until
 
 
 @pytest.fixture

@@ -10,7 +10,6 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from session_toys import EchoEngine, Policy, Reference, Silent, TwoLayers, Unlucky, start
 from torch.optim import optimizer as torch_optimizer
 from transformers import AutoModelForCausalLM
 
@@ -25,6 +24,7 @@ from dlrover.python.rl.common.errors import (
 )
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.engine.module.engine import ModuleEngine
+from tests.support.session_toys import EchoEngine, Policy, Reference, Silent, TwoLayers, Unlucky, start
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 12}
 ROWS = [[1.0, 0.0, 2.0, -1.0], [0.5, 0.5, -0.5, 1.0], [2.0, 1.0, 0.0, 0.0]]
@@ -75,7 +75,7 @@ def test_a_second_init_is_a_clear_error(session):
 
 @pytest.mark.feature(13)
 def test_a_users_class_runs_under_its_name(session):
-    engine = rl.InferenceEngine("anything", executor="session_toys:EchoEngine")
+    engine = rl.InferenceEngine("anything", executor="tests.support.session_toys:EchoEngine")
     engine.build(data_parallel_size=2, colour="red")
     (output,) = engine.generate("ab")
     assert output.outputs[0].token_ids == [97, 98]

@@ -53,7 +53,7 @@ import json
 import torch
 import dlrover.rl as rl
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
-from session_toys import Policy
+from tests.support.session_toys import Policy
 
 with rl.init(local=True):
     model = write_tiny_model("T", hidden=32, layers=2, max_positions=128)
@@ -72,7 +72,7 @@ def test_all_is_imported_but_what_is_at_home_with_the_absent_and_engines_by_hand
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT + IMPORTS + WORKS],
         cwd=tmp_path,
-        env={"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": "/bin"},
+        env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "PATH": "/bin"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -20,7 +20,7 @@ from dlrover.python.rl.trainer.role_group import CallCounter, RoleGroup
 from dlrover.python.rl.trainer.shard import Replicate, Shard
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 from dlrover.python.rl.trainer.workload import BaseWorkload, MemberContext, trainer_invocation
-from tests.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 
 class Halver:

@@ -1,35 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Roles on one device, here a simulated one: each has it for its own calls, and the run is the same to the bit."""
 
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.append(str(Path(__file__).parents[4]))
-sys.path.append(str(Path(__file__).parents[1]))
-
-from recipe_stage import Stage, kill  # noqa: E402
-
-from dlrover.python.rl.common.errors import InvocationError  # noqa: E402
-from dlrover.python.rl.common.names import RLRoleType  # noqa: E402
-from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine  # noqa: E402
-from dlrover.python.rl.engine.memory.device_lock import DeviceLock  # noqa: E402
-from dlrover.python.rl.engine.memory.device_memory import MemoryLedger  # noqa: E402
-from dlrover.python.rl.engine.model.loading import fingerprint_files  # noqa: E402
-from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine  # noqa: E402
-from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport  # noqa: E402
-from dlrover.python.rl.engine.weight_sync.pull import PullTransport  # noqa: E402
-from dlrover.python.rl.recipe.base.engine_workload import physical_device  # noqa: E402
-from dlrover.python.rl.recipe.grpo import GRPOTrainer  # noqa: E402
-from dlrover.python.rl.recipe.online import collector  # noqa: E402
-from dlrover.python.rl.recipe.workloads import (  # noqa: E402
+from dlrover.python.rl.common.errors import InvocationError
+from dlrover.python.rl.common.names import RLRoleType
+from dlrover.python.rl.engine.fsdp2.engine import Fsdp2TrainEngine
+from dlrover.python.rl.engine.memory.device_lock import DeviceLock
+from dlrover.python.rl.engine.memory.device_memory import MemoryLedger
+from dlrover.python.rl.engine.model.loading import fingerprint_files
+from dlrover.python.rl.engine.rollout_torch.engine import TorchRolloutEngine
+from dlrover.python.rl.engine.weight_sync.cuda_ipc import CudaIpcTransport
+from dlrover.python.rl.engine.weight_sync.pull import PullTransport
+from dlrover.python.rl.recipe.base.engine_workload import physical_device
+from dlrover.python.rl.recipe.grpo import GRPOTrainer
+from dlrover.python.rl.recipe.online import collector
+from dlrover.python.rl.recipe.workloads import (
     ActorWorkload,
     ReferenceWorkload,
     RewardWorkload,
     RolloutWorkload,
 )
-from tests.chaos.job import tiny_job  # noqa: E402
+from tests.chaos.job import tiny_job
+from tests.support.recipe_stage import Stage, kill
 
 SHARING = ("ACTOR", "ROLLOUT", "REFERENCE")
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import pytest
 import torch
-from half_billion import SIZES
 from transformers import AutoConfig
 
 from dlrover.python.rl.common.names import RLRoleType
@@ -21,6 +20,7 @@ from dlrover.python.rl.recipe.base.model_files import device_bytes
 from dlrover.python.rl.recipe.memory import plan as memory_plan
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse, bytes_of, host_bytes, size_passes
 from dlrover.python.rl.recipe.memory.plan import MemoryPlan
+from tests.support.half_billion import SIZES
 
 ON_CUDA = EngineConfig(device="cuda", precision="bf16", rollout="torch")
 ACTOR, ROLLOUT, REFERENCE = RLRoleType.ACTOR, RLRoleType.ROLLOUT, RLRoleType.REFERENCE

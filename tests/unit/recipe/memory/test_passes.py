@@ -7,7 +7,6 @@ from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
-from half_billion import SIZES
 from transformers import AutoConfig
 
 from dlrover.python.rl.common.names import RLRoleType
@@ -29,6 +28,7 @@ from dlrover.python.rl.trainer.plan import plan_of
 from dlrover.python.rl.trainer.port import Outcome, Pending, Ref
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 from dlrover.python.rl.trainer.workload import MemberContext
+from tests.support.half_billion import SIZES
 
 ACTOR, ROLLOUT = RLRoleType.ACTOR, RLRoleType.ROLLOUT
 GIVEN = {"model": "m", "data": {"train": "d"}, "steps": 1, "batch_size": 1}

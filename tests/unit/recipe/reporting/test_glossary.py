@@ -2,17 +2,9 @@
 """The glossary of metrics. The jobs of ``policy_jobs`` and ``example_jobs`` compare with it what every run of theirs
 logs."""
 
-import sys
-from pathlib import Path
-
-from documented_metrics import documented, undocumented
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-import example_jobs  # noqa: E402
-import policy_jobs  # noqa: E402
-
-from dlrover.python.rl.recipe.base.config import METRIC_NAMES  # noqa: E402
+from dlrover.python.rl.recipe.base.config import METRIC_NAMES
+from tests.support import example_jobs, policy_jobs
+from tests.support.documented_metrics import documented, undocumented
 
 
 def test_a_name_that_the_glossary_lacks_is_found():

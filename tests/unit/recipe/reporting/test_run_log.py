@@ -5,13 +5,13 @@ import json
 import sys
 
 import pytest
-from manual_clock import ManualClock
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog, markdown_table
 from dlrover.python.rl.runtime.run import progress as curve
 from dlrover.python.rl.runtime.run.progress import CURVES, redraw
+from tests.support.manual_clock import ManualClock
 
 
 def refuse(token):

@@ -12,8 +12,6 @@ import types
 from contextlib import nullcontext
 
 import pytest
-from example_jobs import EXAMPLES, stage, write_rows
-from recipe_stage import kill_trainer
 
 from dlrover.python.rl.common.log import hide_values
 from dlrover.python.rl.config.typed import parse
@@ -21,6 +19,8 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import LogConfig
 from dlrover.python.rl.recipe.reporting.run_log import RunLog
 from dlrover.python.rl.recipe.sft import SFTTrainer
+from tests.support.example_jobs import EXAMPLES, stage, write_rows
+from tests.support.recipe_stage import kill_trainer
 
 
 class FakeWandb(types.ModuleType):

@@ -2,8 +2,6 @@
 """A trained reward model scores completions."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,11 +16,8 @@ from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job
 from dlrover.python.rl.recipe.base.config import EngineConfig, RewardConfig
 from dlrover.python.rl.recipe.roles.reward import ModelRewardWorkload
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from example_jobs import PAIRS, stage, write_rows  # noqa: E402
-from policy_jobs import finished, policy_job, write_inputs  # noqa: E402
+from tests.support.example_jobs import PAIRS, stage, write_rows
+from tests.support.policy_jobs import finished, policy_job, write_inputs
 
 SHAPE = {"heads": 4, "kv_heads": 2, "max_positions": 32}
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}\n{% endfor %}"
@@ -139,12 +134,14 @@ def test_what_does_not_go_together_is_said_before_the_start(reward_model, tmp_pa
     assert found["workload.reward.class"] == (
         "RewardWorkload calls reward.function: with reward.model it has to be ModelRewardWorkload"
     )
-    found = problems_of(judged_by_model(tmp_path, reward_model, reward={"function": "policy_rewards:low"}))
+    found = problems_of(
+        judged_by_model(tmp_path, reward_model, reward={"function": "tests.support.policy_rewards:low"})
+    )
     assert "is required by ModelRewardWorkload" in found["config.reward.model"]
     found = problems_of(judged_by_model(tmp_path, tmp_path / "model"))
     assert "holds Qwen2ForCausalLM, which gives no score" in found["config.reward.model"]
     assert "no such folder: ./none" in problems_of(judged_by_model(tmp_path, "./none"))["config.reward.model"]
-    both = {"model": str(reward_model), "function": "policy_rewards:low"}
+    both = {"model": str(reward_model), "function": "tests.support.policy_rewards:low"}
     found = problems_of(judged_by_model(tmp_path, reward_model, reward=both))
     assert "is not called if there is a reward.model" in found["config.reward.function"]
     found = problems_of(judged_by_model(tmp_path, reward_model, engine={"train": "megatron"}))

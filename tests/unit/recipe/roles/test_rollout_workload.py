@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Groups that a rollout worker is told to have: begun, gone on with, taken, given up; one turn each."""
 
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,10 +12,7 @@ from dlrover.python.rl.engine.api.base import SamplingParams
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from rollout_member import SAMPLING, actor, member, sample, trained, wanted  # noqa: E402
+from tests.support.rollout_member import SAMPLING, actor, member, sample, trained, wanted
 
 DRAWN = ("tokens", "action_mask", "logprobs", "finished", "prompt_id", "sample_index", "version", "completion")
 

@@ -15,7 +15,7 @@ from dlrover.python.rl.recipe.workloads import (
     TeacherWorkload,
 )
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
-from tests.processes import run
+from tests.support.processes import run
 
 ENGINE = EngineConfig(device="cpu", threads=1, shard_frozen=True)
 

@@ -30,10 +30,7 @@ from dlrover.python.rl.recipe.base.updates import UpdatePlan
 from dlrover.python.rl.recipe.roles.reward import name_parts
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.workload import MemberContext, member_context
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from recipe_stage import flip_a_bit  # noqa: E402
+from tests.support.recipe_stage import flip_a_bit
 
 ENGINE = EngineConfig(threads=1)
 SAMPLING = SamplingParams(max_new_tokens=8, temperature=1.0, samples_per_prompt=4)
@@ -274,7 +271,7 @@ def test_a_sample_depends_on_its_seed_prompt_and_index_alone(model):
 def judge(monkeypatch, tmp_path):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environment"))
     made = RewardWorkload(None, {})
-    made.init_verifier(RewardConfig(function="verifiers:obedient", timeout_s=1.0, workers=2))
+    made.init_verifier(RewardConfig(function="tests.support.verifiers:obedient", timeout_s=1.0, workers=2))
     yield made
     made.close()
 
@@ -293,7 +290,7 @@ def test_failed_samples_have_a_reason_and_no_reward_and_the_others_are_untouched
 
 def test_several_functions_give_a_column_each(monkeypatch, model):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "environment"))
-    functions = {"verifiers:obedient": 1.0, "verifiers:length": 0.5}
+    functions = {"tests.support.verifiers:obedient": 1.0, "tests.support.verifiers:length": 0.5}
     judge = RewardWorkload(None, {})
     level = judge.init_verifier(RewardConfig(function=functions, timeout_s=5.0, workers=1))
     assert level == sandbox_level()
@@ -374,8 +371,8 @@ def test_who_is_warm_imports_nothing_more_when_it_takes_over(model):
         ("exact", True),
         ("dlrover.python.rl.environment.verifiers:unjudged", True),
         ({"exact": 0.5, "math": 0.5}, True),
-        ("verifiers:obedient", False),
-        ({"exact": 0.5, "verifiers:obedient": 0.5}, False),
+        ("tests.support.verifiers:obedient", False),
+        ({"exact": 0.5, "tests.support.verifiers:obedient": 0.5}, False),
     ],
 )
 def test_is_deterministic_is_false_with_a_users_reward(function, expected, monkeypatch):

@@ -2,21 +2,16 @@
 """Episodes of messages: their tokens are those that the model's chat template has for the whole conversation."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 
 from dlrover.python.rl.environment.core.messages import make_assistant_message
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-import chat_environments  # noqa: E402
-from scripted import groups, rolling, texts  # noqa: E402
+from tests.support import chat_environments
+from tests.support.scripted import groups, rolling, texts
 
 TOOLS = "dlrover.python.rl.environment.core.tools:ToolEnvironment"
-OPTIONS = {"tools": {"add": "chat_environments:add"}, "judge": "chat_environments:judge"}
-ASKING = "chat_environments:Asking"
+OPTIONS = {"tools": {"add": "tests.support.chat_environments:add"}, "judge": "tests.support.chat_environments:judge"}
+ASKING = "tests.support.chat_environments:Asking"
 CALL = '<tool_call>\n{"name": "add", "arguments": {"first": 2}}\n</tool_call>'
 ADD = {
     "type": "function",

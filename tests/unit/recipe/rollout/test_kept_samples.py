@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """Samples that a lost rollout had finished are not drawn again, unless the run no longer stands on their weights."""
 
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,10 +8,7 @@ import pytest
 from dlrover.python.rl.common.errors import EngineError
 from dlrover.python.rl.engine.api.weights import WeightStamp
 from dlrover.python.rl.recipe.rollout.episodes import KeptSamples
-
-sys.path.append(str(Path(__file__).parents[1]))
-
-from scripted import Rolling, groups  # noqa: E402
+from tests.support.scripted import Rolling, groups
 
 WANTED = groups({"answer": "7"}, {"answer": "8"}, {"answer": "9"})
 STAMP = WeightStamp(0, "aa")

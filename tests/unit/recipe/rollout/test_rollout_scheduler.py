@@ -3,7 +3,6 @@
 
 import asyncio
 import math
-import sys
 import time
 from pathlib import Path
 
@@ -14,14 +13,10 @@ from dlrover.python.rl.algorithm.grpo import GRPO
 from dlrover.python.rl.algorithm.losses.columns import SampleView
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.rollout.episodes import summarize_rows
+from tests.support import rolled_environments
+from tests.support.scripted import SAMPLING, Rolling, groups, rolling, texts
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-import rolled_environments  # noqa: E402
-from scripted import SAMPLING, Rolling, groups, rolling, texts  # noqa: E402
-
-HERE = Path(__file__).parents[1]
-RL2, OURS = str(HERE / "rl2_environment.py"), "rolled_environments"
+RL2, OURS = str(Path(rolled_environments.__file__).with_name("rl2_environment.py")), "tests.support.rolled_environments"
 
 
 @pytest.fixture(autouse=True)

@@ -1,18 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Completions from a prompt that opens thoughts, as far as their rewards."""
 
-import sys
-from pathlib import Path
-
 import pytest
 
-sys.path.append(str(Path(__file__).parents[1]))
-
-import chat_environments  # noqa: E402
-from scripted import groups, rolling, texts  # noqa: E402
-
-from dlrover.python.rl.recipe.base.config import RewardConfig  # noqa: E402
-from dlrover.python.rl.recipe.roles.reward import RewardWorkload  # noqa: E402
+from dlrover.python.rl.recipe.base.config import RewardConfig
+from dlrover.python.rl.recipe.roles.reward import RewardWorkload
+from tests.support import chat_environments
+from tests.support.scripted import groups, rolling, texts
 
 OPENING = chat_environments.TEMPLATE.replace("assistant\n{% if", "assistant\n<think>\n{% if")
 PROMPT = [{"role": "user", "content": "2+5?"}]
@@ -52,7 +46,7 @@ def test_reward_thoughts_decides_whether_thoughts_are_scored():
     ],
 )
 def test_tools_of_an_opened_thought_makes_no_draft(prompt, actions, reward, turns):
-    options, remaining = {"tools": {"add": "chat_environments:add"}, "judge": "exact"}, iter(actions)
+    options, remaining = {"tools": {"add": "tests.support.chat_environments:add"}, "judge": "exact"}, iter(actions)
     with rolling(lambda *_: next(remaining), "tools", options=options) as rolled:
         rolled.engine.tokenizer.chat_template, rolled.max_new_tokens = OPENING, 200
         rollouts = rolled.fetch(groups({}, prompt=prompt))

@@ -7,7 +7,6 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from example_jobs import EXAMPLES, PAIRS, log_probs, metrics_of, stage, write_rows
 from transformers import AutoTokenizer
 
 from dlrover.python.rl.common.errors import InvalidJob, NonFiniteUpdate
@@ -23,6 +22,7 @@ from dlrover.python.rl.recipe.trainers.examples import Measured, PairData, SFTDa
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, RewardWorkload, RolloutWorkload
 from dlrover.python.rl.trainer.plan import plan_of
 from dlrover.python.rl.trainer.workload import trainer_invocation
+from tests.support.example_jobs import EXAMPLES, PAIRS, log_probs, metrics_of, stage, write_rows
 
 HELD_OUT = [{"prompt": "7+7=", "response": "14"}, {"prompt": "1=", "response": "one, and a good deal more"}]
 

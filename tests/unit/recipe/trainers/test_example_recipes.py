@@ -8,7 +8,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from example_jobs import EXAMPLES, PAIRS, ROLES, log_probs, metrics_of, stage, write_rows
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
 
 from dlrover.python.rl.common.names import RLRoleType
@@ -25,6 +24,7 @@ from dlrover.python.rl.recipe.rm import RMConfig, RMTrainer
 from dlrover.python.rl.recipe.sft import SFTConfig, SFTTrainer
 from dlrover.python.rl.recipe.trainers.examples import PairData, ScoredPairData, SFTData
 from dlrover.python.rl.trainer.plan import plan_of
+from tests.support.example_jobs import EXAMPLES, PAIRS, ROLES, log_probs, metrics_of, stage, write_rows
 
 SEEDS = (0, 1, 2)
 LEARNING = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in SEEDS[1:])]

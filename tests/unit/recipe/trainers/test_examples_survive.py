@@ -4,10 +4,10 @@
 import json
 
 import pytest
-from example_jobs import metrics_of, stage, write_rows
-from recipe_stage import both, kill, kill_trainer
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
+from tests.support.example_jobs import metrics_of, stage, write_rows
+from tests.support.recipe_stage import both, kill, kill_trainer
 
 
 @pytest.fixture(scope="module")

@@ -8,7 +8,7 @@ import pytest
 from dlrover.python.rl.recipe.trainers.recipe_trainer import TimedPort
 from dlrover.python.rl.trainer.port import Call, Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
-from tests.manual_clock import ManualClock
+from tests.support.manual_clock import ManualClock
 
 PHASES = {"generate": "generation", "score": "reward", "CRITIC.update": "critic"}
 

@@ -2,13 +2,13 @@
 """Where a step's time goes, and how fast that is."""
 
 import pytest
-from example_jobs import EXAMPLES, metrics_of, stage, write_rows
 
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe import workloads
 from dlrover.python.rl.recipe.base.engine_workload import Machine, peak_memory
 from dlrover.python.rl.recipe.trainers.recipe_trainer import PHASES
 from dlrover.python.rl.trainer.port import COMMIT, WRITTEN
+from tests.support.example_jobs import EXAMPLES, metrics_of, stage, write_rows
 
 
 def test_every_method_with_a_phase_is_a_method_of_a_workload():

@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from memory_cluster import MemoryActor, MemoryCluster, Method
 from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
@@ -19,6 +18,7 @@ from dlrover.python.rl.runtime.ray.cluster.api import ActorPlacement
 from dlrover.python.rl.runtime.ray.processes import actors
 from dlrover.python.rl.runtime.ray.processes.actors import Detached, MemberGone, Threads, classify, member_env
 from dlrover.python.rl.runtime.ray.processes.process_table import ActorPool, ProcessEntry, ProcessTable, entries_of
+from tests.support.memory_cluster import MemoryActor, MemoryCluster, Method
 
 JOB = load_job_text(
     """

@@ -10,7 +10,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from memory_cluster import PENDING, MemoryActor, MemoryCluster, Method
 from ray.exceptions import ActorUnavailableError
 
 from dlrover.python.rl.common.errors import PlacementTimeout
@@ -38,6 +37,7 @@ from dlrover.python.rl.runtime.ray.cluster.nodes import NodeRow, NodeWatch
 from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
 from dlrover.python.rl.runtime.ray.processes import actors, process_table
+from tests.support.memory_cluster import PENDING, MemoryActor, MemoryCluster, Method
 
 JOB = """
 trainer: {{module: toys, class: Loop, device_per_node: 4, device_type: CPU}}

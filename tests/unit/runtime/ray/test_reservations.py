@@ -7,7 +7,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from memory_cluster import MemoryCluster
 
 from dlrover.python.rl.common.errors import PlacementTimeout
 from dlrover.python.rl.common.names import RLRoleType
@@ -16,6 +15,7 @@ from dlrover.python.rl.control.placement import plan
 from dlrover.python.rl.runtime.ray import placement as module
 from dlrover.python.rl.runtime.ray.cluster.api import MEGABYTE, fenced
 from dlrover.python.rl.runtime.ray.placement import Reservations, RunPlan
+from tests.support.memory_cluster import MemoryCluster
 
 JOB = """
 trainer: {module: toys, class: Loop, device_per_node: 4, device_type: CPU}

@@ -5,12 +5,11 @@ from collections import deque
 from dataclasses import dataclass, field
 from random import Random
 
-from durable_toys import FaultyPort, TrainerKilled
-
 from dlrover.python.rl.common.errors import InvocationError, ResultLost
 from dlrover.python.rl.runtime.local import CallResult
 from dlrover.python.rl.trainer.port import Outcome, Ref
 from dlrover.python.rl.trainer.shard import Rows
+from tests.support.durable_toys import FaultyPort, TrainerKilled
 
 
 @dataclass(eq=False)

@@ -10,10 +10,8 @@ from contextlib import suppress
 from pathlib import Path
 
 import ray
-from launched import Launcher
 from omegaconf import OmegaConf
 from ray.exceptions import RayActorError
-from toys import Pairs, Toy
 
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.builder import JobBuilder
@@ -32,6 +30,8 @@ from dlrover.python.rl.runtime.torchrun.port import TorchrunPort
 from dlrover.python.rl.trainer.role_group import public_methods
 from dlrover.python.rl.trainer.trainer import BaseTrainer, TrainerLink
 from dlrover.python.rl.trainer.workload import MemberContext
+from tests.support.launched_rank import Launcher
+from tests.support.role_group_toys import Pairs, Toy
 
 CLASSES = {"ACTOR": Toy, "ROLLOUT": Toy, "REWARD": Pairs}
 SIZES = {"ACTOR": 5, "ROLLOUT": 2, "REWARD": 4}
@@ -94,11 +94,17 @@ class RayStage:
 
     def __init__(self, tmp_path):
         self._path = tmp_path
-        builder = JobBuilder().device_type("CPU").device_per_node(11).config(CONFIG).trainer("toys", "unused")
+        builder = (
+            JobBuilder()
+            .device_type("CPU")
+            .device_per_node(11)
+            .config(CONFIG)
+            .trainer("tests.support.role_group_toys", "unused")
+        )
         builder.liveness(lease_s=3600.0)  # there is no master to answer
         for role, size in SIZES.items():
-            builder.role(role, "toys", CLASSES[role].__name__).total(size)
-        job = builder.spec(f"contract-{next(_numbers)}", (str(Path(__file__).parent),))
+            builder.role(role, "tests.support.role_group_toys", CLASSES[role].__name__).total(size)
+        job = builder.spec(f"contract-{next(_numbers)}", (str(Path(__file__).parents[2]),))
         placement, problems = plan(job)
         assert not problems
         methods = {role: tuple(public_methods(cls)) for role, cls in CLASSES.items()}
@@ -152,10 +158,10 @@ class TorchrunStage:
     def __init__(self, tmp_path):
         self._path = tmp_path
         launch = LaunchEnv(0, max(SIZES.values()), 0, max(SIZES.values()))
-        builder = JobBuilder().device_type("CPU").config(CONFIG).trainer("toys", "unused")
+        builder = JobBuilder().device_type("CPU").config(CONFIG).trainer("tests.support.role_group_toys", "unused")
         for role, size in SIZES.items():
-            builder.role(role, "toys", CLASSES[role].__name__).total(size)
-        job = builder.spec("contract", (str(Path(__file__).parent),))
+            builder.role(role, "tests.support.role_group_toys", CLASSES[role].__name__).total(size)
+        job = builder.spec("contract", (str(Path(__file__).parents[2]),))
         self._launcher = Launcher(launch.world_size)
         self.port = TorchrunPort(launch, accept_all(launch, self._launcher))
         self._thread = threading.Thread(target=self.port.worker.run, daemon=True)

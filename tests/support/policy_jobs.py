@@ -5,13 +5,13 @@ import json
 from pathlib import Path
 
 import torch
-from documented_metrics import undocumented
 from transformers import AutoModelForCausalLM
 
 from dlrover.python.rl.config.builder import JobBuilder
 from dlrover.python.rl.control.state import Phase
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.master.job import check_job, run_here
+from tests.support.documented_metrics import undocumented
 
 WORKLOADS = "dlrover.python.rl.recipe.workloads"
 TRAINERS = {
@@ -42,7 +42,7 @@ def policy_job(folder, recipe, *, roles=(), out="out", **config):
     builder.reward(WORKLOADS, "RewardWorkload").total(1)
     for role in (*own, *roles):
         builder.role(role, WORKLOADS, CLASSES.get(role, "TeacherWorkload")).total(1)
-    job = builder.spec(recipe, search_path=(str(Path(__file__).parent),))
+    job = builder.spec(recipe, search_path=(str(Path(__file__).parents[2]),))
     object.__setattr__(job, "job_dir", folder / out)
     return job
 
@@ -63,7 +63,7 @@ def _config(folder):
         "prompts_per_step": 4,
         "optimizer": {"lr": 3e-3},
         "rollout": {"samples_per_prompt": 8, "max_new_tokens": 8},
-        "reward": {"function": "policy_rewards:low", "workers": 1, "timeout_s": 60.0},
+        "reward": {"function": "tests.support.policy_rewards:low", "workers": 1, "timeout_s": 60.0},
         "engine": {"threads": 1},
     }
 

@@ -3,9 +3,9 @@
 
 import numpy as np
 import torch
-from updates import outcome
 
 from dlrover.python.rl.data.batch import Batch, Ragged
+from tests.support.loss_updates import outcome
 
 VOCABULARY = 7
 GROUPS, GROUP = 8, 16

@@ -15,17 +15,17 @@ from transformers import AutoModelForCausalLM
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.launch import launch
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 GUIDE = ROOT / "docs" / "guides" / "torchrun.md"
 DEADLINE_S = 240.0
 TORCHRUN = "-m torch.distributed.run"
 TWO = f"{TORCHRUN} --nproc_per_node=2"
 
 TOY = """
-trainer: {module: launched_toys, class: AddingTrainer}
+trainer: {module: tests.support.launched_toys, class: AddingTrainer}
 workload:
-  actor: {module: launched_toys, class: Adder}
-  rollout: {module: launched_toys, class: Listener}
+  actor: {module: tests.support.launched_toys, class: Adder}
+  rollout: {module: tests.support.launched_toys, class: Listener}
 checkpoint: {every: 2}
 config: {steps: 5, pause_s: 0, fault: {where: "", rank: 1, step: 3, once: nothing}}
 """
@@ -76,7 +76,7 @@ ADD = "-m dlrover.python.rl.recipe.launch --config toy.yaml"
 @contextmanager
 def started(desk, *lines, **env):
     """Processes of these command lines, all killed in the end, with whatever they have started."""
-    paths = os.pathsep.join([str(ROOT), str(Path(__file__).parent)])
+    paths = str(ROOT)
     known = {name: value for name, value in os.environ.items() if not name.startswith(("TORCHELASTIC", "MASTER"))}
     children = [
         subprocess.Popen(
@@ -133,7 +133,6 @@ def differ(one, other):
 def launched_rank(rank, world_size, port, desk, line):
     """What a launcher would have started, in a process that has imported torch already."""
     os.chdir(desk)
-    sys.path.append(str(Path(__file__).parent))
     place = {"RANK": rank, "WORLD_SIZE": world_size, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": world_size}
     os.environ |= {name: str(value) for name, value in place.items()}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}

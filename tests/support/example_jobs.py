@@ -6,8 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from documented_metrics import undocumented
-from recipe_stage import Stage
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from dlrover.python.rl.data.conversation import encode_raw
@@ -15,6 +13,8 @@ from dlrover.python.rl.recipe.dpo import DPOTrainer
 from dlrover.python.rl.recipe.rm import RMTrainer
 from dlrover.python.rl.recipe.sft import SFTTrainer
 from dlrover.python.rl.recipe.workloads import ActorWorkload, ReferenceWorkload, ScorerWorkload
+from tests.support.documented_metrics import undocumented
+from tests.support.recipe_stage import Stage
 
 TRAINERS = {"sft": SFTTrainer, "rm": RMTrainer, "dpo": DPOTrainer}
 ROLES = {

@@ -198,8 +198,8 @@ NOT_A_CLASS = 3
 def toy_job(path, trainer="Loop", actor="Adder", members=2, **config):
     """A job of toys that writes to ``path``."""
     builder = JobBuilder().device_type("CPU").device_per_node(8).config(config).global_env({"FROM_JOB": "yes"})
-    builder.trainer("toy_jobs", trainer).actor("toy_jobs", actor).total(members)
-    builder.reward("toy_jobs", "Adder").total(members).with_collocation("actor", "reward")
+    builder.trainer("tests.support.toy_jobs", trainer).actor("tests.support.toy_jobs", actor).total(members)
+    builder.reward("tests.support.toy_jobs", "Adder").total(members).with_collocation("actor", "reward")
     job = builder.spec("toy")
     object.__setattr__(job, "job_dir", path)
     return job

@@ -9,9 +9,8 @@ import os
 import sys
 from pathlib import Path
 
-from judging_envs import Share, asked
-
 from dlrover.python.rl import classic
+from tests.support.judging_envs import Share, asked
 
 NAMES = ("Ada", "Emmy", "Sofia", "Grace", "Mary", "Katherine")
 

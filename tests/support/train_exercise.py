@@ -5,12 +5,11 @@ import dataclasses
 import hashlib
 from itertools import pairwise
 
-from plain import CONFIG, STEPS, TEMPERATURE, EntropyLoss, make_batch
-
 from dlrover.python.rl.common.progress import noted_progress
 from dlrover.python.rl.data import state_tree
 from dlrover.python.rl.engine.api.base import Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class
+from tests.support.plain_engine import CONFIG, STEPS, TEMPERATURE, EntropyLoss, make_batch
 
 SAVED_AFTER = 2
 BUDGET = 40

@@ -5,7 +5,7 @@ import re
 from functools import cache
 from pathlib import Path
 
-GLOSSARY = Path(__file__).parents[1] / "docs/reference/metrics.md"
+GLOSSARY = Path(__file__).parents[2] / "docs/reference/metrics.md"
 _NAMED = re.compile(r"^\| (.*?) \|", re.MULTILINE)
 
 

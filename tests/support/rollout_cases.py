@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import pytest
-import sglang_stand_in
 import torch
 from transformers import AutoModelForCausalLM
 
@@ -15,6 +14,7 @@ from dlrover.python.rl.engine.api.base import Request, RolloutSettings, Sampling
 from dlrover.python.rl.engine.api.registry import ROLLOUT_ENGINES, engine_class
 from dlrover.python.rl.engine.api.weights import take_snapshot
 from dlrover.python.rl.engine.model.spec import load_causal_lm
+from tests.support import sglang_stand_in
 
 TEXTS = ["a", "what is the answer to this?", "37+45=", "a longer prompt than all of the others, by far", "xyz"]
 EOS = 258
