@@ -45,7 +45,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.machine import outstanding
-from dlrover.python.rl.control.recovery import KEPT_CAUSES, blame, completed_recoveries
+from dlrover.python.rl.control.recovery import MAX_CAUSES, blame, completed_recoveries
 from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, MemberPhase, Phase, processes
 
 LOOSE = replace(TERMS, job_max_restart=99, trainer_max_restart=99, node_max_failures=99)
@@ -559,8 +559,8 @@ def test_being_ended_for_the_sake_of_others_is_never_charged():
 
 def test_the_first_and_the_newest_causes_are_kept():
     run = Run(*OPEN, lost("ACTOR", 0), terms=replace(ALONE, job_max_restart=9999))
-    fill(run, KEPT_CAUSES + 20, lambda number: lost("ROLLOUT", 1, number))
-    assert len(run.state.causes) == KEPT_CAUSES
+    fill(run, MAX_CAUSES + 20, lambda number: lost("ROLLOUT", 1, number))
+    assert len(run.state.causes) == MAX_CAUSES
     assert {found.who for found in run.state.causes[1:]} == {"ROLLOUT[1]"}
     assert run.state.causes[0] == cause("ACTOR[0]")
 

@@ -21,11 +21,7 @@ from dlrover.python.rl.control.machine import can_resize, outstanding, replay, s
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Phase, ranks_of
 from dlrover.python.rl.master.process.status import JobStatus, status_of
-from dlrover.python.rl.runtime.checkpoint.journal_store import (
-    FileStateStore,
-    StateStore,
-    read_lines,
-)
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 from dlrover.python.rl.runtime.local import LocalExecutor
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.run.folder import new_run
@@ -46,10 +42,7 @@ class Brain:
     """
 
     def __init__(
-        self,
-        store: StateStore,
-        wall_s: Callable[[], float] = time.time,
-        steady_s: Callable[[], float] = time.monotonic,
+        self, store: StateStore, wall_s: Callable[[], float] = time.time, steady_s: Callable[[], float] = time.monotonic
     ) -> None:
         self._store, self._steady_s = store, steady_s
         events = decode(store.read())

@@ -8,14 +8,7 @@ from collections.abc import Awaitable, Callable
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.spec import JobSpec, LivenessSpec
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    Event,
-    Process,
-    RecoveryScope,
-    make_lost_event,
-)
+from dlrover.python.rl.control.events import Cause, CauseKind, Event, Process, RecoveryScope, make_lost_event
 from dlrover.python.rl.control.liveness import Hang, Listening, Paces, Sign, hangs, odd_one_out
 from dlrover.python.rl.control.state import JobState, MemberPhase, StandbyPhase
 from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat

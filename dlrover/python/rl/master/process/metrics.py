@@ -34,12 +34,7 @@ from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram, Info
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from dlrover.python.rl.common.errors import CallError
