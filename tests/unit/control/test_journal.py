@@ -15,6 +15,7 @@ from dlrover.python.rl.control.events import (
     MOST_DETAIL,
     Cause,
     CauseKind,
+    Event,
     Failed,
     MasterStarted,
     MemberLost,

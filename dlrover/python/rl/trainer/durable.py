@@ -11,9 +11,9 @@
                  retry the other calls that failed because of it
                  and wait again
 
-Calls have ids, and workers answer a repeated id from the results they keep: issuing a call again is always safe. A
-further death during a recovery starts another round; there is no special case for it. Where the last commit is older
-than the step before, the loss of a worker with state abandons the step: all go back to the commit together.
+Workers answer a repeated call id from the results they keep, so issuing a call again is always safe. A further death
+during a recovery starts another round. If the last commit is older than the step before, the loss of a worker with
+state abandons the step, and all workers go back to the commit together.
 """
 
 import threading
@@ -74,18 +74,18 @@ _LOG = get_logger(__name__)
 
 @dataclass
 class Transfers:
-    """The transfers of a trainer. ``request`` sends, and returns the answers; it sends again after a recovery."""
+    """Copies files between workers. ``request`` sends, and returns the answers; it sends again after a recovery."""
 
     sender: CallSender
     request: Callable[[Callable[[], Sequence[Ref]]], list[Any]]
     nodes: dict[ProcessId, str] = field(default_factory=dict)
 
     def locate(self, standings: Mapping[ProcessId, Standing]) -> None:
-        """Note where workers are."""
+        """Note the nodes of workers."""
         self.nodes.update({member: standing.node for member, standing in standings.items()})
 
     def make(self, transfers: Sequence[Transfer]) -> dict[Transfer, str]:
-        """Returns the node of each that has arrived."""
+        """Make the transfers, and return the node of each that has arrived."""
         under_way = list(transfers)
         for number in range(max((len(each.parts) for each in transfers), default=0)):
             now = [each for each in under_way if number < len(each.parts)]
@@ -97,8 +97,8 @@ class Transfers:
     def bring(
         self, checkpoints: Checkpoints, new: Sequence[ProcessId], step: int | None, busy: Collection[ProcessId]
     ) -> InvocationError | None:
-        """Bring the nodes of ``new`` workers what they lack of the commit of ``step``, in the middle of a recovery;
-        returns a failure. Workers that are ``busy`` answer later."""
+        """Send the nodes of ``new`` workers the files that they lack of the commit of ``step``, during a recovery;
+        return a failure. Prefer sources that are not ``busy``, which would answer later."""
         outcomes = self.sender.finish([self.sender.ask(member, WHERE) for member in new])
         if failure := _failure_in(outcomes):
             return failure
@@ -111,7 +111,7 @@ class Transfers:
         return None
 
     def _send(self, transfers: Sequence[Transfer], number: int) -> list[Ref]:
-        """The requests for one part of each."""
+        """Send the requests for one part of each transfer."""
         runs = []
         for transfer in transfers:
             part, content = transfer.parts[number], transfer.content
@@ -133,10 +133,10 @@ _LostRuns: TypeAlias = dict[LoggedCall, tuple[Ref, InvocationError]]
 
 @dataclass(repr=False)
 class DurablePort:
-    """A port that recovers lost calls once it is ``opened``, else raises failures. Thread safe.
+    """A port that recovers lost calls once it is ``opened``, and raises failures before. Thread safe.
 
     Without ``checkpoints`` stateful workers cannot be rebuilt once a step has ended; ``renewed`` receives the raw
-    handles of new workers. ``publish`` is called while the trainer waits for results: a commit is being written."""
+    handles of new workers. ``publish`` is called while the trainer waits for results and a commit is being written."""
 
     inner: Port
     recovery: Recovery
@@ -163,11 +163,11 @@ class DurablePort:
         return self._sender.settled
 
     def resume_from(self, step: int) -> None:
-        """``step`` is the last committed one: new workers are brought there."""
+        """Set the last committed step, to which new workers are restored."""
         self.committed = self._sender.settled = step
 
     def close(self, why: StepAbandoned) -> None:
-        """Another trainer object has taken over: raise ``why`` in threads of this one that still call."""
+        """Raise ``why`` in threads that still call, since another trainer object has taken over."""
         self._sender.closed = why
 
     # -- the port -----------------------------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ class DurablePort:
             return ref
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        """The deadline starts again after each recovery."""
+        """Wait as the inner port does; the deadline starts again after each recovery."""
         probes = [isinstance(ref.token, CallProbe) for ref in refs]
         calls: list[LoggedCall] = [
             ref.token.call if probe else ref.token for ref, probe in zip(refs, probes, strict=True)
@@ -210,7 +210,7 @@ class DurablePort:
                     return outcomes
 
     def _wait_and_publish(self, runs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        """Wait as the inner port does, and look in between if a commit can be published."""
+        """Wait as the inner port does, and publish a commit in between once it is written."""
         pause_s = _FIRST_LOOK_S
         # Another thread may publish it, and withdraw the function.
         while (publish := self.publish) is not None and (timeout_s is None or timeout_s > pause_s):
@@ -228,7 +228,7 @@ class DurablePort:
             return not any(call.member in members for call in self.log.running())
 
     def replace_late(self, late: InvocationTimeout) -> None:
-        """End the workers that are late, and rebuild those that replace them without the late call."""
+        """End the late workers, and rebuild their replacements without the late call."""
         if not self.opened:
             raise CallError("workers are replaced from steps() on, not in init()")
         role, ranks = late.role, late.late
@@ -242,8 +242,8 @@ class DurablePort:
     # -- steps --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Wait until every call in the log has succeeded, including those that the trainer did not wait for. Raises a
-        user's error that the trainer has not received yet, or StepAbandoned if a replay diverged."""
+        """Wait until every call in the log has succeeded, even if the trainer did not wait for it. Raises a user's
+        error that the trainer has not received yet, or StepAbandoned if a replay diverged."""
         while True:
             with self.lock:
                 running = self.log.running()
@@ -262,8 +262,7 @@ class DurablePort:
                 raise call.error
 
     def ask(self, members: Iterable[ProcessId], verb: str, *request: Any) -> dict[ProcessId, Any]:
-        """Send workers a request that is not a call of a step, and wait; all are asked again when one had to be
-        replaced."""
+        """Send workers a request that is not a call of a step, and wait; ask all again if one had to be replaced."""
         recipients = list(members)
         answers = self._request(lambda: [self._sender.ask(member, verb, *request) for member in recipients])
         return dict(zip(recipients, answers, strict=True))
@@ -284,10 +283,10 @@ class DurablePort:
     def begin_step(self, step: int) -> None:
         with self.lock:
             self.step = step
-            self.log.begin_step()
+            self.log.open(self.log.step)
 
     def end_step(self, step: int) -> None:
-        """The calls of ``step`` will not be issued again."""
+        """Drop the calls of ``step``, which will not be issued again."""
         with self.lock:
             self.log.close_step()
             self._sender.settled = step
@@ -331,11 +330,11 @@ class DurablePort:
             return True
         sources = sources_of(call.call) if ProcessId(error.role, error.rank) != call.member else []
         self._poll(sources)
-        # It is the error of a call whose result this one takes: has that call been issued again since?
+        # The error is of a call whose result this one takes. Has that call been issued again since?
         return bool(sources) and all(source.error is None for source in sources)
 
     def _poll(self, calls: Iterable[LoggedCall]) -> _LostRuns:
-        """Record the calls that have ended by now; returns the lost ones."""
+        """Record the calls that have ended by now; return the lost ones."""
         running = [(call, call.latest_run) for call in calls if call.is_running]
         outcomes = self.inner.wait([run.probe() for _, run in running], 0.0) if running else []
         lost: _LostRuns = {}
@@ -347,7 +346,7 @@ class DurablePort:
         return lost
 
     def _find_death_behind(self, outcomes: Sequence[Outcome]) -> WorkloadDied | None:
-        """The death of another rank of which a user's error is the echo."""
+        """Return the death of another rank if a user's error is its echo."""
         for error in (outcome.error for outcome in outcomes if self.opened and outcome.error is not None):
             traits = self.roles.get(error.role)
             if isinstance(error, LOST_CALL_ERRORS) or traits is None or not traits.together or traits.size == 1:
@@ -362,7 +361,7 @@ class DurablePort:
     # -- recovery: the lock is held -----------------------------------------------------------------------------------
 
     def _recover(self, lost: _LostRuns, deaths: Sequence[WorkloadDied]) -> None:
-        """Issue every call of the log that needs it to a living worker, in order."""
+        """Replace dead workers, and issue every call of the log that needs it again, in order."""
         self.recoveries += 1
         self._poll(self.log.all_calls())
         for death in deaths:
@@ -398,7 +397,7 @@ class DurablePort:
             raise StepAbandoned(self.step, death)
 
     def _rebuild(self) -> InvocationError | None:
-        """Repeat the log on new workers. Returns a further failure meanwhile."""
+        """Repeat the log on new workers. Return a further failure."""
         if self.checkpoints is not None and self.checkpoints.spread:
             busy = {call.member for call in self.log.running()}
             if lost := self.transfers.bring(self.checkpoints, list(self._unbuilt), self.committed, busy):
@@ -427,7 +426,7 @@ class DurablePort:
         return None
 
     def _record_setup(self, calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> InvocationError | None:
-        """Record repeated calls of ``init``; returns the first lost one's error."""
+        """Record repeated calls of ``init``; return the error of the first lost one."""
         for call, outcome in zip(calls, outcomes, strict=False):
             if isinstance(outcome.error, ResultLost):
                 self._issue_sources(call)
@@ -439,7 +438,7 @@ class DurablePort:
         return None
 
     def _discard_commit(self, error: InvocationError) -> None:
-        """A worker cannot restore the last commit: if it is damaged, abandon the step without it."""
+        """Abandon the step without the last commit, which a worker cannot restore, if it is damaged."""
         if is_damage(error) and self.checkpoints is not None and self.committed is not None:
             self.checkpoints.discard(self.committed, str(error.original))
             raise StepAbandoned(self.step, error)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a trainer: where they begin, and the commit at the end of each."""
+"""The steps of a trainer: the commit from which they begin, and the commit at the end of each."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -45,8 +45,8 @@ _LEFT = "\0left"  # beside the names of a user's state
 
 @dataclass(frozen=True)
 class Attempt:
-    """One trainer object of a process: how many were before it, whether one of them had entered ``steps()``, and why
-    the last one was abandoned."""
+    """One trainer object of a process: the number of objects before it, whether one of them has entered ``steps()``,
+    and the reason for which the last one was abandoned."""
 
     number: int = 0
     opened: bool = False
@@ -59,12 +59,12 @@ class _Pending:
 
     step: int
     answers: Mapping[ProcessId, Any]
-    copied: Mapping[Transfer, str] | None = None  # None: not all are written
+    copied: Mapping[Transfer, str] | None = None  # None: not all states are written
 
 
 class Steps:
-    """The steps of one trainer object. Without ``recovery`` a lost worker ends it; without ``checkpoints`` nothing is
-    committed."""
+    """The steps of one trainer object. Without ``recovery`` a lost worker ends it; without ``checkpoints`` there are no
+    commits."""
 
     def __init__(
         self,
@@ -90,17 +90,17 @@ class Steps:
         self._is_open = False
         self._running = 0  # the step whose body runs, or was left by break or return
         self._loops = 0
-        self._left: list[int] = []  # of each loop until now the step in which it was left, 0 if it ran to its end
+        self._left: list[int] = []  # the step in which each loop so far was left, 0 if it ran to its end
 
     def run(self, total: int) -> Iterator[int]:
-        """Yield the steps after the last commit up to ``total``, and end each, mostly with a commit, after its body.
+        """Yield the steps after the last commit up to ``total``; end each after its body, usually with a commit.
 
         ::
 
             open ---> begin --> the user's body --> end -----.--> begin what comes after the loop
                         '<-----------------------------------'
 
-        A body that is left ends with what comes after it: another loop, or the end of ``fit``.
+        A body that is left by break or return ends at the next loop or the end of ``fit``.
         """
         self._commit_left_step()
         ended = self.open()
@@ -115,7 +115,7 @@ class Steps:
         self.begin(max(ended, total) + 1)
 
     def open(self) -> int:
-        """Bring trainer and workers to the newest commit; returns its step. A second loop continues after the first."""
+        """Restore trainer and workers to the newest commit; return its step. Later calls return the last ended step."""
         if self._is_open:
             return self.port.ended
         self._is_open = True
@@ -123,9 +123,9 @@ class Steps:
             self._recovery.opened()
         self.port.opened = self._recovers
         self.port.settle()
-        self.port.log.end()
+        self.port.log.open(None)
         if self.port.log.overflowed:
-            _LOG.warning("too many calls between init() and steps(): a new worker repeats only those of init()")
+            _LOG.warning("too many calls between init() and steps(): a new worker repeats only the calls in init()")
         if self._checkpoints is not None and self._checkpoints.spread:
             nodes = self.port.transfers.nodes
             self.port.transfers.locate(self.port.ask(members_of(self.port.roles), WHERE))
@@ -149,7 +149,7 @@ class Steps:
         self._recovery.began(step)
 
     def end(self, step: int, last: bool = False) -> None:
-        """End a step: publish the commit before, and begin one of this step's states if it is due. Repeated if a
+        """End a step: publish the previous commit, and begin one of this step's states if it is due. Repeat both if a
         failure was recovered in between."""
         is_due = self._checkpoints is not None and (step == 0 or self._checkpoints.is_due(step, last))
         pending, is_whole = None, False
@@ -176,7 +176,7 @@ class Steps:
             self.port.publish = self._publish_if_idle
 
     def _complete(self, checkpoints: Checkpoints, pending: _Pending, asks: bool, waits: bool) -> bool:
-        """Send the states to other nodes once all are written; returns False before. ``asks`` the workers again."""
+        """Send the states to other nodes once all are written; return False before. ``asks``: ask the workers again."""
         if pending.copied is not None:
             return True
         transfers = self.port.transfers
@@ -189,7 +189,7 @@ class Steps:
         return copies is not None
 
     def _publish(self, waits: bool = False) -> bool:
-        """Make the pending states a commit if all are written. Returns False if they are not."""
+        """Make the pending states a commit if all are written; return False if they are not."""
         pending, checkpoints = self._pending, self._checkpoints
         if pending is None or checkpoints is None:
             return True
@@ -205,7 +205,7 @@ class Steps:
         return True
 
     def _publish_if_idle(self) -> None:
-        """Publish the pending commit unless a worker is busy that takes part in it: it would answer later."""
+        """Publish the pending commit, unless a worker of it is busy and would answer later."""
         is_spread = self._checkpoints is not None and self._checkpoints.spread
         if self.port.are_idle(members_of(self.port.roles, stateful_only=not is_spread)):
             self._publish()
@@ -217,14 +217,14 @@ class Steps:
             self._recovery.progressed(step)
 
     def _commit_left_step(self, last: bool = False) -> None:
-        """A trainer of this run that goes on after this commit does not run on in the loop."""
+        """Commit a step whose loop was left; a trainer that continues from this commit does not resume the loop."""
         if self._running:
             self._left += [0] * (self._loops - len(self._left))
             self._left[self._loops - 1] = self._running
             self.end(self._running, last)
 
     def finish(self) -> None:
-        """After ``fit``: wait for its running calls, the last commit, and its copy in the job's directory."""
+        """Wait, after ``fit``, for its running calls, the last commit, and its copy in the job's directory."""
         self._commit_left_step(last=True)
         self.port.settle()
         self._publish(waits=True)
@@ -240,8 +240,8 @@ class Steps:
 
     @contextmanager
     def setup(self) -> Iterator[None]:
-        """Calls inside are those of ``init``. They and those up to the first step are repeated on each new worker."""
-        self.port.log.begin_setup()
+        """Record the calls of ``init``, which each new worker repeats with all further calls up to the first step."""
+        self.port.log.open(self.port.log.setup)
         yield
         self.port.log.end_init()
 
@@ -261,7 +261,7 @@ class Steps:
                 step = self._checkpoints.newest()
             except CheckpointMissing as error:
                 step, lost = None, str(error)
-            if step is None:  # the workers are as init left them
+            if step is None:
                 self._start_over(lost)
                 self.end(0, last=True)
                 return 0
@@ -280,7 +280,7 @@ class Steps:
                 return step
 
     def _send_own_part(self, checkpoints: Checkpoints) -> None:
-        """The trainer's part of the last commit to another node; the trainer before may have ended before it did so."""
+        """Send the trainer's part of the last commit to another node, if an earlier trainer could not."""
         self.port.transfers.make(checkpoints.trainers_copy(self.port.transfers.nodes))
 
     def _bring_members_to(self, step: int) -> None:
@@ -299,8 +299,8 @@ class Steps:
             self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
 
     def _members_not_at(self, step: int) -> list[ProcessId]:
-        """The stateful workers that must be restored to ``step``. Ranks that meet in collectives are restored together:
-        the others would otherwise answer from kept results while one waits for them."""
+        """Return the stateful workers that must be restored to ``step``. Ranks that meet in collectives are restored
+        together, since the others would answer from kept results while one waits for them."""
         members = members_of(self.port.roles, stateful_only=True)
         standings = self.port.ask(members, WHERE)
         behind = {member for member, standing in standings.items() if not standing.agrees_with(step)}
@@ -308,10 +308,10 @@ class Steps:
         return [member for member in members if member in behind or member.role in roles]
 
     def _start_over(self, lost: str) -> None:
-        """Begin at step 1, because no commit is left; ``lost`` describes the lost ones, ``""`` if none is known.
+        """Begin at step 1, since no commit is left; ``lost`` describes the lost ones, ``""`` if none is known.
 
-        Raises CheckpointMissing if a worker that was not replaced holds the state of a later step; StepAbandoned if a
-        lost commit was partly loaded: its holders are replaced, and another trainer object begins."""
+        Raises CheckpointMissing if a worker that was not replaced holds the state of a later step, StepAbandoned after
+        replacing the workers that have loaded a part of a lost commit."""
         standings = self.port.ask(members_of(self.port.roles, stateful_only=True), WHERE)
         moved = [
             member
@@ -329,9 +329,7 @@ class Steps:
             raise CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
         if moved or self._loaded:
             for member in moved:
-                self._recovery.renew(
-                    member.role, member.rank, current[member], "it holds a part of a commit that is lost"
-                )
+                self._recovery.renew(member.role, member.rank, current[member], "it holds a part of a lost commit")
             self.port.resume_from(0)
             raise StepAbandoned(1, CheckpointMissing(summary))
         if lost or self.restart_info.count:
@@ -340,7 +338,7 @@ class Steps:
             )
 
     def _asked(self, act: Callable[..., T], *args: Any) -> T:
-        """``act`` of the checkpoints. Raises StepAbandoned if what it needs is lost."""
+        """Call ``act`` of the checkpoints. Raises StepAbandoned if it needs something that is lost."""
         try:
             return act(*args)
         except (CheckpointCorrupt, CheckpointMissing) as error:
@@ -356,8 +354,8 @@ def dump_state(state: Mapping[str, Any], run: str = "", left: Sequence[int] = ()
 
 
 def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
-    """Load objects in place, and replace plain values; returns which ``run`` had ``left`` loops. Raises CallError if an
-    object is missing from ``state``."""
+    """Load objects in place, and replace plain values; return the run that left loops, and in which steps. Raises
+    CallError if an object is missing from ``state``."""
     left: tuple[str, Sequence[int]] = ("", ())
     for name, entry in saved.items():
         if name == _LEFT:
@@ -374,10 +372,10 @@ def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> tuple[str, Se
 
 
 class StepPace:
-    """Over the last ``kept`` reports, so that a slow start or an outage does not count for long."""
+    """The pace over the last ``window`` reports, so that a slow start or an outage does not count for long."""
 
-    def __init__(self, kept: int = 20) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=kept)
+    def __init__(self, window: int = 20) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=window)
 
     def note(self, step: int, now_s: float) -> None:
         if self._seen and step <= self._seen[-1][0]:  # steps are repeated after a recovery
