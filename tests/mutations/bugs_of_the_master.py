@@ -132,8 +132,8 @@ BUGS = {
     ),
     "a master that was replaced stays": Bug(
         _MASTER,
-        'leave(f"another process of this master has taken over: {error}")  # what is left',
-        "pass  # what is left",
+        'leave(f"another process of this master has taken over: {error}")  # the other one',
+        "pass  # the other one",
     ),
     "a process that hangs is not killed": Bug(
         _MASTER, "            self._spawn(kill_process(self._cluster, condemned))\n", "            pass\n"
@@ -175,7 +175,7 @@ BUGS = {
     ),
     "a constructor that takes long hangs": Bug(_HANGS, " or beat.method == CONSTRUCTING:", ":"),
     "a resize that a restart has undone was done": Bug(
-        _MASTER, "        if size_of(self._state, role) != num:\n", "        if False:\n"
+        _MASTER, "        if len(ranks_of(self._state, role)) != num:\n", "        if False:\n"
     ),
     "one who follows a long job gets old reports": Bug(_MASTER, "max(count - dropped, 0)", "count"),
     "metrics of a master that is back begin at 0": Bug(_MASTER, "        if resumed:\n", "        if False:\n"),

@@ -590,7 +590,7 @@ BUGS = {
     # -- masters that were replaced ------------------------------------------------------------------------------------
     "a replaced master ends actors": Bug(_CLUSTER, '"start_actor", "kill_actor"', '"start_actor"'),
     "a master that is back forgets what was outstanding": Bug(
-        _MASTER, "        for command in self._run.brain.outstanding():\n", "        for command in ():\n"
+        _MASTER, "        for command in outstanding(self._state):\n", "        for command in ():\n"
     ),
     "a master that is back looks for nothing": Bug(
         _MASTER,

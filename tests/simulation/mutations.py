@@ -207,7 +207,7 @@ MUTATIONS = {
     ),
     "a stop changes the outcome": Mutation(
         "control.machine",
-        "    if state.phase is Phase.ENDING:\n        return state, ()  # its outcome is decided\n    return recovery.end",
+        "    if state.phase is Phase.ENDING:\n        return state, ()  # the outcome stays\n    return recovery.end",
         "    return recovery.end",
     ),
     "a release that is told twice begins twice": Mutation(

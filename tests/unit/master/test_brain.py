@@ -32,6 +32,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.control.machine import outstanding
 from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.process.status import status_of
@@ -135,9 +136,9 @@ def test_a_new_brain_over_the_same_journal_knows_the_same(tmp_path):
     brain.close()
     again = Brain(FileStateStore(tmp_path / "journal"))
     assert again.state == brain.state
-    assert again.outstanding() == (StartMembers("ACTOR", ((0, 2),)),)
+    assert outstanding(again.state) == (StartMembers("ACTOR", ((0, 2),)),)
     again.handle(MemberStarted("ACTOR", 0, 2, HERE))
-    assert again.outstanding() == ()
+    assert outstanding(again.state) == ()
     again.close()
 
 
@@ -245,7 +246,7 @@ def test_a_master_that_comes_back_finds_its_own_journal(tmp_path):
     state = begun(job)
     back = earlier_journal(job, "run")
     assert back.state == state
-    assert back.outstanding() == (Place(1),)
+    assert outstanding(back.state) == (Place(1),)
     back.handle(MasterStarted(pid=8))
     assert back.state.master_starts == 2
     back.close()

@@ -29,7 +29,7 @@ def test_a_folder_that_fails_does_not_keep_the_master_from_ending(monkeypatch, c
     held._claim = SimpleNamespace(end=ended.append)
     held.leave("failed")
     assert ended == ["failed"]
-    assert "how job has ended is not in its folder" in caplog.text
+    assert "the end of job could not be recorded in its folder" in caplog.text
 
 
 def test_a_folder_that_cannot_be_used_is_named_before_the_job_begins_and_given_back(tmp_path, monkeypatch):

@@ -205,7 +205,7 @@ def _released(state: JobState, settings: Submitted, event: events.Released, at_s
 
 def _stop_requested(state: JobState, settings: Submitted, event: events.StopRequested, at_s: float) -> Result:
     if state.phase is Phase.ENDING:
-        return state, ()  # its outcome is decided
+        return state, ()  # the outcome stays
     return recovery.end(state, Phase.STOPPED, EndReason.STOPPED, event.reason)
 
 

@@ -270,9 +270,8 @@ class BaseWorkload:
 
     def load_states(self, states: Iterable[Any]) -> None:
         """Continue from the :meth:`state_dict` of all workers of an earlier run, in rank order: their
-        number is another one, or :meth:`load_state_dict` has refused their states as :class:`OtherLayout`. Each state is
-        read when it is requested, and valid until the next one is. Override it together with
-        :meth:`takes_other_members`."""
+        number differs, or :meth:`load_state_dict` has refused their states as :class:`OtherLayout`. Each state is read
+        when it is requested, and valid until the next one is. Override it together with :meth:`takes_other_members`."""
         raise NotImplementedError(f"{type(self).__name__} has takes_other_members() without load_states()")
 
     @property

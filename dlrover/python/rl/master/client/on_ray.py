@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs on a cluster of Ray: a checked one is begun and followed there; those that run are listed, shown and stopped."""
+"""Jobs on a cluster of Ray: starts a checked job and follows it; lists, shows, resizes and stops running jobs."""
 
 import signal
 import time
@@ -58,10 +58,10 @@ _STOP_S = 60.0
 _FOLLOWER_S = 3.0
 _MASTER = "/master"
 _CLUSTERS = frozenset(CauseKind) - {CauseKind.USER_ERROR, CauseKind.START_FAILED, CauseKind.NO_SPACE}
-"""Causes that a cluster which is being lost may have."""
+"""Causes of a failure that the loss of the cluster may explain."""
 
 
-def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
+def run_on_cluster(  # noqa: PLR0913 -- its listeners, and where it runs
     checked: CheckedJob,
     report: Reporter,
     announce: Announcer,
@@ -74,7 +74,7 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
 
     Args:
         folder: for the files of a cluster that is started here.
-        again: a process that followed this job was lost; its master may still be there.
+        again: a process that followed this job was lost; the job's master may still run.
 
     Raises:
         MasterLost: the master, or the cluster that was started here.
@@ -99,11 +99,11 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
                 announce(checked.opening)
             status = follow(master, report, interrupts, announce=announce)
         except MasterLost as error:
-            # A master that exists but does not answer still owns its job, which may not be this one.
+            # A master that exists but does not answer still owns its job, perhaps another one.
             if find(master_name(job.name)) is not None:
                 raise
             sweep(job.name)
-            raise MasterLost(f"{error}; to go on: {resume_command(job.job_dir)}") from error
+            raise MasterLost(f"{error}; to resume: {resume_command(job.job_dir)}") from error
         may_be_the_clusters = status.cause is None or status.cause.kind in _CLUSTERS
         if own and status.phase is Phase.FAILED and may_be_the_clusters and lost_process(_LOST_S):
             raise MasterLost(f"a process of Ray has died: {status.reason}")
@@ -113,12 +113,12 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
 
 
 def interrupted(job: JobSpec) -> JobStatus:
-    """The status of a job that was interrupted before it began."""
+    """Return the status of a job that was interrupted before it began."""
     return JobStatus(job.name, Phase.STOPPED, 0, 0, INTERRUPTED, None, folder=str(job.job_dir))
 
 
 def _remaining_master(job: JobSpec) -> Any:
-    """The master of this run, started by a process that was lost; None if there is none."""
+    """Return the master of this run, which a lost process has started; None if there is none."""
     master = find(master_name(job.name))
     if master is None:
         return None
@@ -129,15 +129,14 @@ def _remaining_master(job: JobSpec) -> Any:
 def start_master(
     checked: CheckedJob, claims: bool = True, launched: Callable[[Any], None] = lambda master: None
 ) -> Any:
-    """Launch and start the master of a checked job on the connected cluster; it ``claims`` the job's folder unless this
-    process has done so, and is given to ``launched`` before it starts. Raises JobConflict while a job of this name is
-    running or another run holds the folder, and MasterLost."""
+    """Launch the master of a checked job on the connected cluster, pass it to ``launched``, and start it. It ``claims``
+    the job's folder unless this process has. Raises JobConflict while a job of this name runs or another run holds the
+    folder, and MasterLost."""
     job = begin(checked.job)
     name = master_name(job.name)
     earlier = find(name)
     if earlier is not None and not ask(earlier.status.remote, ANSWER_S).phase.terminal:
-        what = f"a job named '{job.name}' is running on this cluster"
-        raise JobConflict(f"{what}: stop it first or choose another name")
+        raise JobConflict(f"a job named '{job.name}' is running on this cluster: stop it or choose another name")
     for actor in sweep(job.name):
         if actor != name:
             _LOG.warning("ended %s, which a job of this name had left behind", actor)
@@ -167,36 +166,35 @@ def follow(
     deadline_s: float | None = None,
     announce: Announcer = announce_nothing,
 ) -> JobStatus:
-    """Pass step reports to ``report``, and what the job does to ``announce``, until it has ended; return its status.
-
-    The first of ``interrupts`` stops the job, the second ends the waiting, as does ``deadline_s``.
-    """
-    position, stopping, began_s, activity = Position(), False, time.monotonic(), ""
+    """Pass step reports to ``report``, and activities to ``announce``, until the job has ended; return its status. The
+    first of ``interrupts`` stops the job; the second, or ``deadline_s``, ends the waiting."""
+    position: Position = ("", 0)
+    stopping, began_s, activity = False, time.monotonic(), ""
     while True:
         update: Update = ask(partial(master.follow.remote, position, FOLLOW_S), ANSWER_S)
-        position = update.position
-        if update.status.activity not in ("", activity):
-            announce(update.status.activity)
-        activity = update.status.activity
-        for step_report in () if stopping else update.reports:
+        status, reports, position = update
+        if status.activity not in ("", activity):
+            announce(status.activity)
+        activity = status.activity
+        for step_report in () if stopping else reports:
             report(step_report)
-        if update.status.phase.terminal:
-            return update.status
+        if status.phase.terminal:
+            return status
         interrupted = len(interrupts or ())
         if interrupted and not stopping:
             stop_master(master, INTERRUPTED)
             stopping = True
         elif interrupted > 1 or (deadline_s is not None and time.monotonic() - began_s > deadline_s):
-            return replace(update.status, reason=update.status.reason or INTERRUPTED)
+            return replace(status, reason=status.reason or INTERRUPTED)
 
 
-# -- those that run ---------------------------------------------------------------------------------------------------
+# -- running jobs -----------------------------------------------------------------------------------------------------
 
 
 @contextmanager
 def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
-    """Jobs, or the one of this ``name``, on a cluster; ``auto`` is the one where a process of this machine runs it, or
-    the newest one, and without any what ``runs/`` has of it is there. Raises ClusterUnavailable."""
+    """Connect to the jobs on a cluster, or to the job ``name``. ``auto`` is the cluster where a process of this machine
+    runs that job, or the newest cluster; without any, only runs in ``runs/`` are there. Raises ClusterUnavailable."""
     run, where = (_last_run(name) if address == "auto" and name else None), ""
     if run is not None and (holder := holder_of(run.folder)) is not None and holder.runtime == ON_RAY:
         where = address_in(run.folder)
@@ -219,7 +217,7 @@ def _last_run(name: str) -> SavedRun | None:
 
 
 class RayJobs(SavedRuns):
-    """Uses the cluster that this process is connected to; without one, which was ``unavailable``, the run folders."""
+    """The jobs on the connected cluster; if it was ``unavailable``, the runs in their folders."""
 
     def __init__(self, unavailable: ClusterUnavailable | None = None) -> None:
         self._unavailable = unavailable
@@ -227,7 +225,7 @@ class RayJobs(SavedRuns):
     def list_jobs(self) -> tuple[list[JobView], int]:
         views = []
         for name in self._names():
-            with suppress(MasterLost):  # it has ended meanwhile
+            with suppress(MasterLost):  # it has just ended
                 views.append(view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
         return views, 0
 
@@ -246,7 +244,7 @@ class RayJobs(SavedRuns):
         return self._saved(name)
 
     def _master(self, name: str) -> Any:
-        """The master of a job that runs. Raises InvalidJob, and MasterLost if it has ended."""
+        """Return the master of a running job. Raises InvalidJob, or MasterLost if it has ended."""
         master = self._find(name)
         if master is None:
             self._ended(name)
@@ -254,14 +252,14 @@ class RayJobs(SavedRuns):
         return master
 
     def _ended(self, name: str) -> JobView:
-        """What :meth:`_saved` returns. Raises InvalidJob if it runs."""
+        """Return the last run of a name. Raises InvalidJob if it runs elsewhere."""
         view = self._saved(name)
         if not view.ended:
             raise InvalidJob([ConfigError(name, f"is not on this cluster, {view.reason}; end it there")])
         return view
 
     def _saved(self, name: str) -> JobView:
-        """The last run of a name in ``runs/``. Raises InvalidJob or ClusterUnavailable if there is none."""
+        """Return the last run of a name in ``runs/``. Raises InvalidJob or ClusterUnavailable if there is none."""
         run = _last_run(name)
         if run is not None:
             return view_of_run(run, "" if self._unavailable else current_address())
@@ -269,11 +267,11 @@ class RayJobs(SavedRuns):
         if self._unavailable is not None:
             close = nearest(name, saved)
             more = f"did you mean '{close}'?" if close else "status, explain and logs also take the folder of a run"
-            what = f"no run named '{name}' in ./runs, and {self._unavailable}; {more}"
-            raise ClusterUnavailable(what) from self._unavailable
-        others = other_addresses()
+            message = f"no run named '{name}' in ./runs, and {self._unavailable}; {more}"
+            raise ClusterUnavailable(message) from self._unavailable
+        addresses = ", ".join(other_addresses())
         where = "on this cluster, and no run of it in ./runs"
-        where += f"; of other clusters on this machine --address takes {', '.join(others)}" if others else ""
+        where += f"; for another cluster on this machine pass --address: {addresses}" if addresses else ""
         near = hint(name, [*self._names(), *saved])
         raise InvalidJob([ConfigError("name", f"no job named '{name}' {where}{near}")])
 
@@ -290,7 +288,7 @@ class RayJobs(SavedRuns):
             return _end_of(before)
 
     def stop(self, name: str, hard: bool) -> JobView:
-        """Without a master, what it has left is ended."""
+        """Stop a job; without a master, end the processes that it has left behind."""
         master = self._find(name)
         if master is None:
             if self._unavailable is None:
@@ -302,10 +300,10 @@ class RayJobs(SavedRuns):
             if not (hard or before.ended):
                 stop_master(master, "stopped from the command line")
                 view = view_of_status(follow(master, deadline_s=_STOP_S))
-        except MasterLost:  # who follows the job has removed it
+        except MasterLost:  # the process that follows the job has removed it
             return _end_of(before)
         if view.ended:
-            # The process that runs the job follows it too, and removes the master when it has read the end.
+            # The process that runs the job also follows it, and removes the master once it has seen the end.
             with suppress(TimeoutError):
                 wait_gone(master_name(name), _FOLLOWER_S)
                 return view
@@ -320,7 +318,7 @@ class RayJobs(SavedRuns):
 
 
 def _end_of(seen: JobView) -> JobView:
-    """How a job has ended that was ``seen`` before: as its folder says, wherever that is."""
+    """Return the end of a job that was ``seen`` before, from its folder if that is readable here."""
     with suppress(JournalCorrupt):
         folder = Path(seen.folder)
         if seen.folder and (history := read_history(folder)) is not None:
