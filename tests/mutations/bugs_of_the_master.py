@@ -183,5 +183,5 @@ BUGS = {
     "a run that was taken over by another run ends silently": Bug(
         _MASTER, "if owner is not None and owner.run == self.job.run:", "if owner is not None:"
     ),
-    "a master that cannot begin keeps the folder": Bug(_MASTER, "            self.leave(FAILED)\n", ""),
+    "a master that cannot begin keeps the folder": Bug(_MASTER, "            self.leave(run_folder.FAILED)\n", ""),
 }

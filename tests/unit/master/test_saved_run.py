@@ -26,7 +26,7 @@ JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}
     [
         ("", "no step was committed; to begin again: "),
         ("elsewhere", "to resume, on a machine that has its files: "),
-        ("memory", "its commits are in the memory of this machine only, and could not be saved to "),
+        ("memory", "its commits are only in the memory of this machine, and could not be saved to "),
         ("copies", "resume after its last committed step: "),
     ],
 )

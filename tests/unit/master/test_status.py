@@ -53,18 +53,18 @@ def test_a_first_start_and_what_changes_nothing_are_not_worth_a_line():
 
 def test_position_of_another_boot_counts_from_zero(tmp_path):
     observer = JobObserver(toy_job(tmp_path))
-    boot = observer.update(AFTER, 0).position.boot
+    _, _, (boot, _) = observer.update(AFTER, 0)
     assert observer.count_at(("", 0)) == 0
     assert observer.count_at((boot, 7)) == 7
     assert observer.count_at(("another", 7)) == 0
 
 
 def test_update_after_reports_were_dropped_has_the_next_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl_master, "_KEPT_REPORTS", 2)
+    monkeypatch.setattr(rl_master, "_MAX_REPORTS", 2)
     observed = JobObserver(toy_job(tmp_path))
     for step in range(1, 5):
         observed.report(StepReport(step, 4, {}))
-    fresh = [[report.step for report in observed.update(AFTER, since).reports] for since in range(5)]
+    fresh = [[report.step for report in observed.update(AFTER, since)[1]] for since in range(5)]
     assert fresh == [[3, 4], [3, 4], [3, 4], [4], []]
 
 

@@ -4,8 +4,7 @@
 A **unit** of work is a token step, a micro-batch or a tensor, or a whole call without any. The time after a call's last
 unit does not count, since ranks may wait for each other in it. A **window** of a role ends when each of its workers has
 worked for some seconds in it. A worker is slow if, in several windows in a row, it needs ``factor`` times as long for a
-unit as the median of the others.
-"""
+unit as the median of the others."""
 
 import math
 from collections import Counter
@@ -69,8 +68,7 @@ def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Ha
     """Return the rank that the others most likely wait for; None for a single rank.
 
     It is, in this order: one that is silent while another is not; one in another call than most; the one whose last
-    progress is the longest ago.
-    """
+    progress is the longest ago."""
     if len(signs) < 2:
         return None
     allowed_s = MIN_SILENT_BEATS * listening.beat_s
@@ -92,8 +90,6 @@ def odd_one_out(signs: Sequence[Sign], listening: Listening, now_s: float) -> Ha
     odd = min(busy, key=lambda sign: sign.since_s)
     return odd, f"in {odd.method} without progress for {now_s - odd.since_s:.1f} s, the longest"
 
-
-# -- slow workers ------------------------------------------------------------------------------------------------------
 
 WINDOW_S = 5.0
 WINDOWS = 3

@@ -5,8 +5,7 @@ An event of another incarnation or epoch than the current one, or one that the p
 state object: one death leads to exactly one recovery, however often it is reported.
 
 A master that restarts handles :class:`MasterStarted`, adopts the processes that are up, ends every other process of the
-run, and then executes the :func:`outstanding` commands.
-"""
+run, and then executes the :func:`outstanding` commands."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -79,9 +78,6 @@ def outstanding(state: JobState) -> tuple[Command, ...]:
     return () if state.phase.terminal else under_way(state)
 
 
-# -- the start --------------------------------------------------------------------------------------------------------
-
-
 def _begin(state: JobState) -> Result:
     state = replace(state, phase=Phase.CREATED, incarnation=state.incarnation + 1, released=False, waits={})
     return state, (Place(state.incarnation, state.excluded),)
@@ -135,9 +131,6 @@ def _standby_ready(state: JobState, settings: Submitted, event: events.StandbyRe
     return replace(state, standbys={**state.standbys, event.role: {**pool, event.number: ready}}), ()
 
 
-# -- the trainer ------------------------------------------------------------------------------------------------------
-
-
 def _trainer_event(state: JobState, settings: Submitted, event: Any, at_s: float) -> Result:
     """Handle the reports of the trainer's current epoch, even before the event that it has started."""
     is_current = state.phase.live and event.epoch == state.epoch and state.trainer.phase is not MemberPhase.WAITING
@@ -168,9 +161,6 @@ def _progressed(state: JobState, settings: Submitted, event: events.Progressed, 
     recent = {subject: recovery.within(times, settings.window_s, at_s) for subject, times in state.history.items()}
     state = replace(state, history={subject: times[1:] for subject, times in recent.items() if len(times) > 1})
     return replace(state, committed=event.step, streaks=streaks, first_cause=None, tried=())
-
-
-# -- back-offs and the end --------------------------------------------------------------------------------------------
 
 
 def _wait_over(state: JobState, settings: Submitted, event: events.WaitOver, at_s: float) -> Result:
@@ -207,9 +197,6 @@ def _stop_requested(state: JobState, settings: Submitted, event: events.StopRequ
     if state.phase is Phase.ENDING:
         return state, ()  # the outcome stays
     return recovery.end(state, Phase.STOPPED, EndReason.STOPPED, event.reason)
-
-
-# -- resizing a stateless role ----------------------------------------------------------------------------------------
 
 
 def can_resize(state: JobState, role: str) -> bool:
@@ -271,15 +258,11 @@ def _resize(state: JobState, settings: Submitted, role: str, num: int, wanted: i
     return state, commands
 
 
-# -- the master -------------------------------------------------------------------------------------------------------
-
-
 def _master_started(state: JobState) -> Result:
     """Repeat the starts that were under way, since the master cannot know how far its predecessor's commands have got.
 
     They get the next number: no two processes share one, even if one of them is unreachable. A standby that was
-    becoming a worker is dropped. No budget is charged.
-    """
+    becoming a worker is dropped. No budget is charged."""
     state = replace(state, master_starts=state.master_starts + 1)
     if not state.phase.live or state.settings is None:
         return state, ()

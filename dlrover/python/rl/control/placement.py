@@ -9,8 +9,7 @@ A role gets the amount of a device that it names. Without one it gets a whole de
 what the other roles leave of the group's devices. All workers of a role get the same amount.
 
 Units go to the first node with space, in the order of the file; if they do not fit, in two other orders. Units without
-devices are spread evenly over the nodes. Standbys are placed last.
-"""
+devices are spread evenly over the nodes. Standbys are placed last."""
 
 from bisect import bisect_left
 from collections import Counter

@@ -2,9 +2,8 @@
 # Over 400 lines: every way to recover, and the budgets that limit it.
 """The result of a failure: a recovery by scope once steps are open, a restart of the whole job before, or its end.
 
-An event names the incarnation or epoch that it concerns. The recovery raises that number at once, so further reports
-of the same death concern a number of the past and change nothing.
-"""
+An event names the incarnation or epoch that it concerns. The recovery raises that number at once, so further reports of
+the same death concern a number of the past and change nothing."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -128,8 +127,6 @@ def blame(state: JobState, settings: Submitted, node: str, cause: Cause, at_s: f
     return exclude(state, node) if in_use and (is_fast or stands_out) else state
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
-
 _IN_FRESH_PROCESSES = frozenset({CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED})
 
 
@@ -169,9 +166,6 @@ def recover(state: JobState, settings: Submitted, cause: Cause, lost: Lost, at_s
 
 def _count(counts: Mapping[str, int], subject: str, more: int = 1) -> dict[str, int]:
     return {**counts, subject: counts.get(subject, 0) + more}
-
-
-# -- events -----------------------------------------------------------------------------------------------------------
 
 
 def member_lost(state: JobState, settings: Submitted, event: events.MemberLost, at_s: float) -> Result:
@@ -283,9 +277,6 @@ def completed_recoveries(state: JobState) -> dict[str, int]:
     return {subject: count for subject, count in completed.items() if count > 0}
 
 
-# -- by scope ---------------------------------------------------------------------------------------------------------
-
-
 def _recover_members(state: JobState, settings: Submitted, role: str, ranks: Sequence[int], at_s: float) -> Result:
     state = begin_incarnation(state, role, ranks)
     state = replace(state, recoveries=_count(state.recoveries, role, len(ranks)))
@@ -359,9 +350,6 @@ def begin_incarnation(state: JobState, role: str, ranks: Sequence[int], rejoinin
             state = drop_standby(state, role, member.standby)
         changes[process_id] = member.next(in_its_process=process_id.rank in rejoining)
     return replace(state, members=state.members.replacing(changes))
-
-
-# -- the whole job ----------------------------------------------------------------------------------------------------
 
 
 def _restart_job(state: JobState, settings: Submitted, cause: Cause, lost: Lost, at_s: float) -> Result:

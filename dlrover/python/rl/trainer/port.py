@@ -2,23 +2,15 @@
 """The protocols that ``runtime`` implements: the port to the workers' processes, and the needs of durable steps.
 
 There are ports for Ray, for the processes of a launcher, and for one process; one contract suite runs against all of
-them. A trainer can run without :class:`Recovery` and :class:`Checkpoints`; a failure then ends it.
-"""
+them. A trainer can run without :class:`Recovery` and :class:`Checkpoints`; a failure then ends it."""
 
 import asyncio
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    CheckpointCorrupt,
-    CheckpointMissing,
-    InvocationError,
-    InvocationTimeout,
-    JobFailed,
-    WorkloadDied,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 
@@ -98,7 +90,7 @@ class Ref:
         return asyncio.to_thread(self.result).__await__()
 
     def __reduce__(self) -> Any:
-        raise CallError(
+        raise errors.CallError(
             f"a pending result of {self.role}.{self.method} is nested too deep in an argument: "
             "pass it as a separate argument or in a list"
         )
@@ -179,7 +171,7 @@ def gather(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
             return [outcome.value for outcome in outcomes]
         if timeout_s is not None:
             arrived = {ref.rank: outcome.value for ref, outcome in zip(refs, outcomes, strict=True) if not outcome.late}
-            raise InvocationTimeout(
+            raise errors.InvocationTimeout(
                 role=refs[0].role, method=refs[0].method, timeout_s=timeout_s, late=late, arrived=arrived
             )
         waited_s += STRAGGLER_LOG_INTERVAL_S
@@ -235,7 +227,7 @@ class Recovery:
         """Block until the port calls a later incarnation of the worker, and of all that restart with it; return at once
         if it already does. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there will be
         no replacement."""
-        raise JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
+        raise errors.JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
 
     def opened(self) -> None:
         """Called once in each epoch, when the trainer enters ``steps()``: from here on failures are recovered."""
@@ -338,16 +330,16 @@ class Checkpoints(Protocol):
         """Publish the copy, once every worker has finished its part."""
 
 
-def gone_incarnation(incarnation: int, role: str, rank: int, method: str) -> WorkloadDied:
+def gone_incarnation(incarnation: int, role: str, rank: int, method: str) -> errors.WorkloadDied:
     """Return the error of a call to an incarnation whose process continues as a later one."""
-    died = WorkloadDied("its peers are being replaced, and it joins them", role=role, rank=rank, method=method)
+    died = errors.WorkloadDied("its peers are being replaced, and it joins them", role=role, rank=rank, method=method)
     died.incarnation = incarnation
     return died
 
 
 def is_damage(error: BaseException) -> bool:
     original = error.original if isinstance(error, InvocationError) else error
-    return isinstance(original, CheckpointCorrupt | CheckpointMissing)
+    return isinstance(original, errors.CheckpointCorrupt | errors.CheckpointMissing)
 
 
 BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)

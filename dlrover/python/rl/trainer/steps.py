@@ -7,13 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    CheckpointCorrupt,
-    CheckpointMissing,
-    InvocationError,
-    StepAbandoned,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.trainer.durable import DurablePort
@@ -235,7 +230,7 @@ class Steps:
                 self._checkpoints.persisted(
                     self.port.ask(members_of(self.port.roles, stateful_only=True), PERSIST, request)
                 )
-        except (InvocationError, CheckpointCorrupt, CheckpointMissing, OSError) as error:
+        except (InvocationError, errors.CheckpointCorrupt, errors.CheckpointMissing, OSError) as error:
             _LOG.warning("the last commit is not in the job's directory: %s", error)
 
     @contextmanager
@@ -259,7 +254,7 @@ class Steps:
             lost = ""
             try:
                 step = self._checkpoints.newest()
-            except CheckpointMissing as error:
+            except errors.CheckpointMissing as error:
                 step, lost = None, str(error)
             if step is None:
                 self._start_over(lost)
@@ -272,7 +267,7 @@ class Steps:
                 self._left = list(left) if run == self._checkpoints.run else []
                 self._bring_members_to(step)
                 self._send_own_part(self._checkpoints)
-            except (InvocationError, CheckpointCorrupt, CheckpointMissing) as error:
+            except (InvocationError, errors.CheckpointCorrupt, errors.CheckpointMissing) as error:
                 if not is_damage(error):
                     raise
                 self._checkpoints.discard(step, str(error).partition("\n")[0])
@@ -326,12 +321,12 @@ class Steps:
         survivors = [member for member in moved if member not in writers or current.get(member, 0) <= writers[member]]
         if survivors:
             names = ", ".join(map(str, survivors))
-            raise CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
+            raise errors.CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
         if moved or self._loaded:
             for member in moved:
                 self._recovery.renew(member.role, member.rank, current[member], "it holds a part of a lost commit")
             self.port.resume_from(0)
-            raise StepAbandoned(1, CheckpointMissing(summary))
+            raise errors.StepAbandoned(1, errors.CheckpointMissing(summary))
         if lost or self.restart_info.count:
             _LOG.warning(
                 "%s; all stateful workers are new: the job begins again at step 1", summary if lost else "no commit"
@@ -341,8 +336,8 @@ class Steps:
         """Call ``act`` of the checkpoints. Raises StepAbandoned if it needs something that is lost."""
         try:
             return act(*args)
-        except (CheckpointCorrupt, CheckpointMissing) as error:
-            raise StepAbandoned(self.port.step, error) from error
+        except (errors.CheckpointCorrupt, errors.CheckpointMissing) as error:
+            raise errors.StepAbandoned(self.port.step, error) from error
 
 
 def dump_state(state: Mapping[str, Any], run: str = "", left: Sequence[int] = ()) -> dict[str, Any]:
@@ -367,7 +362,7 @@ def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> tuple[str, Se
         elif hasattr(state.get(name), "load_state_dict"):
             state[name].load_state_dict(entry["object"])
         else:
-            raise CallError(f"self.state['{name}'] was saved from an object: put it there in init(), before steps()")
+            raise errors.CallError(f"self.state['{name}'] was saved from an object: put one there in init()")
     return left
 
 

@@ -8,14 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeAlias
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    InvocationError,
-    InvocationTimeout,
-    StepAbandoned,
-    UnknownMethod,
-    WorkloadDied,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import cut_middle, get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.trainer.plan import TrainerPlan
@@ -84,6 +78,11 @@ class TrainerLink:
     full_sizes: Mapping[str, int] = field(default_factory=dict)  # of roles that have fewer workers for lack of places
 
 
+def _handles_of(role: RLRoleType) -> list[Any]:
+    """Return a property with the handles of a role's workers."""
+    return property(lambda trainer: trainer.actor_handles.get(role, []))  # type: ignore[return-value]
+
+
 class BaseTrainer(ABC):
     """Base of every trainer: subclass it and write :meth:`init` and :meth:`fit`.
 
@@ -129,8 +128,7 @@ class BaseTrainer(ABC):
         state of every stateful workload and :attr:`state` are saved.
 
         Calls inside the body, and after the loop, survive the death of any process: they run once, and give the same
-        results. A second loop continues after the first.
-        """
+        results. A second loop continues after the first."""
         self._total_steps = total_steps
         yield from self._bound_steps().run(total_steps)
 
@@ -140,8 +138,7 @@ class BaseTrainer(ABC):
         with ``state_dict`` and ``load_state_dict`` (a data cursor). Put them there in ``init``: when the trainer
         continues from a commit, :meth:`steps` loads the objects in place and replaces the plain values.
 
-        Everything else that the trainer holds is lost when it restarts.
-        """
+        Everything else that the trainer holds is lost when it restarts."""
         return self._bound_steps().state
 
     @state.setter
@@ -156,20 +153,20 @@ class BaseTrainer(ABC):
     def log(self, step: int, metrics: Mapping[str, float] | None = None, **more: float) -> None:
         """Report the metrics of a step; return at once. Raises CallError if ``step`` or a metric is not a number."""
         if not hasattr(step, "__index__") or step < 0:
-            raise CallError(f"log() takes the number of the step first, not {step!r}")
+            raise errors.CallError(f"log() takes the number of the step first, not {step!r}")
         values = {**(metrics or {}), **more}
         for name, value in values.items():
             try:
                 values[name] = float(value)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                raise CallError(f"log() takes numbers, and '{name}' is {cut_middle(repr(value), 60)}") from error
+                raise errors.CallError(f"log() takes numbers, and '{name}' is {cut_middle(repr(value), 60)}") from error
         self._bound().report(StepReport(step, self._total_steps, values))
 
     def announce(self, activity: str) -> None:
         """Show an activity, like ``loading the models``, until the next step is logged; return at once."""
         self._bound().announce(activity)
 
-    def replace_late(self, timeout: InvocationTimeout) -> None:
+    def replace_late(self, timeout: errors.InvocationTimeout) -> None:
         """End the late workers, and wait for their replacements, which have the state of the last commit and of the
         step's earlier calls. The late call is dropped; without this, later calls wait behind it."""
         self._bound_steps().port.replace_late(timeout)
@@ -192,25 +189,11 @@ class BaseTrainer(ABC):
     def actor_handles(self) -> dict[RLRoleType, list[Any]]:
         return self._actor_handles
 
-    @property
-    def actors(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.ACTOR, [])
-
-    @property
-    def references(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.REFERENCE, [])
-
-    @property
-    def rollouts(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.ROLLOUT, [])
-
-    @property
-    def rewards(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.REWARD, [])
-
-    @property
-    def critics(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.CRITIC, [])
+    actors = _handles_of(RLRoleType.ACTOR)
+    references = _handles_of(RLRoleType.REFERENCE)
+    rollouts = _handles_of(RLRoleType.ROLLOUT)
+    rewards = _handles_of(RLRoleType.REWARD)
+    critics = _handles_of(RLRoleType.CRITIC)
 
     def get_role_groups(self) -> list[str]:
         """Return the names of the role groups, e.g. ``["RG_ACTOR", "RG_ROLLOUT"]``."""
@@ -221,7 +204,7 @@ class BaseTrainer(ABC):
         an unknown role."""
         name = RLRoleType(role)
         if name not in self._actor_handles:
-            raise UnknownMethod(f"the job has no role '{name}'{hint(name, self._actor_handles)}")
+            raise errors.UnknownMethod(f"the job has no role '{name}'{hint(name, self._actor_handles)}")
         return dict(self._bound().resources.get(name, {}))
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
@@ -253,15 +236,15 @@ class BaseTrainer(ABC):
 
     def _bound(self) -> TrainerLink:
         if self._link is None:
-            raise CallError("the trainer is not bound yet: use role groups, log and job_dir from init() on")
+            raise errors.CallError("the trainer is not bound yet: use role groups, log and job_dir from init() on")
         return self._link
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that do not exist: explain a missing role group.
         if name.startswith("RG_"):
             if self.__dict__.get("_link") is None:
-                raise UnknownMethod(f"{name} is bound after the trainer is constructed: use it from init() on")
-            raise UnknownMethod(f"the job has no role group '{name}'{hint(name, self.get_role_groups())}")
+                raise errors.UnknownMethod(f"{name} is bound after the trainer is constructed: use it from init() on")
+            raise errors.UnknownMethod(f"the job has no role group '{name}'{hint(name, self.get_role_groups())}")
         # A property of a subclass that raised AttributeError also ends here: evaluate it again to raise its own error.
         return object.__getattribute__(self, name)
 
@@ -308,7 +291,7 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
             trainer.fit()
             steps.finish()
             return
-        except StepAbandoned as abandoned:
+        except errors.StepAbandoned as abandoned:
             step, cause = abandoned.step, abandoned.cause
         except Exception as error:
             original = error.original if isinstance(error, InvocationError) else None
@@ -316,7 +299,7 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
             if not is_retryable and not link.is_loss(error):
                 raise
             step, cause = steps.port.step or (steps.port.committed or 0) + 1, error
-        counts = int(not isinstance(cause, WorkloadDied))  # the master counts those
+        counts = int(not isinstance(cause, errors.WorkloadDied))  # the master counts those
         failures = counts if steps.commits else failures + counts
         if failures > _MAX_ATTEMPTS or not (steps.can_go_back() or attempt.number):
             raise cause
@@ -325,5 +308,5 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
             _LOG.warning("going back from step %d to the commit of step %d: %s", step, committed, reason)
         else:
             _LOG.warning("repeating step %d from the last commit: %s", step, reason)
-        steps.port.close(StepAbandoned(step, cause))
+        steps.port.close(errors.StepAbandoned(step, cause))
         attempt = Attempt(attempt.number + 1, True, reason)

@@ -23,6 +23,7 @@ _OPTIONS = "__trainer_invocation__"
 _TARGETS = ("ALL", "RANK0")
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -191,6 +192,11 @@ def is_unknown(was: Any, now: Any) -> bool:
     return isinstance(was, Setting) and isinstance(now, Setting) and None in (was.kind, now.kind)
 
 
+def _member_property(name: str, kind: type[T]) -> T:
+    """Return a property of type ``kind`` with the field ``name`` of a workload's :class:`MemberContext`."""
+    return property(lambda workload: getattr(workload._member, name))  # type: ignore[return-value]
+
+
 class BaseWorkload:
     """Base of every workload: subclass it, add methods, call them from the trainer through ``RG_<ROLE>``.
 
@@ -214,8 +220,7 @@ class BaseWorkload:
         made in the same process.
 
         The process must not retain anything that results depend on, and no call may block for long once its peers have
-        left: a process that does not answer soon is replaced, too.
-        """
+        left: a process that does not answer soon is replaced, too."""
         return False
 
     @classmethod
@@ -234,8 +239,7 @@ class BaseWorkload:
         """Return the number of model replicas that the role's ``world_size`` workers form; by default each is one.
 
         With tensor, pipeline or context parallelism return ``world_size`` divided by their product: consecutive ranks
-        then form one replica, get the same shard of each argument, and give one result.
-        """
+        then form one replica, get the same shard of each argument, and give one result."""
         return world_size
 
     @classmethod
@@ -247,8 +251,7 @@ class BaseWorkload:
         with :meth:`load_state_dict` if calls change the results of later calls.
 
         The state is a tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. It
-        is requested at a commit; another thread writes it until the next call, or longer: see :attr:`guards_state`.
-        """
+        is requested at a commit; another thread writes it until the next call, or longer: see :attr:`guards_state`."""
         return None
 
     guards_state: ClassVar[bool] = False
@@ -295,46 +298,16 @@ class BaseWorkload:
     def config(self) -> Any:
         return self._config
 
-    @property
-    def name(self) -> str:
-        return self._member.name
-
-    @property
-    def role(self) -> RLRoleType:
-        return self._member.role
-
-    @property
-    def rank(self) -> int:
-        return self._member.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._member.world_size
-
-    @property
-    def word_size(self) -> int:
-        """``world_size`` under the integration guide's spelling."""
-        return self._member.world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self._member.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        return self._member.local_world_size
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        return self._member.devices
-
-    @property
-    def torch_master_addr(self) -> str:
-        return self._member.master_addr
-
-    @property
-    def torch_master_port(self) -> int:
-        return self._member.master_port
+    name = _member_property("name", str)
+    role = _member_property("role", RLRoleType)
+    rank = _member_property("rank", int)
+    world_size = _member_property("world_size", int)
+    word_size = _member_property("world_size", int)  # the integration guide's spelling
+    local_rank = _member_property("local_rank", int)
+    local_world_size = _member_property("local_world_size", int)
+    devices = _member_property("devices", tuple[int, ...])
+    torch_master_addr = _member_property("master_addr", str)
+    torch_master_port = _member_property("master_port", int)
 
     def is_actor_role(self) -> bool:
         return self.role == RLRoleType.ACTOR

@@ -34,9 +34,6 @@ _POLL_S = 0.5
 _FAILURES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
 
 
-# -- from the journal of a run ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class JobHistory:
     """The history of a job. Times are Unix times in seconds; ``failures`` are lines for people, such as
@@ -72,9 +69,6 @@ def read_history(folder: Path) -> JobHistory | None:
     log = folder / LOGS / f"{log_of(failures)}{SUFFIX}"
     where = str(log) if log.is_file() else ""
     return JobHistory(since_s, tuple(failures), str(journal), where, state, events[0][0], events[-1][0])
-
-
-# -- views ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

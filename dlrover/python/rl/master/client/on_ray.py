@@ -10,32 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import (
-    ClusterUnavailable,
-    ConfigError,
-    InvalidJob,
-    JobConflict,
-    JournalCorrupt,
-    MasterLost,
-)
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, master_name, nearest, resume_command
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.client.jobs import (
-    JobOperations,
-    JobView,
-    SavedRuns,
-    address_in,
-    check_name,
-    holder_of,
-    read_history,
-    view_of_folder,
-    view_of_run,
-    view_of_status,
-)
+from dlrover.python.rl.master.client import jobs
+from dlrover.python.rl.master.client.jobs import JobView
 from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run, wait_for_lost_owner
 from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.rl_master import RLMaster
@@ -98,15 +81,15 @@ def run_on_cluster(  # noqa: PLR0913 -- its listeners, and where it runs
             if checked.opening and not own and not again:  # the master holds the folder now
                 announce(checked.opening)
             status = follow(master, report, interrupts, announce=announce)
-        except MasterLost as error:
+        except errors.MasterLost as error:
             # A master that exists but does not answer still owns its job, perhaps another one.
             if find(master_name(job.name)) is not None:
                 raise
             sweep(job.name)
-            raise MasterLost(f"{error}; to resume: {resume_command(job.job_dir)}") from error
+            raise errors.MasterLost(f"{error}; to resume: {resume_command(job.job_dir)}") from error
         may_be_the_clusters = status.cause is None or status.cause.kind in _CLUSTERS
         if own and status.phase is Phase.FAILED and may_be_the_clusters and lost_process(_LOST_S):
-            raise MasterLost(f"a process of Ray has died: {status.reason}")
+            raise errors.MasterLost(f"a process of Ray has died: {status.reason}")
         if status.phase.terminal:
             end(master)
         return status
@@ -136,7 +119,7 @@ def start_master(
     name = master_name(job.name)
     earlier = find(name)
     if earlier is not None and not ask(earlier.status.remote, ANSWER_S).phase.terminal:
-        raise JobConflict(f"a job named '{job.name}' is running on this cluster: stop it or choose another name")
+        raise errors.JobConflict(f"a job named '{job.name}' is running on this cluster: stop it or choose another name")
     for actor in sweep(job.name):
         if actor != name:
             _LOG.warning("ended %s, which a job of this name had left behind", actor)
@@ -149,7 +132,7 @@ def start_master(
     launched(master)
     try:
         ask(partial(master.start.remote, secrets), max(ANSWER_S, job.liveness.start_timeout_s))
-    except (JobConflict, InvalidJob):
+    except (errors.JobConflict, errors.InvalidJob):
         end(master)
         raise
     return master
@@ -188,21 +171,18 @@ def follow(
             return replace(status, reason=status.reason or INTERRUPTED)
 
 
-# -- running jobs -----------------------------------------------------------------------------------------------------
-
-
 @contextmanager
-def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
+def ray_jobs(address: str, name: str | None = None) -> Iterator[jobs.JobOperations]:
     """Connect to the jobs on a cluster, or to the job ``name``. ``auto`` is the cluster where a process of this machine
     runs that job, or the newest cluster; without any, only runs in ``runs/`` are there. Raises ClusterUnavailable."""
     run, where = (_last_run(name) if address == "auto" and name else None), ""
-    if run is not None and (holder := holder_of(run.folder)) is not None and holder.runtime == ON_RAY:
-        where = address_in(run.folder)
+    if run is not None and (holder := jobs.holder_of(run.folder)) is not None and holder.runtime == ON_RAY:
+        where = jobs.address_in(run.folder)
     unavailable = None
     with ExitStack() as stack:
         try:
             stack.enter_context(ray_cluster(where or address, {}))
-        except ClusterUnavailable as error:
+        except errors.ClusterUnavailable as error:
             if address != "auto" or name is None:
                 raise
             unavailable = error
@@ -210,23 +190,23 @@ def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
 
 
 def _last_run(name: str) -> SavedRun | None:
-    with suppress(InvalidJob):
+    with suppress(errors.InvalidJob):
         run = find_saved_run(name)
         return run if run.owner.job == name else None
     return None
 
 
-class RayJobs(SavedRuns):
+class RayJobs(jobs.SavedRuns):
     """The jobs on the connected cluster; if it was ``unavailable``, the runs in their folders."""
 
-    def __init__(self, unavailable: ClusterUnavailable | None = None) -> None:
+    def __init__(self, unavailable: errors.ClusterUnavailable | None = None) -> None:
         self._unavailable = unavailable
 
     def list_jobs(self) -> tuple[list[JobView], int]:
         views = []
         for name in self._names():
-            with suppress(MasterLost):  # it has just ended
-                views.append(view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
+            with suppress(errors.MasterLost):  # it has just ended
+                views.append(jobs.view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
         return views, 0
 
     def _names(self) -> list[str]:
@@ -234,13 +214,13 @@ class RayJobs(SavedRuns):
         return sorted(actor.removesuffix(_MASTER) for actor in actors if actor.endswith(_MASTER))
 
     def _find(self, name: str) -> Any:
-        name = check_name(name)
+        name = jobs.check_name(name)
         return find(master_name(name)) if self._unavailable is None else None
 
     def get(self, name: str) -> JobView:
-        with suppress(MasterLost):
+        with suppress(errors.MasterLost):
             if (master := self._find(name)) is not None:
-                return view_of_status(ask(master.status.remote, _ANSWER_S))
+                return jobs.view_of_status(ask(master.status.remote, _ANSWER_S))
         return self._saved(name)
 
     def _master(self, name: str) -> Any:
@@ -248,32 +228,32 @@ class RayJobs(SavedRuns):
         master = self._find(name)
         if master is None:
             self._ended(name)
-            raise MasterLost(f"'{name}' has ended")
+            raise errors.MasterLost(f"'{name}' has ended")
         return master
 
     def _ended(self, name: str) -> JobView:
         """Return the last run of a name. Raises InvalidJob if it runs elsewhere."""
         view = self._saved(name)
         if not view.ended:
-            raise InvalidJob([ConfigError(name, f"is not on this cluster, {view.reason}; end it there")])
+            raise errors.InvalidJob([errors.ConfigError(name, f"is not on this cluster, {view.reason}; end it there")])
         return view
 
     def _saved(self, name: str) -> JobView:
         """Return the last run of a name in ``runs/``. Raises InvalidJob or ClusterUnavailable if there is none."""
         run = _last_run(name)
         if run is not None:
-            return view_of_run(run, "" if self._unavailable else current_address())
+            return jobs.view_of_run(run, "" if self._unavailable else current_address())
         saved = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
         if self._unavailable is not None:
             close = nearest(name, saved)
             more = f"did you mean '{close}'?" if close else "status, explain and logs also take the folder of a run"
             message = f"no run named '{name}' in ./runs, and {self._unavailable}; {more}"
-            raise ClusterUnavailable(message) from self._unavailable
+            raise errors.ClusterUnavailable(message) from self._unavailable
         addresses = ", ".join(other_addresses())
         where = "on this cluster, and no run of it in ./runs"
         where += f"; for another cluster on this machine pass --address: {addresses}" if addresses else ""
         near = hint(name, [*self._names(), *saved])
-        raise InvalidJob([ConfigError("name", f"no job named '{name}' {where}{near}")])
+        raise errors.InvalidJob([errors.ConfigError("name", f"no job named '{name}' {where}{near}")])
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
         return self.attach(name, report_nothing, announce_nothing, timeout_s)
@@ -283,8 +263,8 @@ class RayJobs(SavedRuns):
         if before.ended:
             return before
         try:
-            return view_of_status(follow(self._master(name), report, deadline_s=deadline_s, announce=announce))
-        except MasterLost:
+            return jobs.view_of_status(follow(self._master(name), report, deadline_s=deadline_s, announce=announce))
+        except errors.MasterLost:
             return _end_of(before)
 
     def stop(self, name: str, hard: bool) -> JobView:
@@ -299,8 +279,8 @@ class RayJobs(SavedRuns):
             view = before
             if not (hard or before.ended):
                 stop_master(master, "stopped from the command line")
-                view = view_of_status(follow(master, deadline_s=_STOP_S))
-        except MasterLost:  # the process that follows the job has removed it
+                view = jobs.view_of_status(follow(master, deadline_s=_STOP_S))
+        except errors.MasterLost:  # the process that follows the job has removed it
             return _end_of(before)
         if view.ended:
             # The process that runs the job also follows it, and removes the master once it has seen the end.
@@ -314,13 +294,13 @@ class RayJobs(SavedRuns):
     def resize(self, name: str, role: str, num: int) -> JobView:
         master = self._master(name)
         ask(partial(master.resize.remote, role.upper(), num), _RESIZE_S)
-        return view_of_status(ask(master.status.remote, _ANSWER_S))
+        return jobs.view_of_status(ask(master.status.remote, _ANSWER_S))
 
 
 def _end_of(seen: JobView) -> JobView:
     """Return the end of a job that was ``seen`` before, from its folder if that is readable here."""
-    with suppress(JournalCorrupt):
+    with suppress(errors.JournalCorrupt):
         folder = Path(seen.folder)
-        if seen.folder and (history := read_history(folder)) is not None:
-            return view_of_folder(seen.name, folder, history, current_address())
+        if seen.folder and (history := jobs.read_history(folder)) is not None:
+            return jobs.view_of_folder(seen.name, folder, history, current_address())
     return seen

@@ -24,17 +24,7 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory, memo
 from dlrover.python.rl.runtime.checkpoint.object_store import store_errors
 from dlrover.python.rl.runtime.checkpoint.runs import CODE, newest_commit
 from dlrover.python.rl.runtime.checkpoint.store import CheckpointStore, Manifest
-from dlrover.python.rl.runtime.run.folder import (
-    BEAT_S,
-    DESCRIPTION,
-    FINISHED,
-    LATEST,
-    MODEL,
-    Owner,
-    has_commits,
-    in_use,
-    newest_owner,
-)
+from dlrover.python.rl.runtime.run import folder as run_folder
 
 _LOG = get_logger(__name__)
 
@@ -46,19 +36,19 @@ _LONGEST = 63 - len(_EVALUATION)
 @dataclass(frozen=True)
 class SavedRun:
     folder: Path
-    owner: Owner
+    owner: run_folder.Owner
 
 
 def find_saved_run(name_or_dir: str) -> SavedRun:
     """Return the run in a folder, or the last run of a job's name. Raises InvalidJob."""
     for base in (Path(name_or_dir), RUNS / name_or_dir):
-        for folder in (base, base / LATEST):
-            owner = newest_owner(folder)
-            description = folder / DESCRIPTION
+        for folder in (base, base / run_folder.LATEST):
+            owner = run_folder.newest_owner(folder)
+            description = folder / run_folder.DESCRIPTION
             if owner is not None and description.is_file() and not description.is_symlink():
                 return SavedRun(folder.resolve(), owner)
-    names = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
-    beside = [str(path) for path in Path(name_or_dir).parent.glob("*") if newest_owner(path) is not None]
+    names = [path.name for path in RUNS.glob("*") if (path / run_folder.LATEST).is_dir()]
+    beside = [str(path) for path in Path(name_or_dir).parent.glob("*") if run_folder.newest_owner(path) is not None]
     near = hint(name_or_dir, names if nearest(name_or_dir, beside) is None else beside)
     message = f"neither the folder of a run nor a name under {RUNS.absolute()}{near}"
     raise InvalidJob([ConfigError(name_or_dir, message)])
@@ -75,7 +65,7 @@ def evaluation_job(run: SavedRun, overrides: Sequence[str] = ()) -> JobSpec:
     InvalidJob."""
     _refuse_names(overrides, f"cannot be changed: an evaluation is in a folder under {RUNS}, named after the run's job")
     text = _description(run)
-    changes = evaluation_overrides(text, run.folder, (run.folder / MODEL).is_dir(), overrides)
+    changes = evaluation_overrides(text, run.folder, (run.folder / run_folder.MODEL).is_dir(), overrides)
     return _read(run, changes, lambda job: replace(job, name=evaluation_name(job.name), job_dir=RUNS, archive=""))
 
 
@@ -91,7 +81,7 @@ def _read(run: SavedRun, overrides: Sequence[str], place: Callable[[JobSpec], Jo
 
 
 def _description(run: SavedRun) -> str:
-    with open_file(run.folder / DESCRIPTION) as file:
+    with open_file(run.folder / run_folder.DESCRIPTION) as file:
         return file.read().decode()
 
 
@@ -108,7 +98,7 @@ def evaluation_overrides(text: str, folder: Path, has_model: bool, overrides: Se
         raise InvalidJob([ConfigError(str(folder), "has no model yet: pass config.model=FOLDER for another one")])
     config = yaml.safe_load(text).get("config") or {}
     reference = [f"config.reference_model={config['model']}"] if config.get("reference_model", "") is None else []
-    changes = ["checkpoint.resume=never", "config.eval_only=true", f"config.model={folder / MODEL}"]
+    changes = ["checkpoint.resume=never", "config.eval_only=true", f"config.model={folder / run_folder.MODEL}"]
     return [*changes, *reference, *overrides]
 
 
@@ -136,7 +126,7 @@ def _with_secrets(job: JobSpec) -> JobSpec:
 def archived_job(url: str, overrides: Sequence[str] = ()) -> JobSpec:
     """Return the job that resumes a run in an object store, on any machine. Raises InvalidJob."""
     try:
-        with store_errors(), fsspec.open(f"{url.rstrip('/')}/{DESCRIPTION}") as file:
+        with store_errors(), fsspec.open(f"{url.rstrip('/')}/{run_folder.DESCRIPTION}") as file:
             text = file.read().decode()
     except (OSError, ImportError, ValueError, CheckpointMissing) as error:
         raise InvalidJob([ConfigError(url, f"is not a readable run: {error}")]) from error
@@ -162,10 +152,10 @@ def how_to_go_on(job: JobSpec, folder: Path, step: int = 0, cause: Cause | None 
             return f"{fixed} after its last committed step: {again}"
         if needs_change:
             return ""
-        if has_commits(folder):
+        if run_folder.has_commits(folder):
             place = f"its commits are only in the memory of this machine, and could not be saved to {folder}"
             return f"{place}: free space there, and resume before the machine restarts: {again}"
-        if step or newest_owner(folder) is None:
+        if step or run_folder.newest_owner(folder) is None:
             return f"to resume, on a machine that has its files: {again}"
         return f"no step was committed; to begin again: {again}"
     except OSError as error:
@@ -178,7 +168,7 @@ def how_to_go_on(job: JobSpec, folder: Path, step: int = 0, cause: Cause | None 
 def describe_start(run: SavedRun, job: JobSpec, name: str) -> str:
     """Say, for people, from which step ``job`` resumes a run. Raises InvalidJob for ``name`` if no commit is left."""
     commit = last_commit(job, run.folder)
-    if commit is None and run.owner.state == FINISHED:
+    if commit is None and run.owner.state == run_folder.FINISHED:
         message = "has finished, and its commits were removed (checkpoint.keep_runs): there is nothing to resume"
         raise InvalidJob([ConfigError(name, message)])
     if commit is None or not commit.step:
@@ -191,13 +181,13 @@ def describe_start(run: SavedRun, job: JobSpec, name: str) -> str:
 def wait_for_lost_owner(job: JobSpec) -> JobSpec:
     """Return ``job``, which resumes in its folder, once an earlier start there is lost. If its process is not on this
     machine, wait for its lease to end: cluster managers start a job again earlier."""
-    owner = newest_owner(job.job_dir)
+    owner = run_folder.newest_owner(job.job_dir)
     if job.run_folders is not None or job.checkpoint.resume != "latest" or owner is None:
         return job
-    if not (owner.pid and owner.is_here) and in_use(job.job_dir):
-        limit_s = owner.lease_s + BEAT_S
+    if not (owner.pid and owner.is_here) and run_folder.in_use(job.job_dir):
+        limit_s = owner.lease_s + run_folder.BEAT_S
         _LOG.info("%s is in use by %s: waiting up to %g s for a sign of life", job.job_dir, owner, limit_s)
         deadline_s = time.monotonic() + limit_s
-        while in_use(job.job_dir) and time.monotonic() < deadline_s:
+        while run_folder.in_use(job.job_dir) and time.monotonic() < deadline_s:
             time.sleep(_POLL_S)
     return job

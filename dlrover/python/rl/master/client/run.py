@@ -19,15 +19,7 @@ from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.checkpoint.runs import Room, room_for, validate_archive, validate_room
 from dlrover.python.rl.runtime.member.inspection import Inspection, inspect_in_child, inspect_job
-from dlrover.python.rl.runtime.run.folder import (
-    IN_PROCESS,
-    begin,
-    claim,
-    conflict,
-    continued,
-    earlier_description,
-    held,
-)
+from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
@@ -56,7 +48,7 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
     """Check ``job`` without starting anything; raise InvalidJob with all errors. A ``local`` job runs in this process,
     so its classes are imported here; otherwise a child process imports them."""
     job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
-    job = continued(job)
+    job = run_folder.continued(job)
     placement, errors = plan(job)
     folder = job.run_folders or job.job_dir
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -64,10 +56,10 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
         errors.append(ConfigError("job_dir", f"{existing} is a file, not a folder"))
     elif not os.access(existing, os.W_OK | os.X_OK):
         errors.append(ConfigError("job_dir", f"{existing} cannot be written to"))
-    elif why := conflict(job):
+    elif why := run_folder.conflict(job):
         errors.append(ConfigError("job_dir", why))
     errors += validate_archive(job)
-    before = earlier_description(job)
+    before = run_folder.earlier_description(job)
     inspection = inspect_job(job, before, here=True) if local else inspect_in_child(job, before)
     errors += [*inspection.errors, *validate_least(job, inspection)]
     if local:
@@ -142,15 +134,12 @@ def _read(describe: Callable[[], JobSpec]) -> tuple[JobSpec | None, list[ConfigE
         return error.salvaged, list(error.errors)
 
 
-# -- running it ------------------------------------------------------------------------------------------------------
-
-
 def run_here(
     checked: CheckedJob, report: Reporter = report_nothing, announce: Announcer = announce_nothing
 ) -> JobStatus:
     """Run a checked job in this process, without Ray. Raises JobConflict if its folder is in use or has results."""
-    job = begin(checked.job)
-    with held(claim(job, IN_PROCESS, bound=True)) as claimed:
+    job = run_folder.begin(checked.job)
+    with run_folder.held(run_folder.claim(job, run_folder.IN_PROCESS, bound=True)) as claimed:
         if checked.opening:
             announce(checked.opening)
         status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)), announce=announce)
@@ -192,7 +181,7 @@ def run_on_ray(  # noqa: PLR0913 -- its listeners, and where it runs
     from dlrover.python.rl.master.client.on_ray import run_on_cluster  # imports Ray, which other commands do without
     from dlrover.python.rl.master.client.supervisor import run_supervised
 
-    checked = replace(checked, job=begin(checked.job))
+    checked = replace(checked, job=run_folder.begin(checked.job))
     if connected or (address is not None and not supervise):
         status = run_on_cluster(checked, report, announce, address, connected)
     else:

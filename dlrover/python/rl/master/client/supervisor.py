@@ -250,9 +250,6 @@ def _environments() -> Iterator[tuple[int, bytes]]:
             yield int(folder.name), (folder / "environ").read_bytes()
 
 
-# -- the child --------------------------------------------------------------------------------------------------------
-
-
 def main() -> None:
     """Run the errand that the parent sends, and send back the job's reports and its end."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # when the parent ends

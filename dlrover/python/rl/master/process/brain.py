@@ -38,8 +38,7 @@ class Brain:
     """Replays the journal of ``store``, then journals events and returns their commands. Raises JournalCorrupt.
 
     Events get the time of the wall clock at the start, advanced by ``steady_s``, so that setting the clock changes no
-    window. After a restart it starts at the time of the last event if the wall clock is behind it.
-    """
+    window. After a restart it starts at the time of the last event if the wall clock is behind it."""
 
     def __init__(
         self, store: StateStore, wall_s: Callable[[], float] = time.time, steady_s: Callable[[], float] = time.monotonic

@@ -27,17 +27,8 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.disk_space import retry_io_async
-from dlrover.python.rl.common.errors import (
-    CallError,
-    ConfigError,
-    InvalidJob,
-    JobConflict,
-    JobFailed,
-    JournalCorrupt,
-    PlacementTimeout,
-    StaleEpoch,
-)
 from dlrover.python.rl.common.log import configure_logging, get_logger, hide_values
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.private_files import read_token
@@ -50,15 +41,7 @@ from dlrover.python.rl.control.journal import decode
 from dlrover.python.rl.control.machine import can_resize, outstanding
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase, ranks_of
-from dlrover.python.rl.master.process.brain import (
-    JOURNAL,
-    Brain,
-    Handled,
-    earlier_journal,
-    fresh_journal,
-    resizable,
-    submission,
-)
+from dlrover.python.rl.master.process import brain
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
@@ -71,17 +54,8 @@ from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.placement import RunPlan
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, end_unless, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
+from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests, copy_output
-from dlrover.python.rl.runtime.run.folder import (
-    BEAT_S,
-    CLUSTER,
-    FAILED,
-    ON_RAY,
-    Claim,
-    claim,
-    newest_owner,
-    write_shared,
-)
 from dlrover.python.rl.trainer.steps import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -143,7 +117,8 @@ class RLMaster:
             await self._run.begin()
             self._observer.open(time.time())
             self._events.put_nowait(events.MasterStarted(pid=os.getpid()))
-            self._events.put_nowait(submission(self._run.job, self._run.job.run, self._inspection, self._run.brain))
+            job = self._run.job
+            self._events.put_nowait(brain.submission(job, job.run, self._inspection, self._run.brain))
             self._start_tasks()
 
     async def resume(self) -> bool:
@@ -154,7 +129,7 @@ class RLMaster:
             try:
                 if not await self._run.recover():
                     return False
-            except (JournalCorrupt, JobConflict, OSError) as error:
+            except (errors.JournalCorrupt, errors.JobConflict, OSError) as error:
                 _LOG.error("%s: %s", self._run.job.name, error)
                 self._spawn(self._end_broken_job(error))
                 return True
@@ -181,7 +156,7 @@ class RLMaster:
         while self._run.lacking and self._state.phase.live:  # the job's processes send secrets after a heartbeat
             if time.monotonic() > until_s:
                 lost = ", ".join(self._run.lacking)
-                raise JobFailed(f"the secrets {lost} are lost: every process that had them has ended")
+                raise errors.JobFailed(f"the secrets {lost} are lost: every process that had them has ended")
             await asyncio.sleep(_POLL_S)
         for command in outstanding(self._state):
             self._executor.execute(command, self._events.put_nowait)
@@ -204,7 +179,7 @@ class RLMaster:
         async def guarded() -> None:
             try:
                 await work
-            except StaleEpoch as error:
+            except errors.StaleEpoch as error:
                 leave(f"another process of this master has taken over: {error}")  # the other one ends the job
             except Exception as error:  # noqa: BLE001 -- a broken task must not leave a job that looks alive
                 _LOG.exception("%s: a task of the master failed", self._run.job.name)
@@ -225,7 +200,7 @@ class RLMaster:
             await asyncio.sleep(0)  # requests come in between
         self._run.brain.close()
 
-    def _carry_out(self, handled: Handled) -> None:
+    def _carry_out(self, handled: brain.Handled) -> None:
         event, before, after, commands = handled
         if isinstance(event, Resized | events.Unplaced) and after is not before:
             self._executor.resize(after)
@@ -264,9 +239,9 @@ class RLMaster:
     def _check_current(self) -> None:
         try:
             self._run.brain.check()
-        except StaleEpoch as error:
+        except errors.StaleEpoch as error:
             leave(f"another process of this master has taken over: {error}")
-        except (OSError, JournalCorrupt):
+        except (OSError, errors.JournalCorrupt):
             pass  # unknown: the job's resources are still released
 
     def _leave(self) -> None:
@@ -314,7 +289,7 @@ class RLMaster:
         again. Raises JobFailed if there will be none, or the trainer itself has been replaced."""
         await self._has_begun()
         if epoch < self._state.epoch:
-            raise JobFailed("this trainer has been replaced by a later one")
+            raise errors.JobFailed("this trainer has been replaced by a later one")
         if cause.kind is CauseKind.LINK_FAILED and self._inspection.scope_of(role) is RecoveryScope.GROUP:
             await self._wait_for_news(lambda: find_up(self._state, role, rank, incarnation) is None, _ECHO_S)
         if (member := find_up(self._state, role, rank, incarnation)) is not None:
@@ -354,16 +329,16 @@ class RLMaster:
         Raises CallError or InvalidJob, without any change, if that is impossible."""
         await self._has_begun()
         async with self._resizing:
-            job = resizable(self._run.job, self._state, self._inspection, role, num)
-            if errors := (await asyncio.to_thread(inspect_in_child, job)).errors:
-                raise InvalidJob(list(errors))
+            job = brain.resizable(self._run.job, self._state, self._inspection, role, num)
+            if faults := (await asyncio.to_thread(inspect_in_child, job)).errors:
+                raise errors.InvalidJob(list(faults))
             try:
                 await self._executor.reservations.enlarge(self._state, role, num, _PLACES_S)
-            except PlacementTimeout as error:
-                raise CallError(f"{role} of '{job.name}' stays as it is: {error}") from error
+            except errors.PlacementTimeout as error:
+                raise errors.CallError(f"{role} of '{job.name}' stays as it is: {error}") from error
             await self._resize_at_next_step(Resized(role, num))
         if len(ranks_of(self._state, role)) != num:
-            raise CallError(f"'{job.name}' was restarted during the resize: try again")
+            raise errors.CallError(f"'{job.name}' was restarted during the resize: try again")
 
     async def _watch_places(self) -> None:
         """Give roles that have fewer workers for lack of places more of them, until the job ends."""
@@ -420,9 +395,9 @@ class MasterRun:
 
     def __init__(self, job: JobSpec, claims: bool) -> None:
         self.job, self.lacking = job, hidden_in(job)  # secrets that have not arrived yet
-        self.brain = Brain(StateStore())
+        self.brain = brain.Brain(StateStore())
         self._claims = claims
-        self._claim: Claim | None = None
+        self._claim: run_folder.Claim | None = None
         self._log: LogCopier | None = None
         self._missed_s = 0.0
 
@@ -435,54 +410,54 @@ class MasterRun:
         written, and then releases the folder."""
         try:
             self.take()
-            journal = await self._patiently(partial(fresh_journal, self.job))
-            self.brain = Brain(await self._patiently(partial(FileStateStore, journal)))
+            journal = await self._patiently(partial(brain.fresh_journal, self.job))
+            self.brain = brain.Brain(await self._patiently(partial(FileStateStore, journal)))
         except OSError as error:
-            self.leave(FAILED)
-            raise InvalidJob([ConfigError("job_dir", f"the master cannot use it: {error}")]) from error
+            self.leave(run_folder.FAILED)
+            raise errors.InvalidJob([errors.ConfigError("job_dir", f"the master cannot use it: {error}")]) from error
 
     async def recover(self) -> bool:
         """Take over the folder and the journal of an earlier process of this master; return False if it had not begun.
         Raises JournalCorrupt, JobConflict, OSError."""
-        brain = await self._patiently(partial(earlier_journal, self.job, self.job.run))
-        if brain is not None:
+        earlier = await self._patiently(partial(brain.earlier_journal, self.job, self.job.run))
+        if earlier is not None:
             self.take()
-            self.brain = brain
-        return brain is not None
+            self.brain = earlier
+        return earlier is not None
 
     def take(self) -> None:
         """Claim the folder, but not in a thread, since no other request may resume before. Raises JobConflict."""
         if self._claims:
-            self._claim = claim(self.job, ON_RAY, bound=False)
+            self._claim = run_folder.claim(self.job, run_folder.ON_RAY, bound=False)
             with suppress(OSError):
-                write_shared(self.job.job_dir / CLUSTER, current_address().encode())
+                run_folder.write_shared(self.job.job_dir / run_folder.CLUSTER, current_address().encode())
         if self._log is None:
             self._log = copy_output(self.job.job_dir, "master", "master")
 
-    async def handle(self, events: Sequence[Event]) -> list[Handled]:
+    async def handle(self, events: Sequence[Event]) -> list[brain.Handled]:
         """Journal ``events`` and return their commands, once the journal can be written: a disk may be full."""
         return await self._patiently(partial(self.brain.handle_all, events))
 
     async def _patiently(self, use_journal: Callable[[], T]) -> T:
         """Retry like a commit. Raises OSError."""
-        return await retry_io_async(use_journal, self.job.job_dir / JOURNAL, now_s=time.monotonic)
+        return await retry_io_async(use_journal, self.job.job_dir / brain.JOURNAL, now_s=time.monotonic)
 
-    def miss_journal(self) -> JournalCorrupt | None:
+    def miss_journal(self) -> errors.JournalCorrupt | None:
         """Return an error once the journal has been missing for some time, although a process of this run is alive: an
         earlier process of this master had begun the run, and without its journal there is no state to resume."""
         self._missed_s = self._missed_s or time.monotonic()
         if time.monotonic() - self._missed_s > _JOURNAL_S:
-            return JournalCorrupt(f"the journal of this run is no longer in {self.job.job_dir}")
+            return errors.JournalCorrupt(f"the journal of this run is no longer in {self.job.job_dir}")
         return None
 
     async def hold(self, is_over: Callable[[], bool]) -> None:
         """Renew the claim until the job ``is_over``. Raises JobConflict if another run has the folder."""
         while self._claim is not None and not is_over():
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(run_folder.BEAT_S)
             try:
                 await asyncio.to_thread(self._claim.beat)
-            except JobConflict as error:
-                owner = newest_owner(self.job.job_dir)
+            except errors.JobConflict as error:
+                owner = run_folder.newest_owner(self.job.job_dir)
                 if owner is not None and owner.run == self.job.run:
                     leave(f"another process of this master has taken over: {error}")
                 raise
@@ -520,7 +495,7 @@ class JobObserver:
         self._began_s = began_s
         master, folder = self._job.master, self._job.job_dir
         if resumed:
-            self.metrics.replay(decode(read_lines(folder / JOURNAL)))
+            self.metrics.replay(decode(read_lines(folder / brain.JOURNAL)))
         if master.metrics_port < 0 or self._endpoint is not None:
             return
         try:
@@ -531,7 +506,7 @@ class JobObserver:
                 self.metrics.registry, master.metrics_host, master.metrics_port, token, tls
             )
             (folder / ADDRESS).write_text(json.dumps({"address": self._endpoint.address}))
-        except (OSError, CallError) as error:
+        except (OSError, errors.CallError) as error:
             _LOG.error("%s: metrics cannot be served: %s", self._job.name, error)
 
     def report(self, report: StepReport) -> None:
@@ -569,7 +544,7 @@ def replacement(
     it is up. Raises JobFailed if there will be none."""
     if state.phase is not Phase.RUNNING or state.settings is None:
         lost = ProcessId(role, rank)
-        raise JobFailed(f"{lost} is not replaced: the job is {state.phase.value}. {state.reason}".strip())
+        raise errors.JobFailed(f"{lost} is not replaced: the job is {state.phase.value}. {state.reason}".strip())
     group = {at: state.members.get(ProcessId(role, at)) for at in ranks_of(state, role)}
     member = group.get(rank)
     if member is None or member.incarnation <= incarnation or member.phase is not MemberPhase.UP:
