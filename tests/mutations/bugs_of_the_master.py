@@ -164,8 +164,8 @@ BUGS = {
     ),
     "a decision that could not be saved is taken": Bug(
         _BRAIN,
-        "        if lines:\n            self._store.append(*lines)\n        self.state = state\n",
-        "        self.state = state\n        if lines:\n            self._store.append(*lines)\n",
+        "        if lines:\n            self.store.append(*lines)\n        self.state = state\n",
+        "        self.state = state\n        if lines:\n            self.store.append(*lines)\n",
     ),
     "a resumed run has the numbers of its first processes again": Bug(
         _BRAIN, "    return 1 + last\n", "    return 1\n"

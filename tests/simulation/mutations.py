@@ -249,8 +249,8 @@ MUTATIONS = {
     ),
     "the state before the journal": Mutation(
         "master.process.brain",
-        "        if lines:\n            self._store.append(*lines)\n        self.state = state\n",
-        "        self.state = state\n        if lines:\n            self._store.append(*lines)\n",
+        "        if lines:\n            self.store.append(*lines)\n        self.state = state\n",
+        "        self.state = state\n        if lines:\n            self.store.append(*lines)\n",
     ),
     # -- the journal --------------------------------------------------------------------------------------------------
     "events are written without their time": Mutation("control.journal", '"at_s": at_s,', '"at_s": 0.0,'),

@@ -13,7 +13,6 @@ from sim_world import Violation, World
 
 from dlrover.python.rl.common.names import ProcessId, ProcessKind
 from dlrover.python.rl.control.events import CauseKind, Event, MasterStarted, Submitted, make_lost_event
-from dlrover.python.rl.control.machine import outstanding
 
 HANG_AFTER_S = 3.0
 BEAT_S = 0.5
@@ -83,7 +82,7 @@ class SimMaster:
             self.take(self.settings)
         else:
             self.executor.adopt(state, self.modules.state.processes(state) if state.phase.live else {})
-            for command in outstanding(self.brain.state):
+            for command in self.modules.machine.outstanding(self.brain.state):
                 self.executor.execute(command)
         self.world.after(1.0, self._pulse)
 

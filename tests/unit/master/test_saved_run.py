@@ -67,7 +67,7 @@ def test_find_saved_run_with_damaged_record_resumes(tmp_path, monkeypatch, conte
     commits.commit(10, 1, {"trainer": own})
     brain = Brain(FileStateStore(job.job_dir / JOURNAL))
     brain.handle(Submitted("job", {}, job.run, 3, 3))
-    brain.close()
+    brain.store.close()
     record.write_bytes(content)
     run = find_saved_run(str(job.job_dir))
     resumed = saved_job(run)

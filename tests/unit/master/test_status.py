@@ -73,7 +73,7 @@ def test_observer_of_a_resumed_master_replays_the_journal(tmp_path):
     brain = Brain(FileStateStore(fresh_journal(job)))
     for event in (MasterStarted(pid=7), submission(job, "run", Inspection(), brain)):
         brain.handle(event)
-    brain.close()
+    brain.store.close()
     observed = JobObserver(job)
     observed.open(0.0, resumed=True)
     assert observed.metrics._state == brain.state

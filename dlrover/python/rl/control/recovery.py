@@ -1,5 +1,4 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: every way to recover, and the budgets that limit it.
 """The result of a failure: a recovery by scope once steps are open, a restart of the whole job before, or its end.
 
 An event names the incarnation or epoch that it concerns. The recovery raises that number at once, so further reports of

@@ -69,18 +69,17 @@ class Steps:
         roles: Mapping[str, RoleTraits],
         attempt: Attempt,
     ) -> None:
-        self._recovery = recovery or Recovery()
         self._recovers, self._checkpoints, self._attempt = recovery is not None, checkpoints, attempt
+        recovery = recovery or Recovery()
         # After an earlier trainer, or trainer object, workers may have been replaced already.
-        opened = attempt.opened or not self._recovery.fresh
-        self.port = DurablePort(port, self._recovery, roles, checkpoints, opened)
+        self.port = DurablePort(port, recovery, roles, checkpoints, opened=attempt.opened or not recovery.fresh)
         self.counter = CallCounter()
         self.state: dict[str, Any] = {}
-        info = self._recovery.restart_info
+        info = recovery.restart_info
         self.restart_info = replace(info, count=info.count + attempt.number, reason=attempt.reason or info.reason)
         self.commits = 0
         self._pending: _Pending | None = None
-        self._as_new = set(members_of(self.port.roles)) if self._recovery.fresh and not attempt.number else set()
+        self._as_new = set(members_of(self.port.roles)) if recovery.fresh and not attempt.number else set()
         self._loaded = False
         self._is_open = False
         self._running = 0  # the step whose body runs, or was left by break or return
@@ -115,7 +114,7 @@ class Steps:
             return self.port.ended
         self._is_open = True
         if self._recovers and not self._attempt.opened:
-            self._recovery.opened()
+            self.port.recovery.opened()
         self.port.opened = self._recovers
         self.port.settle()
         self.port.log.open(None)
@@ -141,7 +140,7 @@ class Steps:
             return  # the calls after a loop belong to the first step of the next one
         self.counter.open(step)
         self.port.begin_step(step)
-        self._recovery.began(step)
+        self.port.recovery.began(step)
 
     def end(self, step: int, last: bool = False) -> None:
         """End a step: publish the previous commit, and begin one of this step's states if it is due. Repeat both if a
@@ -209,7 +208,7 @@ class Steps:
         self.port.committed = step
         self.commits += step > 0
         if step > 0:
-            self._recovery.progressed(step)
+            self.port.recovery.progressed(step)
 
     def _commit_left_step(self, last: bool = False) -> None:
         """Commit a step whose loop was left; a trainer that continues from this commit does not resume the loop."""
@@ -316,7 +315,7 @@ class Steps:
         commit = self._checkpoints.last_known if self._checkpoints is not None else None
         last = max([standing.touched for standing in standings.values()] + [commit.step if commit else 0])
         summary = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
-        current = self._recovery.incarnations()
+        current = self.port.recovery.incarnations()
         writers: Mapping[ProcessId, int] = commit.incarnations if commit is not None else {}
         survivors = [member for member in moved if member not in writers or current.get(member, 0) <= writers[member]]
         if survivors:
@@ -324,7 +323,7 @@ class Steps:
             raise errors.CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
         if moved or self._loaded:
             for member in moved:
-                self._recovery.renew(member.role, member.rank, current[member], "it holds a part of a lost commit")
+                self.port.recovery.renew(member.role, member.rank, current[member], "it holds a part of a lost commit")
             self.port.resume_from(0)
             raise errors.StepAbandoned(1, errors.CheckpointMissing(summary))
         if lost or self.restart_info.count:

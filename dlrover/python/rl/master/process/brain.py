@@ -43,7 +43,7 @@ class Brain:
     def __init__(
         self, store: StateStore, wall_s: Callable[[], float] = time.time, steady_s: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._steady_s = store, steady_s
+        self.store, self._steady_s = store, steady_s
         events = decode(store.read())
         self.began_s, last_s = (events[0][0], events[-1][0]) if events else (0.0, 0.0)
         self._offset_s = max(wall_s(), last_s) - steady_s()
@@ -63,7 +63,7 @@ class Brain:
             state = after
         lines = [encode(at_s, event) for event, before, after, commands in handled if after is not before]
         if lines:
-            self._store.append(*lines)
+            self.store.append(*lines)
         self.state = state
         return handled
 
@@ -74,13 +74,6 @@ class Brain:
         causes, reason = (*self.state.causes, cause), f"master: {error}"
         failed = Phase.FAILED
         self.state = replace(self.state, phase=failed, outcome=failed, causes=causes, failure=cause, reason=reason)
-
-    def check(self) -> None:
-        """Raises StaleEpoch if another process has taken the journal over; JournalCorrupt, OSError."""
-        self._store.check()
-
-    def close(self) -> None:
-        self._store.close()
 
 
 def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> Submitted:
@@ -159,7 +152,7 @@ def earlier_journal(job: JobSpec, run: str) -> Brain | None:
     brain = Brain(FileStateStore(journal, must_exist=True))
     if brain.state.settings is not None and brain.state.settings.run == run:
         return brain
-    brain.close()
+    brain.store.close()
     return None
 
 
@@ -190,7 +183,7 @@ def run_local(
                 commands.clear()  # starts that are still pending
             commands.append(command)
 
-    with closing(brain):
+    with closing(brain.store):
         emit(submission(job, run, Inspection(), brain))
         while commands:
             try:

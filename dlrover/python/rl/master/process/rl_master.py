@@ -198,7 +198,7 @@ class RLMaster:
                 self._carry_out(handled)
             await self._notify_followers()
             await asyncio.sleep(0)  # requests come in between
-        self._run.brain.close()
+        self._run.brain.store.close()
 
     def _carry_out(self, handled: brain.Handled) -> None:
         event, before, after, commands = handled
@@ -232,13 +232,13 @@ class RLMaster:
                 await released.wait()
         self._run.brain.fail(error)
         if released.is_set():  # otherwise the journal still shows whether another master has taken over
-            self._run.brain.close()
+            self._run.brain.store.close()
         self._leave()
         await self._notify_followers()
 
     def _check_current(self) -> None:
         try:
-            self._run.brain.check()
+            self._run.brain.store.check()
         except errors.StaleEpoch as error:
             leave(f"another process of this master has taken over: {error}")
         except (OSError, errors.JournalCorrupt):
