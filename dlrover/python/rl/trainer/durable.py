@@ -149,8 +149,6 @@ class DurablePort:
         """Raise ``why`` in threads that still call, since another trainer object has taken over."""
         self._sender.closed = why
 
-    # -- the port -----------------------------------------------------------------------------------------------------
-
     def put(self, value: Any) -> Ref:
         stored = LoggedCall("", 0, None)
         stored.ref, stored.state = self.inner.put(value), CallState.ANSWERED
@@ -217,8 +215,6 @@ class DurablePort:
             for death in deaths:
                 death.incarnation = self._incarnations.get(ProcessId(role, death.rank), 0)
             self._recover({}, deaths)
-
-    # -- steps --------------------------------------------------------------------------------------------------------
 
     def settle(self) -> None:
         """Wait until every call in the log has succeeded, even if the trainer did not wait for it. Raises a user's

@@ -103,8 +103,6 @@ class RLMaster:
     def _state(self) -> JobState:
         return self._run.brain.state
 
-    # -- beginning ----------------------------------------------------------------------------------------------------
-
     async def start(self, secrets: Secrets) -> None:
         """Open the journal, begin the job and return at once; a second call does nothing. Raises JobConflict if another
         run holds the job's folder, InvalidJob if the folder cannot be used."""
@@ -187,8 +185,6 @@ class RLMaster:
 
         self._tasks.append(asyncio.get_running_loop().create_task(guarded()))
 
-    # -- the loop -----------------------------------------------------------------------------------------------------
-
     async def _handle_events(self) -> None:
         while not self._state.phase.terminal:
             events = [await self._events.get()]  # waits: for the next event, as long as the job runs
@@ -245,7 +241,7 @@ class RLMaster:
             pass  # unknown: the job's resources are still released
 
     def _leave(self) -> None:
-        self._spawn(end_later(current_actor(), _LINGER_S))  # if nobody follows the job
+        self._spawn(end_later(current_actor(), _LINGER_S))  # in case no process follows the job
         self._run.leave(self._state.phase.value)
 
     async def _watch_hangs(self) -> None:
