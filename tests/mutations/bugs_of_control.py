@@ -70,7 +70,7 @@ BUGS = {
     "a group that is lost again keeps its processes": Bug(_RECOVERY, " or role in state.streaks:", ":"),
     "ranks on an excluded node stay there": Bug(_RECOVERY, " and process.node not in state.excluded]", "]"),
     "ranks stay beside a device that has failed": Bug(
-        _RECOVERY, "[] if kind in _IN_FRESH_PROCESSES else _kept(", "_kept("
+        _RECOVERY, "[] if kind in _IN_FRESH_PROCESSES else _rejoining_ranks(", "_rejoining_ranks("
     ),
     "the standby of a worker that is lost again is never free": Bug(
         _RECOVERY, "        if member.standby >= 0:\n", "        if False:\n"
@@ -81,7 +81,7 @@ BUGS = {
     "a lost standby holds its slot": Bug(_RECOVERY, "return state, (kill, *commands)", "return state, commands"),
     "the first commit is not noted": Bug(_MACHINE, "if state.committed and quiet:", "if quiet:"),
     "a job that is stopped before it is submitted runs": Bug(
-        _MACHINE, "if isinstance(event, StopRequested):", "if False:"
+        _MACHINE, "if isinstance(event, events.StopRequested):", "if False:"
     ),
     "a standby that becomes a worker is reported as free": Bug(
         _MACHINE, " or standby.phase is not StandbyPhase.STARTING:", ":"

@@ -103,7 +103,7 @@ BUGS = {
     ),
     "an evaluation has a name that is too long": Bug(_SAVED, "63 - len(_EVALUATION)", "63"),
     "changed code is not named": Bug(_SAVED, 'if changes else ""', 'if False else ""'),
-    "a lost owner is waited for less than its lease": Bug(_SAVED, "owner.lease_s + BEAT_S", "BEAT_S"),
+    "a lost owner is waited for less than its lease": Bug(_SAVED, "owner.lease_s + run_folder.BEAT_S", "BEAT_S"),
     "losses with commits between them count in a row": Bug(
         _SUPERVISOR, "losses + 1 if step == last_step else 1", "losses + 1"
     ),

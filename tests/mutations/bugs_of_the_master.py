@@ -132,8 +132,8 @@ BUGS = {
     ),
     "a master that was replaced stays": Bug(
         _MASTER,
-        'leave(f"another process of this master has taken over: {error}")  # what is left',
-        "pass  # what is left",
+        'leave(f"another process of this master has taken over: {error}")  # the other one',
+        "pass  # the other one",
     ),
     "a process that hangs is not killed": Bug(
         _MASTER, "            self._spawn(kill_process(self._cluster, condemned))\n", "            pass\n"
@@ -164,8 +164,8 @@ BUGS = {
     ),
     "a decision that could not be saved is taken": Bug(
         _BRAIN,
-        "        if lines:\n            self._store.append(*lines)\n        self.state = state\n",
-        "        self.state = state\n        if lines:\n            self._store.append(*lines)\n",
+        "        if lines:\n            self.store.append(*lines)\n        self.state = state\n",
+        "        self.state = state\n        if lines:\n            self.store.append(*lines)\n",
     ),
     "a resumed run has the numbers of its first processes again": Bug(
         _BRAIN, "    return 1 + last\n", "    return 1\n"
@@ -175,7 +175,7 @@ BUGS = {
     ),
     "a constructor that takes long hangs": Bug(_HANGS, " or beat.method == CONSTRUCTING:", ":"),
     "a resize that a restart has undone was done": Bug(
-        _MASTER, "        if size_of(self._state, role) != num:\n", "        if False:\n"
+        _MASTER, "        if len(ranks_of(self._state, role)) != num:\n", "        if False:\n"
     ),
     "one who follows a long job gets old reports": Bug(_MASTER, "max(count - dropped, 0)", "count"),
     "metrics of a master that is back begin at 0": Bug(_MASTER, "        if resumed:\n", "        if False:\n"),
@@ -183,5 +183,5 @@ BUGS = {
     "a run that was taken over by another run ends silently": Bug(
         _MASTER, "if owner is not None and owner.run == self.job.run:", "if owner is not None:"
     ),
-    "a master that cannot begin keeps the folder": Bug(_MASTER, "            self.leave(FAILED)\n", ""),
+    "a master that cannot begin keeps the folder": Bug(_MASTER, "            self.leave(run_folder.FAILED)\n", ""),
 }

@@ -111,8 +111,8 @@ BUGS = {
     ),
     "late workers can be replaced before steps()": Bug(
         _DURABLE,
-        "        if not self.opened:\n            raise CallError",
-        "        if False:\n            raise CallError",
+        "        if not self.opened:\n            raise errors.CallError",
+        "        if False:\n            raise errors.CallError",
     ),
     "a new worker is looked for on its old node": Bug(
         _TRANSFERS,

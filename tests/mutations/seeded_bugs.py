@@ -201,8 +201,8 @@ BUGS = {
     ),
     "a request is not sent again after a recovery": Bug(
         _DURABLE,
-        "isinstance(error, WorkloadDied)])\n                    continue\n",
-        "isinstance(error, WorkloadDied)])\n",
+        "isinstance(error, errors.WorkloadDied)])\n                    continue\n",
+        "isinstance(error, errors.WorkloadDied)])\n",
     ),
     "calls that took a lost result are not retried": Bug(
         _DURABLE, "        self._retry_all({**lost, **self._poll(self.log.all_calls())})", "        pass"
@@ -213,7 +213,7 @@ BUGS = {
         "                pass\n            call.retry",
     ),
     "the echo of a death is a user's error": Bug(
-        _DURABLE, "for outcome in self.inner.wait(questions, GRACE_S):", "for outcome in ():"
+        _DURABLE, "in self.inner.wait(questions, call_log.GRACE_S) if questions else ():", "in ():"
     ),
     "a late worker is not replaced": Bug(_DURABLE, "            self._recover({}, deaths)\n", ""),
     "a late call is issued again": Bug(_LOG, "if logged.rank in ranks or together", "if False"),
@@ -239,7 +239,7 @@ BUGS = {
     ),
     "a failure of one rank leaves those of others": Bug(_LOG, "list(calls if failed else ())", "list(failed)"),
     "before steps() a call after a failed argument fails": Bug(
-        _DURABLE, "return isinstance(error, CallSkipped)", "return False"
+        _DURABLE, "return isinstance(error, errors.CallSkipped)", "return False"
     ),
     "before steps() only one call after a failed argument is made again": Bug(
         _DURABLE, "self._retry_all({**lost, **{call", "self._retry_all({**lost} or {**{call"
@@ -571,7 +571,7 @@ BUGS = {
         "failed = set()",
     ),
     "only the first part of a file travels": Bug("trainer/durable.py", "range(len(transfer.parts))", "range(1)"),
-    "a replaced trainer goes on": Bug(_DURABLE, "if isinstance(error, StaleCall):", "if False:"),
+    "a replaced trainer goes on": Bug(_DURABLE, "if isinstance(error, errors.StaleCall):", "if False:"),
     "neighbours need no room": Bug(
         "runtime/checkpoint/runs.py", "(_KEPT + 1) * most[0] + _KEPT * neighbours", "(_KEPT + 1) * most[0]"
     ),
@@ -590,7 +590,7 @@ BUGS = {
     # -- masters that were replaced ------------------------------------------------------------------------------------
     "a replaced master ends actors": Bug(_CLUSTER, '"start_actor", "kill_actor"', '"start_actor"'),
     "a master that is back forgets what was outstanding": Bug(
-        _MASTER, "        for command in self._run.brain.outstanding():\n", "        for command in ():\n"
+        _MASTER, "        for command in outstanding(self._state):\n", "        for command in ():\n"
     ),
     "a master that is back looks for nothing": Bug(
         _MASTER,

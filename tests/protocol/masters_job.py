@@ -198,7 +198,7 @@ class Job:
         """The files of masters that were killed are closed too."""
         for process in self.masters:
             if hasattr(process, "rl_master"):
-                process.rl_master._run.brain.close()
+                process.rl_master._run.brain.store.close()
 
     def _resume_later(self):
         """A master's request to itself, which goes to the current one; others may come first."""

@@ -50,7 +50,7 @@ def assert_it_goes_on(desk, process):
     desk.release("out")
     output = desk.end(process)
     assert process.returncode == 0, output
-    assert "going on after step 3" in output
+    assert "resuming after step 3" in output
     assert desk.steps("out") == [1, 2, 3, 4, 5, 6]
 
 

@@ -51,7 +51,7 @@ MUTATIONS = {
         "state.members,",
     ),
     "the job keeps its number": Mutation(
-        "control.machine", "number = state.incarnation + 1", "number = max(state.incarnation, 1)"
+        "control.machine", "incarnation=state.incarnation + 1,", "incarnation=max(state.incarnation, 1),"
     ),
     "a master that comes back keeps the numbers of what was starting": Mutation(
         "control.machine", "if not state.phase.live or state.settings is None:", "if True:"
@@ -86,8 +86,8 @@ MUTATIONS = {
     ),
     "a lost node takes only workers": Mutation(
         "control.recovery",
-        "trainer = is_lost(state.trainer.process)",
-        "trainer = False",
+        "    if is_lost(state.trainer.process):\n",
+        "    if False:\n",
     ),
     "a lost node's workers are not coalesced": Mutation(
         "control.recovery",
@@ -96,15 +96,13 @@ MUTATIONS = {
     ),
     "a lost node's standbys are forgotten": Mutation(
         "control.recovery",
-        "        if standby.phase is StandbyPhase.TAKING:\n            members",
-        "        if True:\n            continue\n            members",
+        "        if standby.phase is StandbyPhase.TAKING:\n            lost",
+        "        if True:\n            continue\n            lost",
     ),
     "recovered by scope before steps are open": Mutation(
-        "control.recovery", "if not state.opened or not failure.subjects:", "if not failure.subjects:"
+        "control.recovery", "if not state.opened or not lost:", "if not lost:"
     ),
-    "never recovered by scope": Mutation(
-        "control.recovery", "if not state.opened or not failure.subjects:", "if True:"
-    ),
+    "never recovered by scope": Mutation("control.recovery", "if not state.opened or not lost:", "if True:"),
     "steps stay open over a restart of the job": Mutation("control.recovery", "        opened=False,\n", ""),
     "a new trainer takes old workers for new": Mutation(
         "control.recovery", "Trainer(fresh=False, reason", "Trainer(fresh=True, reason"
@@ -209,8 +207,8 @@ MUTATIONS = {
     ),
     "a stop changes the outcome": Mutation(
         "control.machine",
-        "    if state.phase is Phase.ENDING:\n        return state, ()\n    return end",
-        "    return end",
+        "    if state.phase is Phase.ENDING:\n        return state, ()  # the outcome stays\n    return recovery.end",
+        "    return recovery.end",
     ),
     "a release that is told twice begins twice": Mutation(
         "control.machine",
@@ -225,7 +223,7 @@ MUTATIONS = {
     # -- a master that comes back -----------------------------------------------------------------------------------
     "workers that start are not under way": Mutation(
         "control.state",
-        "        if starting:\n            commands.append",
+        "        if starting := starting_ranks(state, role):\n            commands.append",
         "        if False:\n            commands.append",
     ),
     "back-offs are not under way": Mutation(
@@ -251,8 +249,8 @@ MUTATIONS = {
     ),
     "the state before the journal": Mutation(
         "master.process.brain",
-        "        if lines:\n            self._store.append(*lines)\n        self.state = state\n",
-        "        self.state = state\n        if lines:\n            self._store.append(*lines)\n",
+        "        if lines:\n            self.store.append(*lines)\n        self.state = state\n",
+        "        self.state = state\n        if lines:\n            self.store.append(*lines)\n",
     ),
     # -- the journal --------------------------------------------------------------------------------------------------
     "events are written without their time": Mutation("control.journal", '"at_s": at_s,', '"at_s": 0.0,'),

@@ -152,7 +152,7 @@ class SimExecutor:
             return
         for rank, incarnation in members:
             who, number = ProcessId(command.role, rank), command.standbys.get(rank, -1)
-            proc = self._kept(who) if rank in command.kept else None
+            proc = self._kept(who) if rank in command.rejoining else None
             born = 0
             if proc is not None:
                 number, born = self.origins[proc.pid]

@@ -82,7 +82,7 @@ class SimMaster:
             self.take(self.settings)
         else:
             self.executor.adopt(state, self.modules.state.processes(state) if state.phase.live else {})
-            for command in self.brain.outstanding():
+            for command in self.modules.machine.outstanding(self.brain.state):
                 self.executor.execute(command)
         self.world.after(1.0, self._pulse)
 

@@ -80,7 +80,8 @@ def execute(name: str, source: str, path: str, loaded: dict[str, types.ModuleTyp
             return loaded[wanted]
         inside = {item: loaded[f"{wanted}.{item}"] for item in names or () if f"{wanted}.{item}" in loaded}
         if inside:
-            return types.SimpleNamespace(**inside)
+            package = builtins.__import__(wanted, *rest)
+            return types.SimpleNamespace(**{item: inside.get(item) or getattr(package, item) for item in names})
         if on_disk and wanted in sim_disk.SUBSTITUTES:
             return sim_disk.SUBSTITUTES[wanted]
         return builtins.__import__(wanted, *rest)

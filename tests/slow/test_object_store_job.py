@@ -136,7 +136,7 @@ def test_a_bucket_that_cannot_be_written_is_told_before_anything_starts(server, 
     code, output = machine.run("run", "job.yaml", "--local", "job_dir=s3://none-of-mine/run")
     assert code == 2 and "job_dir: s3://none-of-mine/run cannot be written" in output, output
     code, output = machine.run("resume", "s3://none-of-mine/run")
-    assert code == 2 and "s3://none-of-mine/run: is no run that can be read" in output, output
+    assert code == 2 and "s3://none-of-mine/run: is not a readable run" in output, output
     code, output = machine.run("check", "job.yaml", "job_dir=s4://runs/x")
     assert code == 2 and "job_dir: s4://runs/x: Protocol not known: s4" in output, output
     code, output = machine.run("check", "job.yaml", "job_dir=s3://runs/x", "checkpoint.commit_to=job_dir")

@@ -218,7 +218,7 @@ def test_attach_shows_nothing_of_earlier_runs_of_the_name(desk):
         (("run", "toy.yaml", "workload.rolout.num=3", "--detach"), "rollout"),
         (("run", "toy.yaml", "--folder", "../other", "--detach"), "outside the service's root"),
         (("eval", "jb"), "did you mean 'job'?"),
-        (("eval", "job"), "has no model yet: config.model=FOLDER names another one"),
+        (("eval", "job"), "has no model yet: pass config.model=FOLDER for another one"),
         (("submit", "--job_name", "x", "--rl_config", JOB, "--workload_max_restart", "{'rolout': 1}"), "ROLLOUT"),
     ],
 )

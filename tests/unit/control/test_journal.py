@@ -12,10 +12,10 @@ from dlrover.python.rl.common import log
 from dlrover.python.rl.common.errors import JournalCorrupt
 from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.control.events import (
-    EVENT_TYPES,
     MOST_DETAIL,
     Cause,
     CauseKind,
+    Event,
     Failed,
     MasterStarted,
     MemberLost,
@@ -73,7 +73,7 @@ def line_of(fields):
 
 
 def test_every_kind_of_event_is_tried_here():
-    assert {type(event) for event in EVENTS} == set(EVENT_TYPES)
+    assert {type(event) for event in EVENTS} == set(Event.__subclasses__())
 
 
 @pytest.mark.parametrize("event", EVENTS, ids=lambda event: type(event).__name__)

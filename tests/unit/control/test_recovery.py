@@ -30,7 +30,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.machine import outstanding
-from dlrover.python.rl.control.recovery import KEPT_CAUSES, blame, completed_recoveries
+from dlrover.python.rl.control.recovery import MAX_CAUSES, blame, completed_recoveries
 from dlrover.python.rl.control.state import STANDBY_TRIES, EndReason, MemberPhase, Phase, processes
 from tests.support.control_runs import (
     OPEN,
@@ -166,11 +166,11 @@ KEEPING_UP = [*OPEN[:3], started("ACTOR", 2), *OPEN[3:], ready(0, "d", "ACTOR")]
 
 def test_the_other_ranks_of_a_group_keep_their_processes():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), terms=KEEPING)
-    assert run.commands == (StartMembers("ACTOR", ((0, 2), (1, 2), (2, 2)), {1: 0}, kept=(0, 2)),)
+    assert run.commands == (StartMembers("ACTOR", ((0, 2), (1, 2), (2, 2)), {1: 0}, rejoining=(0, 2)),)
     run(started("ACTOR", 0, 2, born=1), started("ACTOR", 1, 2, standby=0), started("ACTOR", 2, 2))
     assert [run.state.members[ProcessId("ACTOR", rank)].first for rank in range(3)] == [1, 2, 2]
     run(Progressed(1, 2), lost("ACTOR", 2, 2))
-    assert run.commands[-1].kept == (0, 1) and not run.commands[-1].standbys
+    assert run.commands[-1].rejoining == (0, 1) and not run.commands[-1].standbys
     run(started("ACTOR", 0, 3, born=1))
     assert run.state.members[ProcessId("ACTOR", 0)].first == 1
 
@@ -179,35 +179,35 @@ def test_all_ranks_get_new_processes_when_keeping_them_has_not_helped():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), terms=KEEPING)
     run(*(started("ACTOR", rank, 2, born=int(rank != 1)) for rank in range(3)), lost("ACTOR", 0, 2))
     assert run.commands[:2] == (Kill(ProcessId("ACTOR", 1), 2), Kill(ProcessId("ACTOR", 2), 2))
-    assert run(WaitOver("ACTOR#3")).commands[0].kept == ()
+    assert run(WaitOver("ACTOR#3")).commands[0].rejoining == ()
 
 
 @pytest.mark.parametrize("kind", [CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED])
 def test_what_may_be_wrong_in_other_ranks_too_gives_all_new_processes(kind):
     run = Run(*KEEPING_UP, lost("ACTOR", 1, kind=kind), terms=KEEPING)
-    assert [command.process_id.rank for command in run.commands[:-1]] == [1, 0, 2] and run.commands[-1].kept == ()
+    assert [command.process_id.rank for command in run.commands[:-1]] == [1, 0, 2] and run.commands[-1].rejoining == ()
 
 
 def test_a_rank_on_a_node_that_is_no_longer_used_leaves_it():
     run = Run(*KEEPING_UP, node_lost("b"), terms=KEEPING)
-    assert run.commands[-2].kept == (0, 2)
+    assert run.commands[-2].rejoining == (0, 2)
     run = Run(*KEEPING_UP, terms=KEEPING)
     run.state = replace(run.state, excluded=("a",))
     assert run(lost("ACTOR", 1)).commands == (
         Kill(ProcessId("ACTOR", 0), 1),
-        StartMembers("ACTOR", ((0, 2), (1, 2), (2, 2)), {1: 0}, ("a",), kept=(2,)),
+        StartMembers("ACTOR", ((0, 2), (1, 2), (2, 2)), {1: 0}, ("a",), rejoining=(2,)),
     )
 
 
 def test_only_ranks_that_are_up_keep_their_processes():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), Progressed(1, 2), started("ACTOR", 0, 2, born=1), terms=KEEPING)
     run(lost("ACTOR", 1, 2))
-    assert run.commands[0] == Kill(ProcessId("ACTOR", 2), 2) and run.commands[-1].kept == (0,)
+    assert run.commands[0] == Kill(ProcessId("ACTOR", 2), 2) and run.commands[-1].rejoining == (0,)
 
 
 def test_a_master_that_comes_back_gives_ranks_that_were_leaving_new_processes():
     run = Run(*KEEPING_UP, lost("ACTOR", 1), started("ACTOR", 0, 2, born=1), MasterStarted(), terms=KEEPING)
-    assert run.commands[0] == Kill(ProcessId("ACTOR", 0), 2) and run.commands[-1].kept == ()
+    assert run.commands[0] == Kill(ProcessId("ACTOR", 0), 2) and run.commands[-1].rejoining == ()
 
 
 # -- the trainer ------------------------------------------------------------------------------------------------------
@@ -559,8 +559,8 @@ def test_being_ended_for_the_sake_of_others_is_never_charged():
 
 def test_the_first_and_the_newest_causes_are_kept():
     run = Run(*OPEN, lost("ACTOR", 0), terms=replace(ALONE, job_max_restart=9999))
-    fill(run, KEPT_CAUSES + 20, lambda number: lost("ROLLOUT", 1, number))
-    assert len(run.state.causes) == KEPT_CAUSES
+    fill(run, MAX_CAUSES + 20, lambda number: lost("ROLLOUT", 1, number))
+    assert len(run.state.causes) == MAX_CAUSES
     assert {found.who for found in run.state.causes[1:]} == {"ROLLOUT[1]"}
     assert run.state.causes[0] == cause("ACTOR[0]")
 

@@ -31,6 +31,7 @@ from dlrover.python.rl.control.events import (
     WaitOver,
 )
 from dlrover.python.rl.control.journal import decode
+from dlrover.python.rl.control.machine import outstanding
 from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.brain import Brain, earlier_journal, fresh_journal, submission
 from dlrover.python.rl.master.process.status import status_of
@@ -132,13 +133,13 @@ def test_a_new_brain_over_the_same_journal_knows_the_same(tmp_path):
     brain = Brain(FileStateStore(tmp_path / "journal"))
     for event in (*RUNNING, StepsOpened(1), LOST):
         brain.handle(event)
-    brain.close()
+    brain.store.close()
     again = Brain(FileStateStore(tmp_path / "journal"))
     assert again.state == brain.state
-    assert again.outstanding() == (StartMembers("ACTOR", ((0, 2),)),)
+    assert outstanding(again.state) == (StartMembers("ACTOR", ((0, 2),)),)
     again.handle(MemberStarted("ACTOR", 0, 2, HERE))
-    assert again.outstanding() == ()
-    again.close()
+    assert outstanding(again.state) == ()
+    again.store.close()
 
 
 def test_times_count_after_a_replay_as_they_did_before(tmp_path):
@@ -235,7 +236,7 @@ def begun(job, run="run"):
     brain = Brain(FileStateStore(fresh_journal(job)))
     brain.handle(MasterStarted(pid=7))
     brain.handle(submission(job, run, Inspection(), brain))
-    brain.close()
+    brain.store.close()
     return brain.state
 
 
@@ -245,10 +246,10 @@ def test_a_master_that_comes_back_finds_its_own_journal(tmp_path):
     state = begun(job)
     back = earlier_journal(job, "run")
     assert back.state == state
-    assert back.outstanding() == (Place(1),)
+    assert outstanding(back.state) == (Place(1),)
     back.handle(MasterStarted(pid=8))
     assert back.state.master_starts == 2
-    back.close()
+    back.store.close()
 
 
 def test_a_run_that_begins_again_gives_its_processes_other_numbers(tmp_path):
@@ -258,7 +259,7 @@ def test_a_run_that_begins_again_gives_its_processes_other_numbers(tmp_path):
     brain.handle(Placed(1))
     brain.handle(MemberLost("ACTOR", 0, 3, GONE))
     assert brain.state.members[ProcessId("ACTOR", 0)].incarnation == 4
-    brain.close()
+    brain.store.close()
     again = begun(job)
     assert {member.incarnation for member in again.members.values()} == {again.epoch} == {5}
     assert begun(job, "another").epoch == 1

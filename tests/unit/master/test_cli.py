@@ -336,7 +336,7 @@ def test_a_job_for_gpus_that_is_tried_without_one_says_so(shell, recipe):
     write(recipe)
     code, about, _ = shell("check", "--local", "job.yaml", "trainer.device_type=GPU")
     assert code == 0
-    assert "trainer.device_type is GPU, and this process has none: it computes on the CPU" in about
+    assert "trainer.device_type is GPU, but this process has none and computes on the CPU" in about
     code, about, _ = shell("check", "--local", "job.yaml", "trainer.device_type=GPU", "engine.device=cpu")
     assert code == 0
     assert "computes on the CPU" not in about, "the job says so itself, as that of a launched recipe does"

@@ -72,12 +72,12 @@ def test_an_evaluation_has_a_name_of_a_job(length):
 def test_describe_start_names_the_step_and_changed_code(ended, monkeypatch, commit, line):
     monkeypatch.setattr(resume, "last_commit", lambda *_: commit)
     start = describe_start(find_saved_run("job"), ended, "job")
-    assert start.startswith(f"job: going on in {ended.job_dir}{line}")
+    assert start.startswith(f"job: resuming in {ended.job_dir}{line}")
 
 
 def test_without_commits_a_finished_run_cannot_go_on(ended):
     run = find_saved_run("job")
-    with pytest.raises(InvalidJob, match="nothing is left to go on from"):
+    with pytest.raises(InvalidJob, match="there is nothing to resume"):
         describe_start(replace(run, owner=replace(run.owner, state=FINISHED)), ended, "job")
 
 

@@ -155,7 +155,7 @@ def test_master_without_its_journal_fails_and_releases_all(make_master, monkeypa
 def test_master_that_is_back_after_the_end_adopts_nothing(make_master):
     async def scenario():
         master = make_master(*runs.OPEN, StopRequested("enough"), Released(1))
-        await master._come_back()
+        await master._resume_job()
         await settle(master)
         return master
 
@@ -202,7 +202,7 @@ def test_renew_for_a_replaced_trainer_is_refused(make_master):
         await has_begun(master)
         await master.renew(1, "ROLLOUT", 0, 1, runs.cause(), 0.0)
 
-    with pytest.raises(JobFailed, match="the trainer of epoch 1 has been replaced"):
+    with pytest.raises(JobFailed, match="this trainer has been replaced by a later one"):
         asyncio.run(scenario())
 
 
@@ -213,7 +213,7 @@ def test_renew_after_a_failed_link_blames_the_rank_that_died(make_master):
         renewing = asyncio.create_task(master.renew(1, "ACTOR", 0, 1, LINK, 0.0))
         await asyncio.sleep(0)
         master._run.brain.handle(runs.lost("ACTOR", 1))
-        await master._tell()
+        await master._notify_followers()
         assert await renewing is None
         return master._events
 
@@ -257,7 +257,7 @@ def test_resize_says_when_it_was_not_done(make_master, monkeypatch, outcome, err
         if outcome != "no place":
             event = await master._events.get()
             master._run.brain.handle(event if outcome == "done" else StopRequested("restarted"))
-            await master._tell()
+            await master._notify_followers()
         await resizing
         return event
 

@@ -29,7 +29,7 @@ def test_a_folder_that_fails_does_not_keep_the_master_from_ending(monkeypatch, c
     held._claim = SimpleNamespace(end=ended.append)
     held.leave("failed")
     assert ended == ["failed"]
-    assert "how job has ended is not in its folder" in caplog.text
+    assert "the end of job could not be recorded in its folder" in caplog.text
 
 
 def test_a_folder_that_cannot_be_used_is_named_before_the_job_begins_and_given_back(tmp_path, monkeypatch):
@@ -40,7 +40,7 @@ def test_a_folder_that_cannot_be_used_is_named_before_the_job_begins_and_given_b
         assert in_use(tmp_path)
         raise OSError(errno.EACCES, "simulated")
 
-    monkeypatch.setattr(rl_master, "fresh_journal", fail)
+    monkeypatch.setattr(rl_master.brain, "fresh_journal", fail)
     with pytest.raises(InvalidJob, match="job_dir: the master cannot use it: .*simulated"):
         asyncio.run(held.begin())
     assert not in_use(tmp_path)
@@ -53,9 +53,9 @@ def test_hold_of_a_run_taken_by_its_own_next_master_leaves(tmp_path, monkeypatch
         raise JobConflict("another process has the folder")
 
     departures = []
-    monkeypatch.setattr(rl_master, "BEAT_S", 0.0)
+    monkeypatch.setattr(rl_master.run_folder, "BEAT_S", 0.0)
     monkeypatch.setattr(rl_master, "leave", departures.append)
-    monkeypatch.setattr(rl_master, "newest_owner", lambda folder: SimpleNamespace(run=owner))
+    monkeypatch.setattr(rl_master.run_folder, "newest_owner", lambda folder: SimpleNamespace(run=owner))
     hold = MasterRun(replace(load_job_text(JOB, "job"), run="1", job_dir=tmp_path), claims=True)
     hold._claim = SimpleNamespace(beat=refuse)
     with pytest.raises(JobConflict):

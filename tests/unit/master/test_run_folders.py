@@ -187,8 +187,8 @@ def test_secrets_are_not_saved_and_come_from_the_environment(desk):
     saved = "".join(path.read_text() for path in Path(desk.folder / "out").glob("*.yaml"))
     assert "sesame" not in saved and "12345678" not in saved
     said = desk.run("resume", "out", "hold=0", code=2)
-    assert "env.API_KEY: a secret, which was not saved: set API_KEY in the environment" in said
-    assert "config.headers.x-api-key: a secret, which was not saved: set HEADERS_X_API_KEY in the environment" in said
+    assert "env.API_KEY: is a secret, which is not saved: set API_KEY in the environment" in said
+    assert "config.headers.x-api-key: is a secret, which is not saved: set HEADERS_X_API_KEY in the environment" in said
     desk.run("resume", "out", "hold=0", API_KEY="sesame", HEADERS_X_API_KEY="12345678")
 
 

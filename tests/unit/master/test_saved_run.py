@@ -25,8 +25,8 @@ JOB = "{trainer: {module: m, class: T}, workload: {actor: {module: m, class: A}}
     ("committed", "said"),
     [
         ("", "no step was committed; to begin again: "),
-        ("elsewhere", "to go on, where its files are: "),
-        ("memory", "its commits are in the memory of this machine only, and could not be saved to "),
+        ("elsewhere", "to resume, on a machine that has its files: "),
+        ("memory", "its commits are only in the memory of this machine, and could not be saved to "),
         ("copies", "resume after its last committed step: "),
     ],
 )
@@ -67,12 +67,12 @@ def test_find_saved_run_with_damaged_record_resumes(tmp_path, monkeypatch, conte
     commits.commit(10, 1, {"trainer": own})
     brain = Brain(FileStateStore(job.job_dir / JOURNAL))
     brain.handle(Submitted("job", {}, job.run, 3, 3))
-    brain.close()
+    brain.store.close()
     record.write_bytes(content)
     run = find_saved_run(str(job.job_dir))
     resumed = saved_job(run)
     assert (resumed.name, resumed.checkpoint.resume) == ("job", "latest")
-    assert describe_start(run, resumed, "out") == f"job: going on in {job.job_dir}, after step 10"
+    assert describe_start(run, resumed, "out") == f"job: resuming in {job.job_dir}, after step 10"
     assert SavedRuns().get(str(job.job_dir)).phase == "lost"
 
 

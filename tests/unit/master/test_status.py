@@ -18,7 +18,7 @@ from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Stand
 from dlrover.python.rl.master.process import rl_master
 from dlrover.python.rl.master.process.brain import Brain, fresh_journal, submission
 from dlrover.python.rl.master.process.rl_master import JobObserver
-from dlrover.python.rl.master.process.status import Position, recoveries, status_of
+from dlrover.python.rl.master.process.status import recoveries, status_of
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.trainer.trainer import StepReport
@@ -40,9 +40,9 @@ def test_a_loss_is_said_with_its_cause():
 
 
 def test_who_is_back_is_said_and_how():
-    assert said(MemberStarted("ROLLOUT", 1, 2)) == ["ROLLOUT[1] is back as incarnation 2 (a new process)"]
-    assert said(MemberStarted("ROLLOUT", 1, 2, standby=0)) == ["ROLLOUT[1] is back as incarnation 2 (standby 0)"]
-    assert said(TrainerStarted(2)) == ["the trainer is back as epoch 2"]
+    assert said(MemberStarted("ROLLOUT", 1, 2)) == ["ROLLOUT[1] is back: attempt 2 (a new process)"]
+    assert said(MemberStarted("ROLLOUT", 1, 2, standby=0)) == ["ROLLOUT[1] is back: attempt 2 (standby 0)"]
+    assert said(TrainerStarted(2)) == ["the trainer is back: attempt 2"]
 
 
 def test_a_first_start_and_what_changes_nothing_are_not_worth_a_line():
@@ -52,18 +52,18 @@ def test_a_first_start_and_what_changes_nothing_are_not_worth_a_line():
 
 def test_position_of_another_boot_counts_from_zero(tmp_path):
     observer = JobObserver(toy_job(tmp_path))
-    boot = observer.update(AFTER, 0).position.boot
-    assert observer.count_at(Position()) == 0
-    assert observer.count_at(Position(boot, 7)) == 7
-    assert observer.count_at(Position("another", 7)) == 0
+    _, _, (boot, _) = observer.update(AFTER, 0)
+    assert observer.count_at(("", 0)) == 0
+    assert observer.count_at((boot, 7)) == 7
+    assert observer.count_at(("another", 7)) == 0
 
 
 def test_update_after_reports_were_dropped_has_the_next_ones(tmp_path, monkeypatch):
-    monkeypatch.setattr(rl_master, "_KEPT_REPORTS", 2)
+    monkeypatch.setattr(rl_master, "_MAX_REPORTS", 2)
     observed = JobObserver(toy_job(tmp_path))
     for step in range(1, 5):
         observed.report(StepReport(step, 4, {}))
-    fresh = [[report.step for report in observed.update(AFTER, since).reports] for since in range(5)]
+    fresh = [[report.step for report in observed.update(AFTER, since)[1]] for since in range(5)]
     assert fresh == [[3, 4], [3, 4], [3, 4], [4], []]
 
 
@@ -72,7 +72,7 @@ def test_observer_of_a_resumed_master_replays_the_journal(tmp_path):
     brain = Brain(FileStateStore(fresh_journal(job)))
     for event in (MasterStarted(pid=7), submission(job, "run", Inspection(), brain)):
         brain.handle(event)
-    brain.close()
+    brain.store.close()
     observed = JobObserver(job)
     observed.open(0.0, resumed=True)
     assert observed.metrics._state == brain.state

@@ -53,7 +53,7 @@ def play(tmp_path, monkeypatch):
 def test_each_attempt_goes_on_in_the_folder_of_the_first_as_a_run_of_its_own(play):
     status, tried, told = play([0, 7])
     assert status.phase is Phase.FINISHED
-    assert told == ["going on from the beginning", "going on after step 7"]
+    assert told == ["resuming from the beginning", "resuming after step 7"]
     (first, again), *others = tried
     assert first.overwrite and not again
     for job, again in others:
@@ -67,7 +67,7 @@ def test_commits_in_between_let_it_go_on_as_often_as_it_takes(play):
 
 
 def test_without_one_it_ends_and_says_how_to_go_on(play):
-    with pytest.raises(MasterLost, match="3 times in a row after step 1; to go on: dlrover-rl resume"):
+    with pytest.raises(MasterLost, match="3 times in a row after step 1; to resume: dlrover-rl resume"):
         play([1, 1, 1])
 
 
@@ -109,7 +109,7 @@ def test_a_job_ends_after_children_that_are_lost(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "executable", str(child))
     told = []
     status = supervisor.run_supervised(checked, lambda report: None, told.append)
-    assert status.phase is Phase.FINISHED and told == ["going on from the beginning"] * 2
+    assert status.phase is Phase.FINISHED and told == ["resuming from the beginning"] * 2
     pids = tries.read_text().split()
     assert len(pids) == 3 and not [pid for pid in pids if is_running(pid)]
     assert newest_owner(job.job_dir).state == FINISHED

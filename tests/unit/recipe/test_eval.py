@@ -54,7 +54,7 @@ def test_a_model_that_learned_from_samples_scores_as_at_the_end_of_its_training(
     assert (folder / "held_out.jsonl").read_text().count("\n") == 4
     assert not (folder / "model").exists() and told["model"] == trained["model"]
     said = cli(tmp_path, "eval", "grpo", code=2)
-    assert "has no model yet: config.model=FOLDER names another one" in said
+    assert "has no model yet: pass config.model=FOLDER for another one" in said
 
 
 @pytest.mark.slow

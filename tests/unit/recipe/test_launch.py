@@ -346,7 +346,7 @@ def test_another_command_of_the_same_name_is_a_new_run_and_the_interrupted_one_c
     assert "the same command goes on" in output
     before = (first / "metrics.jsonl").read_bytes()
     said = run(desk, f"{SFT} steps=2 optimizer.lr=1e-2 name=shared")
-    assert "going on" not in said
+    assert "resuming in" not in said
     assert "\nshared  step 2/2  " in said
     other = (desk / "runs" / "shared" / "latest").resolve()
     assert other != first
@@ -354,7 +354,7 @@ def test_another_command_of_the_same_name_is_a_new_run_and_the_interrupted_one_c
     assert (first / "metrics.jsonl").read_bytes() == before
     done = len(steps_of(first))
     said = run(desk, f"-m dlrover.python.rl.master.main resume {first} steps={done + 2}")
-    assert re.search(rf"going on in {first}, after step \d+", said), said
+    assert re.search(rf"resuming in {first}, after step \d+", said), said
     assert steps_of(first) == list(range(1, done + 3))
 
 

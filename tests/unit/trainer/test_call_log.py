@@ -81,7 +81,7 @@ def test_retries_are_limited_and_start_again_with_a_new_member(call):
 
 def test_a_call_follows_the_last_one_to_its_member_that_has_not_failed():
     log, calls = CallLog(), []
-    log.begin_step()
+    log.open(log.step)
     for number, rank in enumerate([0, 0, 1, 0]):
         logged = log.link("A", rank, Call((1, number), "go", (), {}))
         logged.issue(run(number))

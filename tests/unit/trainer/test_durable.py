@@ -123,7 +123,7 @@ def test_a_call_can_be_waited_for_without_its_value_and_is_recovered_then_too(po
 
 
 def test_init_is_repeated_first(port):
-    port.log.begin_setup()
+    port.log.open(port.log.setup)
     submit(port, 0, method="prepare").result()
     port.begin_step(2)
     port.inner.answers = [died()]
@@ -175,7 +175,7 @@ def test_when_nobody_takes_its_place_that_is_raised(port):
 
 
 def test_calls_before_the_first_step_are_kept_until_they_are_too_many(port):
-    port.log.begin_setup()
+    port.log.open(port.log.setup)
     submit(port, 0)
     port.log.end_init()
     for _ in range(256):
@@ -196,7 +196,7 @@ def test_before_steps_a_loss_is_raised(port):
 
 def test_before_steps_a_call_after_one_that_failed_on_its_argument_is_made_again(port):
     port.opened = False
-    port.log.begin_setup()
+    port.log.open(port.log.setup)
     broken = InvocationError("no answer today", role="A", rank=1, method="fetch")
     skipped = [CallSkipped(f"call (0, {number}) has not run", **AT) for number in (1, 2)]
     port.inner.answers = ["rows", broken, broken, *skipped, "pong", "ping"]

@@ -395,7 +395,7 @@ def test_one_failed_pending_result_fails_whoever_takes_it_with_its_own_name():
 def test_a_pending_result_nested_too_deep_is_refused_with_the_way_out():
     trainer = trainer_of(actor=2)
     (ref, _) = trainer.RG_ACTOR.later([1, 2])
-    with pytest.raises((CallError, InvocationError), match="pass it as an argument of its own or in a list"):
+    with pytest.raises((CallError, InvocationError), match="pass it as a separate argument or in a list"):
         trainer.RG_ACTOR.same({"deep": ref})
 
 

@@ -175,7 +175,7 @@ def check(job_file: str, overrides: tuple[str, ...], local: bool, full: bool, hu
     """Print the resolved plan of JOB_FILE, or all of its errors."""
     with looking_up(Lookup.ALL if hub else Lookup.NONE):
         checked = check_described(lambda: load_job(job_file, overrides), local)
-    job = checked.job if full else replace(checked.job, config=checked.given)
+    job = checked.job if full else replace(checked.job, config=checked.user_config)
     echo(f"{job_to_yaml(job, hide_secrets=True)}\n{describe(checked)}")
 
 

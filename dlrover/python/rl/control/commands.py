@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine's orders. A command may be repeated: the second time finds what the first has done."""
+"""The commands of the state machine. A repeated command finds what the first one has done."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -18,20 +18,20 @@ class Place:
 
 @dataclass(frozen=True)
 class StartMembers:
-    """Start workers, which meet in one rendezvous when the role's scope is GROUP, and watch them; answer one
-    ``MemberStarted`` or ``MemberLost`` each."""
+    """Start workers, in one rendezvous if the role's scope is GROUP, and watch them; answer ``MemberStarted`` or
+    ``MemberLost`` for each."""
 
     role: str
     members: tuple[tuple[int, int], ...]  # rank and incarnation
     standbys: Mapping[int, int] = field(default_factory=dict)  # rank to the standby that becomes it
     excluded: tuple[str, ...] = ()
-    kept: tuple[int, ...] = ()  # ranks that are up, and go on in their processes if they answer
+    rejoining: tuple[int, ...] = ()  # ranks that are up, and continue in their processes if they answer
 
 
 @dataclass(frozen=True)
 class Kill:
-    """End a process of this number, a worker's incarnation or the trainer's epoch, or a standby, whose slot is free
-    then. No answer."""
+    """End the process with this number: a worker's incarnation, the trainer's epoch, or 0 for a standby, which frees
+    its slot. No answer."""
 
     process_id: ProcessId
     number: int = 0
@@ -51,7 +51,7 @@ class StartTrainer:
     """Start the trainer; answer ``TrainerStarted``, ``StepsOpened``, then ``TrainerFinished`` or ``TrainerLost``."""
 
     epoch: int
-    fresh: bool  # False: the workers hold the results of an earlier epoch
+    fresh: bool  # False: the workers hold results of an earlier epoch
     restarts: int = 0  # of the trainer or the whole job
     reason: str = ""  # why it restarts
     excluded: tuple[str, ...] = ()

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The machine's input: facts, which the journal lists. Commands are not journalled, since the state yields them again.
+"""The input of the state machine: facts, which are journalled. Commands are not, since the state yields them again.
 
-Three numbers tell a process from its predecessors: the job's *incarnation* rises when everything restarts, a worker's
-*incarnation* with each of its processes over the whole job, the trainer's *epoch* with each of its processes. Events of
-an older number are ignored.
+Three numbers distinguish a process from its predecessors: the job's *incarnation* rises when everything restarts, a
+worker's *incarnation* and the trainer's *epoch* with each of their processes. Events of an older number are ignored.
 """
 
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import TypeAlias, get_args
 
 from dlrover.python.rl.common.errors import DLRoverRLError
 from dlrover.python.rl.common.log import cut_middle, redacted, valid_text
@@ -35,19 +33,15 @@ class CauseKind(StrEnum):
 
 
 RETRYABLE = frozenset(CauseKind) - {
-    CauseKind.USER_ERROR,
-    CauseKind.UNKNOWN_ERROR,
-    CauseKind.START_FAILED,
-    CauseKind.NO_SPACE,
-    CauseKind.NO_RESOURCES,
-    CauseKind.INTERNAL,
+    *(CauseKind.USER_ERROR, CauseKind.UNKNOWN_ERROR, CauseKind.START_FAILED),
+    *(CauseKind.NO_SPACE, CauseKind.NO_RESOURCES, CauseKind.INTERNAL),
 }
 
 LEFT_ALIVE = frozenset({CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED, CauseKind.LINK_FAILED})
-"""Causes that leave a process which must be ended."""
+"""Causes that leave a process behind, which must be ended."""
 
 MOST_DETAIL = 1 << 14
-"""Characters that the journal keeps of one cause's detail."""
+"""Characters of one cause's detail in the journal."""
 
 COULD_NOT_START = "could not start: "
 
@@ -57,7 +51,7 @@ _NUMBER = re.compile(r"0x[0-9a-fA-F]+|\d+")
 
 @dataclass(frozen=True)
 class Cause:
-    """Why a process or the job failed."""
+    """The reason for which a process or the job failed."""
 
     kind: CauseKind
     who: str  # "trainer", "ROLLOUT[1]" or "job"
@@ -74,11 +68,11 @@ class Cause:
         return self.kind in RETRYABLE
 
     def is_like(self, other: "Cause") -> bool:
-        """The same error of the same role, whatever numbers are in its words."""
+        """Return True for the same error of the same role, ignoring the numbers in its message."""
         return self.role == other.role and _NUMBER.sub("#", self.message) == _NUMBER.sub("#", other.message)
 
     def as_users(self) -> "Cause":
-        """What an unknown error is when fresh processes have not helped."""
+        """Turn an unknown error that came again in fresh processes into the user's."""
         is_start = self.message.startswith(COULD_NOT_START)
         return replace(self, kind=CauseKind.START_FAILED if is_start else CauseKind.USER_ERROR)
 
@@ -89,7 +83,7 @@ class Cause:
 
 
 class RecoveryScope(StrEnum):
-    """What restarts when a worker of a role is lost: it alone, or all ranks, which meet in collectives."""
+    """The workers that restart when one is lost: it alone, or all ranks, which meet in collectives."""
 
     MEMBER = "member"
     GROUP = "group"
@@ -97,14 +91,14 @@ class RecoveryScope(StrEnum):
 
 @dataclass(frozen=True)
 class RoleSettings:
-    """How one role runs and recovers."""
+    """The size of one role, and its settings for recovery."""
 
     num: int
     scope: RecoveryScope = RecoveryScope.MEMBER
     standby: int = 0
     max_restart: int | None = None  # within the window; None: the job's limit
-    least: int = 0  # with how few workers the job goes on while the others have no place; 0: with all
-    rejoins: bool = False  # of GROUP: ranks that are still up keep their processes when another is lost
+    least: int = 0  # workers with which the job continues while the others have no place; 0: all
+    rejoins: bool = False  # GROUP only: ranks that are still up keep their processes when another is lost
 
 
 @dataclass(frozen=True)
@@ -114,12 +108,16 @@ class Process:
     host: str = ""  # the node's name, for people
     address: str = ""
     port: int = -1  # a TCP port that is kept free for a rendezvous; -1 for none
-    slot: int = -1  # of its role: the workers' slots come first, then the standbys'; -1 for none
+    slot: int = -1  # of its role, the workers' slots before the standbys'; -1 for none
     devices: str = ""  # ids of its accelerators on that node, "0,1"
 
 
+class Event:
+    """A fact that the journal may list, by the name of its class."""
+
+
 @dataclass(frozen=True)
-class Submitted:
+class Submitted(Event):
     """A job is to be run. Limits count restarts within ``window_s``."""
 
     job: str
@@ -127,14 +125,14 @@ class Submitted:
     run: str = "0"  # unique among the runs of this job name; part of every actor's name
     job_max_restart: int = 10
     trainer_max_restart: int = 10
-    backoff_s: float = 1.0  # before the second restart without progress in between, doubled at each further one
+    backoff_s: float = 1.0  # before the second restart without progress in between; doubles at each further one
     window_s: float = 3600.0
     node_max_failures: int = 3  # lost processes before a node is excluded; a lost node is excluded at once
-    first: int = 1  # number of the first processes: above those of the run before it lost its cluster
+    first: int = 1  # number of the first processes: higher than any before the run lost its cluster
 
 
 @dataclass(frozen=True)
-class MasterStarted:
+class MasterStarted(Event):
     """The master's process is up, for the first time or again."""
 
     node: str = ""
@@ -142,27 +140,27 @@ class MasterStarted:
 
 
 @dataclass(frozen=True)
-class Placed:
+class Placed(Event):
     """The job's resources are reserved."""
 
     incarnation: int
 
 
 @dataclass(frozen=True)
-class MemberStarted:
+class MemberStarted(Event):
     """A workload's constructor has returned."""
 
     role: str
     rank: int
     incarnation: int
     process: Process = field(default_factory=Process)
-    standby: int = -1  # the standby that it was, -1 for none
-    born: int = 0  # the incarnation with which its process began, 0: this one
+    standby: int = -1  # number of the standby that it was, -1 for none
+    born: int = 0  # the first incarnation in its process, 0: this one
 
 
 @dataclass(frozen=True)
-class MemberLost:
-    """A worker's process is gone, or hung and was killed; ``node`` is ``""`` when unknown."""
+class MemberLost(Event):
+    """A worker's process is gone, or hung and was killed; ``node`` is ``""`` if unknown."""
 
     role: str
     rank: int
@@ -172,7 +170,7 @@ class MemberLost:
 
 
 @dataclass(frozen=True)
-class StandbyReady:
+class StandbyReady(Event):
     """A standby is up and has imported what it will need."""
 
     role: str
@@ -181,7 +179,7 @@ class StandbyReady:
 
 
 @dataclass(frozen=True)
-class StandbyLost:
+class StandbyLost(Event):
     """A standby is gone, before it was needed or while it was becoming a worker."""
 
     role: str
@@ -191,20 +189,20 @@ class StandbyLost:
 
 
 @dataclass(frozen=True)
-class TrainerStarted:
+class TrainerStarted(Event):
     epoch: int
     process: Process = field(default_factory=Process)
 
 
 @dataclass(frozen=True)
-class StepsOpened:
+class StepsOpened(Event):
     """The trainer has entered ``steps()``: from now on failures are recovered by scope instead of a restart of all."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
-class Progressed:
+class Progressed(Event):
     """The trainer has committed ``step``; reported after a recovery, not at each step."""
 
     epoch: int
@@ -212,14 +210,14 @@ class Progressed:
 
 
 @dataclass(frozen=True)
-class TrainerFinished:
+class TrainerFinished(Event):
     """``fit`` has returned."""
 
     epoch: int
 
 
 @dataclass(frozen=True)
-class TrainerLost:
+class TrainerLost(Event):
     """The trainer's process is gone, hung and was killed, or ``fit`` raised."""
 
     epoch: int
@@ -227,9 +225,7 @@ class TrainerLost:
     node: str = ""
 
 
-def make_lost_event(
-    process_id: ProcessId, number: int, cause: Cause, node: str = ""
-) -> MemberLost | StandbyLost | TrainerLost:
+def make_lost_event(process_id: ProcessId, number: int, cause: Cause, node: str = "") -> Event:
     if process_id.kind is ProcessKind.TRAINER:
         return TrainerLost(number, cause, node)
     if process_id.kind is ProcessKind.STANDBY:
@@ -238,7 +234,7 @@ def make_lost_event(
 
 
 @dataclass(frozen=True)
-class NodeLost:
+class NodeLost(Event):
     """A node is gone, with everything of the job that ran on it."""
 
     node: str
@@ -246,7 +242,7 @@ class NodeLost:
 
 
 @dataclass(frozen=True)
-class Failed:
+class Failed(Event):
     """A failure of no single process: of the placement, or of the system itself."""
 
     incarnation: int
@@ -254,31 +250,31 @@ class Failed:
 
 
 @dataclass(frozen=True)
-class Released:
+class Released(Event):
     """This incarnation of the job has no process and no reserved resource any more."""
 
     incarnation: int
 
 
 @dataclass(frozen=True)
-class WaitOver:
+class WaitOver(Event):
     """The back-off of a :class:`Wait` is over."""
 
     timer: str
 
 
 @dataclass(frozen=True)
-class Resized:
-    """A stateless role is to have ``num`` workers; the places of those that it has not had yet are reserved."""
+class Resized(Event):
+    """A stateless role is to have ``num`` workers; the places of additional ones are reserved."""
 
     role: str
     num: int
-    wanted: int = 0  # it grows to so many when they can be placed; 0: it stays as it is
+    wanted: int = 0  # workers to which it grows once they can be placed; 0: it stays as it is
 
 
 @dataclass(frozen=True)
-class Unplaced:
-    """There is no place for a worker of a role that may go on with fewer."""
+class Unplaced(Event):
+    """There is no place for a worker of a role."""
 
     role: str
     rank: int
@@ -287,39 +283,14 @@ class Unplaced:
 
 
 @dataclass(frozen=True)
-class StopRequested:
+class StopRequested(Event):
     reason: str
 
 
-Event: TypeAlias = (
-    Submitted
-    | MasterStarted
-    | Placed
-    | MemberStarted
-    | MemberLost
-    | StandbyReady
-    | StandbyLost
-    | TrainerStarted
-    | StepsOpened
-    | Progressed
-    | TrainerFinished
-    | TrainerLost
-    | NodeLost
-    | Failed
-    | Released
-    | WaitOver
-    | Resized
-    | Unplaced
-    | StopRequested
-)
+# -- the fault behind an exception ------------------------------------------------------------------------------------
 
-EVENT_TYPES: tuple[type, ...] = get_args(Event)
-
-
-# -- whose fault an exception is --------------------------------------------------------------------------------------
-
-# The words of CUDA's error strings, of NCCL's and Gloo's errors, and of torch's rendezvous. A device, driver or link
-# that fails raises an ordinary exception in the process that uses it, and leaves that process unusable.
+# Error messages of CUDA, NCCL, Gloo and torch's rendezvous. A device, driver or link that fails raises an ordinary
+# exception in the process that uses it, and leaves that process unusable.
 _DEVICE = re.compile(
     r"uncorrectable (ECC|NVLink)|ECC error|hardware stack error|nvlink or a hardware error|\bXid\b|fallen off the bus"
     r"|unspecified launch failure|driver shutting down|driver.{0,40}version mismatch|system not yet initialized"
@@ -343,8 +314,8 @@ _BUGS = (
 
 
 def fault_of(error: BaseException) -> CauseKind:
-    """Return whose fault an exception is, as far as its type and words tell: DEVICE_FAILED, LINK_FAILED, USER_ERROR or
-    UNKNOWN_ERROR. A ``RuntimeError`` of other words is unknown, as is every exception that a library defines."""
+    """Classify an exception by its type and message: DEVICE_FAILED, LINK_FAILED, USER_ERROR or UNKNOWN_ERROR. A
+    ``RuntimeError`` with any other message is unknown, as is every exception that a library defines."""
     fault = fault_in(f"{type(error).__name__}: {error}")
     if fault is not CauseKind.UNKNOWN_ERROR and not isinstance(error, _BUGS):
         return fault
@@ -353,7 +324,7 @@ def fault_of(error: BaseException) -> CauseKind:
 
 
 def fault_in(text: str) -> CauseKind:
-    """DEVICE_FAILED, LINK_FAILED or UNKNOWN_ERROR, by an exception's type and message."""
+    """Return DEVICE_FAILED, LINK_FAILED or UNKNOWN_ERROR for an exception's type and message."""
     if _DEVICE.search(text):
         return CauseKind.DEVICE_FAILED
     return CauseKind.LINK_FAILED if _LINK.search(text) else CauseKind.UNKNOWN_ERROR

@@ -11,18 +11,17 @@ from functools import cache
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from dlrover.python.rl.common.errors import JournalCorrupt
-from dlrover.python.rl.control.events import EVENT_TYPES, Event
+from dlrover.python.rl.control.events import Event
 
 VERSION = 2
 
 Reader = Callable[[Any], Any]
 
-_BY_NAME = {kind.__name__: kind for kind in EVENT_TYPES}
+_BY_NAME: dict[str, Any] = {kind.__name__: kind for kind in Event.__subclasses__()}
 
 
 def encode(at_s: float, event: Event) -> bytes:
-    """One line, without its newline: ``<crc32 as 8 hex digits> <json>``. Raises ValueError for numbers that are not
-    finite."""
+    """Return ``<crc32 as 8 hex digits> <json>``, without newline. Raises ValueError for numbers that are not finite."""
 
     def plain(value: Any) -> dict[str, Any]:
         return dict(value) if isinstance(value, Mapping) else vars(value)
@@ -33,8 +32,8 @@ def encode(at_s: float, event: Event) -> bytes:
 
 
 def decode(lines: Iterable[bytes]) -> list[tuple[float, Event]]:
-    """Each event with its time in seconds. Raises JournalCorrupt, with the line that fails its checksum or holds no
-    event of this version."""
+    """Return each event with its time in seconds. Raises JournalCorrupt, which names the line that fails its checksum
+    or holds no event of this version."""
     events = []
     for number, line in enumerate(lines, 1):
         checksum, _, body = line.partition(b" ")
@@ -54,7 +53,7 @@ def decode(lines: Iterable[bytes]) -> list[tuple[float, Event]]:
 
 @cache
 def _reader(hint: Any) -> Reader:
-    """The function that turns JSON into a value of type ``hint``, and raises ValueError for anything else."""
+    """Return a function that turns JSON into a value of type ``hint``; it raises ValueError for anything else."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         kind = _reader(next(argument for argument in arguments if argument is not type(None)))

@@ -6,11 +6,10 @@ each role of a group goes to bundle ``i`` of the group's instance. A *unit* must
 ``per_node`` workers of a role, or one worker.
 
 A role gets the amount of a device that it names. Without one it gets a whole device or, in a group, an equal share of
-what the others leave of theirs. All workers of a role take the same.
+what the other roles leave of the group's devices. All workers of a role get the same amount.
 
-Units go to the first node with space, in the order of the file, then in two other orders. Units without devices are
-spread evenly over the nodes. Standbys come last.
-"""
+Units go to the first node with space, in the order of the file; if they do not fit, in two other orders. Units without
+devices are spread evenly over the nodes. Standbys are placed last."""
 
 from bisect import bisect_left
 from collections import Counter
@@ -25,14 +24,14 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.spec import JobSpec
 
 UNITS = 10_000
-"""Devices are counted in ten-thousandths, Ray's own resolution: sums stay exact."""
+"""Devices are counted in ten-thousandths, Ray's resolution, so that sums stay exact."""
 
 
 def member_resources(job: JobSpec) -> tuple[dict[RLRoleType, dict[str, float]], list[ConfigError]]:
-    """Resources of one worker of each role (``memory`` in MB), and the errors of impossible amounts."""
+    """Return the resources of one worker of each role (``memory`` in MB), and the errors of impossible amounts."""
     device = job.trainer.device_type.lower()
     amounts_of = {
-        # Ray's names of custom resources are as they were given to it.
+        # The names of custom resources keep their case, since Ray compares them exactly.
         role: {
             name.lower() if name.lower() in ("cpu", "gpu", "memory") else name: float(amount)
             for name, amount in spec.resource.items()
@@ -52,7 +51,7 @@ def member_resources(job: JobSpec) -> tuple[dict[RLRoleType, dict[str, float]], 
 
 
 def _share(job: JobSpec, group: Mapping[RLRoleType, dict[str, float]], device: str) -> list[ConfigError]:
-    """Give every role of a group that names no amount its share."""
+    """Give each role of a group that names no amount its share."""
     kind = job.trainer.device_type
     units_of = {role: round(amounts[device] * UNITS) for role, amounts in group.items() if device in amounts}
     unnamed = [role for role in group if role not in units_of]
@@ -75,7 +74,7 @@ def _share(job: JobSpec, group: Mapping[RLRoleType, dict[str, float]], device: s
 
 @dataclass(frozen=True)
 class Shape:
-    """A kind of unit: what must be together on one node."""
+    """A kind of unit, whose workers must be together on one node."""
 
     counts: Mapping[RLRoleType, int]  # role to its workers in one unit
     copies: int
@@ -86,7 +85,7 @@ class Shape:
 
     @property
     def key(self) -> tuple[object, ...]:
-        """Equal for shapes that fit the same nodes."""
+        """Return a key that is equal for shapes that fit the same nodes."""
         return self.needs, tuple((role, self.counts[role]) for role in self.limits)
 
 
@@ -95,7 +94,7 @@ PlacedUnit: TypeAlias = tuple[int, int, Mapping[RLRoleType, int]]
 
 
 class DoesNotFit(Exception):
-    """No node has space for a unit of ``shape``; ``free`` are the devices of each, in ten-thousandths."""
+    """No node has space for a unit of ``shape``; ``free`` has each node's free devices, in ten-thousandths."""
 
     def __init__(self, shape: Shape, nodes: "list[Node]") -> None:
         super().__init__(shape.label)
@@ -104,7 +103,7 @@ class DoesNotFit(Exception):
 
 @dataclass
 class Node:
-    """A node while it is being filled. Each GPU is a pool, since a fraction cannot span two; its CPUs are one pool."""
+    """A node that is being filled. Each GPU is a pool, since a fraction cannot span two; the CPUs are one pool."""
 
     size: int  # of one pool, in ten-thousandths
     free: list[int]  # in each pool
@@ -112,8 +111,8 @@ class Node:
     bundles: list[Mapping[str, float]] = field(default_factory=list)
 
     def after(self, shape: Shape) -> list[int] | None:
-        """Free units of each pool with the unit added, None when it does not fit. A part of a device is taken from the
-        device with the least free, as Ray does."""
+        """Return the free amount of each pool once the unit is added, None if it does not fit. Like Ray, take a part of
+        a device from the one with the least free."""
         if any(self.members.get(role, 0) + shape.counts[role] > limit for role, limit in shape.limits.items()):
             return None
         free = list(self.free)
@@ -127,7 +126,7 @@ class Node:
         return free
 
     def take(self, shape: Shape, free: list[int]) -> int:
-        """Add a unit, which leaves ``free``; return the index of its first bundle."""
+        """Add a unit, after which ``free`` is left; return the index of its first bundle."""
         first, self.free = len(self.bundles), free
         self.bundles += shape.contents
         for role, count in shape.counts.items():
@@ -137,9 +136,7 @@ class Node:
 
 def fill(nodes: list[Node], shape: Shape, cursors: dict[tuple[object, ...], int]) -> Iterator[PlacedUnit]:
     """Place all copies of a shape on the first nodes with space; without devices and limits, evenly over all nodes.
-
-    ``cursors`` maps a shape to the first node that may still fit it: a full node stays full. Raises DoesNotFit.
-    """
+    ``cursors`` maps a shape to the first node that may still fit it. Raises DoesNotFit."""
     spread = not any(shape.needs) and not shape.limits
     most = -(-shape.copies // len(nodes)) if spread else shape.copies
     index = 0 if spread else cursors.get(shape.key, 0)
@@ -157,8 +154,7 @@ def fill(nodes: list[Node], shape: Shape, cursors: dict[tuple[object, ...], int]
 
 
 def stand_by(nodes: list[Node], shape: Shape, first_node: int) -> Iterator[PlacedUnit]:
-    """Place a role's standbys, if possible on different nodes and not on ``first_node``, that of rank 0. Raises
-    DoesNotFit."""
+    """Place a role's standbys, if possible on different nodes and not on rank 0's ``first_node``. Raises DoesNotFit."""
     last = first_node
     for _ in range(shape.copies):
         around = [(last + 1 + offset) % len(nodes) for offset in range(len(nodes))]
@@ -178,7 +174,7 @@ Resources: TypeAlias = Mapping[RLRoleType, Mapping[str, float]]
 
 @dataclass(frozen=True)
 class Slot:
-    """The share of a bundle that one worker or standby has."""
+    """The share of a bundle for one worker or standby."""
 
     bundle: int  # index
     resources: Mapping[str, float]  # {"cpu": 0.5, "memory": 1024}; memory in MB
@@ -196,11 +192,11 @@ class Bundle:
 
 @dataclass(frozen=True)
 class Placement:
-    """The whole plan. All slots of a role are alike: any of its processes can take any of them."""
+    """The whole plan. All slots of a role are alike: each of its processes can take any of them."""
 
     bundles: tuple[Bundle, ...]  # sorted by node; nodes are numbered from 0 without gaps
     slots: Mapping[RLRoleType, tuple[Slot, ...]]  # of the workers, in rank order
-    standbys: Mapping[RLRoleType, tuple[Slot, ...]] = field(default_factory=dict)  # and of workers beyond the plan's
+    standbys: Mapping[RLRoleType, tuple[Slot, ...]] = field(default_factory=dict)  # and of additional workers
 
     @property
     def total(self) -> dict[str, float]:
@@ -211,13 +207,13 @@ class Placement:
         return [list(bundles) for _, bundles in groupby(self.bundles, key=lambda bundle: bundle.node)]
 
     def position(self, bundle: int) -> tuple[int, int]:
-        """A bundle's node, and its index on the node."""
+        """Return a bundle's node, and its index on the node."""
         node = self.bundles[bundle].node
         return node, bundle - bisect_left(self.bundles, node, key=lambda candidate: candidate.node)
 
     def with_places(self, most: Mapping[str, int]) -> "Placement":
-        """The plan with places for as many workers of each role, at the end: all others keep their numbers. Each has a
-        node of the plan to itself, so that it may go to any node of the cluster."""
+        """Return the plan with places for ``most`` workers of each role. New ones are at the end, so that all
+        others keep their numbers; each has a node of the plan to itself, so it may go to any node of the cluster."""
         bundles, spare = list(self.bundles), dict(self.standbys)
         for role, num in sorted(most.items()):
             for _ in range(num - len(self.slots[RLRoleType(role)])):
@@ -235,13 +231,13 @@ def sum_resources(parts: Iterable[Mapping[str, float]]) -> dict[str, float]:
 
 
 def plan(job: JobSpec) -> tuple[Placement | None, list[ConfigError]]:
-    """Place all workers and standbys of ``job``, or explain with numbers why they can never fit its nodes."""
+    """Place all workers and standbys of ``job``, or explain with numbers why they cannot fit its nodes."""
     resources, errors = member_resources(job)
     errors += _validate_per_node(job)
     if job.scheduling_strategy == "SIMPLE":
-        what = "cannot share devices when nothing is reserved: scheduling_strategy is SIMPLE"
+        reason = "cannot share devices when nothing is reserved: scheduling_strategy is SIMPLE"
         groups = [(index, "+".join(group)) for index, group in enumerate(job.groups) if len(group) > 1]
-        errors += [ConfigError(f"workload_group.{index}", f"{roles} {what}") for index, roles in groups]
+        errors += [ConfigError(f"workload_group.{index}", f"{roles} {reason}") for index, roles in groups]
     if errors:
         return None, errors
     shapes = list(_shapes(job, resources))
@@ -275,12 +271,12 @@ def _validate_per_node(job: JobSpec) -> list[ConfigError]:
 
 
 def _shapes(job: JobSpec, resources: Resources) -> Iterator[Shape]:
-    """The units of the workers: groups first, then the other roles."""
+    """Yield the units of the workers: groups first, then the other roles."""
     for group in job.groups:
         first = 0
         instances = {role: job.workloads[role].num // count for role, count in group.items()}
         for upto in sorted(set(instances.values())):
-            # Roles that have fewer instances are not in the later ones.
+            # Roles with fewer instances are not in the later ones.
             counts = {role: count for role, count in group.items() if instances[role] >= upto}
             yield _shape(job, resources, counts, upto - first, "+".join(group))
             first = upto

@@ -1,32 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: every way to recover, and the budgets that limit it.
 """The result of a failure: a recovery by scope once steps are open, a restart of the whole job before, or its end.
 
-An event names the incarnation or epoch that it concerns. The recovery raises that number at once, so further reports
-of the same death, in any order and number, concern a number of the past and change nothing.
-"""
+An event names the incarnation or epoch that it concerns. The recovery raises that number at once, so further reports of
+the same death concern a number of the past and change nothing."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from itertools import chain
 from statistics import median
+from typing import TypeAlias
 
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
+from dlrover.python.rl.control import events
 from dlrover.python.rl.control.commands import Command, Kill, Release
-from dlrover.python.rl.control.events import (
-    LEFT_ALIVE,
-    Cause,
-    CauseKind,
-    Failed,
-    MemberLost,
-    NodeLost,
-    Process,
-    RecoveryScope,
-    StandbyLost,
-    Submitted,
-    TrainerLost,
-)
+from dlrover.python.rl.control.events import LEFT_ALIVE, Cause, CauseKind, Process, RecoveryScope, Submitted
 from dlrover.python.rl.control.state import (
     EndReason,
     JobState,
@@ -48,20 +36,20 @@ from dlrover.python.rl.control.state import (
 
 MAX_BACKOFF_S = 60.0
 MAX_DOUBLINGS = 64
-KEPT_CAUSES = 100
+MAX_CAUSES = 100
 
 NODE_FAULTS = frozenset({CauseKind.PROCESS_DIED, CauseKind.OUT_OF_MEMORY, CauseKind.HUNG, CauseKind.DEVICE_FAILED})
 """Causes that may be the node's fault."""
 
 SLOW_WINDOWS, SLOW_FACTOR = 24, 4
-"""A node is faulty, too, if it loses this many times the limit within this many windows, and others do not."""
+"""A node is also faulty if it loses ``SLOW_FACTOR`` times the limit within ``SLOW_WINDOWS``, and others do not."""
 
 
 def charge(
     state: JobState, settings: Submitted, cause: Cause, subjects: Iterable[str], at_s: float
 ) -> tuple[JobState, str]:
-    """Record one restart of each subject; the text names the first limit that forbids it, ``""`` if none does. Limits
-    count restarts without progress; a role without one may restart as often as the job for each of its workers."""
+    """Record one restart of each subject; return the first limit that forbids it, ``""`` if none does. Limits count
+    restarts without progress; a role without one has the job's limit, for each worker that restarts alone."""
     if cause.kind is CauseKind.PREEMPTED:
         return state, ""
     history = dict(state.history)
@@ -73,7 +61,7 @@ def charge(
             limit = settings.job_max_restart
         elif role.max_restart is not None:
             limit = role.max_restart
-        else:  # workers that restart alone fail alone
+        else:
             limit = settings.job_max_restart * (max(role.num, 1) if role.scope is RecoveryScope.MEMBER else 1)
         recent = within(history.get(subject, ()), settings.window_s, at_s)
         if len(recent) >= limit:
@@ -96,7 +84,7 @@ def lengthen(state: JobState, settings: Submitted, subject: str, at_s: float) ->
 
 
 def backoff_s(state: JobState, settings: Submitted, subject: str) -> float:
-    """Seconds before the recovery of ``subject``: none before the first, then doubling."""
+    """Return the seconds before the recovery of ``subject``: none before the first, then doubling."""
     count, _ = state.streaks.get(subject, (0, 0.0))
     if count < 2:
         return 0.0
@@ -106,7 +94,7 @@ def backoff_s(state: JobState, settings: Submitted, subject: str) -> float:
 
 def note(state: JobState, cause: Cause) -> JobState:
     causes = (*state.causes, cause)
-    if len(causes) > KEPT_CAUSES:
+    if len(causes) > MAX_CAUSES:
         causes = (causes[0], *causes[2:])
     return replace(state, causes=causes, first_cause=state.first_cause or cause)
 
@@ -118,8 +106,7 @@ def exclude(state: JobState, node: str) -> JobState:
 
 
 def blame(state: JobState, settings: Submitted, node: str, cause: Cause, at_s: float) -> JobState:
-    """Count a process lost on ``node``, and exclude the node after too many, at once or one by one, unless it is the
-    only one in use."""
+    """Count a process lost on ``node``, and exclude the node after too many, unless it is the only one in use."""
     if not node or cause.kind not in NODE_FAULTS:
         return state
     limit, long_s = settings.node_max_failures, SLOW_WINDOWS * settings.window_s
@@ -133,59 +120,45 @@ def blame(state: JobState, settings: Submitted, node: str, cause: Cause, at_s: f
     standbys = (standby.process for pool in state.standbys.values() for standby in pool.values())
     processes = chain(members, standbys, (state.trainer.process,))
     in_use = {process.node for process in processes if process is not None} - {"", node, *state.excluded}
-    # Where all lose processes the job is at fault; where the losses move on with its processes, nodes must not run out.
+    # If all nodes lose processes, the job is at fault; if the losses follow its processes, nodes must not run out.
     usual = median(len(state.node_losses.get(other, ())) for other in in_use) if in_use else 0
     stands_out = len(state.node_losses[node]) >= 2 * usual and len(state.excluded) < len(in_use)
     return exclude(state, node) if in_use and (is_fast or stands_out) else state
 
 
-# -- failures ----------------------------------------------------------------------------------------------------------
-
 _IN_FRESH_PROCESSES = frozenset({CauseKind.UNKNOWN_ERROR, CauseKind.DEVICE_FAILED})
 
 
-@dataclass(frozen=True)
-class Failure:
-    """The processes that one event reports as lost; none when the job as a whole has failed."""
-
-    cause: Cause
-    members: Mapping[str, Sequence[int]] = field(default_factory=dict)  # role to its lost ranks
-    trainer: bool = False
-
-    @property
-    def subjects(self) -> tuple[str, ...]:
-        """The subjects whose budgets are charged."""
-        return (*self.members, *(("trainer",) if self.trainer else ()))
+Lost: TypeAlias = Mapping[str, Sequence[int]]
+"""The processes that one event reports as lost: role to ranks, then "trainer" to none. Empty: the job as a whole."""
 
 
-def recover(state: JobState, settings: Submitted, failure: Failure, at_s: float) -> Result:
-    cause = failure.cause
+def recover(state: JobState, settings: Submitted, cause: Cause, lost: Lost, at_s: float) -> Result:
     if cause.kind is CauseKind.UNKNOWN_ERROR:
         if any(cause.is_like(earlier) for earlier in state.tried):
             return fail(state, cause.as_users(), EndReason.NOT_RETRYABLE, "again, in fresh processes")
         state = replace(state, tried=(*state.tried, cause))
     elif not cause.retryable:
         return fail(state, cause, EndReason.NOT_RETRYABLE, f"{cause.kind.value} is not retried")
-    if not state.opened or not failure.subjects:
-        return _restart_job(state, settings, failure, at_s)
+    if not state.opened or not lost:
+        return _restart_job(state, settings, cause, lost, at_s)
     state = note(state, cause)
-    state, refusal = charge(state, settings, cause, failure.subjects, at_s)
+    state, refusal = charge(state, settings, cause, lost, at_s)
     if refusal:
         return fail(state, state.first_cause or cause, EndReason.RESTART_LIMIT, refusal)
     commands: tuple[Command, ...] = ()
-    for role, ranks in failure.members.items():
+    for role, ranks in lost.items():
         if cause.kind in LEFT_ALIVE:
             commands += kill_members(state, role, ranks)
-        if settings.roles[role].scope is RecoveryScope.GROUP:
+        if role == "trainer":
+            state = replace(state, recoveries=_count(state.recoveries, role))
+            state = lengthen(state, settings, role, at_s)
+            reason = f"{cause.who}: {cause.message}"
+            state, more = restart_trainer(state, reason, backoff_s(state, settings, role))
+        elif settings.roles[role].scope is RecoveryScope.GROUP:
             state, more = _recover_group(state, settings, role, ranks, cause.kind, at_s)
         else:
             state, more = _recover_members(state, settings, role, ranks, at_s)
-        commands += more
-    if failure.trainer:
-        state = replace(state, recoveries=_count(state.recoveries, "trainer"))
-        state = lengthen(state, settings, "trainer", at_s)
-        delay_s = backoff_s(state, settings, "trainer")
-        state, more = restart_trainer(state, f"{cause.who}: {cause.message}", delay_s)
         commands += more
     return state, commands
 
@@ -194,50 +167,47 @@ def _count(counts: Mapping[str, int], subject: str, more: int = 1) -> dict[str, 
     return {**counts, subject: counts.get(subject, 0) + more}
 
 
-# -- events -----------------------------------------------------------------------------------------------------------
-
-
-def member_lost(state: JobState, settings: Submitted, event: MemberLost, at_s: float) -> Result:
+def member_lost(state: JobState, settings: Submitted, event: events.MemberLost, at_s: float) -> Result:
     member = state.members.get(ProcessId(event.role, event.rank))
     if not state.phase.live or member is None or member.incarnation != event.incarnation:
         return state, ()
     if member.phase is MemberPhase.WAITING:
         return state, ()
     state = blame(state, settings, _node(event.node, member.process), event.cause, at_s)
-    return recover(state, settings, Failure(event.cause, {event.role: (event.rank,)}), at_s)
+    return recover(state, settings, event.cause, {event.role: (event.rank,)}, at_s)
 
 
-def trainer_lost(state: JobState, settings: Submitted, event: TrainerLost, at_s: float) -> Result:
-    """The trainer is gone, or its code raised. If it raised because of a worker, that one is charged."""
+def trainer_lost(state: JobState, settings: Submitted, event: events.TrainerLost, at_s: float) -> Result:
+    """Recover a trainer that is gone or whose code raised. If a worker is the cause, that one is charged."""
     trainer = state.trainer
     if not state.phase.live or state.epoch != event.epoch or trainer.phase is MemberPhase.WAITING:
         return state, ()
     state = blame(state, settings, _node(event.node, trainer.process), event.cause, at_s)
     role = event.cause.role
     if role in settings.roles and not state.opened:
-        return recover(state, settings, Failure(event.cause, {role: ()}), at_s)
+        return recover(state, settings, event.cause, {role: ()}, at_s)
     if role in settings.roles and event.cause.kind is CauseKind.UNKNOWN_ERROR:
         rank = ProcessId.parse(event.cause.who).rank
         member = state.members.get(ProcessId(role, rank))
         if member is not None and member.phase is not MemberPhase.WAITING:
-            return recover(state, settings, Failure(event.cause, {role: (rank,)}, trainer=True), at_s)
-    return recover(state, settings, Failure(event.cause, trainer=True), at_s)
+            return recover(state, settings, event.cause, {role: (rank,), "trainer": ()}, at_s)
+    return recover(state, settings, event.cause, {"trainer": ()}, at_s)
 
 
-def standby_lost(state: JobState, settings: Submitted, event: StandbyLost, at_s: float) -> Result:
-    """A standby is gone, and with it the worker that it was becoming."""
+def standby_lost(state: JobState, settings: Submitted, event: events.StandbyLost, at_s: float) -> Result:
+    """Replace a lost standby, or recover the worker that it was becoming."""
     standby = state.standbys.get(event.role, {}).get(event.number)
     if not state.phase.live or standby is None or standby.phase is StandbyPhase.WAITING:
         return state, ()
     state = blame(state, settings, _node(event.node, standby.process), event.cause, at_s)
     if standby.phase is StandbyPhase.TAKING:
         rank = _taken_by(state, event.role, event.number)
-        return recover(state, settings, Failure(event.cause, {event.role: (rank,)}), at_s)
+        return recover(state, settings, event.cause, {event.role: (rank,)}, at_s)
     return _replace_standby(state, settings, event.role, event.number, at_s)
 
 
-def node_lost(state: JobState, settings: Submitted, event: NodeLost, at_s: float) -> Result:
-    """All processes of a node are gone at once: one failure."""
+def node_lost(state: JobState, settings: Submitted, event: events.NodeLost, at_s: float) -> Result:
+    """Recover all processes of a node at once: one failure."""
     if state.phase is Phase.ENDING:
         return state, ()
     state = exclude(state, event.node)
@@ -247,30 +217,31 @@ def node_lost(state: JobState, settings: Submitted, event: NodeLost, at_s: float
     def is_lost(process: Process | None) -> bool:
         return process is not None and process.node == event.node
 
-    members: dict[str, list[int]] = {}
+    lost: dict[str, list[int]] = {}
     for process_id, member in state.members.items():
         if is_lost(member.process):
-            members.setdefault(process_id.role, []).append(process_id.rank)
+            lost.setdefault(process_id.role, []).append(process_id.rank)
     pools = state.standbys.items()
     standbys = [(role, *entry) for role, pool in pools for entry in pool.items() if is_lost(entry[1].process)]
     commands: tuple[Command, ...] = ()
     for role, number, standby in standbys:
         if standby.phase is StandbyPhase.TAKING:
-            members.setdefault(role, []).append(_taken_by(state, role, number))
+            lost.setdefault(role, []).append(_taken_by(state, role, number))
         else:
             state, more = _replace_standby(state, settings, role, number, at_s)
             commands += more
-    trainer = is_lost(state.trainer.process)
-    if not members and not trainer:
+    if is_lost(state.trainer.process):
+        lost["trainer"] = []
+    if not lost:
         return state, commands
-    state, more = recover(state, settings, Failure(event.cause, members, trainer), at_s)
+    state, more = recover(state, settings, event.cause, lost, at_s)
     return state, commands + more if state.phase.live else more
 
 
-def failed(state: JobState, settings: Submitted, event: Failed, at_s: float) -> Result:
+def failed(state: JobState, settings: Submitted, event: events.Failed, at_s: float) -> Result:
     if state.phase is Phase.ENDING or (state.phase is Phase.RESTARTING and event.cause.retryable):
         return state, ()
-    return recover(state, settings, Failure(event.cause), at_s)
+    return recover(state, settings, event.cause, {}, at_s)
 
 
 def _node(reported: str, process: Process | None) -> str:
@@ -278,7 +249,7 @@ def _node(reported: str, process: Process | None) -> str:
 
 
 def _taken_by(state: JobState, role: str, number: int) -> int:
-    """The rank that a standby is becoming."""
+    """Return the rank that a standby is becoming."""
     return next(rank for rank in ranks_of(state, role) if state.members[ProcessId(role, rank)].standby == number)
 
 
@@ -294,7 +265,7 @@ def _replace_standby(state: JobState, settings: Submitted, role: str, number: in
 
 
 def completed_recoveries(state: JobState) -> dict[str, int]:
-    """Return the recoveries of each subject whose processes came up again."""
+    """Return the number of each subject's recoveries that are complete."""
     roles = state.settings.roles if state.settings is not None else {}
     under_way = Counter(process_id.role for process_id, member in state.members.items() if member.process is None)
     for role, settings in roles.items():
@@ -303,9 +274,6 @@ def completed_recoveries(state: JobState) -> dict[str, int]:
     under_way["trainer"] = int(state.trainer.process is None)
     completed = {subject: count - under_way[subject] for subject, count in state.recoveries.items()}
     return {subject: count for subject, count in completed.items() if count > 0}
-
-
-# -- by scope ---------------------------------------------------------------------------------------------------------
 
 
 def _recover_members(state: JobState, settings: Submitted, role: str, ranks: Sequence[int], at_s: float) -> Result:
@@ -330,12 +298,12 @@ def _recover_members(state: JobState, settings: Submitted, role: str, ranks: Seq
 def _recover_group(  # noqa: PLR0913 -- one decision
     state: JobState, settings: Submitted, role: str, lost: Sequence[int], kind: CauseKind, at_s: float
 ) -> Result:
-    """Restart all workers of the role; the survivors are ended first, or keep their processes."""
+    """Restart all workers of the role; survivors are ended first, or rejoin in their processes."""
     ranks = ranks_of(state, role)
     survivors = [rank for rank in ranks if rank not in set(lost)]
-    kept = [] if kind in _IN_FRESH_PROCESSES else _kept(state, settings, role, survivors)
-    killed = kill_members(state, role, [rank for rank in survivors if rank not in kept])
-    state = begin_incarnation(state, role, ranks, kept)
+    rejoining = [] if kind in _IN_FRESH_PROCESSES else _rejoining_ranks(state, settings, role, survivors)
+    killed = kill_members(state, role, [rank for rank in survivors if rank not in rejoining])
+    state = begin_incarnation(state, role, ranks, rejoining)
     state = lengthen(replace(state, recoveries=_count(state.recoveries, role)), settings, role, at_s)
     delay_s = backoff_s(state, settings, role)
     if delay_s:
@@ -346,9 +314,9 @@ def _recover_group(  # noqa: PLR0913 -- one decision
     return state, killed + commands
 
 
-def _kept(state: JobState, settings: Submitted, role: str, survivors: Sequence[int]) -> list[int]:
-    """The ranks that go on in their processes: all that are up on nodes in use, but none if the role was lost since the
-    last progress, since what is wrong may be in them."""
+def _rejoining_ranks(state: JobState, settings: Submitted, role: str, survivors: Sequence[int]) -> list[int]:
+    """Return the ranks that continue in their processes: all that are up on nodes in use, but none if the role was also
+    lost since the last progress, since they may be the cause."""
     if not settings.roles[role].rejoins or role in state.streaks:
         return []
     members = {rank: state.members[ProcessId(role, rank)] for rank in survivors}
@@ -371,39 +339,36 @@ def kill_members(state: JobState, role: str, ranks: Sequence[int]) -> tuple[Comm
     return tuple(Kill(process_id, member.incarnation) for process_id, member in running.items())
 
 
-def begin_incarnation(state: JobState, role: str, ranks: Sequence[int], kept: Sequence[int] = ()) -> JobState:
-    """Give workers their next incarnation, the ``kept`` ones in their processes; a standby that was becoming one of
-    them is dropped."""
+def begin_incarnation(state: JobState, role: str, ranks: Sequence[int], rejoining: Sequence[int] = ()) -> JobState:
+    """Give workers their next incarnation, ``rejoining`` ones in their processes; drop standbys that were becoming
+    one of them."""
     changes = {}
     for process_id in (ProcessId(role, rank) for rank in ranks):
         member = state.members[process_id]
         if member.standby >= 0:
             state = drop_standby(state, role, member.standby)
-        changes[process_id] = member.next(in_its_process=process_id.rank in kept)
+        changes[process_id] = member.next(in_its_process=process_id.rank in rejoining)
     return replace(state, members=state.members.replacing(changes))
 
 
-# -- all of it --------------------------------------------------------------------------------------------------------
-
-
-def _restart_job(state: JobState, settings: Submitted, failure: Failure, at_s: float) -> Result:
+def _restart_job(state: JobState, settings: Submitted, cause: Cause, lost: Lost, at_s: float) -> Result:
     """Release this incarnation; its events are ignored from now on."""
-    state = note(state, failure.cause)
-    state, refusal = charge(state, settings, failure.cause, (*failure.subjects, "job"), at_s)
+    subjects = (*lost, "job")
+    state = note(state, cause)
+    state, refusal = charge(state, settings, cause, subjects, at_s)
     if refusal:
-        return fail(state, state.first_cause or failure.cause, EndReason.RESTART_LIMIT, refusal)
+        return fail(state, state.first_cause or cause, EndReason.RESTART_LIMIT, refusal)
     state = lengthen(state, settings, "job", at_s)
-    blamed = failure.subjects[0] if failure.subjects else "job"
     state = replace(
         state,
         phase=Phase.RESTARTING,
         epoch=state.epoch + 1,
         members=MemberMap({process_id: member.next() for process_id, member in state.members.items()}),
         standbys={},
-        trainer=Trainer(reason=f"{failure.cause.who}: {failure.cause.message}"),
+        trainer=Trainer(reason=f"{cause.who}: {cause.message}"),
         opened=False,
         waits={},
-        restarts_by=_count(state.restarts_by, blamed),
+        restarts_by=_count(state.restarts_by, subjects[0]),
     )
     return state, (Release(state.incarnation, final=False),)
 
@@ -417,7 +382,7 @@ def fail(state: JobState, cause: Cause, why: EndReason, detail: str) -> Result:
 
 def end(state: JobState, outcome: Phase, why: EndReason, reason: str) -> Result:
     """Decide the outcome and release everything."""
-    # A release that is under way keeps shared memory: the new number tells its answer from that of the final release.
+    # A release that is under way leaves shared memory: a new number tells its answer from the final release's.
     number = state.incarnation + (state.phase is Phase.RESTARTING and not state.released)
     state = replace(
         state,

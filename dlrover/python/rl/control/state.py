@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a job, and what starts its processes: each of these functions returns the new state and its commands."""
+"""The state of a job, and the functions that start its processes: each returns the new state and its commands."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -13,11 +13,11 @@ from dlrover.python.rl.control.events import Cause, Process, Submitted
 _CHUNK = 64
 
 STANDBY_TRIES = 5
-"""Standbys that a role may lose without progress in between; then it gets no further ones."""
+"""Standbys that a role may lose without progress in between; after them it gets no further ones."""
 
 
 class Phase(StrEnum):
-    """The phase of a job. Workers, standbys and the trainer are recovered one by one inside RUNNING.
+    """The phase of a job. Workers, standbys and the trainer are recovered one by one within RUNNING.
 
     ::
 
@@ -72,12 +72,12 @@ class Member:
     incarnation: int  # of its process, or of the next one
     phase: MemberPhase = MemberPhase.WAITING
     process: Process | None = None  # while it is up
-    standby: int = -1  # the standby that it is or was, -1 for none
-    born: int = 0  # the incarnation with which its process began, 0: this one
+    standby: int = -1  # number of the standby that it is or was, -1 for none
+    born: int = 0  # the first incarnation in its process, 0: this one
 
     @property
     def first(self) -> int:
-        """The incarnation with which its process began."""
+        """The first incarnation in its process."""
         return self.born or self.incarnation
 
     def next(self, in_its_process: bool = False) -> "Member":
@@ -88,8 +88,8 @@ _Chunks = tuple[tuple[Member, ...], ...]
 
 
 class MemberMap(Mapping[ProcessId, Member]):
-    """The workers by role and rank, which count from 0, in that order. A change copies only the chunks of ranks that it
-    is in, so that an event costs the same with ten workers and with ten thousand. ``up`` of them are up."""
+    """The workers by role and rank, in that order; ``up`` of them are up. A change copies only the chunks of ranks that
+    it is in, so an event costs the same with ten workers and with ten thousand."""
 
     __slots__ = ("_ids", "_roles", "up")
 
@@ -109,7 +109,7 @@ class MemberMap(Mapping[ProcessId, Member]):
         self.up = sum(member.phase is MemberPhase.UP for member in self.values())
 
     def replacing(self, changes: Mapping[ProcessId, Member]) -> "MemberMap":
-        """With other values of workers that it has; raises KeyError for others."""
+        """Return a copy with other values of existing workers. Raises KeyError for unknown ones."""
         changed: dict[tuple[str, int], list[Member]] = {}
         up = self.up
         for process_id, member in changes.items():
@@ -128,7 +128,7 @@ class MemberMap(Mapping[ProcessId, Member]):
         return other
 
     def changed_since(self, before: "MemberMap") -> Iterator[ProcessId]:
-        """The workers whose values may differ, among those that ``before`` has."""
+        """Yield the workers of ``before`` whose values may differ."""
         for role, chunks in before._roles.items():
             now = self._roles.get(role, ())
             for number, chunk in enumerate(chunks):
@@ -175,7 +175,7 @@ class Trainer:
 
 @dataclass(frozen=True)
 class JobState:
-    """The state of one job. Subjects are ``"job"``, ``"trainer"``, a role, a worker (``"ROLLOUT[1]"``) or a role's
+    """The state of one job. A subject is ``"job"``, ``"trainer"``, a role, a worker (``"ROLLOUT[1]"``) or a role's
     standbys."""
 
     phase: Phase = Phase.CREATED
@@ -191,19 +191,19 @@ class JobState:
     waits: Mapping[str, float] = field(default_factory=dict)  # back-offs that run: timer to seconds
     excluded: tuple[str, ...] = ()  # nodes that are no longer used, oldest first
     node_losses: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # node to times of lost processes
-    causes: tuple[Cause, ...] = ()  # of the recoveries, oldest first: the very first and the newest ones
+    causes: tuple[Cause, ...] = ()  # of the recoveries, oldest first: the first and the newest ones
     first_cause: Cause | None = None  # since the last progress
-    tried: tuple[Cause, ...] = ()  # unknown errors that fresh processes were tried for, since the last progress
+    tried: tuple[Cause, ...] = ()  # unknown errors retried in fresh processes since the last progress
     history: Mapping[str, tuple[float, ...]] = field(default_factory=dict)  # subject to its restarts within the window
     streaks: Mapping[str, tuple[int, float]] = field(default_factory=dict)
     """Subject to its recoveries without progress in between, and the time of the last one."""
 
-    recoveries: Mapping[str, int] = field(default_factory=dict)  # subject to recoveries while the job went on
+    recoveries: Mapping[str, int] = field(default_factory=dict)  # subject to recoveries while the job ran on
     restarts_by: Mapping[str, int] = field(default_factory=dict)  # subject to restarts of the job that it caused
     committed: int = 0  # the last reported step
-    most: Mapping[str, int] = field(default_factory=dict)  # workers that a resized role has had at once, at most
-    wanted: Mapping[str, int] = field(default_factory=dict)  # workers of a role that has fewer for want of places
-    retired: Mapping[ProcessId, int] = field(default_factory=dict)  # next incarnations of ranks that a role has not now
+    most: Mapping[str, int] = field(default_factory=dict)  # most workers that a resized role has had at once
+    wanted: Mapping[str, int] = field(default_factory=dict)  # workers of a role that has fewer for lack of places
+    retired: Mapping[ProcessId, int] = field(default_factory=dict)  # next incarnations of ranks that a role has lost
     master_starts: int = 0
     outcome: Phase | None = None  # the terminal phase that ENDING leads to
     ended_by: EndReason | None = None
@@ -232,7 +232,7 @@ def wait(state: JobState, timer: str, delay_s: float) -> Result:
 
 
 def start_members(state: JobState, role: str, ranks: Sequence[int], spared: Iterable[int] = ()) -> Result:
-    """Start waiting workers; a ready standby becomes each of them, except for the ``spared`` ranks."""
+    """Start waiting workers, in ready standbys except for the ``spared`` ranks."""
     if not ranks:
         return state, ()
     pool, left_out = state.standbys.get(role, {}), set(spared)
@@ -271,28 +271,23 @@ def has_lost_too_many_standbys(state: JobState, role: str) -> bool:
 
 
 def drop_standby(state: JobState, role: str, number: int) -> JobState:
-    pool = state.standbys.get(role, {})
-    if number not in pool:
-        return state
-    remaining = {key: standby for key, standby in pool.items() if key != number}
-    return replace(state, standbys={**state.standbys, role: remaining})
+    pool = {key: standby for key, standby in state.standbys.get(role, {}).items() if key != number}
+    return replace(state, standbys={**state.standbys, role: pool})
 
 
 def add_standby(state: JobState, role: str, delay_s: float = 0.0) -> Result:
     number = state.next_standby.get(role, 0)
-    phase = StandbyPhase.WAITING if delay_s else StandbyPhase.STARTING
     state = replace(
         state,
         next_standby={**state.next_standby, role: number + 1},
-        standbys={**state.standbys, role: {**state.standbys.get(role, {}), number: Standby(phase)}},
+        standbys={**state.standbys, role: {**state.standbys.get(role, {}), number: Standby(StandbyPhase.WAITING)}},
     )
     if delay_s:
         return wait(state, f"{ProcessId.standby(role, number)}#0", delay_s)
-    return state, (StartStandby(role, number, state.excluded),)
+    return start_standby(state, role, number)
 
 
 def start_standby(state: JobState, role: str, number: int) -> Result:
-    """Start a standby whose back-off is over."""
     pool = {**state.standbys[role], number: Standby(StandbyPhase.STARTING)}
     return replace(state, standbys={**state.standbys, role: pool}), (StartStandby(role, number, state.excluded),)
 
@@ -320,8 +315,7 @@ def _trainer_command(state: JobState) -> StartTrainer:
 def under_way(state: JobState) -> tuple[Command, ...]:
     commands: list[Command] = []
     for role in state.settings.roles if state.settings is not None else ():
-        starting = starting_ranks(state, role)
-        if starting:
+        if starting := starting_ranks(state, role):
             commands.append(_members_command(state, role, starting))
     if state.trainer.phase is MemberPhase.STARTING:
         commands.append(_trainer_command(state))
@@ -335,7 +329,7 @@ def under_way(state: JobState) -> tuple[Command, ...]:
 
 
 def processes(state: JobState) -> dict[ProcessId, Process]:
-    """Every process that is up: workers, the trainer, standbys, those that are becoming workers included."""
+    """Return every process that is up: workers, the trainer, and standbys, including those that become workers."""
     located = {process_id: member.process for process_id, member in state.members.items()}
     located[TRAINER_ID] = state.trainer.process
     for role, pool in state.standbys.items():

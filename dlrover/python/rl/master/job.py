@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs from Python: describe one with :class:`RLJobBuilder`, or check and run one that is described elsewhere."""
+"""Jobs from Python: describe a job with :class:`RLJobBuilder`, or check and run one that is described elsewhere."""
 
 from dlrover.python.rl.common.errors import CallError, InvalidJob
 from dlrover.python.rl.config.builder import JobBuilder
@@ -43,16 +43,16 @@ class RLJob:
             job_name: a DNS label, unique on the cluster.
             blocking: False returns once the job has begun; it needs ``address``, since a cluster that is started here
                 ends with this process.
-            master_cpu: logical CPUs reserved for the master; by default those of the job.
-            master_memory: memory reserved for the master, in MB; by default that of the job.
-            job_max_restart: restarts of the whole job; by default those of the job.
+            master_cpu: logical CPUs reserved for the master; by default the job's value.
+            master_memory: memory reserved for the master, in MB; by default the job's value.
+            job_max_restart: restarts of the whole job; by default the job's value.
             address: of a running Ray cluster; None starts one for this job.
             local: run in this process, without Ray.
 
         Raises:
             InvalidJob: with all errors; nothing was started.
             CallError: not blocking, and no ``address``.
-            JobFailed: it ended in failure; carries the first cause and its traceback.
+            JobFailed: it failed; carries the first cause and its traceback.
         """
         if not blocking and address is None:
             raise CallError("submit(blocking=False) needs address=: a cluster started here would end with this process")
@@ -87,7 +87,7 @@ class RLJobBuilder(JobBuilder):
     """
 
     def build(self) -> RLJob:
-        """Raises InvalidJob with all errors that can be found without importing the classes."""
+        """Build the job. Raises InvalidJob with all errors that can be found without importing the classes."""
         spec = self.spec("unnamed", in_process=True)
         _, errors = plan(spec)
         if errors:

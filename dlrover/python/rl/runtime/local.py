@@ -44,7 +44,7 @@ from dlrover.python.rl.control.events import (
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import forget_memory
-from dlrover.python.rl.runtime.checkpoint.runs import files_of, forget_commits, results_of
+from dlrover.python.rl.runtime.checkpoint.runs import forget_commits, results_of, synced_files
 from dlrover.python.rl.runtime.interrupts import insistent_interrupts
 from dlrover.python.rl.runtime.member.arguments import CallHeader, Stored
 from dlrover.python.rl.runtime.member.host import Arguments, MemberHost
@@ -274,7 +274,7 @@ class TrainerRun:
             recovery=self.recovery,
             checkpoints=self.checkpoints,
             announce=self.announce,
-            files=files_of(self.job),
+            files=synced_files(self.job),
             results=results_of(self.job),
         )
         try:

@@ -225,7 +225,7 @@ class RayJobRunner(JobRunner):
 
     async def _follow(self, driven: _Driven, master: MasterCalls) -> Observed:
         """Report until the run has ended. Raises MasterLost."""
-        position = Position()
+        position: Position = ("", 0)
         while True:
             try:
                 update: Update = await master.call("follow", position, _FOLLOW_S, timeout_s=_ANSWER_S)
@@ -233,9 +233,9 @@ class RayJobRunner(JobRunner):
                 if _journalled_end(driven) is None:
                     raise
                 return self._outcome(driven)
-            position, status = update.position, update.status
+            status, reports, position = update
             common = {name: getattr(status, name) for name in _REPORTED}
-            for step in update.reports:
+            for step in reports:
                 metrics = {name: float(value) for name, value in step.metrics.items()}
                 values = {"step": step.step, "total_steps": step.total_steps, "metrics": metrics, **common}
                 self._sink(driven.observed(JobPhase.RUNNING, **values))

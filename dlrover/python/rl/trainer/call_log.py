@@ -6,7 +6,7 @@
     ISSUED ---a value---> ANSWERED          an answer is lost with its worker: ISSUED again
        '---an error--> FAILED ---the trainer receives it--> RAISED
 
-A call that has ended is replayed on a new worker for the sake of its state; the answer that the trainer has stays.
+A call that has ended is replayed on a new worker to restore its state; the trainer keeps the first answer.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -30,11 +30,11 @@ _MAX_CALLS_BEFORE_STEPS = 256
 _MAX_RETRIES = 20
 
 LOST_CALL_ERRORS = (WorkloadDied, ResultLost, CallSkipped)
-"""Errors that are not the user's: the call has not run, or its answer is gone."""
+"""Errors that are not the user's: the call has not run, or its answer is lost."""
 
 GRACE_S = 5.0
-"""How much longer to wait for the other calls when one has failed: ranks meet in collectives, so an error may be the
-echo of another rank's death, which is about to show."""
+"""Time to wait for the other calls when one has failed: in collectives its error may be the echo of another rank's
+death, which is about to show."""
 
 
 class CallState(Enum):
@@ -47,9 +47,8 @@ class CallState(Enum):
 class LoggedCall:
     """A call that was submitted, or a stored value (``role`` is ``""``). Only its methods change it.
 
-    Arguments of ``call`` are values, or refs of other logged calls; it is None once it cannot be needed again.
-    ``previous`` is the call to the same worker before this one; ``replay`` the latest repetition of a call that had
-    ended."""
+    Arguments of ``call`` are values, or refs of other logged calls; it is None once it is no longer needed.
+    ``previous`` is the worker's call before this one; ``replay`` the latest repetition of a call that has ended."""
 
     __slots__ = ("_retries", "_was_raised", "call", "error", "previous", "rank", "ref", "replay", "role", "state")
 
@@ -90,11 +89,11 @@ class LoggedCall:
         return None if before is None or before.call is None else before.call.call_id
 
     def issue(self, run: Ref) -> None:
-        """The answer is that of ``run``, which is under way."""
+        """Expect the answer from ``run``, which is under way."""
         self.ref, self.state, self.error = run, CallState.ISSUED, None
 
     def end(self, run: Ref, error: InvocationError | None) -> bool:
-        """``run`` has ended. Returns False if it is a replay that fails although the first run succeeded."""
+        """Record the end of ``run``; return False if it is a replay that fails although the first run succeeded."""
         if run is not self.ref:
             self.replay = None
             return error is None or self.error is not None
@@ -111,7 +110,7 @@ class LoggedCall:
             self.state = CallState.RAISED
 
     def repeat(self, run: Ref) -> None:
-        """``run`` is the call to the new worker. An answer that the trainer has or can have stays."""
+        """Record ``run``, the call to the new worker. An answer that the trainer has or can get stays."""
         self._retries = 0
         if self.state in (CallState.ANSWERED, CallState.RAISED):
             self.replay = run
@@ -119,7 +118,7 @@ class LoggedCall:
             self.issue(run)
 
     def retry(self, lost: Ref, run: Ref) -> None:
-        """``run`` takes the place of ``lost``, the answer or the replay."""
+        """Record ``run``, which takes the place of ``lost``, the answer or the replay."""
         self._retries += 1
         if lost is self.replay:
             self.replay = run
@@ -127,22 +126,22 @@ class LoggedCall:
             self.issue(run)
 
     def forget(self) -> None:
-        """The call will not be issued again; its answer stays."""
+        """Drop the call, which will not be issued again; its answer stays."""
         self.call = self.previous = None
 
 
 @dataclass(frozen=True)
 class CallProbe:
-    """The token of a ref that is waited for without fetching its value."""
+    """The token of a ref whose value is not fetched."""
 
     call: LoggedCall
 
 
 @dataclass(repr=False)
 class CallLog:
-    """The calls in ``init`` and up to the first step (``setup``), for the whole run, and those of the open ``step``.
+    """The calls of ``init`` and up to the first step (``setup``), for the whole run, and of the open ``step``.
 
-    A ``fit`` without steps would grow without bound: after 256 calls those outside ``init`` are dropped
+    A ``fit`` without steps would make it grow without bound: after 256 calls it drops all outside ``init``
     (``overflowed``)."""
 
     setup: list[LoggedCall] = field(default_factory=list)
@@ -156,21 +155,16 @@ class CallLog:
     def is_open(self) -> bool:
         return self._open is not None
 
-    def begin_setup(self) -> None:
-        self._open, self._last = self.setup, {}
+    def open(self, calls: list[LoggedCall] | None) -> None:
+        """Add calls to ``calls``, ``setup`` or ``step``, from here on; None: to neither."""
+        self._open, self._last = calls, {}
 
     def end_init(self) -> None:
-        """Calls from here on are made between ``init`` and the first step."""
+        """Count further calls as made between ``init`` and the first step."""
         self._init_count = len(self.setup)
 
-    def begin_step(self) -> None:
-        self._open, self._last = self.step, {}
-
-    def end(self) -> None:
-        self._open, self._last = None, {}
-
     def link(self, role: str, rank: int, call: Call) -> LoggedCall:
-        """Construct the record of a call; :meth:`add` it once it is under way."""
+        """Create the record of a call; :meth:`add` it once it is under way."""
         return LoggedCall(role, rank, call, self._last.get((role, rank)))
 
     def add(self, call: LoggedCall) -> None:
@@ -181,10 +175,10 @@ class CallLog:
         if self._open is self.setup and count is not None and len(self.setup) > count + _MAX_CALLS_BEFORE_STEPS:
             del self.setup[count:]
             self.overflowed = True
-            self.end()
+            self.open(None)
 
     def drop_late(self, role: str, ranks: Collection[int], method: str, together: bool) -> None:
-        """Drop the running calls of ``method`` to these ranks, and those of the other ranks that are ``together``: they
+        """Drop the running calls of ``method`` to these ranks, and to the other ranks if they run ``together``: they
         will not be issued again, in this step or on a new worker."""
         late = {
             call.call_id
@@ -216,15 +210,15 @@ class CallLog:
         return [call for call in self.all_calls() if call.is_running]
 
     def sort(self, calls: Iterable[LoggedCall]) -> list[LoggedCall]:
-        """``calls`` in the order of the log; those that are not in the log are last."""
+        """Return ``calls`` in the order of the log, calls that are not in it last."""
         remaining = set(calls)
         logged = [call for call in self.all_calls() if call in remaining]
         return [*logged, *remaining.difference(logged)]
 
 
 def preserve_arguments(call: Call, port: Port) -> Call:
-    """``call`` with its result kept by the worker, and with arguments that cannot change: arrays are the caller's,
-    which may overwrite them before the call is issued again."""
+    """Return ``call`` with ``keep`` set, and with arguments that cannot change: the caller may overwrite its arrays
+    before the call is issued again."""
 
     def preserve(value: Any) -> Any:
         if isinstance(value, np.ndarray) and value.nbytes <= _INLINE_BYTES:
@@ -256,8 +250,8 @@ def resolve_refs(value: Any) -> Any:
 
 
 def mark_raised(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
-    """The trainer receives the failure of one of ``calls``: it stands for those of all ranks, and if it is of calls
-    whose results they take, for those, too."""
+    """Mark the failures of ``calls`` as received by the trainer: one stands for all ranks, and also for the calls whose
+    results they take if it was passed on from there."""
     failed = [call for call, outcome in zip(calls, outcomes, strict=True) if outcome.error is not None]
     passed_on = any(
         (call.call is None or (error.role, error.rank, error.method) != (call.role, call.rank, call.call.method))
@@ -283,7 +277,7 @@ def log_late(calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> None:
 
 @dataclass
 class CallSender:
-    """Sends calls through the inner port; ``closed`` refuses them once another trainer or trainer object goes on."""
+    """Sends calls through the inner port, until ``closed`` says that another trainer or trainer object took over."""
 
     inner: Port
     epoch: int
@@ -314,8 +308,8 @@ class CallSender:
         return self.inner.submit(member.role, member.rank, call)
 
     def finish(self, runs: Sequence[Ref], patient: bool = False) -> list[Outcome]:
-        """Wait until all runs have ended, or a worker has died; unless ``patient``, until :data:`GRACE_S` pass without
-        news after the first error."""
+        """Wait until all runs have ended or a worker has died; unless ``patient``, end :data:`GRACE_S` after the first
+        error if nothing else ends."""
         outcomes = [Outcome(late=True)] * len(runs)
         while late := [index for index, outcome in enumerate(outcomes) if outcome.late]:
             failed = not patient and any(outcome.error is not None for outcome in outcomes)

@@ -11,9 +11,9 @@
                  retry the other calls that failed because of it
                  and wait again
 
-Calls have ids, and workers answer a repeated id from the results they keep: issuing a call again is always safe. A
-further death during a recovery starts another round; there is no special case for it. Where the last commit is older
-than the step before, the loss of a worker with state abandons the step: all go back to the commit together.
+Workers answer a repeated call id from the results they keep, so issuing a call again is always safe. A further death
+during a recovery starts another round. If the last commit is older than the step before, the loss of a worker with
+state abandons the step, and all workers go back to the commit together.
 """
 
 import threading
@@ -22,33 +22,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeAlias
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    CallSkipped,
-    CheckpointMissing,
-    InvocationError,
-    InvocationTimeout,
-    ReplayDiverged,
-    ResultLost,
-    StaleCall,
-    StepAbandoned,
-    WorkloadDied,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
-from dlrover.python.rl.trainer.call_log import (
-    GRACE_S,
-    LOST_CALL_ERRORS,
-    CallLog,
-    CallProbe,
-    CallSender,
-    CallState,
-    LoggedCall,
-    log_late,
-    mark_raised,
-    preserve_arguments,
-    sources_of,
-)
+from dlrover.python.rl.trainer import call_log
+from dlrover.python.rl.trainer.call_log import CallState, LoggedCall
 from dlrover.python.rl.trainer.port import (
     RAW_CALL,
     READ,
@@ -74,18 +53,18 @@ _LOG = get_logger(__name__)
 
 @dataclass
 class Transfers:
-    """The transfers of a trainer. ``request`` sends, and returns the answers; it sends again after a recovery."""
+    """Copies files between workers. ``request`` sends, and returns the answers; it sends again after a recovery."""
 
-    sender: CallSender
+    sender: call_log.CallSender
     request: Callable[[Callable[[], Sequence[Ref]]], list[Any]]
     nodes: dict[ProcessId, str] = field(default_factory=dict)
 
     def locate(self, standings: Mapping[ProcessId, Standing]) -> None:
-        """Note where workers are."""
+        """Note the nodes of workers."""
         self.nodes.update({member: standing.node for member, standing in standings.items()})
 
     def make(self, transfers: Sequence[Transfer]) -> dict[Transfer, str]:
-        """Returns the node of each that has arrived."""
+        """Make the transfers, and return the node of each that has arrived."""
         under_way = list(transfers)
         for number in range(max((len(each.parts) for each in transfers), default=0)):
             now = [each for each in under_way if number < len(each.parts)]
@@ -97,8 +76,8 @@ class Transfers:
     def bring(
         self, checkpoints: Checkpoints, new: Sequence[ProcessId], step: int | None, busy: Collection[ProcessId]
     ) -> InvocationError | None:
-        """Bring the nodes of ``new`` workers what they lack of the commit of ``step``, in the middle of a recovery;
-        returns a failure. Workers that are ``busy`` answer later."""
+        """Send the nodes of ``new`` workers the files that they lack of the commit of ``step``, during a recovery;
+        return a failure. Prefer sources that are not ``busy``, which would answer later."""
         outcomes = self.sender.finish([self.sender.ask(member, WHERE) for member in new])
         if failure := _failure_in(outcomes):
             return failure
@@ -111,7 +90,7 @@ class Transfers:
         return None
 
     def _send(self, transfers: Sequence[Transfer], number: int) -> list[Ref]:
-        """The requests for one part of each."""
+        """Send the requests for one part of each transfer."""
         runs = []
         for transfer in transfers:
             part, content = transfer.parts[number], transfer.content
@@ -133,10 +112,10 @@ _LostRuns: TypeAlias = dict[LoggedCall, tuple[Ref, InvocationError]]
 
 @dataclass(repr=False)
 class DurablePort:
-    """A port that recovers lost calls once it is ``opened``, else raises failures. Thread safe.
+    """A port that recovers lost calls once it is ``opened``, and raises failures before. Thread safe.
 
     Without ``checkpoints`` stateful workers cannot be rebuilt once a step has ended; ``renewed`` receives the raw
-    handles of new workers. ``publish`` is called while the trainer waits for results: a commit is being written."""
+    handles of new workers. ``publish`` is called while the trainer waits for results and a commit is being written."""
 
     inner: Port
     recovery: Recovery
@@ -147,13 +126,13 @@ class DurablePort:
     publish: Callable[[], None] | None = None
     step: int = 0
     recoveries: int = 0
-    log: CallLog = field(default_factory=CallLog)
+    log: call_log.CallLog = field(default_factory=call_log.CallLog)
 
     def __post_init__(self) -> None:
         self.lock = threading.RLock()
         self._incarnations = dict(self.recovery.incarnations())
         self._unbuilt: set[ProcessId] = set()
-        self._sender = CallSender(self.inner, self.recovery.epoch)
+        self._sender = call_log.CallSender(self.inner, self.recovery.epoch)
         self.transfers = Transfers(self._sender, self._request)
         self.committed: int | None = None
 
@@ -163,14 +142,12 @@ class DurablePort:
         return self._sender.settled
 
     def resume_from(self, step: int) -> None:
-        """``step`` is the last committed one: new workers are brought there."""
+        """Set the last committed step, to which new workers are restored."""
         self.committed = self._sender.settled = step
 
-    def close(self, why: StepAbandoned) -> None:
-        """Another trainer object has taken over: raise ``why`` in threads of this one that still call."""
+    def close(self, why: errors.StepAbandoned) -> None:
+        """Raise ``why`` in threads that still call, since another trainer object has taken over."""
         self._sender.closed = why
-
-    # -- the port -----------------------------------------------------------------------------------------------------
 
     def put(self, value: Any) -> Ref:
         stored = LoggedCall("", 0, None)
@@ -181,19 +158,19 @@ class DurablePort:
         with self.lock:
             is_logged = self.log.is_open and call.call_id != RAW_CALL
             if is_logged:
-                call = preserve_arguments(call, self.inner)
+                call = call_log.preserve_arguments(call, self.inner)
             logged = self.log.link(role, rank, call) if is_logged else LoggedCall(role, rank, call)
             logged.issue(self._sender.send(logged, call.sized))
             if is_logged:
                 self.log.add(logged)
             run: Ref = logged.ref
             ref = run.rebind(self, logged)
-            ref.size = CallProbe(logged) if call.sized else None
+            ref.size = call_log.CallProbe(logged) if call.sized else None
             return ref
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        """The deadline starts again after each recovery."""
-        probes = [isinstance(ref.token, CallProbe) for ref in refs]
+        """Wait as the inner port does; the deadline starts again after each recovery."""
+        probes = [isinstance(ref.token, call_log.CallProbe) for ref in refs]
         calls: list[LoggedCall] = [
             ref.token.call if probe else ref.token for ref, probe in zip(refs, probes, strict=True)
         ]
@@ -206,11 +183,11 @@ class DurablePort:
                 if death is not None:
                     self._recover({}, [death])
                 elif self._record(calls, runs, outcomes):
-                    mark_raised(calls, outcomes)
+                    call_log.mark_raised(calls, outcomes)
                     return outcomes
 
     def _wait_and_publish(self, runs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
-        """Wait as the inner port does, and look in between if a commit can be published."""
+        """Wait as the inner port does, and publish a commit in between once it is written."""
         pause_s = _FIRST_LOOK_S
         # Another thread may publish it, and withdraw the function.
         while (publish := self.publish) is not None and (timeout_s is None or timeout_s > pause_s):
@@ -227,23 +204,21 @@ class DurablePort:
         with self.lock:
             return not any(call.member in members for call in self.log.running())
 
-    def replace_late(self, late: InvocationTimeout) -> None:
-        """End the workers that are late, and rebuild those that replace them without the late call."""
+    def replace_late(self, late: errors.InvocationTimeout) -> None:
+        """End the late workers, and rebuild their replacements without the late call."""
         if not self.opened:
-            raise CallError("workers are replaced from steps() on, not in init()")
+            raise errors.CallError("workers are replaced from steps() on, not in init()")
         role, ranks = late.role, late.late
         with self.lock:
             self.log.drop_late(role, ranks, late.method, self.roles[role].together)
-            deaths = [WorkloadDied("it was late", role=role, rank=rank, method=late.method) for rank in ranks]
+            deaths = [errors.WorkloadDied("it was late", role=role, rank=rank, method=late.method) for rank in ranks]
             for death in deaths:
                 death.incarnation = self._incarnations.get(ProcessId(role, death.rank), 0)
             self._recover({}, deaths)
 
-    # -- steps --------------------------------------------------------------------------------------------------------
-
     def settle(self) -> None:
-        """Wait until every call in the log has succeeded, including those that the trainer did not wait for. Raises a
-        user's error that the trainer has not received yet, or StepAbandoned if a replay diverged."""
+        """Wait until every call in the log has succeeded, even if the trainer did not wait for it. Raises a user's
+        error that the trainer has not received yet, or StepAbandoned if a replay diverged."""
         while True:
             with self.lock:
                 running = self.log.running()
@@ -256,14 +231,13 @@ class DurablePort:
                 if death is not None:
                     self._recover({}, [death])
                 elif self._record(running, runs, outcomes):
-                    log_late(running, outcomes)
+                    call_log.log_late(running, outcomes)
         for call in self.log.all_calls():
             if call.state is CallState.FAILED and call.error is not None:
                 raise call.error
 
     def ask(self, members: Iterable[ProcessId], verb: str, *request: Any) -> dict[ProcessId, Any]:
-        """Send workers a request that is not a call of a step, and wait; all are asked again when one had to be
-        replaced."""
+        """Send workers a request that is not a call of a step, and wait; ask all again if one had to be replaced."""
         recipients = list(members)
         answers = self._request(lambda: [self._sender.ask(member, verb, *request) for member in recipients])
         return dict(zip(recipients, answers, strict=True))
@@ -272,9 +246,9 @@ class DurablePort:
         while True:
             with self.lock:
                 outcomes = self._sender.finish(send())
-                lost = [outcome.error for outcome in outcomes if isinstance(outcome.error, LOST_CALL_ERRORS)]
+                lost = [outcome.error for outcome in outcomes if isinstance(outcome.error, call_log.LOST_CALL_ERRORS)]
                 if lost and self.opened:
-                    self._recover({}, [error for error in lost if isinstance(error, WorkloadDied)])
+                    self._recover({}, [error for error in lost if isinstance(error, errors.WorkloadDied)])
                     continue
             for outcome in outcomes:
                 if outcome.error is not None:
@@ -284,10 +258,10 @@ class DurablePort:
     def begin_step(self, step: int) -> None:
         with self.lock:
             self.step = step
-            self.log.begin_step()
+            self.log.open(self.log.step)
 
     def end_step(self, step: int) -> None:
-        """The calls of ``step`` will not be issued again."""
+        """Drop the calls of ``step``, which will not be issued again."""
         with self.lock:
             self.log.close_step()
             self._sender.settled = step
@@ -308,61 +282,61 @@ class DurablePort:
             else:
                 self._end(call, run, outcome.error)
         if lost and self.opened:
-            self._recover(lost, [error for _, error in lost.values() if isinstance(error, WorkloadDied)])
+            self._recover(lost, [error for _, error in lost.values() if isinstance(error, errors.WorkloadDied)])
         elif lost:
-            ended = self._poll(self.log.all_calls())
-            self._retry_all({**lost, **{call: run for call, run in ended.items() if isinstance(run[1], CallSkipped)}})
+            ended = self._poll(self.log.all_calls()).items()
+            self._retry_all({**lost, **{call: run for call, run in ended if isinstance(run[1], errors.CallSkipped)}})
         return is_current and not lost
 
     def _end(self, call: LoggedCall, run: Ref, error: InvocationError | None) -> None:
-        if isinstance(error, StaleCall):
+        if isinstance(error, errors.StaleCall):
             self._sender.closed = error  # another trainer has taken over: calls of this one could run out of order
             raise error
-        if self.opened and isinstance(error, ReplayDiverged):
-            raise StepAbandoned(self.step, error)
+        if self.opened and isinstance(error, errors.ReplayDiverged):
+            raise errors.StepAbandoned(self.step, error)
         if not call.end(run, error):
-            raise StepAbandoned(self.step, error or RuntimeError("a replay diverged"))
+            raise errors.StepAbandoned(self.step, error or RuntimeError("a replay diverged"))
 
     def _is_lost(self, call: LoggedCall, error: InvocationError) -> bool:
         """Return True if the error is not the call's own, so that issuing it again helps."""
         if not self.opened:
-            return isinstance(error, CallSkipped)  # the call before it has failed on an argument, without its worker
-        if isinstance(error, LOST_CALL_ERRORS):
+            return isinstance(error, errors.CallSkipped)  # an earlier call failed on an argument, without its worker
+        if isinstance(error, call_log.LOST_CALL_ERRORS):
             return True
-        sources = sources_of(call.call) if ProcessId(error.role, error.rank) != call.member else []
+        sources = call_log.sources_of(call.call) if ProcessId(error.role, error.rank) != call.member else []
         self._poll(sources)
-        # It is the error of a call whose result this one takes: has that call been issued again since?
+        # The error is of a call whose result this one takes. Has that call been issued again since?
         return bool(sources) and all(source.error is None for source in sources)
 
     def _poll(self, calls: Iterable[LoggedCall]) -> _LostRuns:
-        """Record the calls that have ended by now; returns the lost ones."""
+        """Record the calls that have ended by now; return the lost ones."""
         running = [(call, call.latest_run) for call in calls if call.is_running]
         outcomes = self.inner.wait([run.probe() for _, run in running], 0.0) if running else []
         lost: _LostRuns = {}
         for (call, run), outcome in zip(running, outcomes, strict=True):
-            if isinstance(outcome.error, LOST_CALL_ERRORS):
+            if isinstance(outcome.error, call_log.LOST_CALL_ERRORS):
                 lost[call] = run, outcome.error
             elif not outcome.late:
                 self._end(call, run, outcome.error)
         return lost
 
-    def _find_death_behind(self, outcomes: Sequence[Outcome]) -> WorkloadDied | None:
-        """The death of another rank of which a user's error is the echo."""
+    def _find_death_behind(self, outcomes: Sequence[Outcome]) -> errors.WorkloadDied | None:
+        """Return the death of another rank if a user's error is its echo."""
         for error in (outcome.error for outcome in outcomes if self.opened and outcome.error is not None):
             traits = self.roles.get(error.role)
-            if isinstance(error, LOST_CALL_ERRORS) or traits is None or not traits.together or traits.size == 1:
+            if isinstance(error, call_log.LOST_CALL_ERRORS) or traits is None or not traits.together:
                 continue
             siblings = [ProcessId(error.role, rank) for rank in range(traits.size) if rank != error.rank]
             questions = [self._sender.ask(member, WHERE) for member in siblings]
-            for outcome in self.inner.wait(questions, GRACE_S):
-                if isinstance(outcome.error, WorkloadDied):
+            for outcome in self.inner.wait(questions, call_log.GRACE_S) if questions else ():
+                if isinstance(outcome.error, errors.WorkloadDied):
                     return outcome.error
         return None
 
     # -- recovery: the lock is held -----------------------------------------------------------------------------------
 
-    def _recover(self, lost: _LostRuns, deaths: Sequence[WorkloadDied]) -> None:
-        """Issue every call of the log that needs it to a living worker, in order."""
+    def _recover(self, lost: _LostRuns, deaths: Sequence[errors.WorkloadDied]) -> None:
+        """Replace dead workers, and issue every call of the log that needs it again, in order."""
         self.recoveries += 1
         self._poll(self.log.all_calls())
         for death in deaths:
@@ -371,13 +345,13 @@ class DurablePort:
             failure = self._rebuild()
             if failure is None:
                 break
-            if isinstance(failure, WorkloadDied):
+            if isinstance(failure, errors.WorkloadDied):
                 self._renew(failure)
         else:
-            raise StepAbandoned(self.step, failure or RuntimeError("a recovery did not end"))
+            raise errors.StepAbandoned(self.step, failure or RuntimeError("a recovery did not end"))
         self._retry_all({**lost, **self._poll(self.log.all_calls())})
 
-    def _renew(self, death: WorkloadDied) -> None:
+    def _renew(self, death: errors.WorkloadDied) -> None:
         if 0 < death.incarnation < self._incarnations.get(ProcessId(death.role, death.rank), 0):
             return  # already replaced
         first_line = str(death).partition("\n")[0]
@@ -395,10 +369,10 @@ class DurablePort:
             self.renewed(renewed)
         is_stateful = any(self.roles[member.role].stateful for member in fresh)
         if self.committed is not None and self.committed < self.ended and is_stateful:
-            raise StepAbandoned(self.step, death)
+            raise errors.StepAbandoned(self.step, death)
 
     def _rebuild(self) -> InvocationError | None:
-        """Repeat the log on new workers. Returns a further failure meanwhile."""
+        """Repeat the log on new workers. Return a further failure."""
         if self.checkpoints is not None and self.checkpoints.spread:
             busy = {call.member for call in self.log.running()}
             if lost := self.transfers.bring(self.checkpoints, list(self._unbuilt), self.committed, busy):
@@ -409,11 +383,11 @@ class DurablePort:
         restores: list[Ref] = []
         if stateful and self.committed is not None:
             if self.checkpoints is None:
-                raise StepAbandoned(self.step, CheckpointMissing("no commits are kept"))
+                raise errors.StepAbandoned(self.step, errors.CheckpointMissing("no commits are kept"))
             request = self.checkpoints.restore_request(self.committed)
             restores = [self._sender.ask(member, RESTORE, request) for member in stateful]
         outcomes = self._sender.finish([*(run.probe() for run in runs), *restores], patient=True)
-        deaths = [outcome.error for outcome in outcomes if isinstance(outcome.error, WorkloadDied)]
+        deaths = [outcome.error for outcome in outcomes if isinstance(outcome.error, errors.WorkloadDied)]
         failure = deaths[0] if deaths else self._record_setup(setup, outcomes)
         if failure is not None:
             return failure
@@ -427,11 +401,11 @@ class DurablePort:
         return None
 
     def _record_setup(self, calls: Sequence[LoggedCall], outcomes: Sequence[Outcome]) -> InvocationError | None:
-        """Record repeated calls of ``init``; returns the first lost one's error."""
+        """Record repeated calls of ``init``; return the error of the first lost one."""
         for call, outcome in zip(calls, outcomes, strict=False):
-            if isinstance(outcome.error, ResultLost):
+            if isinstance(outcome.error, errors.ResultLost):
                 self._issue_sources(call)
-            if isinstance(outcome.error, LOST_CALL_ERRORS):
+            if isinstance(outcome.error, call_log.LOST_CALL_ERRORS):
                 return outcome.error
             if outcome.error is not None and call.error is None:
                 raise outcome.error
@@ -439,10 +413,10 @@ class DurablePort:
         return None
 
     def _discard_commit(self, error: InvocationError) -> None:
-        """A worker cannot restore the last commit: if it is damaged, abandon the step without it."""
+        """Abandon the step without the last commit, which a worker cannot restore, if it is damaged."""
         if is_damage(error) and self.checkpoints is not None and self.committed is not None:
             self.checkpoints.discard(self.committed, str(error.original))
-            raise StepAbandoned(self.step, error)
+            raise errors.StepAbandoned(self.step, error)
         raise error
 
     def _repeat(self, call: LoggedCall) -> Ref:
@@ -456,12 +430,12 @@ class DurablePort:
             if not call.is_current(run):
                 continue  # its worker is new, and the call was issued to it with all others
             if not call.can_retry:
-                raise StepAbandoned(self.step, error) if self.opened else error
-            if isinstance(error, ResultLost):
+                raise errors.StepAbandoned(self.step, error) if self.opened else error
+            if isinstance(error, errors.ResultLost):
                 self._issue_sources(call)
             call.retry(run, self._sender.send(call, sized=True))
 
     def _issue_sources(self, call: LoggedCall) -> None:
-        for source in sources_of(call.call):
+        for source in call_log.sources_of(call.call):
             if source.call is not None:
                 source.issue(self._sender.send(source, sized=True))

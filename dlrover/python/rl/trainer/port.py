@@ -1,24 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The protocols that ``runtime`` implements: the port to the processes of the workers, and what durable steps need.
+"""The protocols that ``runtime`` implements: the port to the workers' processes, and the needs of durable steps.
 
 There are ports for Ray, for the processes of a launcher, and for one process; one contract suite runs against all of
-them. A trainer without :class:`Recovery` and :class:`Checkpoints` runs as well; a failure then ends it.
-"""
+them. A trainer can run without :class:`Recovery` and :class:`Checkpoints`; a failure then ends it."""
 
 import asyncio
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    CheckpointCorrupt,
-    CheckpointMissing,
-    InvocationError,
-    InvocationTimeout,
-    JobFailed,
-    WorkloadDied,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 
@@ -27,20 +19,20 @@ _LOG = get_logger(__name__)
 STRAGGLER_LOG_INTERVAL_S = 15.0
 
 RAW_CALL = (-1, -1)
-"""The call id of a call through a raw handle, which belongs to no step."""
+"""The id of a call through a raw handle, which belongs to no step."""
 
 COMMIT, WRITTEN, RESTORE, PERSIST = "!commit", "!written", "!restore", "!persist"
 READ, STORE, HELD = "!read", "!store", "!held"
 FORGET, WHERE = "!forget", "!where"
-"""Requests to a worker beside its workload's methods; no method can have such a name. See ``MemberHost``."""
+"""Requests to a worker that are not methods of its workload, and no valid names of methods. See ``MemberHost``."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """The commits that a worker's state agrees with: each from ``since`` to ``at``, together with the kept calls of
-    later steps; none if both are None. ``touched`` is the latest step that it has taken part in, 0 for none; it has
-    forgotten the results of its calls up to step ``settled``. ``deterministic``: a call that is repeated gives the same
-    result again."""
+    """The position of a worker. Its state agrees with each commit from ``since`` to ``at``, together with the calls of
+    later steps that it keeps; with none if both are None. ``touched`` is the latest step that it took part in, 0 for
+    none; it has forgotten the results of its calls up to step ``settled``. ``deterministic``: a repeated call gives the
+    same result again."""
 
     since: int | None = 0
     at: int | None = 0
@@ -67,8 +59,8 @@ class Call(NamedTuple):
 
 @dataclass(eq=False, repr=False)  # not frozen: each call makes some, and a frozen one sets its fields one by one
 class Ref:
-    """A result that may be pending, or a stored value (``role`` is ``""``); ``token`` and ``size`` are the port's
-    handles of the value and of its row count, if that was asked for; ``incarnation`` 0 is unknown."""
+    """A result that may be pending, or a stored value (``role`` is ``""``). ``token`` and ``size`` are the port's
+    handles of the value and, if requested, of its row count; ``incarnation`` 0 is unknown."""
 
     port: "Port"
     token: Any
@@ -82,13 +74,13 @@ class Ref:
         return gather([self], timeout)[0]
 
     def probe(self) -> "Ref":
-        """A ref that tells whether the call succeeded, without fetching its value if the row count was asked for."""
+        """Return a ref that tells whether the call succeeded; it avoids the value if the row count was requested."""
         if self.size is None:
             return self
         return Ref(self.port, self.size, self.size, self.role, self.rank, self.method, self.incarnation)
 
     def rebind(self, port: "Port", token: Any) -> "Ref":
-        """The ref that a port around this one's hands out for the same call."""
+        """Return the ref that an outer port hands out for the same call."""
         return Ref(port, token, None, self.role, self.rank, self.method)
 
     def __repr__(self) -> str:
@@ -98,9 +90,9 @@ class Ref:
         return asyncio.to_thread(self.result).__await__()
 
     def __reduce__(self) -> Any:
-        raise CallError(
+        raise errors.CallError(
             f"a pending result of {self.role}.{self.method} is nested too deep in an argument: "
-            "pass it as an argument of its own or in a list"
+            "pass it as a separate argument or in a list"
         )
 
 
@@ -124,9 +116,9 @@ class Port(Protocol):
 
 
 class Pending(list[Ref]):
-    """The refs of a call that was not waited for, one for each model replica of ``replica`` consecutive ranks: its
-    first rank's, though every rank must succeed. :meth:`result` applies ``post_func``, but an argument of a call is not
-    changed by it."""
+    """The refs of a call that was not waited for: the first rank's of each model replica of ``replica`` consecutive
+    ranks, though every rank must succeed. :meth:`result` applies ``post_func``; as an argument of a call it is not
+    applied."""
 
     is_pending = True
     __eq__ = object.__eq__
@@ -149,7 +141,7 @@ class Pending(list[Ref]):
         return list(self._refs)
 
     def result(self, timeout: float | None = None) -> Any:
-        """Wait for every worker's result, at most ``timeout`` seconds; ``post_func`` is applied. Raises as
+        """Wait for every worker's result, at most ``timeout`` seconds, and apply ``post_func``. Raises as
         :func:`gather`."""
         values = gather(self._refs, timeout)[:: self._replica]
         return values if self.post_func is None else self.post_func(values)
@@ -163,10 +155,8 @@ class Pending(list[Ref]):
 
 
 def gather(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
-    """Wait for all refs of one call; without a deadline, late ranks are logged every ``STRAGGLER_LOG_INTERVAL_S``.
-
-    Raises InvocationTimeout, which names the late ranks and holds the results that arrived, or the first failed rank's
-    InvocationError at once."""
+    """Wait for all refs of one call; without a deadline, log late ranks every ``STRAGGLER_LOG_INTERVAL_S``. Raises the
+    first InvocationError at once, or InvocationTimeout with the late ranks and the results that arrived."""
     if not refs:
         return []
     port = refs[0].port
@@ -181,7 +171,7 @@ def gather(refs: Sequence[Ref], timeout_s: float | None) -> list[Any]:
             return [outcome.value for outcome in outcomes]
         if timeout_s is not None:
             arrived = {ref.rank: outcome.value for ref, outcome in zip(refs, outcomes, strict=True) if not outcome.late}
-            raise InvocationTimeout(
+            raise errors.InvocationTimeout(
                 role=refs[0].role, method=refs[0].method, timeout_s=timeout_s, late=late, arrived=arrived
             )
         waited_s += STRAGGLER_LOG_INTERVAL_S
@@ -207,7 +197,7 @@ class Renewed:
 @dataclass(frozen=True)
 class RoleTraits:
     """The properties of a role that matter to recovery. ``together``: its ranks meet in collectives, so all restart
-    when one fails."""
+    if one fails."""
 
     size: int
     stateful: bool = False
@@ -224,7 +214,7 @@ def members_of(roles: Mapping[str, RoleTraits], stateful_only: bool = False) -> 
 
 
 class Recovery:
-    """Replaces lost workers; this one none. ``fresh``: the workers hold no state of an earlier epoch."""
+    """Replaces lost workers; this base class none. ``fresh``: the workers hold no state of an earlier epoch."""
 
     epoch: int = 1
     fresh: bool = True
@@ -234,25 +224,24 @@ class Recovery:
         return {}
 
     def renew(self, role: str, rank: int, incarnation: int, why: str) -> Renewed:
-        """Block until the port calls a later incarnation of the worker, and of all others that restart with it. Returns
-        at once if it does already. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there
-        will be no replacement."""
-        raise JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
+        """Block until the port calls a later incarnation of the worker, and of all that restart with it; return at once
+        if it already does. ``incarnation`` is the dead one (0: unknown). Thread safe. Raises JobFailed if there will be
+        no replacement."""
+        raise errors.JobFailed(f"{ProcessId(role, rank)} is lost, and nothing replaces it here: {why}")
 
     def opened(self) -> None:
-        """The trainer has entered ``steps()``: failures are recovered from here on. Called once in each epoch."""
+        """Called once in each epoch, when the trainer enters ``steps()``: from here on failures are recovered."""
 
     def began(self, step: int, /) -> None:
-        """Must return at once."""
+        """Called at the start of a step; must return at once."""
 
     def progressed(self, step: int, /) -> None:
-        """Must return at once."""
+        """Called after a commit; must return at once."""
 
 
 @dataclass(frozen=True)
 class LastCommit:
-    """The last commit, even if it is lost, and the latest incarnation of each stateful worker whose state was
-    committed."""
+    """The last commit, even if it is lost, and the latest incarnation of each stateful worker in it."""
 
     step: int
     incarnations: Mapping[ProcessId, int]
@@ -260,8 +249,8 @@ class LastCommit:
 
 @dataclass(frozen=True, eq=False)
 class Transfer:
-    """Files on their way from one worker's node to another's, in ``parts``: each is the argument of ``READ`` to the
-    source, and of ``STORE`` to the target together with what was read, or with ``content`` if there is no source."""
+    """Files on their way from one worker's node to another's, in ``parts``. Each part is the argument of ``READ`` to
+    the source, and of ``STORE`` to the target, with the content that was read or, without a source, ``content``."""
 
     target: ProcessId
     parts: tuple[Any, ...]
@@ -270,93 +259,91 @@ class Transfer:
 
 
 class Checkpoints(Protocol):
-    """A store for commits. The trainer passes its requests on to the workers unread."""
+    """A store for commits. The trainer passes its requests to the workers without reading them."""
 
     run: str
-    """The id of the run whose commits it keeps. It may begin with another run's commits."""
+    """The id of the run whose commits it keeps; it may begin with another run's commits."""
 
     spread: bool
-    """Whether commits are in the memories of several nodes: then the trainer makes the transfers, and tells what the
-    nodes hold."""
+    """True if commits are in the memory of several nodes: then the trainer makes the transfers, and reports the
+    contents of the nodes."""
 
     last_known: LastCommit | None
-    """The last commit, None for none: even if it is lost, it tells workers that hold its state from those that
-    replaced them."""
+    """The last commit, None for none. Even if it is lost, it tells workers that hold its state from new ones."""
 
     roots: Any
-    """The argument of ``HELD``: which commits a node has."""
+    """The argument of ``HELD``, the request for the commits on a node."""
 
     def newest(self) -> int | None:
-        """The step of the newest generation that is intact as far as can be seen from here, None before the first
-        commit. Damaged ones are set aside and logged. Raises CheckpointMissing if all generations are lost."""
+        """Return the step of the newest commit that looks intact from here, None before the first one. Discard damaged
+        commits, with a log line. Raises CheckpointMissing if all are lost."""
 
     def load(self, step: int) -> Mapping[str, Any]:
-        """The trainer's state of the generation that :meth:`newest` returned; raises CheckpointCorrupt,
+        """Return the trainer's state in the commit that :meth:`newest` returned. Raises CheckpointCorrupt,
         CheckpointMissing."""
 
     def discard(self, step: int, why: str) -> None:
-        """Set the generation of ``step`` aside: a worker could not read its part."""
+        """Discard the commit of ``step``: a worker could not read its part."""
 
     def restore_request(self, step: int) -> Any:
-        """The argument of ``RESTORE``: go back to ``step``."""
+        """Return the argument of ``RESTORE``, the request to go back to ``step``."""
 
     @property
     def adapts(self) -> bool:
-        """Commits may be several steps apart, if the steps are deterministic."""
+        """True if commits may be several steps apart, provided that the steps are deterministic."""
 
     def set_deterministic(self, deterministic: bool) -> None:
-        """Say whether repeated steps give the same results again."""
+        """Set whether repeated steps give the same results again."""
 
     def is_due(self, step: int, last: bool) -> bool:
         """Return True if ``step``, which has just ended, is to be committed. ``last``: no step follows."""
 
     def commit_request(self, step: int, last: bool) -> Any:
-        """The argument of ``COMMIT``: begin to write the state after ``step``."""
+        """Return the argument of ``COMMIT``, the request to begin to write the state after ``step``."""
 
     def save(self, step: int, state: Mapping[str, Any]) -> None:
-        """Write the trainer's state after ``step``, whose commit was asked for."""
+        """Write the trainer's state after ``step``, whose commit was requested."""
 
     def written_request(self, waits: bool) -> Any:
-        """The argument of ``WRITTEN``: answer like ``COMMIT``, once the state is written if it ``waits``."""
+        """Return the argument of ``WRITTEN``: answer like ``COMMIT``, once the state is written if it ``waits``."""
 
     def copies(self, answers: Mapping[ProcessId, Any], nodes: Mapping[ProcessId, str]) -> list[Transfer] | None:
-        """The transfers that make the commit outlive the loss of a node; None while a worker still writes its
-        state."""
+        """Return the transfers that let the commit survive a node's loss; None while a worker writes its state."""
 
     def commit(self, step: int, answers: Mapping[ProcessId, Any], copied: Mapping[Transfer, str]) -> None:
-        """Make ``step`` a generation of the workers' answers; ``copied`` has the node of each transfer that has
-        arrived. Raises StaleEpoch."""
+        """Make ``step`` a commit of the workers' answers; ``copied`` has the node of each transfer that has arrived.
+        Raises StaleEpoch."""
 
     def trainers_copy(self, nodes: Mapping[ProcessId, str]) -> list[Transfer]:
-        """The transfer of the trainer's part of the last commit."""
+        """Return the transfer of the trainer's part of the last commit."""
 
     def transfers_to(self, step: int, members: Collection[ProcessId], nodes: Mapping[ProcessId, str]) -> list[Transfer]:
-        """What the nodes of ``members`` lack to restore ``step``."""
+        """Return the transfers that the nodes of ``members`` need to restore ``step``."""
 
-    def found(self, held: Mapping[str, Any]) -> None:
+    def found(self, commits: Mapping[str, Any]) -> None:
         """Take note of the answer of each node that has workers, before :meth:`newest`."""
 
     def persist_request(self) -> Any:
-        """The argument of ``PERSIST``: finish the copy to the job's directory. None if there is nothing to copy."""
+        """Return the argument of ``PERSIST``: finish the copy in ``job_dir``. None if there is nothing to copy."""
 
     def persisted(self, answers: Mapping[ProcessId, Any]) -> None:
-        """Publish the copy, of which every worker has finished its part."""
+        """Publish the copy, once every worker has finished its part."""
 
 
-def gone_incarnation(incarnation: int, role: str, rank: int, method: str) -> WorkloadDied:
-    """The error of a call to an incarnation whose process goes on as a later one."""
-    died = WorkloadDied("its peers are being replaced, and it joins them", role=role, rank=rank, method=method)
+def gone_incarnation(incarnation: int, role: str, rank: int, method: str) -> errors.WorkloadDied:
+    """Return the error of a call to an incarnation whose process continues as a later one."""
+    died = errors.WorkloadDied("its peers are being replaced, and it joins them", role=role, rank=rank, method=method)
     died.incarnation = incarnation
     return died
 
 
 def is_damage(error: BaseException) -> bool:
     original = error.original if isinstance(error, InvocationError) else error
-    return isinstance(original, CheckpointCorrupt | CheckpointMissing)
+    return isinstance(original, errors.CheckpointCorrupt | errors.CheckpointMissing)
 
 
 BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
-"""Upper bounds in seconds; one bucket more is unbounded."""
+"""Upper bounds in seconds; one more bucket is unbounded."""
 
 CallCounts = Mapping[tuple[str, str], tuple[float, ...]]
-"""(role, method) to the count of each bucket, and the sum of seconds as the last value."""
+"""(role, method) to the count of each bucket; the last value is the sum of seconds."""

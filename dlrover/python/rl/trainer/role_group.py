@@ -22,8 +22,8 @@ _INLINE_BYTES = 1024
 
 @dataclass
 class CallCounter:
-    """Numbers the calls of a trainer: ``(step, n)``. A caller holds the lock until its call is sent, so that calls from
-    several threads are sent in the order of their numbers."""
+    """Numbers the calls of a trainer: ``(step, n)``. A caller holds the lock until its call is sent, so that several
+    threads send calls in the order of their numbers."""
 
     step: int = 0
     count: int = 0
@@ -86,7 +86,7 @@ class Invocation:
     settings: InvocationOptions
 
     def options(self, **options: Any) -> "Invocation":
-        """The same method with some of its ``trainer_invocation`` options changed for this call."""
+        """Return the same method with some of its ``trainer_invocation`` options changed for this call."""
         return Invocation(self.group, self.method, self.settings.replace(**options))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class Invocation:
         return refs, replica
 
     def _divide(self, value: Any, name: str, shards: int, replica: int) -> list[Any]:
-        """The part of an argument for each shard, of ``replica`` workers."""
+        """Return the part of an argument for each shard, which ``replica`` workers get."""
         label = f"{self.group.role}.{self.method}: argument {name}"
         pending, auto_shard = unwrap(value), self.settings.auto_shard and self.settings.target == "ALL"
         if isinstance(pending, Pending) and pending.post_func is not None:
@@ -137,8 +137,8 @@ class Invocation:
 
 
 def _store(value: Any, readers: int, label: str, port: Port) -> Any:
-    """Store a value that several workers take once, and pass its ref; likewise one that may not be serializable, which
-    must show before any worker begins the call."""
+    """Store a value once that several workers take, and return its ref. Also store one that may not be serializable,
+    since that must show before any worker begins the call."""
     if isinstance(value, Ref | Rows) or (isinstance(value, list) and any(isinstance(item, Ref) for item in value)):
         return value
     if isinstance(value, _SCALARS) and sys.getsizeof(value) <= _INLINE_BYTES:
@@ -169,7 +169,7 @@ def public_methods(workload_class: type[Any]) -> list[str]:
 
 
 def replicas_of(workload_class: type[Any], config: Any, world_size: int) -> int:
-    """The workload class's data-parallel size; raises CallError if it does not divide ``world_size``."""
+    """Return the workload class's data-parallel size. Raises CallError if it does not divide ``world_size``."""
     size = int(workload_class.data_parallel_size(config, world_size))
     if size < 1 or world_size % size:
         raise CallError(

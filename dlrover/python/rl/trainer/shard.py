@@ -53,7 +53,7 @@ class Replicate:
 @dataclass(frozen=True)
 class Rows:
     """One shard of pending results: part ``index`` of ``count`` of the joined rows of ``parts``, or the ``chosen`` rows
-    in their order."""
+    in this order."""
 
     parts: Sequence[Any]
     index: int
@@ -62,8 +62,8 @@ class Rows:
 
 
 def divide(value: Any, shards: int, auto_shard: bool, label: str) -> list[Any] | None:
-    """Return one part per shard, or None when ``value`` goes to every worker whole. Raises ShardError; ``label`` names
-    the argument."""
+    """Return one part per shard, or None if every worker gets all of ``value``. Raises ShardError; ``label`` names the
+    argument."""
     if isinstance(value, Replicate):
         return None
     if isinstance(value, Shard):
@@ -153,7 +153,7 @@ def split(value: Any, shards: int, label: str, by: str = "rows") -> list[Any]:
 
 
 def _chunk(value: Any, shards: int, label: str) -> list[Any]:
-    """Of another library's object of rows, such as verl's ``DataProto``."""
+    """Split another library's object of rows, such as verl's ``DataProto``, by its method ``chunk``."""
     kind = type(value).__name__
     if hasattr(value, "shape") or not callable(getattr(value, "chunk", None)):
         raise ShardError(f"{label} is {kind}, which has no rows to split; wrap it in Replicate(...)")
@@ -167,8 +167,8 @@ def _chunk(value: Any, shards: int, label: str) -> list[Any]:
 
 
 def take_rows(rows: Rows, sizes: Sequence[int | None], fetch: Callable[[Any], Any]) -> Any:
-    """Resolve one shard of pending results: ``fetch`` gets the values of the parts that it needs, whose row counts are
-    ``sizes`` (None: no rows). Raises ShardError."""
+    """Resolve one shard of pending results: ``fetch`` gets the values of the parts that it needs; ``sizes`` are the row
+    counts of all parts (None: no rows). Raises ShardError."""
     row_counts = [size for size in sizes if size is not None]
     if len(row_counts) != len(sizes):
         raise ShardError("Shard(...) of pending results needs results with rows (list, tuple, array or Batch)")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The steps of a trainer: where they begin, and the commit at the end of each."""
+"""The steps of a trainer: the commit from which they begin, and the commit at the end of each."""
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -7,13 +7,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    CheckpointCorrupt,
-    CheckpointMissing,
-    InvocationError,
-    StepAbandoned,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.trainer.durable import DurablePort
@@ -45,8 +40,8 @@ _LEFT = "\0left"  # beside the names of a user's state
 
 @dataclass(frozen=True)
 class Attempt:
-    """One trainer object of a process: how many were before it, whether one of them had entered ``steps()``, and why
-    the last one was abandoned."""
+    """One trainer object of a process: the number of objects before it, whether one of them has entered ``steps()``,
+    and the reason for which the last one was abandoned."""
 
     number: int = 0
     opened: bool = False
@@ -59,12 +54,12 @@ class _Pending:
 
     step: int
     answers: Mapping[ProcessId, Any]
-    copied: Mapping[Transfer, str] | None = None  # None: not all are written
+    copied: Mapping[Transfer, str] | None = None  # None: not all states are written
 
 
 class Steps:
-    """The steps of one trainer object. Without ``recovery`` a lost worker ends it; without ``checkpoints`` nothing is
-    committed."""
+    """The steps of one trainer object. Without ``recovery`` a lost worker ends it; without ``checkpoints`` there are no
+    commits."""
 
     def __init__(
         self,
@@ -74,33 +69,32 @@ class Steps:
         roles: Mapping[str, RoleTraits],
         attempt: Attempt,
     ) -> None:
-        self._recovery = recovery or Recovery()
         self._recovers, self._checkpoints, self._attempt = recovery is not None, checkpoints, attempt
+        recovery = recovery or Recovery()
         # After an earlier trainer, or trainer object, workers may have been replaced already.
-        opened = attempt.opened or not self._recovery.fresh
-        self.port = DurablePort(port, self._recovery, roles, checkpoints, opened)
+        self.port = DurablePort(port, recovery, roles, checkpoints, opened=attempt.opened or not recovery.fresh)
         self.counter = CallCounter()
         self.state: dict[str, Any] = {}
-        info = self._recovery.restart_info
+        info = recovery.restart_info
         self.restart_info = replace(info, count=info.count + attempt.number, reason=attempt.reason or info.reason)
         self.commits = 0
         self._pending: _Pending | None = None
-        self._as_new = set(members_of(self.port.roles)) if self._recovery.fresh and not attempt.number else set()
+        self._as_new = set(members_of(self.port.roles)) if recovery.fresh and not attempt.number else set()
         self._loaded = False
         self._is_open = False
         self._running = 0  # the step whose body runs, or was left by break or return
         self._loops = 0
-        self._left: list[int] = []  # of each loop until now the step in which it was left, 0 if it ran to its end
+        self._left: list[int] = []  # the step in which each loop so far was left, 0 if it ran to its end
 
     def run(self, total: int) -> Iterator[int]:
-        """Yield the steps after the last commit up to ``total``, and end each, mostly with a commit, after its body.
+        """Yield the steps after the last commit up to ``total``; end each after its body, usually with a commit.
 
         ::
 
             open ---> begin --> the user's body --> end -----.--> begin what comes after the loop
                         '<-----------------------------------'
 
-        A body that is left ends with what comes after it: another loop, or the end of ``fit``.
+        A body that is left by break or return ends at the next loop or the end of ``fit``.
         """
         self._commit_left_step()
         ended = self.open()
@@ -115,17 +109,17 @@ class Steps:
         self.begin(max(ended, total) + 1)
 
     def open(self) -> int:
-        """Bring trainer and workers to the newest commit; returns its step. A second loop continues after the first."""
+        """Restore trainer and workers to the newest commit; return its step. Later calls return the last ended step."""
         if self._is_open:
             return self.port.ended
         self._is_open = True
         if self._recovers and not self._attempt.opened:
-            self._recovery.opened()
+            self.port.recovery.opened()
         self.port.opened = self._recovers
         self.port.settle()
-        self.port.log.end()
+        self.port.log.open(None)
         if self.port.log.overflowed:
-            _LOG.warning("too many calls between init() and steps(): a new worker repeats only those of init()")
+            _LOG.warning("too many calls between init() and steps(): a new worker repeats only the calls in init()")
         if self._checkpoints is not None and self._checkpoints.spread:
             nodes = self.port.transfers.nodes
             self.port.transfers.locate(self.port.ask(members_of(self.port.roles), WHERE))
@@ -146,10 +140,10 @@ class Steps:
             return  # the calls after a loop belong to the first step of the next one
         self.counter.open(step)
         self.port.begin_step(step)
-        self._recovery.began(step)
+        self.port.recovery.began(step)
 
     def end(self, step: int, last: bool = False) -> None:
-        """End a step: publish the commit before, and begin one of this step's states if it is due. Repeated if a
+        """End a step: publish the previous commit, and begin one of this step's states if it is due. Repeat both if a
         failure was recovered in between."""
         is_due = self._checkpoints is not None and (step == 0 or self._checkpoints.is_due(step, last))
         pending, is_whole = None, False
@@ -176,7 +170,7 @@ class Steps:
             self.port.publish = self._publish_if_idle
 
     def _complete(self, checkpoints: Checkpoints, pending: _Pending, asks: bool, waits: bool) -> bool:
-        """Send the states to other nodes once all are written; returns False before. ``asks`` the workers again."""
+        """Send the states to other nodes once all are written; return False before. ``asks``: ask the workers again."""
         if pending.copied is not None:
             return True
         transfers = self.port.transfers
@@ -189,7 +183,7 @@ class Steps:
         return copies is not None
 
     def _publish(self, waits: bool = False) -> bool:
-        """Make the pending states a commit if all are written. Returns False if they are not."""
+        """Make the pending states a commit if all are written; return False if they are not."""
         pending, checkpoints = self._pending, self._checkpoints
         if pending is None or checkpoints is None:
             return True
@@ -205,7 +199,7 @@ class Steps:
         return True
 
     def _publish_if_idle(self) -> None:
-        """Publish the pending commit unless a worker is busy that takes part in it: it would answer later."""
+        """Publish the pending commit, unless a worker of it is busy and would answer later."""
         is_spread = self._checkpoints is not None and self._checkpoints.spread
         if self.port.are_idle(members_of(self.port.roles, stateful_only=not is_spread)):
             self._publish()
@@ -214,17 +208,17 @@ class Steps:
         self.port.committed = step
         self.commits += step > 0
         if step > 0:
-            self._recovery.progressed(step)
+            self.port.recovery.progressed(step)
 
     def _commit_left_step(self, last: bool = False) -> None:
-        """A trainer of this run that goes on after this commit does not run on in the loop."""
+        """Commit a step whose loop was left; a trainer that continues from this commit does not resume the loop."""
         if self._running:
             self._left += [0] * (self._loops - len(self._left))
             self._left[self._loops - 1] = self._running
             self.end(self._running, last)
 
     def finish(self) -> None:
-        """After ``fit``: wait for its running calls, the last commit, and its copy in the job's directory."""
+        """Wait, after ``fit``, for its running calls, the last commit, and its copy in the job's directory."""
         self._commit_left_step(last=True)
         self.port.settle()
         self._publish(waits=True)
@@ -235,13 +229,13 @@ class Steps:
                 self._checkpoints.persisted(
                     self.port.ask(members_of(self.port.roles, stateful_only=True), PERSIST, request)
                 )
-        except (InvocationError, CheckpointCorrupt, CheckpointMissing, OSError) as error:
+        except (InvocationError, errors.CheckpointCorrupt, errors.CheckpointMissing, OSError) as error:
             _LOG.warning("the last commit is not in the job's directory: %s", error)
 
     @contextmanager
     def setup(self) -> Iterator[None]:
-        """Calls inside are those of ``init``. They and those up to the first step are repeated on each new worker."""
-        self.port.log.begin_setup()
+        """Record the calls of ``init``, which each new worker repeats with all further calls up to the first step."""
+        self.port.log.open(self.port.log.setup)
         yield
         self.port.log.end_init()
 
@@ -259,9 +253,9 @@ class Steps:
             lost = ""
             try:
                 step = self._checkpoints.newest()
-            except CheckpointMissing as error:
+            except errors.CheckpointMissing as error:
                 step, lost = None, str(error)
-            if step is None:  # the workers are as init left them
+            if step is None:
                 self._start_over(lost)
                 self.end(0, last=True)
                 return 0
@@ -272,7 +266,7 @@ class Steps:
                 self._left = list(left) if run == self._checkpoints.run else []
                 self._bring_members_to(step)
                 self._send_own_part(self._checkpoints)
-            except (InvocationError, CheckpointCorrupt, CheckpointMissing) as error:
+            except (InvocationError, errors.CheckpointCorrupt, errors.CheckpointMissing) as error:
                 if not is_damage(error):
                     raise
                 self._checkpoints.discard(step, str(error).partition("\n")[0])
@@ -280,7 +274,7 @@ class Steps:
                 return step
 
     def _send_own_part(self, checkpoints: Checkpoints) -> None:
-        """The trainer's part of the last commit to another node; the trainer before may have ended before it did so."""
+        """Send the trainer's part of the last commit to another node, if an earlier trainer could not."""
         self.port.transfers.make(checkpoints.trainers_copy(self.port.transfers.nodes))
 
     def _bring_members_to(self, step: int) -> None:
@@ -299,8 +293,8 @@ class Steps:
             self.port.ask(behind, RESTORE, self._checkpoints.restore_request(step))
 
     def _members_not_at(self, step: int) -> list[ProcessId]:
-        """The stateful workers that must be restored to ``step``. Ranks that meet in collectives are restored together:
-        the others would otherwise answer from kept results while one waits for them."""
+        """Return the stateful workers that must be restored to ``step``. Ranks that meet in collectives are restored
+        together, since the others would answer from kept results while one waits for them."""
         members = members_of(self.port.roles, stateful_only=True)
         standings = self.port.ask(members, WHERE)
         behind = {member for member, standing in standings.items() if not standing.agrees_with(step)}
@@ -308,10 +302,10 @@ class Steps:
         return [member for member in members if member in behind or member.role in roles]
 
     def _start_over(self, lost: str) -> None:
-        """Begin at step 1, because no commit is left; ``lost`` describes the lost ones, ``""`` if none is known.
+        """Begin at step 1, since no commit is left; ``lost`` describes the lost ones, ``""`` if none is known.
 
-        Raises CheckpointMissing if a worker that was not replaced holds the state of a later step; StepAbandoned if a
-        lost commit was partly loaded: its holders are replaced, and another trainer object begins."""
+        Raises CheckpointMissing if a worker that was not replaced holds the state of a later step, StepAbandoned after
+        replacing the workers that have loaded a part of a lost commit."""
         standings = self.port.ask(members_of(self.port.roles, stateful_only=True), WHERE)
         moved = [
             member
@@ -321,30 +315,28 @@ class Steps:
         commit = self._checkpoints.last_known if self._checkpoints is not None else None
         last = max([standing.touched for standing in standings.values()] + [commit.step if commit else 0])
         summary = f"{lost or 'no commit is left to go back to'}; the steps up to {last} are lost"
-        current = self._recovery.incarnations()
+        current = self.port.recovery.incarnations()
         writers: Mapping[ProcessId, int] = commit.incarnations if commit is not None else {}
         survivors = [member for member in moved if member not in writers or current.get(member, 0) <= writers[member]]
         if survivors:
             names = ", ".join(map(str, survivors))
-            raise CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
+            raise errors.CheckpointMissing(f"{summary}, and {names} cannot begin again: they hold a later state")
         if moved or self._loaded:
             for member in moved:
-                self._recovery.renew(
-                    member.role, member.rank, current[member], "it holds a part of a commit that is lost"
-                )
+                self.port.recovery.renew(member.role, member.rank, current[member], "it holds a part of a lost commit")
             self.port.resume_from(0)
-            raise StepAbandoned(1, CheckpointMissing(summary))
+            raise errors.StepAbandoned(1, errors.CheckpointMissing(summary))
         if lost or self.restart_info.count:
             _LOG.warning(
                 "%s; all stateful workers are new: the job begins again at step 1", summary if lost else "no commit"
             )
 
     def _asked(self, act: Callable[..., T], *args: Any) -> T:
-        """``act`` of the checkpoints. Raises StepAbandoned if what it needs is lost."""
+        """Call ``act`` of the checkpoints. Raises StepAbandoned if it needs something that is lost."""
         try:
             return act(*args)
-        except (CheckpointCorrupt, CheckpointMissing) as error:
-            raise StepAbandoned(self.port.step, error) from error
+        except (errors.CheckpointCorrupt, errors.CheckpointMissing) as error:
+            raise errors.StepAbandoned(self.port.step, error) from error
 
 
 def dump_state(state: Mapping[str, Any], run: str = "", left: Sequence[int] = ()) -> dict[str, Any]:
@@ -356,8 +348,8 @@ def dump_state(state: Mapping[str, Any], run: str = "", left: Sequence[int] = ()
 
 
 def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> tuple[str, Sequence[int]]:
-    """Load objects in place, and replace plain values; returns which ``run`` had ``left`` loops. Raises CallError if an
-    object is missing from ``state``."""
+    """Load objects in place, and replace plain values; return the run that left loops, and in which steps. Raises
+    CallError if an object is missing from ``state``."""
     left: tuple[str, Sequence[int]] = ("", ())
     for name, entry in saved.items():
         if name == _LEFT:
@@ -369,15 +361,15 @@ def load_state(state: dict[str, Any], saved: Mapping[str, Any]) -> tuple[str, Se
         elif hasattr(state.get(name), "load_state_dict"):
             state[name].load_state_dict(entry["object"])
         else:
-            raise CallError(f"self.state['{name}'] was saved from an object: put it there in init(), before steps()")
+            raise errors.CallError(f"self.state['{name}'] was saved from an object: put one there in init()")
     return left
 
 
 class StepPace:
-    """Over the last ``kept`` reports, so that a slow start or an outage does not count for long."""
+    """The pace over the last ``window`` reports, so that a slow start or an outage does not count for long."""
 
-    def __init__(self, kept: int = 20) -> None:
-        self._seen: deque[tuple[int, float]] = deque(maxlen=kept)
+    def __init__(self, window: int = 20) -> None:
+        self._seen: deque[tuple[int, float]] = deque(maxlen=window)
 
     def note(self, step: int, now_s: float) -> None:
         if self._seen and step <= self._seen[-1][0]:  # steps are repeated after a recovery

@@ -3,18 +3,13 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, Protocol, TypeAlias
+from typing import Any, ClassVar, Literal, TypeAlias
 
-from dlrover.python.rl.common.errors import (
-    CallError,
-    InvocationError,
-    InvocationTimeout,
-    StepAbandoned,
-    UnknownMethod,
-    WorkloadDied,
-)
+from dlrover.python.rl.common import errors
+from dlrover.python.rl.common.errors import InvocationError
 from dlrover.python.rl.common.log import cut_middle, get_logger
 from dlrover.python.rl.common.names import RLRoleType, hint
 from dlrover.python.rl.trainer.plan import TrainerPlan
@@ -37,10 +32,10 @@ class StepReport:
     total_steps: int
     metrics: Mapping[str, float]
     calls: CallCounts = field(default_factory=dict)
-    """How long calls took since the last report, where the runtime measures it."""
+    """Durations of the calls since the last report, if the runtime measures them."""
 
     pending: Mapping[str, int] = field(default_factory=dict)
-    """Role to its calls that were under way or waited for their worker."""
+    """Role to the number of its calls that were under way or waited for their worker."""
 
     commit_bytes: int = 0
     """Written by commits since the last report."""
@@ -50,7 +45,7 @@ Reporter: TypeAlias = Callable[[StepReport], None]
 """Receives step reports; must return at once."""
 
 Announcer: TypeAlias = Callable[[str], None]
-"""Receives what a run does until its next step report, for people; must return at once."""
+"""Receives the activity of a run until its next step report, for people; must return at once."""
 
 
 RunEnd: TypeAlias = Literal["finished", "failed", "stopped"]
@@ -64,17 +59,10 @@ def report_nothing(report: StepReport) -> None:
     pass
 
 
-class ResultFiles(Protocol):
-    """The files that a trainer writes into ``job_dir``, where that is a copy of a folder elsewhere."""
-
-    def fetch(self) -> None: ...
-    def upload(self) -> None: ...
-
-
 @dataclass(frozen=True)
 class TrainerLink:
-    """Connects a trainer to its runtime, which binds it after construction. Without ``recovery`` a lost worker ends the
-    trainer; without ``checkpoints`` nothing is committed."""
+    """The connection of a trainer to its runtime, which binds it after construction. Without ``recovery`` a lost worker
+    ends the trainer; without ``checkpoints`` there are no commits."""
 
     port: Port
     report: Reporter
@@ -83,11 +71,16 @@ class TrainerLink:
     resources: Mapping[str, Mapping[str, float]] = field(default_factory=dict)
     recovery: Recovery | None = None
     checkpoints: Checkpoints | None = None
-    is_loss: Callable[[BaseException], bool] = lambda error: False  # of an error of the runtime's own functions
+    is_loss: Callable[[BaseException], bool] = lambda error: False  # True for a loss that the runtime itself reports
     announce: Announcer = announce_nothing
-    files: ResultFiles | None = None
+    files: AbstractContextManager[object] = field(default_factory=nullcontext)  # entered around the run
     results: Any = None
-    full_sizes: Mapping[str, int] = field(default_factory=dict)  # of roles that lack workers for want of places
+    full_sizes: Mapping[str, int] = field(default_factory=dict)  # of roles that have fewer workers for lack of places
+
+
+def _handles_of(role: RLRoleType) -> list[Any]:
+    """Return a property with the handles of a role's workers."""
+    return property(lambda trainer: trainer.actor_handles.get(role, []))  # type: ignore[return-value]
 
 
 class BaseTrainer(ABC):
@@ -127,16 +120,15 @@ class BaseTrainer(ABC):
         """Train."""
 
     def on_end(self, outcome: RunEnd) -> None:
-        """Called when the run has failed or was stopped: not before its step is repeated, nor in a process that is
-        killed. Another thread may be in :meth:`fit`. A runtime may start the trainer again all the same."""
+        """Called when the run has failed or was stopped, but not before its step is repeated, nor in a process that is
+        killed. Another thread may be in :meth:`fit`. A runtime may still start the trainer again."""
 
     def steps(self, total_steps: int) -> Iterator[int]:
         """Yield the steps after the last committed one up to ``total_steps``. The end of the body is the commit: the
         state of every stateful workload and :attr:`state` are saved.
 
         Calls inside the body, and after the loop, survive the death of any process: they run once, and give the same
-        results. A second loop continues where the first has ended.
-        """
+        results. A second loop continues after the first."""
         self._total_steps = total_steps
         yield from self._bound_steps().run(total_steps)
 
@@ -146,8 +138,7 @@ class BaseTrainer(ABC):
         with ``state_dict`` and ``load_state_dict`` (a data cursor). Put them there in ``init``: when the trainer
         continues from a commit, :meth:`steps` loads the objects in place and replaces the plain values.
 
-        Everything else that the trainer holds is lost when it restarts.
-        """
+        Everything else that the trainer holds is lost when it restarts."""
         return self._bound_steps().state
 
     @state.setter
@@ -156,33 +147,33 @@ class BaseTrainer(ABC):
 
     @property
     def restart_info(self) -> RestartInfo:
-        """Why this trainer was restarted; its ``step`` is known from :meth:`steps` on."""
+        """The restarts of this trainer, and the reason of the last one; its ``step`` is set from :meth:`steps` on."""
         return self._bound_steps().restart_info
 
     def log(self, step: int, metrics: Mapping[str, float] | None = None, **more: float) -> None:
-        """Report the metrics of a step. Returns at once. Raises CallError if ``step`` or a metric is no such number."""
+        """Report the metrics of a step; return at once. Raises CallError if ``step`` or a metric is not a number."""
         if not hasattr(step, "__index__") or step < 0:
-            raise CallError(f"log() takes the number of the step first, not {step!r}")
+            raise errors.CallError(f"log() takes the number of the step first, not {step!r}")
         values = {**(metrics or {}), **more}
         for name, value in values.items():
             try:
                 values[name] = float(value)
             except (TypeError, ValueError, RuntimeError, OverflowError) as error:
-                raise CallError(f"log() takes numbers, and '{name}' is {cut_middle(repr(value), 60)}") from error
+                raise errors.CallError(f"log() takes numbers, and '{name}' is {cut_middle(repr(value), 60)}") from error
         self._bound().report(StepReport(step, self._total_steps, values))
 
     def announce(self, activity: str) -> None:
-        """Show what the run does until the next step is logged: ``loading the models``. Returns at once."""
+        """Show an activity, like ``loading the models``, until the next step is logged; return at once."""
         self._bound().announce(activity)
 
-    def replace_late(self, timeout: InvocationTimeout) -> None:
-        """End the workers that are late, and wait for those that replace them, which have the state of the last commit
-        and of the step's earlier calls. The late call is dropped; without this, later calls wait behind it."""
+    def replace_late(self, timeout: errors.InvocationTimeout) -> None:
+        """End the late workers, and wait for their replacements, which have the state of the last commit and of the
+        step's earlier calls. The late call is dropped; without this, later calls wait behind it."""
         self._bound_steps().port.replace_late(timeout)
 
     @property
     def results_dir(self) -> Any:
-        """Where workers save models: :attr:`job_dir`, or a ``UPath`` in the object store that the job has instead."""
+        """The folder where workers save models: :attr:`job_dir`, or a ``UPath`` if the job has an object store."""
         link = self._bound()
         return link.results if link.results is not None else link.job_dir
 
@@ -198,36 +189,22 @@ class BaseTrainer(ABC):
     def actor_handles(self) -> dict[RLRoleType, list[Any]]:
         return self._actor_handles
 
-    @property
-    def actors(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.ACTOR, [])
-
-    @property
-    def references(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.REFERENCE, [])
-
-    @property
-    def rollouts(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.ROLLOUT, [])
-
-    @property
-    def rewards(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.REWARD, [])
-
-    @property
-    def critics(self) -> list[Any]:
-        return self._actor_handles.get(RLRoleType.CRITIC, [])
+    actors = _handles_of(RLRoleType.ACTOR)
+    references = _handles_of(RLRoleType.REFERENCE)
+    rollouts = _handles_of(RLRoleType.ROLLOUT)
+    rewards = _handles_of(RLRoleType.REWARD)
+    critics = _handles_of(RLRoleType.CRITIC)
 
     def get_role_groups(self) -> list[str]:
-        """Names of the role groups that exist, e.g. ``["RG_ACTOR", "RG_ROLLOUT"]``."""
+        """Return the names of the role groups, e.g. ``["RG_ACTOR", "RG_ROLLOUT"]``."""
         return [f"RG_{role}" for role in self._actor_handles]
 
     def get_workload_resource(self, role: str) -> dict[str, float]:
-        """The resources of one worker of ``role``, e.g. ``{"cpu": 1.0, "gpu": 0.5}``. Raises UnknownMethod for an
-        unknown role."""
+        """Return the resources of one worker of ``role``, e.g. ``{"cpu": 1.0, "gpu": 0.5}``. Raises UnknownMethod for
+        an unknown role."""
         name = RLRoleType(role)
         if name not in self._actor_handles:
-            raise UnknownMethod(f"the job has no role '{name}'{hint(name, self._actor_handles)}")
+            raise errors.UnknownMethod(f"the job has no role '{name}'{hint(name, self._actor_handles)}")
         return dict(self._bound().resources.get(name, {}))
 
     def bind(self, link: TrainerLink, attempt: Attempt | None = None) -> Steps:
@@ -259,46 +236,42 @@ class BaseTrainer(ABC):
 
     def _bound(self) -> TrainerLink:
         if self._link is None:
-            raise CallError("the trainer is not bound yet: use role groups, log and job_dir from init() on")
+            raise errors.CallError("the trainer is not bound yet: use role groups, log and job_dir from init() on")
         return self._link
 
     def __getattr__(self, name: str) -> Any:
         # Reached only for names that do not exist: explain a missing role group.
         if name.startswith("RG_"):
             if self.__dict__.get("_link") is None:
-                raise UnknownMethod(f"{name} is bound after the trainer is constructed: use it from init() on")
-            raise UnknownMethod(f"the job has no role group '{name}'{hint(name, self.get_role_groups())}")
+                raise errors.UnknownMethod(f"{name} is bound after the trainer is constructed: use it from init() on")
+            raise errors.UnknownMethod(f"the job has no role group '{name}'{hint(name, self.get_role_groups())}")
         # A property of a subclass that raised AttributeError also ends here: evaluate it again to raise its own error.
         return object.__getattribute__(self, name)
 
 
 def run_trainer(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) -> None:
-    """Run ``init`` and ``fit``; raises their errors, of which the trainer learns by ``on_end``.
+    """Run ``init`` and ``fit``; raise their errors, after a call of ``on_end``.
 
     A step that cannot continue (a commit that cannot be restored, a replay that diverges, an error marked
     ``retryable``) is repeated from the newest commit by a new trainer object, at most three times without a commit in
     between."""
-    if link.files is not None:
-        link.files.fetch()
     last: list[BaseTrainer] = []
 
     def make() -> BaseTrainer:
         last[:] = [make_trainer()]
         return last[0]
 
-    try:
-        _run_attempts(make, link)
-    except (Exception, SystemExit):
-        for trainer in last:
-            tell_end(trainer, "failed")
-        raise
-    finally:
-        if link.files is not None:
-            link.files.upload()
+    with link.files:
+        try:
+            _run_attempts(make, link)
+        except (Exception, SystemExit):
+            for trainer in last:
+                tell_end(trainer, "failed")
+            raise
 
 
 def tell_end(trainer: BaseTrainer, outcome: RunEnd) -> None:
-    """Call ``on_end``; its errors are logged."""
+    """Call ``on_end`` and log its errors."""
     try:
         trainer.on_end(outcome)
     except Exception:  # noqa: BLE001 -- the user's code: whatever it raises must not hide why the run has ended
@@ -318,7 +291,7 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
             trainer.fit()
             steps.finish()
             return
-        except StepAbandoned as abandoned:
+        except errors.StepAbandoned as abandoned:
             step, cause = abandoned.step, abandoned.cause
         except Exception as error:
             original = error.original if isinstance(error, InvocationError) else None
@@ -326,7 +299,7 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
             if not is_retryable and not link.is_loss(error):
                 raise
             step, cause = steps.port.step or (steps.port.committed or 0) + 1, error
-        counts = int(not isinstance(cause, WorkloadDied))  # the master counts those
+        counts = int(not isinstance(cause, errors.WorkloadDied))  # the master counts those
         failures = counts if steps.commits else failures + counts
         if failures > _MAX_ATTEMPTS or not (steps.can_go_back() or attempt.number):
             raise cause
@@ -335,5 +308,5 @@ def _run_attempts(make_trainer: Callable[[], BaseTrainer], link: TrainerLink) ->
             _LOG.warning("going back from step %d to the commit of step %d: %s", step, committed, reason)
         else:
             _LOG.warning("repeating step %d from the last commit: %s", step, reason)
-        steps.port.close(StepAbandoned(step, cause))
+        steps.port.close(errors.StepAbandoned(step, cause))
         attempt = Attempt(attempt.number + 1, True, reason)

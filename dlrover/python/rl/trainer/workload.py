@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``BaseWorkload``, which runs in each process of a role, and ``trainer_invocation``, which sets how its methods are
-called."""
+"""``BaseWorkload``, which runs in each process of a role, and ``trainer_invocation``, which sets how the trainer calls
+its methods."""
 
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,6 +23,7 @@ _OPTIONS = "__trainer_invocation__"
 _TARGETS = ("ALL", "RANK0")
 
 F = TypeVar("F", bound=Callable[..., Any])
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -40,8 +41,8 @@ class InvocationOptions:
 
     def __post_init__(self) -> None:
         if self.changes_state is not None:
-            _LOG.warning("trainer_invocation(changes_state=...) has no effect any more, and will be an error")
-            object.__setattr__(self, "changes_state", None)  # else each call with other options warned again
+            _LOG.warning("trainer_invocation(changes_state=...) has no effect any more, and will become an error")
+            object.__setattr__(self, "changes_state", None)  # so that each call with other options does not warn again
         for name in ("blocking", "is_async", "auto_shard"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"trainer_invocation({name}=...) takes True or False, not {getattr(self, name)!r}")
@@ -86,7 +87,7 @@ def trainer_invocation(**options: Any) -> Callable[[F], F]:
             argument (a tuple: the arguments).
         post_func: ``post_func(results)`` runs in the trainer on the gathered results; what it returns is the call's
             value.
-        changes_state: without effect; of earlier versions.
+        changes_state: has no effect; accepted for earlier versions.
 
     Raises:
         TypeError: an unknown option (the nearest name is given) or one of the wrong type.
@@ -116,13 +117,13 @@ _ENV = {
 
 @dataclass(frozen=True)
 class MemberContext:
-    """The position of a workload among its peers; its process environment holds the same facts.
+    """The position of a workload among its peers; the environment of its process holds the same values.
 
     ``name`` is unique, ``""`` outside a job; ``local_rank`` counts the role's workers on this node. ``master_addr`` and
-    ``master_port`` (-1: unknown) are for a torch rendezvous of the role. ``collocation`` are the roles that share this
-    worker's devices, ``"ACTOR,REFERENCE"``; ``devices`` the accelerators reserved for it, by their numbers in its
-    process: empty on CPUs, or where none are reserved. ``shares_process``: with all workers of the job, which then do
-    one call after the other."""
+    ``master_port`` (-1: unknown) are for a torch rendezvous of the role. ``collocation`` lists the roles that share
+    this worker's devices, ``"ACTOR,REFERENCE"``; ``devices`` the accelerators reserved for it, by their numbers in its
+    process: empty on CPUs, or if none are reserved. ``shares_process``: all workers of the job run in this process, one
+    call after the other."""
 
     name: str = ""
     role: RLRoleType = RLRoleType.ACTOR
@@ -160,13 +161,13 @@ _current: ContextVar[MemberContext | None] = ContextVar("dlrover_member", defaul
 
 
 def current_member() -> MemberContext:
-    """The worker that is constructed here; read from the environment outside of a construction."""
+    """Return the context of the worker that is constructed here; outside a construction, read the environment."""
     return _current.get() or MemberContext.from_env(os.environ)
 
 
 @contextmanager
 def member_context(context: MemberContext) -> Iterator[None]:
-    """A workload that is constructed inside gets ``context``; used by the runtimes."""
+    """Give ``context`` to a workload that is constructed inside; used by the runtimes."""
     token = _current.set(context)
     try:
         yield
@@ -176,8 +177,8 @@ def member_context(context: MemberContext) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Setting:
-    """A setting of which a state depends on ``kind`` alone. None: the kind is not known here, so another value is
-    reported and not refused."""
+    """A setting of which a state depends only on ``kind``. None: the kind is unknown here, so another value is reported
+    but accepted."""
 
     value: Any = field(compare=False)
     kind: Any
@@ -187,17 +188,22 @@ class Setting:
 
 
 def is_unknown(was: Any, now: Any) -> bool:
-    """Whether two settings cannot be compared."""
+    """Return True if two settings cannot be compared."""
     return isinstance(was, Setting) and isinstance(now, Setting) and None in (was.kind, now.kind)
+
+
+def _member_property(name: str, kind: type[T]) -> T:
+    """Return a property of type ``kind`` with the field ``name`` of a workload's :class:`MemberContext`."""
+    return property(lambda workload: getattr(workload._member, name))  # type: ignore[return-value]
 
 
 class BaseWorkload:
     """Base of every workload: subclass it, add methods, call them from the trainer through ``RG_<ROLE>``.
 
     A class decorated with ``@ray.remote`` and a plain class are both accepted. Methods may be ``async def``. Optional
-    class methods are asked before anything starts: ``check_config(config)`` yields ConfigErrors,
-    ``settings_of_state(config)`` returns what a saved state depends on (as of a ``TrainerPlan``), and
-    ``state_bytes(config, world_size)`` about how large a worker's state is in a commit.
+    class methods are called before anything starts: ``check_config(config)`` yields ConfigErrors,
+    ``settings_of_state(config)`` returns the settings that a saved state depends on (as in a ``TrainerPlan``), and
+    ``state_bytes(config, world_size)`` the approximate size of a worker's state in a commit.
 
     Args:
         master_handle: handle of the job's master, or None in one process.
@@ -209,18 +215,18 @@ class BaseWorkload:
 
     @classmethod
     def keeps_process(cls, config: Any) -> bool:
-        """True: ranks that ``needs_own_process`` keep theirs when another one is lost, which is several times as fast.
-        A rank's object is closed there, torch's process groups are destroyed, and a new object is made.
+        """Return True if ranks with ``needs_own_process`` keep their processes when another rank is lost, which is
+        several times as fast. The rank's object is closed, torch's process groups are destroyed, and a new object is
+        made in the same process.
 
-        Nothing that results depend on may be left in the process, and no call may block there for long once its peers
-        have left: a process that does not answer soon is replaced, too.
-        """
+        The process must not retain anything that results depend on, and no call may block for long once its peers have
+        left: a process that does not answer soon is replaced, too."""
         return False
 
     @classmethod
     def takes_other_members(cls, config: Any) -> bool:
-        """True: a job may be resumed with another number of workers, or with others of their settings; they get the
-        state by :meth:`load_states`."""
+        """Return True if a job may be resumed with another number of workers, or with other settings of them; they get
+        the state by :meth:`load_states`."""
         return False
 
     def __init__(self, master_handle: Any, config: Any) -> None:
@@ -230,11 +236,10 @@ class BaseWorkload:
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
-        """The number of model replicas that the role's ``world_size`` workers form; by default each is one.
+        """Return the number of model replicas that the role's ``world_size`` workers form; by default each is one.
 
         With tensor, pipeline or context parallelism return ``world_size`` divided by their product: consecutive ranks
-        then form one replica, get the same shard of each argument, and give one result.
-        """
+        then form one replica, get the same shard of each argument, and give one result."""
         return world_size
 
     @classmethod
@@ -242,24 +247,23 @@ class BaseWorkload:
         """Import slow modules. Called in a standby process."""
 
     def state_dict(self) -> Any:
-        """The state with which another process can continue; None for a stateless workload. Override it together with
-        :meth:`load_state_dict` if calls change the results of later calls.
+        """Return the state from which another process can continue; None for a stateless workload. Override it together
+        with :meth:`load_state_dict` if calls change the results of later calls.
 
-        A tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. Called at a
-        commit; another thread writes it until the next call, or longer: see :attr:`guards_state`.
-        """
+        The state is a tree of dict, list, tuple, str, int, float, bool, None, bytes, numpy arrays and torch tensors. It
+        is requested at a commit; another thread writes it until the next call, or longer: see :attr:`guards_state`."""
         return None
 
     guards_state: ClassVar[bool] = False
-    """True: methods that this very class defines may run while a state is written, since they call
-    :meth:`wait_until_written` before they change or free what :meth:`state_dict` has returned."""
+    """True: methods that this class itself defines may run while a state is written, since they call
+    :meth:`wait_until_written` before they change or free the state that :meth:`state_dict` has returned."""
 
     def wait_until_written(self) -> None:
         """Wait until the state of the last commit is written."""
 
     def is_deterministic(self) -> bool:
-        """True: a step that is repeated from a commit gives the same results again, bit for bit. Where all workloads
-        say so, commits may be several steps apart; see ``checkpoint.commit_every``."""
+        """Return True if a step that is repeated from a commit gives the same results again, bit for bit. If all
+        workloads do, commits may be several steps apart; see ``checkpoint.commit_every``."""
         return False
 
     def load_state_dict(self, state: Any) -> None:
@@ -268,24 +272,23 @@ class BaseWorkload:
         raise NotImplementedError(f"{type(self).__name__} has state_dict() without load_state_dict()")
 
     def load_states(self, states: Iterable[Any]) -> None:
-        """Continue from the :meth:`state_dict` of all workers of an earlier run, in rank order, of which there were
-        more, fewer, or which :meth:`load_state_dict` has refused as :class:`OtherLayout`. Each is read when it is
-        requested, and used until the next one is. Override it together with :meth:`takes_other_members`."""
+        """Continue from the :meth:`state_dict` of all workers of an earlier run, in rank order: their
+        number differs, or :meth:`load_state_dict` has refused their states as :class:`OtherLayout`. Each state is read
+        when it is requested, and valid until the next one is. Override it together with :meth:`takes_other_members`."""
         raise NotImplementedError(f"{type(self).__name__} has takes_other_members() without load_states()")
 
     @property
     def restart_info(self) -> RestartInfo:
-        """Why this process replaces another one: number of restarts, the last reason, and the last committed step if it
-        is known."""
+        """The number of restarts before this process, the last reason, and the last committed step if it is known."""
         return self._member.restart
 
     def report_progress(self) -> None:
-        """Say in a long call that it advances: ``hang_after_s`` counts from here. The engines do so by themselves."""
+        """Report progress in a long call: ``hang_after_s`` counts from here. The engines report it by themselves."""
         note_progress()
 
     def close(self) -> None:
-        """Release child processes, files and the like. Called once before the worker ends; not in a process that is
-        killed, or busy for longer than a moment."""
+        """Release child processes, files and the like. Called once before the worker ends, but not in a process that is
+        killed or stays busy."""
 
     @property
     def master_handle(self) -> Any:
@@ -295,46 +298,16 @@ class BaseWorkload:
     def config(self) -> Any:
         return self._config
 
-    @property
-    def name(self) -> str:
-        return self._member.name
-
-    @property
-    def role(self) -> RLRoleType:
-        return self._member.role
-
-    @property
-    def rank(self) -> int:
-        return self._member.rank
-
-    @property
-    def world_size(self) -> int:
-        return self._member.world_size
-
-    @property
-    def word_size(self) -> int:
-        """``world_size`` under the integration guide's spelling."""
-        return self._member.world_size
-
-    @property
-    def local_rank(self) -> int:
-        return self._member.local_rank
-
-    @property
-    def local_world_size(self) -> int:
-        return self._member.local_world_size
-
-    @property
-    def devices(self) -> tuple[int, ...]:
-        return self._member.devices
-
-    @property
-    def torch_master_addr(self) -> str:
-        return self._member.master_addr
-
-    @property
-    def torch_master_port(self) -> int:
-        return self._member.master_port
+    name = _member_property("name", str)
+    role = _member_property("role", RLRoleType)
+    rank = _member_property("rank", int)
+    world_size = _member_property("world_size", int)
+    word_size = _member_property("world_size", int)  # the integration guide's spelling
+    local_rank = _member_property("local_rank", int)
+    local_world_size = _member_property("local_world_size", int)
+    devices = _member_property("devices", tuple[int, ...])
+    torch_master_addr = _member_property("master_addr", str)
+    torch_master_port = _member_property("master_port", int)
 
     def is_actor_role(self) -> bool:
         return self.role == RLRoleType.ACTOR
@@ -352,19 +325,19 @@ class BaseWorkload:
         return self.role == RLRoleType.CRITIC
 
     def get_device_collocation(self) -> str | None:
-        """The roles that share this worker's devices, e.g. ``"ACTOR,ROLLOUT"``, or None when it shares none."""
+        """Return the roles that share this worker's devices, e.g. ``"ACTOR,ROLLOUT"``, or None if it shares none."""
         return self._member.collocation or None
 
 
 def undecorated(workload_class: Any) -> Any:
-    """The class that the user wrote, without ``@ray.remote``."""
+    """Return the class that the user wrote, without ``@ray.remote``."""
     metadata = getattr(workload_class, "__ray_metadata__", None)
     modified = getattr(metadata, "modified_class", None)
     return getattr(modified, "__ray_actor_class__", modified) if modified is not None else workload_class
 
 
 def guards_state(workload_class: type[Any], method: str) -> bool:
-    """Return True if the class that defines the method says so of its own methods."""
+    """Return True if the class that defines the method guards its state."""
     definition = next((base for base in workload_class.__mro__ if method in vars(base)), BaseWorkload)
     return bool(vars(definition).get("guards_state", False))
 

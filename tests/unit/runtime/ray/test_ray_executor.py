@@ -492,7 +492,7 @@ def test_kept_rank_that_cannot_stay_gets_another_process(monkeypatch, is_up):
         executor = await stage.execute(Place(1))
         executor.execute(member(1), stage.events.append)
         await until(lambda: len(stage.events) > 1 if is_up else stage.cluster.started)
-        executor.execute(replace(member(2), kept=(0,)), stage.events.append)
+        executor.execute(replace(member(2), rejoining=(0,)), stage.events.append)
         await until(lambda: getattr(stage.events[-1], "incarnation", 0) == 2 and stage.cluster.killed)
 
     asyncio.run(scenario())

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs from outside: what the verbs of the command line need of the place where jobs run, and what they show.
+"""Jobs from outside: the operations that the command line needs where jobs run, and the views that it shows.
 
-There are three places: a Ray cluster (``RayJobs``), the folders of runs (``SavedRuns``), and the job service.
+Jobs are in three places: on a Ray cluster (``RayJobs``), in the folders of runs (``SavedRuns``), in the job service.
 """
 
 import json
@@ -34,30 +34,27 @@ _POLL_S = 0.5
 _FAILURES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Failed)
 
 
-# -- from the journal of a run ----------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class JobHistory:
     """The history of a job. Times are Unix times in seconds; ``failures`` are lines for people, such as
     ``ROLLOUT[1]: process_died: ...``, each with its time."""
 
     phase_since_s: float
-    failures: tuple[tuple[float, str], ...] = ()  # the first one first
-    source: str = ""  # where all of them are
-    log: str = ""  # where the process that failed first has written, empty if there is nothing
+    failures: tuple[tuple[float, str], ...] = ()  # oldest first
+    source: str = ""  # the file with all of them
+    log: str = ""  # the file of the process that failed first, empty for none
     state: JobState = JobState()
     began_s: float = 0.0
     last_s: float = 0.0
 
 
 def log_of(failures: Sequence[tuple[float, str]]) -> str:
-    """The name of the log of the process that failed first, such as ``rollout-1``."""
+    """Return the name of the log of the process that failed first, such as ``rollout-1``."""
     return failures[0][1].partition(":")[0].lower().replace("[", "-").rstrip("]") if failures else ""
 
 
 def read_history(folder: Path) -> JobHistory | None:
-    """The history of the run in ``folder``, None if it has no journal. Raises JournalCorrupt, OSError."""
+    """Return the history of the run in ``folder``, None if it has no journal. Raises JournalCorrupt, OSError."""
     journal = folder / JOURNAL
     events = decode(read_lines(journal) if journal.exists() else [])
     if not events:
@@ -74,12 +71,9 @@ def read_history(folder: Path) -> JobHistory | None:
     return JobHistory(since_s, tuple(failures), str(journal), where, state, events[0][0], events[-1][0])
 
 
-# -- as they are shown ------------------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class JobView:
-    """A job as it is shown. ``phase`` is that of the place where it runs; times in seconds, 0: unknown."""
+    """A job as it is shown. ``phase`` has the words of the place where it runs; times are in seconds, 0: unknown."""
 
     name: str
     phase: str
@@ -107,7 +101,7 @@ class JobView:
 
     @property
     def devices(self) -> int:
-        """Processes may share one."""
+        """The number of devices, of which processes may share some."""
         return len({(each.node, device) for each in self.members for device in each.devices.split(",") if device})
 
     @property
@@ -124,24 +118,24 @@ class JobView:
 
 
 class JobOperations(Protocol):
-    """Names that are not there are an InvalidJob or UnknownJob with the nearest one."""
+    """The operations on jobs. An unknown name raises InvalidJob or UnknownJob with the nearest one."""
 
     def get(self, name: str) -> JobView: ...
 
     def history(self, view: JobView) -> JobHistory | None:
-        """What has happened to it; None if that cannot be seen from here."""
+        """Return the history of a job; None if it is not readable from here."""
 
     def logs(self, name: str, process: str, follow: bool, tail: int) -> Iterator[tuple[str, str]]:
-        """Whole lines with the process that wrote them; all processes for ""."""
+        """Yield processes with whole lines that they wrote; for "" of all processes."""
 
     def list_jobs(self) -> tuple[list[JobView], int]:
-        """All jobs that have not ended, the newest of the others, and the number of older ones that are left out."""
+        """Return all running jobs and the newest ended ones, and the number of older ones that are left out."""
 
     def attach(self, name: str, report: Reporter, announce: Announcer) -> JobView:
-        """Pass on steps and activities until the job has ended; return its end."""
+        """Pass on steps and activities until the job has ended; return its last view."""
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
-        """The job once it has ended, or as it is after ``timeout_s``."""
+        """Wait until the job has ended, or for ``timeout_s``; return its view."""
 
     def stop(self, name: str, hard: bool) -> JobView:
         """Stop a job and wait for its end."""
@@ -150,7 +144,7 @@ class JobOperations(Protocol):
 
 
 SHARED_FIELDS = ("name", "step", "total_steps", "step_s", "started_s", "restarts", "reason", "activity", "folder")
-"""Fields of a view that a job's status, and a service's message of a job, have under the same name."""
+"""Fields that a view shares with a job's status and with a service's message of a job."""
 
 
 def view_of_status(status: JobStatus) -> JobView:
@@ -165,11 +159,11 @@ def view_of_status(status: JobStatus) -> JobView:
     )
 
 
-def view_of_folder(name: str, folder: Path, history: JobHistory, asked: str = "") -> JobView:
-    """A run that the cluster at address ``asked`` does not know, or that is on none, from its files."""
+def view_of_folder(name: str, folder: Path, history: JobHistory, address: str = "") -> JobView:
+    """Return the view of a run from its files; the cluster at ``address``, if any, does not know it."""
     state, last = history.state, _last_metrics(folder)
     over = state.phase.terminal
-    holder = None if over else holder_of(folder, asked)
+    holder = None if over else holder_of(folder, address)
     reason = f"its master is gone; to resume the run: {resume_command(folder)}"
     if holder is not None:
         alive = "" if holder.pid and holder.is_here else f", alive within the last {holder.lease_s:.0f} s"
@@ -193,23 +187,23 @@ def view_of_folder(name: str, folder: Path, history: JobHistory, asked: str = ""
     )
 
 
-def holder_of(folder: Path, asked: str = "") -> Owner | None:
-    """The start of the run in ``folder`` that lives: by its process here, or by a sign of life within its lease, unless
-    its master was on the cluster ``asked``, which has none."""
+def holder_of(folder: Path, address: str = "") -> Owner | None:
+    """Return the live owner of the run in ``folder``, by its process here or a sign of life within its lease; but none
+    if its master was on the cluster at ``address``, which does not know it."""
     owner = newest_owner(folder) if in_use(folder) else None
-    is_gone = owner is not None and not owner.pid and asked and address_in(folder) == asked
+    is_gone = owner is not None and not owner.pid and address and address_in(folder) == address
     return None if is_gone else owner
 
 
 def address_in(folder: Path) -> str:
-    """Of the cluster that the run in ``folder`` is on; empty if that is not known."""
+    """Return the address of the cluster of the run in ``folder``; empty if unknown."""
     with suppress(OSError), open_file(folder / CLUSTER) as file:
         return file.read().decode()
     return ""
 
 
 def _last_metrics(folder: Path) -> dict[str, Any]:
-    """The last whole line of ``metrics.jsonl``; empty if there is none."""
+    """Return the last whole line of ``metrics.jsonl``; empty if there is none."""
     with suppress(OSError, ValueError), open_file(folder / "metrics.jsonl") as file:
         file.seek(max(file.seek(0, 2) - _TAIL_BYTES, 0))
         lines = file.read().rpartition(b"\n")[0].splitlines()
@@ -219,7 +213,7 @@ def _last_metrics(folder: Path) -> dict[str, Any]:
 
 
 def check_name(name: str) -> str:
-    """Raises InvalidJob."""
+    """Return a valid name. Raises InvalidJob."""
     try:
         return check_job_name(name)
     except ValueError as error:
@@ -227,22 +221,22 @@ def check_name(name: str) -> str:
 
 
 def is_run_folder(name_or_dir: str) -> bool:
-    """Whether it names a run by its folder: it is no job's name, or the folder of a run of another job."""
+    """Return True if the text names a run by its folder: it is no job name, or another job's run is there."""
     owner = newest_owner(Path(name_or_dir))
     return not is_job_name(name_or_dir) or (owner is not None and owner.job != name_or_dir)
 
 
-def view_of_run(run: SavedRun, asked: str = "") -> JobView:
-    """``asked``: see :func:`view_of_folder`. Raises InvalidJob if there is no journal, or JournalCorrupt."""
+def view_of_run(run: SavedRun, address: str = "") -> JobView:
+    """Call :func:`view_of_folder`. Raises InvalidJob if there is no journal, or JournalCorrupt."""
     history = read_history(run.folder)
     if history is None:
         why = "a launcher began the run" if run.owner.runtime == LAUNCHED else "the run has not begun"
         raise InvalidJob([ConfigError(str(run.folder), f"has no journal: {why}")])
-    return view_of_folder(run.owner.job, run.folder, history, asked)
+    return view_of_folder(run.owner.job, run.folder, history, address)
 
 
 class SavedRuns:
-    """Jobs by the folders of their runs, whose files tell how they are; ``name`` is a folder."""
+    """Jobs by the files in the folders of their runs; ``name`` is a folder."""
 
     def get(self, name: str) -> JobView:
         return view_of_run(find_saved_run(name))

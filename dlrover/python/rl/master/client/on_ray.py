@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Jobs on a cluster of Ray: a checked one is begun and followed there; those that run are listed, shown and stopped."""
+"""Jobs on a cluster of Ray: starts a checked job and follows it; lists, shows, resizes and stops running jobs."""
 
 import signal
 import time
@@ -10,32 +10,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from dlrover.python.rl.common.errors import (
-    ClusterUnavailable,
-    ConfigError,
-    InvalidJob,
-    JobConflict,
-    JournalCorrupt,
-    MasterLost,
-)
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint, master_name, nearest, resume_command
 from dlrover.python.rl.config.secrets import seal
 from dlrover.python.rl.config.spec import RUNS, JobSpec
 from dlrover.python.rl.control.events import CauseKind
 from dlrover.python.rl.control.state import Phase
-from dlrover.python.rl.master.client.jobs import (
-    JobOperations,
-    JobView,
-    SavedRuns,
-    address_in,
-    check_name,
-    holder_of,
-    read_history,
-    view_of_folder,
-    view_of_run,
-    view_of_status,
-)
+from dlrover.python.rl.master.client import jobs
+from dlrover.python.rl.master.client.jobs import JobView
 from dlrover.python.rl.master.client.resume import SavedRun, find_saved_run, wait_for_lost_owner
 from dlrover.python.rl.master.client.run import CheckedJob
 from dlrover.python.rl.master.process.rl_master import RLMaster
@@ -58,10 +41,10 @@ _STOP_S = 60.0
 _FOLLOWER_S = 3.0
 _MASTER = "/master"
 _CLUSTERS = frozenset(CauseKind) - {CauseKind.USER_ERROR, CauseKind.START_FAILED, CauseKind.NO_SPACE}
-"""Causes that a cluster which is being lost may have."""
+"""Causes of a failure that the loss of the cluster may explain."""
 
 
-def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
+def run_on_cluster(  # noqa: PLR0913 -- its listeners, and where it runs
     checked: CheckedJob,
     report: Reporter,
     announce: Announcer,
@@ -74,7 +57,7 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
 
     Args:
         folder: for the files of a cluster that is started here.
-        again: a process that followed this job was lost; its master may still be there.
+        again: a process that followed this job was lost; the job's master may still run.
 
     Raises:
         MasterLost: the master, or the cluster that was started here.
@@ -98,27 +81,27 @@ def run_on_cluster(  # noqa: PLR0913 -- what is told, and where it runs
             if checked.opening and not own and not again:  # the master holds the folder now
                 announce(checked.opening)
             status = follow(master, report, interrupts, announce=announce)
-        except MasterLost as error:
-            # A master that exists but does not answer still owns its job, which may not be this one.
+        except errors.MasterLost as error:
+            # A master that exists but does not answer still owns its job, perhaps another one.
             if find(master_name(job.name)) is not None:
                 raise
             sweep(job.name)
-            raise MasterLost(f"{error}; to go on: {resume_command(job.job_dir)}") from error
+            raise errors.MasterLost(f"{error}; to resume: {resume_command(job.job_dir)}") from error
         may_be_the_clusters = status.cause is None or status.cause.kind in _CLUSTERS
         if own and status.phase is Phase.FAILED and may_be_the_clusters and lost_process(_LOST_S):
-            raise MasterLost(f"a process of Ray has died: {status.reason}")
+            raise errors.MasterLost(f"a process of Ray has died: {status.reason}")
         if status.phase.terminal:
             end(master)
         return status
 
 
 def interrupted(job: JobSpec) -> JobStatus:
-    """The status of a job that was interrupted before it began."""
+    """Return the status of a job that was interrupted before it began."""
     return JobStatus(job.name, Phase.STOPPED, 0, 0, INTERRUPTED, None, folder=str(job.job_dir))
 
 
 def _remaining_master(job: JobSpec) -> Any:
-    """The master of this run, started by a process that was lost; None if there is none."""
+    """Return the master of this run, which a lost process has started; None if there is none."""
     master = find(master_name(job.name))
     if master is None:
         return None
@@ -129,15 +112,14 @@ def _remaining_master(job: JobSpec) -> Any:
 def start_master(
     checked: CheckedJob, claims: bool = True, launched: Callable[[Any], None] = lambda master: None
 ) -> Any:
-    """Launch and start the master of a checked job on the connected cluster; it ``claims`` the job's folder unless this
-    process has done so, and is given to ``launched`` before it starts. Raises JobConflict while a job of this name is
-    running or another run holds the folder, and MasterLost."""
+    """Launch the master of a checked job on the connected cluster, pass it to ``launched``, and start it. It ``claims``
+    the job's folder unless this process has. Raises JobConflict while a job of this name runs or another run holds the
+    folder, and MasterLost."""
     job = begin(checked.job)
     name = master_name(job.name)
     earlier = find(name)
     if earlier is not None and not ask(earlier.status.remote, ANSWER_S).phase.terminal:
-        what = f"a job named '{job.name}' is running on this cluster"
-        raise JobConflict(f"{what}: stop it first or choose another name")
+        raise errors.JobConflict(f"a job named '{job.name}' is running on this cluster: stop it or choose another name")
     for actor in sweep(job.name):
         if actor != name:
             _LOG.warning("ended %s, which a job of this name had left behind", actor)
@@ -150,7 +132,7 @@ def start_master(
     launched(master)
     try:
         ask(partial(master.start.remote, secrets), max(ANSWER_S, job.liveness.start_timeout_s))
-    except (JobConflict, InvalidJob):
+    except (errors.JobConflict, errors.InvalidJob):
         end(master)
         raise
     return master
@@ -167,44 +149,40 @@ def follow(
     deadline_s: float | None = None,
     announce: Announcer = announce_nothing,
 ) -> JobStatus:
-    """Pass step reports to ``report``, and what the job does to ``announce``, until it has ended; return its status.
-
-    The first of ``interrupts`` stops the job, the second ends the waiting, as does ``deadline_s``.
-    """
-    position, stopping, began_s, activity = Position(), False, time.monotonic(), ""
+    """Pass step reports to ``report``, and activities to ``announce``, until the job has ended; return its status. The
+    first of ``interrupts`` stops the job; the second, or ``deadline_s``, ends the waiting."""
+    position: Position = ("", 0)
+    stopping, began_s, activity = False, time.monotonic(), ""
     while True:
         update: Update = ask(partial(master.follow.remote, position, FOLLOW_S), ANSWER_S)
-        position = update.position
-        if update.status.activity not in ("", activity):
-            announce(update.status.activity)
-        activity = update.status.activity
-        for step_report in () if stopping else update.reports:
+        status, reports, position = update
+        if status.activity not in ("", activity):
+            announce(status.activity)
+        activity = status.activity
+        for step_report in () if stopping else reports:
             report(step_report)
-        if update.status.phase.terminal:
-            return update.status
+        if status.phase.terminal:
+            return status
         interrupted = len(interrupts or ())
         if interrupted and not stopping:
             stop_master(master, INTERRUPTED)
             stopping = True
         elif interrupted > 1 or (deadline_s is not None and time.monotonic() - began_s > deadline_s):
-            return replace(update.status, reason=update.status.reason or INTERRUPTED)
-
-
-# -- those that run ---------------------------------------------------------------------------------------------------
+            return replace(status, reason=status.reason or INTERRUPTED)
 
 
 @contextmanager
-def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
-    """Jobs, or the one of this ``name``, on a cluster; ``auto`` is the one where a process of this machine runs it, or
-    the newest one, and without any what ``runs/`` has of it is there. Raises ClusterUnavailable."""
+def ray_jobs(address: str, name: str | None = None) -> Iterator[jobs.JobOperations]:
+    """Connect to the jobs on a cluster, or to the job ``name``. ``auto`` is the cluster where a process of this machine
+    runs that job, or the newest cluster; without any, only runs in ``runs/`` are there. Raises ClusterUnavailable."""
     run, where = (_last_run(name) if address == "auto" and name else None), ""
-    if run is not None and (holder := holder_of(run.folder)) is not None and holder.runtime == ON_RAY:
-        where = address_in(run.folder)
+    if run is not None and (holder := jobs.holder_of(run.folder)) is not None and holder.runtime == ON_RAY:
+        where = jobs.address_in(run.folder)
     unavailable = None
     with ExitStack() as stack:
         try:
             stack.enter_context(ray_cluster(where or address, {}))
-        except ClusterUnavailable as error:
+        except errors.ClusterUnavailable as error:
             if address != "auto" or name is None:
                 raise
             unavailable = error
@@ -212,23 +190,23 @@ def ray_jobs(address: str, name: str | None = None) -> Iterator[JobOperations]:
 
 
 def _last_run(name: str) -> SavedRun | None:
-    with suppress(InvalidJob):
+    with suppress(errors.InvalidJob):
         run = find_saved_run(name)
         return run if run.owner.job == name else None
     return None
 
 
-class RayJobs(SavedRuns):
-    """Uses the cluster that this process is connected to; without one, which was ``unavailable``, the run folders."""
+class RayJobs(jobs.SavedRuns):
+    """The jobs on the connected cluster; if it was ``unavailable``, the runs in their folders."""
 
-    def __init__(self, unavailable: ClusterUnavailable | None = None) -> None:
+    def __init__(self, unavailable: errors.ClusterUnavailable | None = None) -> None:
         self._unavailable = unavailable
 
     def list_jobs(self) -> tuple[list[JobView], int]:
         views = []
         for name in self._names():
-            with suppress(MasterLost):  # it has ended meanwhile
-                views.append(view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
+            with suppress(errors.MasterLost):  # it has just ended
+                views.append(jobs.view_of_status(ask(self._master(name).status.remote, _ANSWER_S)))
         return views, 0
 
     def _names(self) -> list[str]:
@@ -236,46 +214,46 @@ class RayJobs(SavedRuns):
         return sorted(actor.removesuffix(_MASTER) for actor in actors if actor.endswith(_MASTER))
 
     def _find(self, name: str) -> Any:
-        name = check_name(name)
+        name = jobs.check_name(name)
         return find(master_name(name)) if self._unavailable is None else None
 
     def get(self, name: str) -> JobView:
-        with suppress(MasterLost):
+        with suppress(errors.MasterLost):
             if (master := self._find(name)) is not None:
-                return view_of_status(ask(master.status.remote, _ANSWER_S))
+                return jobs.view_of_status(ask(master.status.remote, _ANSWER_S))
         return self._saved(name)
 
     def _master(self, name: str) -> Any:
-        """The master of a job that runs. Raises InvalidJob, and MasterLost if it has ended."""
+        """Return the master of a running job. Raises InvalidJob, or MasterLost if it has ended."""
         master = self._find(name)
         if master is None:
             self._ended(name)
-            raise MasterLost(f"'{name}' has ended")
+            raise errors.MasterLost(f"'{name}' has ended")
         return master
 
     def _ended(self, name: str) -> JobView:
-        """What :meth:`_saved` returns. Raises InvalidJob if it runs."""
+        """Return the last run of a name. Raises InvalidJob if it runs elsewhere."""
         view = self._saved(name)
         if not view.ended:
-            raise InvalidJob([ConfigError(name, f"is not on this cluster, {view.reason}; end it there")])
+            raise errors.InvalidJob([errors.ConfigError(name, f"is not on this cluster, {view.reason}; end it there")])
         return view
 
     def _saved(self, name: str) -> JobView:
-        """The last run of a name in ``runs/``. Raises InvalidJob or ClusterUnavailable if there is none."""
+        """Return the last run of a name in ``runs/``. Raises InvalidJob or ClusterUnavailable if there is none."""
         run = _last_run(name)
         if run is not None:
-            return view_of_run(run, "" if self._unavailable else current_address())
+            return jobs.view_of_run(run, "" if self._unavailable else current_address())
         saved = [path.name for path in RUNS.glob("*") if (path / LATEST).is_dir()]
         if self._unavailable is not None:
             close = nearest(name, saved)
             more = f"did you mean '{close}'?" if close else "status, explain and logs also take the folder of a run"
-            what = f"no run named '{name}' in ./runs, and {self._unavailable}; {more}"
-            raise ClusterUnavailable(what) from self._unavailable
-        others = other_addresses()
+            message = f"no run named '{name}' in ./runs, and {self._unavailable}; {more}"
+            raise errors.ClusterUnavailable(message) from self._unavailable
+        addresses = ", ".join(other_addresses())
         where = "on this cluster, and no run of it in ./runs"
-        where += f"; of other clusters on this machine --address takes {', '.join(others)}" if others else ""
+        where += f"; for another cluster on this machine pass --address: {addresses}" if addresses else ""
         near = hint(name, [*self._names(), *saved])
-        raise InvalidJob([ConfigError("name", f"no job named '{name}' {where}{near}")])
+        raise errors.InvalidJob([errors.ConfigError("name", f"no job named '{name}' {where}{near}")])
 
     def wait(self, name: str, timeout_s: float | None) -> JobView:
         return self.attach(name, report_nothing, announce_nothing, timeout_s)
@@ -285,12 +263,12 @@ class RayJobs(SavedRuns):
         if before.ended:
             return before
         try:
-            return view_of_status(follow(self._master(name), report, deadline_s=deadline_s, announce=announce))
-        except MasterLost:
+            return jobs.view_of_status(follow(self._master(name), report, deadline_s=deadline_s, announce=announce))
+        except errors.MasterLost:
             return _end_of(before)
 
     def stop(self, name: str, hard: bool) -> JobView:
-        """Without a master, what it has left is ended."""
+        """Stop a job; without a master, end the processes that it has left behind."""
         master = self._find(name)
         if master is None:
             if self._unavailable is None:
@@ -301,11 +279,11 @@ class RayJobs(SavedRuns):
             view = before
             if not (hard or before.ended):
                 stop_master(master, "stopped from the command line")
-                view = view_of_status(follow(master, deadline_s=_STOP_S))
-        except MasterLost:  # who follows the job has removed it
+                view = jobs.view_of_status(follow(master, deadline_s=_STOP_S))
+        except errors.MasterLost:  # the process that follows the job has removed it
             return _end_of(before)
         if view.ended:
-            # The process that runs the job follows it too, and removes the master when it has read the end.
+            # The process that runs the job also follows it, and removes the master once it has seen the end.
             with suppress(TimeoutError):
                 wait_gone(master_name(name), _FOLLOWER_S)
                 return view
@@ -316,13 +294,13 @@ class RayJobs(SavedRuns):
     def resize(self, name: str, role: str, num: int) -> JobView:
         master = self._master(name)
         ask(partial(master.resize.remote, role.upper(), num), _RESIZE_S)
-        return view_of_status(ask(master.status.remote, _ANSWER_S))
+        return jobs.view_of_status(ask(master.status.remote, _ANSWER_S))
 
 
 def _end_of(seen: JobView) -> JobView:
-    """How a job has ended that was ``seen`` before: as its folder says, wherever that is."""
-    with suppress(JournalCorrupt):
+    """Return the end of a job that was ``seen`` before, from its folder if that is readable here."""
+    with suppress(errors.JournalCorrupt):
         folder = Path(seen.folder)
-        if seen.folder and (history := read_history(folder)) is not None:
-            return view_of_folder(seen.name, folder, history, current_address())
+        if seen.folder and (history := jobs.read_history(folder)) is not None:
+            return jobs.view_of_folder(seen.name, folder, history, current_address())
     return seen

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Check a job, which finds all of its errors without starting anything, and run it here or on a cluster of Ray."""
+"""Find all errors of a job without starting anything, and run it here or on a cluster of Ray."""
 
 import os
 from collections.abc import Callable, Mapping
@@ -19,15 +19,7 @@ from dlrover.python.rl.master.process.status import JobStatus
 from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore
 from dlrover.python.rl.runtime.checkpoint.runs import Room, room_for, validate_archive, validate_room
 from dlrover.python.rl.runtime.member.inspection import Inspection, inspect_in_child, inspect_job
-from dlrover.python.rl.runtime.run.folder import (
-    IN_PROCESS,
-    begin,
-    claim,
-    conflict,
-    continued,
-    earlier_description,
-    held,
-)
+from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.progress import redraw
 from dlrover.python.rl.trainer.trainer import Announcer, Reporter, announce_nothing, report_nothing
 
@@ -42,23 +34,21 @@ class CheckedJob:
     job: JobSpec
     placement: Placement
     inspection: Inspection
-    given: Any = None
-    """The job's config as it was given, without the defaults that the job has."""
+    user_config: Any = None
+    """The job's config as the user wrote it, without defaults."""
 
     room: Room | None = None
-    """What its commits need, None: unknown."""
+    """The space that its commits need, None: unknown."""
 
     opening: str = ""
-    """Announced once the folder of its run is held; empty: nothing."""
+    """The first announcement, made once the folder of its run is claimed; empty: none."""
 
 
 def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
-    """Find all errors of ``job`` without starting anything, or raise InvalidJob with them.
-
-    ``local`` jobs run in this process, so their classes are imported here; otherwise a child process imports them.
-    """
+    """Check ``job`` without starting anything; raise InvalidJob with all errors. A ``local`` job runs in this process,
+    so its classes are imported here; otherwise a child process imports them."""
     job = replace(job, work_dir=job.work_dir or str(Path.cwd()), search_path=job.search_path or search_folders())
-    job = continued(job)
+    job = run_folder.continued(job)
     placement, errors = plan(job)
     folder = job.run_folders or job.job_dir
     existing = next(parent for parent in (folder, *folder.parents) if parent.exists())
@@ -66,23 +56,23 @@ def check_job(job: JobSpec, local: bool = False) -> CheckedJob:
         errors.append(ConfigError("job_dir", f"{existing} is a file, not a folder"))
     elif not os.access(existing, os.W_OK | os.X_OK):
         errors.append(ConfigError("job_dir", f"{existing} cannot be written to"))
-    elif why := conflict(job):
+    elif why := run_folder.conflict(job):
         errors.append(ConfigError("job_dir", why))
     errors += validate_archive(job)
-    before = earlier_description(job)
+    before = run_folder.earlier_description(job)
     inspection = inspect_job(job, before, here=True) if local else inspect_in_child(job, before)
     errors += [*inspection.errors, *validate_least(job, inspection)]
     if local:
         errors += inspection.single_process_refusals
         if job.trainer.device_type == "GPU" and _device_of(inspection.config) == "cpu" != _device_of(job.config):
-            warning = "trainer.device_type is GPU, and this process has none: it computes on the CPU"
+            warning = "trainer.device_type is GPU, but this process has none and computes on the CPU"
             inspection = replace(inspection, about=(warning, *inspection.about))
     room = room_for(job, placement, inspection.state_bytes) if placement is not None else None
     errors += validate_room(job, room) if job.trainer.device_type == "CPU" or _GPU_DRIVER.exists() else []
     if errors or placement is None:
         raise InvalidJob(errors)
-    given = job.config if inspection.given is None else from_plain(inspection.given)
-    return CheckedJob(inspection.complete(job), placement, inspection, given, room)
+    user_config = job.config if inspection.given is None else from_plain(inspection.given)
+    return CheckedJob(inspection.complete(job), placement, inspection, user_config, room)
 
 
 def _device_of(config: Mapping[str, Any] | None) -> Any:
@@ -91,7 +81,7 @@ def _device_of(config: Mapping[str, Any] | None) -> Any:
 
 
 def with_limits(job: JobSpec, **values: Any) -> JobSpec:
-    """The job with other values, where they are not None, of the fields that upstream DLRover has as arguments."""
+    """Return the job with those ``values`` that are not None, under the names of upstream DLRover's arguments."""
     changes: dict[str, dict[str, Any]] = {"restart": {}, "master": {}, "": {}}
     for name, value in values.items():
         if value is not None:
@@ -113,7 +103,7 @@ _FIELDS = {
 
 
 def check_described(describe: Callable[[], JobSpec], local: bool = False) -> CheckedJob:
-    """Like :func:`check_job` for a job that ``describe`` reads: the errors of reading it and of the job together."""
+    """Check a job that ``describe`` reads; report the errors of reading it and of :func:`check_job` together."""
     job, errors = _read(describe)
     try:
         checked = check_job(job, local) if job is not None else None
@@ -126,8 +116,8 @@ def check_described(describe: Callable[[], JobSpec], local: bool = False) -> Che
 
 
 def check_types(describe: Callable[[], JobSpec]) -> None:
-    """Find the errors that a job which ``describe`` reads has on any machine: of its layout, and of its ``config`` by
-    the trainer's schema, where that can be imported here. Raises InvalidJob with all of them."""
+    """Find the errors that a job which ``describe`` reads has on any machine: in its layout, and in its ``config`` by
+    the trainer's schema if that can be imported here. Raises InvalidJob with all of them."""
     job, errors = _read(describe)
     places = [_JOB, *(fault.where for fault in errors)]
     further = inspect_in_child(job, types_only=True).errors if job is not None else ()
@@ -144,15 +134,12 @@ def _read(describe: Callable[[], JobSpec]) -> tuple[JobSpec | None, list[ConfigE
         return error.salvaged, list(error.errors)
 
 
-# -- running it ------------------------------------------------------------------------------------------------------
-
-
 def run_here(
     checked: CheckedJob, report: Reporter = report_nothing, announce: Announcer = announce_nothing
 ) -> JobStatus:
     """Run a checked job in this process, without Ray. Raises JobConflict if its folder is in use or has results."""
-    job = begin(checked.job)
-    with held(claim(job, IN_PROCESS, bound=True)) as claimed:
+    job = run_folder.begin(checked.job)
+    with run_folder.held(run_folder.claim(job, run_folder.IN_PROCESS, bound=True)) as claimed:
         if checked.opening:
             announce(checked.opening)
         status = run_local(job, checked.placement, report, FileStateStore(fresh_journal(job)), announce=announce)
@@ -162,12 +149,12 @@ def run_here(
 
 
 def _redraw(status: JobStatus) -> None:
-    """Draw the curve of a run that has not finished: only then does its trainer draw the last one."""
+    """Draw the curve of a run that has not finished, since its trainer draws only at the end."""
     if status.folder and status.phase is not Phase.FINISHED:
         redraw(Path(status.folder))
 
 
-def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
+def run_on_ray(  # noqa: PLR0913 -- its listeners, and where it runs
     checked: CheckedJob,
     report: Reporter = report_nothing,
     address: str | None = None,
@@ -177,13 +164,13 @@ def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
 ) -> JobStatus:
     """Run a checked job under a master actor and follow it to its end.
 
-    The first Ctrl-C stops the job in good order. A second one stops waiting for that: a cluster that was started here
-    ends at once; on a shared one the master continues to stop the job.
+    The first Ctrl-C stops the job cleanly. A second one stops waiting for that: a cluster that was started here ends at
+    once; on a shared one the master continues to stop the job.
 
     Args:
         address: of a running cluster; None starts one for this job, and another one if it is lost.
         connected: this process is connected to Ray already; ``address`` is ignored.
-        supervise: go on from the last commit when the cluster of ``address``, or the master there, was lost.
+        supervise: resume from the last commit if the cluster of ``address``, or the master there, is lost.
 
     Raises:
         JobConflict: a job of this name is running on the cluster, or the job's folder is in use or has results.
@@ -194,7 +181,7 @@ def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
     from dlrover.python.rl.master.client.on_ray import run_on_cluster  # imports Ray, which other commands do without
     from dlrover.python.rl.master.client.supervisor import run_supervised
 
-    checked = replace(checked, job=begin(checked.job))
+    checked = replace(checked, job=run_folder.begin(checked.job))
     if connected or (address is not None and not supervise):
         status = run_on_cluster(checked, report, announce, address, connected)
     else:
@@ -204,7 +191,7 @@ def run_on_ray(  # noqa: PLR0913 -- what is told, and where it runs
 
 
 def leave_on_ray(checked: CheckedJob, address: str, announce: Announcer = announce_nothing) -> JobStatus:
-    """Begin a checked job on the cluster of ``address``. Raises as :func:`run_on_ray`."""
+    """Start a checked job on the cluster of ``address``. Raises the same errors as :func:`run_on_ray`."""
     from dlrover.python.rl.master.client.on_ray import ANSWER_S, start_master  # imports Ray
     from dlrover.python.rl.runtime.ray.cluster.cluster import ray_cluster
     from dlrover.python.rl.runtime.ray.processes.actors import ask

@@ -5,11 +5,11 @@
 
     supervisor --checked job--> child: cluster, master, follow
         '<-- reports, activities, in the end a status or an error --'
-    the child ends without an end of the job --> what it has started is killed --> commits in memory are saved
+    the child ends before the job --> the processes that it has started are killed --> commits in memory are saved
         --> the next child begins at the last commit
 
-Ray ends every process that is connected through a raylet which has died, so the supervisor is not connected. What a
-child has started is found by a variable of its environment, which all of it inherits.
+Ray ends every process that is connected through a raylet which has died, so the supervisor is not connected. The
+processes that a child has started are found by a variable of its environment, which they inherit.
 """
 
 import ctypes
@@ -52,25 +52,24 @@ _END_S = 60.0
 _KILL_S = 20.0
 _LONGEST_PAUSE_S = 60.0
 _MODULE = "dlrover.python.rl.master.client.supervisor"  # the child runs it as __main__
-_READY = "ready"  # the first message: from here on Ctrl-C stops the job, and before it there is nothing to stop
+_READY = "ready"  # the first message: before it there is nothing that Ctrl-C must stop
 _PR_SET_PDEATHSIG = 1
 _LOOK_S = 0.5
 _RAYLET_S = 2.0
-_GCS_S = 30.0  # it is started again
+_GCS_S = 30.0  # it is restarted
 _LOST = 76
 
 
 Errand: TypeAlias = tuple[CheckedJob, str | None, Path | None, bool]
-"""A job; the address of its cluster, or the folder for the files of one that is started for it; and whether an earlier
-child was lost."""
+"""A job; the address of its cluster, or the folder for the files of a new one; True if an earlier child was lost."""
 
 
 def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, address: str | None = None) -> JobStatus:
-    """Run a job on the cluster of ``address``, or on its own, to the end of the job.
+    """Run a job to its end, on the cluster of ``address`` or on a new one.
 
     Raises:
         MasterLost: the cluster was lost more often in a row than the job may restart, without a further commit.
-        ClusterUnavailable: there was none to begin with.
+        ClusterUnavailable: there was none at the start.
     """
     job, is_resumed, last_step, losses = checked.job, False, -1, 0
     with noted_signals(signal.SIGINT) as interrupts, sigterm_unwinds():
@@ -80,13 +79,12 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
             except MasterLost as lost:
                 loss = lost
             if not interrupts:
-                # What is only in memory is saved.
                 commit = retry_io(partial(last_commit, job, job.job_dir, job.archive), job.job_dir)
                 step = commit.step if commit is not None else 0
                 last_step, losses = step, losses + 1 if step == last_step else 1
                 where = f"after step {step}" if step else "from the beginning"
                 _check_losses(job, loss, losses, where)
-                announce(f"going on {where}")
+                announce(f"resuming {where}")
                 _pause(job.restart.backoff_s * 2 ** (losses - 2) if losses > 1 else 0.0, interrupts)
             if interrupts:
                 return interrupted(job)
@@ -95,11 +93,11 @@ def run_supervised(checked: CheckedJob, report: Reporter, announce: Announcer, a
 
 
 def _check_losses(job: JobSpec, loss: MasterLost, losses: int, where: str) -> None:
-    """Raises MasterLost after too many ``losses`` in a row without a commit."""
+    """Raise MasterLost after too many ``losses`` in a row without a commit."""
     if losses > job.restart.job_max_restart:
-        often = f"{losses} times in a row {where}"
-        raise MasterLost(f"{loss}, {often}; to go on: {resume_command(job.job_dir)}") from loss
-    _LOG.warning("%s: %s; going on %s", job.name, loss, where)
+        repeated = f"{losses} times in a row {where}"
+        raise MasterLost(f"{loss}, {repeated}; to resume: {resume_command(job.job_dir)}") from loss
+    _LOG.warning("%s: %s; resuming %s", job.name, loss, where)
 
 
 def _pause(seconds: float, interrupts: list[int]) -> None:
@@ -108,7 +106,7 @@ def _pause(seconds: float, interrupts: list[int]) -> None:
         time.sleep(_POLL_S)
 
 
-def _attempt(  # noqa: PLR0913 -- a job, its place, and who listens
+def _attempt(  # noqa: PLR0913 -- a job, its place, and its listeners
     checked: CheckedJob,
     address: str | None,
     is_resumed: bool,
@@ -116,8 +114,8 @@ def _attempt(  # noqa: PLR0913 -- a job, its place, and who listens
     announce: Announcer,
     interrupts: list[int],
 ) -> JobStatus:
-    """Raises MasterLost if the child, its cluster or its master has ended before the job, and what
-    :func:`run_on_cluster` raises."""
+    """Run the job in one child. Raises MasterLost if the child, its cluster or its master ends before the job, and the
+    errors of :func:`run_on_cluster`."""
     if address is not None:
         with _Child((checked, address, None, is_resumed)) as child:
             return child.follow(report, announce, interrupts)
@@ -134,26 +132,26 @@ def _attempt(  # noqa: PLR0913 -- a job, its place, and who listens
 
 
 class _Child:
-    """A process that runs an errand; when the block is left, it and all that it has started have ended."""
+    """A process that runs an errand; at the end of the block it and all processes that it has started have ended."""
 
     def __init__(self, errand: Errand) -> None:
         self._errand = errand
         self._mark = f"{_MARK}={uuid4().hex}"
         name, _, value = self._mark.partition("=")
-        self._connection, theirs = Pipe()
-        command = [sys.executable, "-m", _MODULE, str(os.getpid()), str(theirs.fileno())]
+        self._connection, remote = Pipe()
+        command = [sys.executable, "-m", _MODULE, str(os.getpid()), str(remote.fileno())]
         self._process = subprocess.Popen(
             command,
             env={**os.environ, name: value},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            pass_fds=[theirs.fileno()],
+            pass_fds=[remote.fileno()],
             process_group=0,  # this process passes Ctrl-C on to it
             text=True,
             errors="replace",
         )
-        theirs.close()
+        remote.close()
         self._pumps = [_pump(self._process.stdout, "stdout"), _pump(self._process.stderr, "stderr")]
         self._ended = self._is_ready = False
         self._passed_on = 0
@@ -204,7 +202,7 @@ class _Child:
                     raise message
 
     def _pass_on(self, interrupts: list[int]) -> None:
-        """Pass a Ctrl-C on; a child that has nothing to stop yet is ended."""
+        """Pass a Ctrl-C on; end a child that has nothing to stop yet."""
         if len(interrupts) > self._passed_on:
             self._passed_on += 1
             self._process.send_signal(signal.SIGINT if self._is_ready else signal.SIGTERM)
@@ -218,8 +216,8 @@ class _Child:
 
 
 def _pump(stream: IO[str] | None, to: str) -> threading.Thread:
-    """Copy lines to this process's own ``stdout`` or ``stderr``, where a progress bar makes room for them. All are
-    read, also when nothing takes them any more: the child would wait for ever."""
+    """Copy lines to this process's ``stdout`` or ``stderr``, where a progress bar makes room for them. Read all lines,
+    even once they cannot be written: the child would block."""
 
     def copy() -> None:
         with stream or nullcontext(()) as lines:
@@ -246,21 +244,18 @@ def _kill_marked(mark: bytes) -> None:
 
 
 def _environments() -> Iterator[tuple[int, bytes]]:
-    """Of all processes of this machine that have one which can be read."""
+    """Yield the process ids and environments of this machine's processes, if readable."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             yield int(folder.name), (folder / "environ").read_bytes()
 
 
-# -- the child --------------------------------------------------------------------------------------------------------
-
-
 def main() -> None:
-    """Run the errand that the parent sends, and send it what the job reports and how it ends."""
+    """Run the errand that the parent sends, and send back the job's reports and its end."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)  # when the parent ends
     if os.getppid() != int(sys.argv[1]):
         os.kill(os.getpid(), signal.SIGKILL)
-    connection, one_by_one = Connection(int(sys.argv[2])), threading.Lock()
+    connection, lock = Connection(int(sys.argv[2])), threading.Lock()
     os.set_inheritable(connection.fileno(), False)
     configure_logging()
     # waits: for the parent, with which this process ends
@@ -268,7 +263,7 @@ def main() -> None:
     checked, address, folder, is_resumed = cloudpickle.loads(connection.recv_bytes())  # waits: likewise
 
     def send(message: Any) -> None:
-        with one_by_one:
+        with lock:
             connection.send(message)
 
     threading.Thread(target=_end_if_lost, args=(send,), name="dlrover-lost", daemon=True).start()
@@ -286,7 +281,7 @@ def main() -> None:
 
 
 def _end_if_lost(send: Callable[[Any], None]) -> None:
-    """End this process if one of Ray has died for good: the parent starts another cluster."""
+    """End this process if a process of Ray has died for good: the parent starts another cluster."""
     limits_s, since_s = {"raylet": _RAYLET_S, "gcs_server": _GCS_S}, dict[str, float]()
     while True:
         time.sleep(_LOOK_S)

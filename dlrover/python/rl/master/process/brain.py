@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pure machine with its journal: an event is saved before its commands are returned; running a job without Ray."""
+"""The state machine with its journal: an event is saved before its commands are returned. Runs a job without Ray."""
 
 import time
 import traceback
@@ -17,15 +17,11 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.control.commands import Command, Release
 from dlrover.python.rl.control.events import Cause, CauseKind, Event, RoleSettings, StopRequested, Submitted
 from dlrover.python.rl.control.journal import decode, encode
-from dlrover.python.rl.control.machine import can_resize, outstanding, replay, step
+from dlrover.python.rl.control.machine import can_resize, replay, step
 from dlrover.python.rl.control.placement import Placement
-from dlrover.python.rl.control.state import JobState, Phase, ranks_of
+from dlrover.python.rl.control.state import JobState, Phase
 from dlrover.python.rl.master.process.status import JobStatus, status_of
-from dlrover.python.rl.runtime.checkpoint.journal_store import (
-    FileStateStore,
-    StateStore,
-    read_lines,
-)
+from dlrover.python.rl.runtime.checkpoint.journal_store import FileStateStore, StateStore, read_lines
 from dlrover.python.rl.runtime.local import LocalExecutor
 from dlrover.python.rl.runtime.member.inspection import Inspection
 from dlrover.python.rl.runtime.run.folder import new_run
@@ -41,17 +37,13 @@ Handled: TypeAlias = tuple[Event, JobState, JobState, tuple[Command, ...]]
 class Brain:
     """Replays the journal of ``store``, then journals events and returns their commands. Raises JournalCorrupt.
 
-    The wall clock gives the time of the first event; later ones follow at the pace of ``steady_s``, so a clock that is
-    set changes no window. After a restart the time of the last event counts if the wall clock is behind it.
-    """
+    Events get the time of the wall clock at the start, advanced by ``steady_s``, so that setting the clock changes no
+    window. After a restart it starts at the time of the last event if the wall clock is behind it."""
 
     def __init__(
-        self,
-        store: StateStore,
-        wall_s: Callable[[], float] = time.time,
-        steady_s: Callable[[], float] = time.monotonic,
+        self, store: StateStore, wall_s: Callable[[], float] = time.time, steady_s: Callable[[], float] = time.monotonic
     ) -> None:
-        self._store, self._steady_s = store, steady_s
+        self.store, self._steady_s = store, steady_s
         events = decode(store.read())
         self.began_s, last_s = (events[0][0], events[-1][0]) if events else (0.0, 0.0)
         self._offset_s = max(wall_s(), last_s) - steady_s()
@@ -63,7 +55,7 @@ class Brain:
         return commands
 
     def handle_all(self, events: Sequence[Event]) -> list[Handled]:
-        """Like :meth:`handle` for each, but what is saved is saved together."""
+        """Handle several events like :meth:`handle`, but save them together."""
         at_s, state, handled = self._steady_s() + self._offset_s, self.state, []
         for event in events:
             after, commands = step(state, event, at_s)
@@ -71,31 +63,21 @@ class Brain:
             state = after
         lines = [encode(at_s, event) for event, before, after, commands in handled if after is not before]
         if lines:
-            self._store.append(*lines)
+            self.store.append(*lines)
         self.state = state
         return handled
 
     def fail(self, error: Exception) -> None:
-        """Give the job up, whose master cannot continue because of ``error``; this is not journalled."""
+        """Mark the job as failed, without the journal, since its master cannot continue because of ``error``."""
         trace = "".join(traceback.format_exception(error))
         cause = Cause(CauseKind.INTERNAL, "master", f"{type(error).__name__}: {error}", trace)
         causes, reason = (*self.state.causes, cause), f"master: {error}"
         failed = Phase.FAILED
         self.state = replace(self.state, phase=failed, outcome=failed, causes=causes, failure=cause, reason=reason)
 
-    def outstanding(self) -> tuple[Command, ...]:
-        return outstanding(self.state)
-
-    def check(self) -> None:
-        """Raises StaleEpoch if another process has taken the journal over; JournalCorrupt, OSError."""
-        self._store.check()
-
-    def close(self) -> None:
-        self._store.close()
-
 
 def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> Submitted:
-    """The first event of a run of ``job``. Raises JobConflict if the journal already holds one."""
+    """Return the first event of a run of ``job``. Raises JobConflict if the journal already has one."""
     if brain.state.settings is not None:
         raise JobConflict(f"the journal already holds a run of '{brain.state.settings.job}'")
     limits = job.restart
@@ -124,14 +106,14 @@ def submission(job: JobSpec, run: str, inspection: Inspection, brain: Brain) -> 
 
 
 _BEYOND_ANY = 1_000_000
-"""Where a journal is damaged: no process has had this number."""
+"""Exceeds the number of any process, for a damaged journal."""
 
 _HEAD = 4
-"""Lines of a journal among which is its submission."""
+"""Lines of a journal that include its submission."""
 
 
 def _first_number(job: JobSpec, run: str) -> int:
-    """The number of the run's first processes: above all of an earlier life of it, which lost its cluster."""
+    """Return the number of the run's first processes, higher than any before the run lost its cluster."""
     last = 0
     for number in range(1, 1 + _newest_kept(job)):
         file = job.job_dir / f"journal.{number}.jsonl"
@@ -150,7 +132,7 @@ def _first_number(job: JobSpec, run: str) -> int:
 
 
 def fresh_journal(job: JobSpec) -> Path:
-    """The path of a new journal in the job's claimed folder; an earlier run's journal there is renamed."""
+    """Return the path of a new journal in the job's claimed folder; rename an earlier run's journal there."""
     journal = job.job_dir / JOURNAL
     if journal.exists():
         journal.rename(job.job_dir / f"journal.{1 + _newest_kept(job)}.jsonl")
@@ -158,19 +140,19 @@ def fresh_journal(job: JobSpec) -> Path:
 
 
 def _newest_kept(job: JobSpec) -> int:
-    """The number of the last journal that was renamed, 0 for none."""
+    """Return the number of the last journal that was renamed, 0 for none."""
     return max((int(file.suffixes[0][1:]) for file in job.job_dir.glob("journal.[0-9]*.jsonl")), default=0)
 
 
 def earlier_journal(job: JobSpec, run: str) -> Brain | None:
-    """The brain of an earlier process of the master of this run, None if that had not begun. Raises JournalCorrupt."""
+    """Return the brain of an earlier master process of this run, None if it had not begun. Raises JournalCorrupt."""
     journal = job.job_dir / JOURNAL
     if not journal.exists():
         return None
     brain = Brain(FileStateStore(journal, must_exist=True))
     if brain.state.settings is not None and brain.state.settings.run == run:
         return brain
-    brain.close()
+    brain.store.close()
     return None
 
 
@@ -182,10 +164,8 @@ def run_local(
     enforce_deadlines: bool = False,
     announce: Announcer = announce_nothing,
 ) -> JobStatus:
-    """Run ``job`` to its end without Ray; Ctrl-C or SIGTERM stops it in good order. The default journal is in memory.
-
-    ``enforce_deadlines`` lets calls with a timeout fail when they take longer.
-    """
+    """Run ``job`` to its end without Ray; Ctrl-C or SIGTERM stops it cleanly. The default journal is in memory.
+    ``enforce_deadlines`` lets calls with a timeout fail when they take longer."""
     brain = Brain(store or StateStore())
     last: list[StepReport] = []
 
@@ -203,7 +183,7 @@ def run_local(
                 commands.clear()  # starts that are still pending
             commands.append(command)
 
-    with closing(brain):
+    with closing(brain.store):
         emit(submission(job, run, Inspection(), brain))
         while commands:
             try:
@@ -217,19 +197,19 @@ MAX_MEMBERS = 10_000
 
 
 def resizable(job: JobSpec, state: JobState, inspection: Inspection, role: str, num: int) -> JobSpec:
-    """The job as it would be. Raises InvalidJob for a role that never can, CallError for a job that cannot now."""
+    """Return the resized job. Raises InvalidJob for a role that never can be, CallError for a job that cannot now."""
     name = job.name
     check_new_size(name, role, num, job.workloads)
     if why := never_resized(job, inspection, role):
         raise InvalidJob([ConfigError("role", f"{role} of '{name}' cannot be resized: {why}")])
     if not can_resize(state, role):
-        raise CallError(f"'{name}' can be resized once it does steps, and not while it restarts or ends")
+        raise CallError(f"'{name}' can be resized once its steps run, but not while it restarts or ends")
     sizes = {other: spec.num for other, spec in state.settings.roles.items()} if state.settings else {}
     return job.with_sizes({**sizes, role: num})
 
 
 def check_new_size(name: str, role: str, num: int, roles: Collection[str]) -> None:
-    """Raises InvalidJob unless the job ``name`` has the role, and it may have ``num`` workers."""
+    """Raise InvalidJob unless the job ``name`` has the role, and it may have ``num`` workers."""
     if role not in roles:
         near = get_close_matches(role, list(roles), n=1, cutoff=0.4)
         hint = f": did you mean '{near[0]}'?" if near else f"; it has {', '.join(sorted(roles))}"
@@ -239,14 +219,14 @@ def check_new_size(name: str, role: str, num: int, roles: Collection[str]) -> No
 
 
 def validate_least(job: JobSpec, inspection: Inspection) -> list[ConfigError]:
-    """The roles that may not go on with fewer workers."""
+    """Return an error for each role that names ``min`` but cannot continue with fewer workers."""
     errors = []
     for role, spec in job.workloads.items():
         why = never_resized(job, inspection, role) if spec.min else ""
         if spec.min > spec.num:
             why = f"num is {spec.num}"
         if spec.min and job.scheduling_strategy == "SIMPLE":
-            why = "with scheduling_strategy SIMPLE nothing is reserved, so it cannot be seen what is missing"
+            why = "scheduling_strategy SIMPLE reserves nothing, so missing places are not noticed"
         errors += [ConfigError(f"workload.{role.lower()}.min", f"{spec.min} cannot be: {why}")] if why else []
     return errors
 
@@ -260,7 +240,3 @@ def never_resized(job: JobSpec, inspection: Inspection, role: str) -> str:
     if together := [other for other in job.collocation_of(RLRoleType(role)) if other != role]:
         return f"it shares devices with {', '.join(together)}"
     return ""
-
-
-def size_of(state: JobState, role: str) -> int:
-    return len(ranks_of(state, role))

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Finds processes without progress from their heartbeats, and reports them with their stacks; and slow ones."""
+"""Finds processes without progress, and slow ones, by their heartbeats, and reports them with their stacks."""
 
 import asyncio
 import time
@@ -8,14 +8,7 @@ from collections.abc import Awaitable, Callable
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId
 from dlrover.python.rl.config.spec import JobSpec, LivenessSpec
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    Event,
-    Process,
-    RecoveryScope,
-    make_lost_event,
-)
+from dlrover.python.rl.control.events import Cause, CauseKind, Event, Process, RecoveryScope, make_lost_event
 from dlrover.python.rl.control.liveness import Hang, Listening, Paces, Sign, hangs, odd_one_out
 from dlrover.python.rl.control.state import JobState, MemberPhase, StandbyPhase
 from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat
@@ -23,12 +16,12 @@ from dlrover.python.rl.runtime.member.heartbeat import CONSTRUCTING, Heartbeat
 _LOG = get_logger(__name__)
 
 _MOST_STACKS = 8
-"""Processes of a role whose stacks are read: enough to see which waits for which."""
+"""Processes of a role whose stacks are read, enough to show which one waits for which."""
 
 
 class HangDetector:
-    """Takes heartbeats and finds the processes that hang longer than the limits of ``job``. ``condemned`` maps the
-    event of each to its process, which is to be killed once the event is journalled."""
+    """Records heartbeats and finds the processes that hang for longer than the limits of ``job``. ``condemned`` maps
+    the event of each to its process, which is to be killed once the event is journalled."""
 
     def __init__(
         self,
@@ -50,12 +43,12 @@ class HangDetector:
         self.condemned: dict[Event, Process | None] = {}
 
     def take(self, beat: Heartbeat, state: JobState) -> bool:
-        """Record a heartbeat; False when the state has a later process in its place."""
+        """Record a heartbeat; return False if the state has a later process in its place."""
         is_current, is_up = _standing(beat, state)
         if not is_current:
             return False
         if not is_up or beat.method == CONSTRUCTING:
-            return True  # starting has a separate limit, also when the event of its end has come first
+            return True  # starting has a separate limit, even if the event of its end came first
         now_s = self._now_s()
         self._paces.note(beat.process_id, beat.number, beat.work)
         since_s = now_s - beat.age_s
@@ -63,7 +56,7 @@ class HangDetector:
         return True
 
     async def hangs(self, state: JobState) -> list[Event]:
-        """The losses of processes that hang, and of workers that are slower than their peers and to be replaced."""
+        """Return the losses of processes that hang, and of slow workers that are to be replaced."""
         now_s = self._now_s()
         if now_s - self._looked_s > 2 * self._beats.beat_s + 1.0:
             self._listening_since_s = now_s  # this process was paused: no heartbeat was received in that time
@@ -77,7 +70,7 @@ class HangDetector:
             numbers |= {ProcessId.standby(role, number): number for number in ready}
         for process_id, number in numbers.items():
             sign = self._signs.get(process_id)
-            if sign is None or sign.number != number:  # it or this master has just started: it counts as heard now
+            if sign is None or sign.number != number:  # it or this master has just started: count a heartbeat now
                 self._signs[process_id] = Sign(process_id, number, "", now_s, -1, now_s)
         self._signs = {process_id: self._signs[process_id] for process_id in numbers}
         up = list(self._signs.values())
@@ -123,7 +116,7 @@ def has_lost_peer(beat: Heartbeat, state: JobState) -> bool:
 
 
 def _standing(beat: Heartbeat, state: JobState) -> tuple[bool, bool]:
-    """Return whether the state has no later process in the place of the one that sent ``beat``, and if that is up."""
+    """Return two flags: the state has no later process in place of the sender of ``beat``, and the sender is up."""
     process_id = beat.process_id
     if process_id == TRAINER_ID:
         return beat.number >= state.epoch, state.trainer.phase is MemberPhase.UP
@@ -135,7 +128,7 @@ def _standing(beat: Heartbeat, state: JobState) -> tuple[bool, bool]:
 
 
 def _culprits(hanging: tuple[Hang, ...], state: JobState, listening: Listening, now_s: float) -> list[Hang]:
-    """Of a role whose ranks meet in collectives, the one that the others wait for; of other roles, all."""
+    """Return all hung processes, but of ranks that meet in collectives only the one for which the others wait."""
     culprits: list[Hang] = []
     for pool in dict.fromkeys(sign.process_id.pool for sign, _ in hanging):
         of_role = [(sign, why) for sign, why in hanging if sign.process_id.pool == pool]

@@ -1,19 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: all that Prometheus reads of a job and of the service, and the endpoint that it reads.
+# Over 400 lines: all metrics of a job and of the service, and the endpoint from which Prometheus reads them.
 """The metrics of one job, from its journal's events and its trainer's step reports; ``GET /metrics`` for Prometheus.
 
 Goodput is the share of a job's time in which it makes progress. Each moment of a job has one use:
 
 - ``start``: from its submission until its trainer enters ``steps()`` for the first time;
 - ``useful``: steps run, and nothing is being recovered;
-- ``recovery``: from a loss within ``steps()`` until the next progress; it has the steps that are done again;
+- ``recovery``: from a loss within ``steps()`` until the next progress, including the steps that are repeated;
 - ``restart``: from a failure that ends all processes until the next progress;
 - ``ending``: from the decided outcome until everything is released.
 
-A recovery, a restart, and the end of a job that failed have a cause, which is the one of the failure that began them.
-The journal alone decides it, so that anybody can check the figure afterwards.
+A recovery, a restart, and the end of a failed job have the cause of the failure that began them. All of it follows from
+the journal, so it can be checked afterwards.
 
-On loopback the endpoint needs no token, since Prometheus has none by default; the check of the ``Host`` header keeps
+On loopback the endpoint needs no token, since Prometheus sends none by default; the check of the ``Host`` header keeps
 out pages whose names were rebound to loopback. Beyond loopback it needs a bearer token and TLS.
 """
 
@@ -34,30 +34,14 @@ from typing import Any
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, Histogram, Info
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    Metric,
-)
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 
 from dlrover.python.rl.common.errors import CallError
 from dlrover.python.rl.common.names import TRAINER_ID, ProcessId, package_version
 from dlrover.python.rl.common.sockets import is_loopback
-from dlrover.python.rl.control.events import (
-    CauseKind,
-    Event,
-    Failed,
-    MemberLost,
-    MemberStarted,
-    NodeLost,
-    Progressed,
-    StandbyLost,
-    StepsOpened,
-    TrainerLost,
-    Unplaced,
-)
+from dlrover.python.rl.control import events
+from dlrover.python.rl.control.events import CauseKind, Event
 from dlrover.python.rl.control.machine import step
 from dlrover.python.rl.control.state import JobState, MemberPhase, Phase
 from dlrover.python.rl.trainer.port import BUCKETS_S
@@ -67,7 +51,7 @@ MAX_CALL_SERIES = 200
 """Pairs of role and method; further ones count as the method ``other``."""
 
 MAX_MEMBER_SERIES = 1000
-"""Workers that have series of their own; of a larger job the first ones."""
+"""Workers with separate series; of a larger job the first ones."""
 
 STEP_METRICS = {
     "reward": ("reward/mean", "reward"),
@@ -85,18 +69,17 @@ STEP_METRICS = {
     "generation_seconds": ("time/generation",),
     "update_seconds": ("time/update",),
 }
-"""Gauges of the last step: the end of the name, and the metrics of a step that it is taken from."""
+"""Gauges of the last step: the end of the name, and the metrics of a step that may give its value."""
 
 COMMIT_SECONDS, SYNC_BYTES = "time/commit", "weights/sync_bytes"
 SANDBOX_LEVELS = ("bubblewrap", "namespaces", "limits", "none")
-"""Of ``sandbox/<level>`` in a step's metrics."""
+"""The levels of ``sandbox/<level>`` in a step's metrics."""
 
 _RECOVERY_BUCKETS_S = (0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
 
 _TIMEOUT_S = 10.0
 _MAX_CLIENTS = 20
-_CLOSING_S = 0.05
-"""How soon it sees that it is closed."""
+_CLOSING_S = 0.05  # it sees within this time that it is closed
 
 _BUCKETS_S = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0)
 
@@ -128,11 +111,11 @@ _FAMILIES: dict[str, tuple[Any, str, tuple[str, ...]]] = {
         for name, sources in STEP_METRICS.items()
     },
 }
-"""The metrics exported as ``rl_job_<name>``: kind, its help, and its labels beside the job's name."""
+"""The metrics exported as ``rl_job_<name>``: kind, help, and labels in addition to the job's name."""
 
 
 class JobMetrics:
-    """Collected by ``registry``. Labels are the job's name, roles, ranks, methods and causes: a bounded number."""
+    """The metrics of one job in ``registry``. Labels are its name, roles, ranks, methods and causes: all bounded."""
 
     def __init__(self, job: str, run: str, wall_s: Callable[[], float]) -> None:
         self._job, self._wall_s = job, wall_s
@@ -141,7 +124,7 @@ class JobMetrics:
         self._counts: dict[tuple[str, ...], float] = defaultdict(float)  # by family and labels
         self._durations: dict[tuple[str, ...], list[float]] = {}  # likewise: counts of each bucket, and the sum
         self._gauges = {"step": 0.0, "total_steps": 0.0, "last_report_timestamp_seconds": 0.0}
-        self._beats: dict[ProcessId, float] = {}  # when each process was heard last
+        self._beats: dict[ProcessId, float] = {}  # time of each process's last heartbeat
         self._recovering: dict[ProcessId, float] = {}
         self._pending: Mapping[str, int] = {}
         self._report: StepReport | None = None
@@ -152,14 +135,14 @@ class JobMetrics:
 
     # -- what happens -------------------------------------------------------------------------------------------------
 
-    def replay(self, events: Iterable[tuple[float, Event]]) -> None:
-        """Take the events of the journal, of the time before this process."""
-        for at_s, event in events:
+    def replay(self, journal: Iterable[tuple[float, Event]]) -> None:
+        """Count the events of the journal, from before this process."""
+        for at_s, event in journal:
             before, (after, _) = self._state, step(self._state, event, at_s)
             self.take(at_s, before, after, event)
 
     def take(self, at_s: float, before: JobState, after: JobState, event: Event) -> None:
-        """Take an event that was journalled."""
+        """Count an event that was journalled."""
         self._state = after
         self.account.take(at_s, before, after, event)
         if after is before:
@@ -167,18 +150,18 @@ class JobMetrics:
         if isinstance(event, LOSSES):
             cause = event.cause
             self._counts["restarts", cause.kind.value] += after.restarts - before.restarts
-            self._counts["failures", "job" if isinstance(event, Failed) else cause.role, cause.kind.value] += 1
+            self._counts["failures", "job" if isinstance(event, events.Failed) else cause.role, cause.kind.value] += 1
         for process_id in after.members.changed_since(before.members) if before.members.up else ():
             now = after.members.get(process_id)
             is_up = now is not None and now.phase is MemberPhase.UP
             if before.members[process_id].phase is MemberPhase.UP and not is_up:
                 self._recovering.setdefault(process_id, at_s)
-        started = ProcessId(event.role, event.rank) if isinstance(event, MemberStarted) else None
+        started = ProcessId(event.role, event.rank) if isinstance(event, events.MemberStarted) else None
         if started in self._recovering:
             self._time("recovery_seconds", started.role, seconds=at_s - self._recovering.pop(started))
 
     def beat(self, process_id: ProcessId, pending: Mapping[str, int]) -> None:
-        """A process was heard; ``pending`` are the calls that a trainer waits for, by role."""
+        """Note a heartbeat; ``pending`` are the calls that a trainer waits for, by role."""
         if process_id == TRAINER_ID:
             self._pending = pending
         elif process_id in self._state.members:
@@ -231,7 +214,7 @@ class JobMetrics:
             yield family
 
     def _samples(self) -> dict[str, dict[tuple[str, ...], Any]]:
-        """The values of each family by their labels."""
+        """Return the values of each family by their labels."""
         state, now_s = self._state, self._wall_s()
         roles = list(state.settings.roles) if state.settings is not None else []
         ids = {process_id: member.phase is MemberPhase.UP for process_id, member in state.members.items()}
@@ -272,7 +255,7 @@ def _bounds(family: str) -> tuple[float, ...]:
     return _RECOVERY_BUCKETS_S if family == "recovery_seconds" else BUCKETS_S
 
 
-LOSSES = (MemberLost, StandbyLost, TrainerLost, NodeLost, Unplaced, Failed)
+LOSSES = (events.MemberLost, events.StandbyLost, events.TrainerLost, events.NodeLost, events.Unplaced, events.Failed)
 """Events that have a cause."""
 
 
@@ -286,8 +269,8 @@ class TimeUse(StrEnum):
 
 @dataclass
 class TimeAccount:
-    """Seconds by use and cause, a CauseKind or ""; ``since_s`` is the Unix time up to which they are booked, 0 before
-    the first event."""
+    """Seconds by use and cause, a CauseKind or "". They are booked up to the Unix time ``since_s``, 0 before the first
+    event."""
 
     use: TimeUse = TimeUse.START
     cause: str = ""
@@ -320,7 +303,7 @@ class TimeAccount:
 
     @property
     def goodput(self) -> float:
-        """From 0 to 1; 0 before any time has passed."""
+        """The useful share, from 0 to 1; 0 before any time has passed."""
         total = sum(self.seconds.values())
         return self.spent_s(TimeUse.USEFUL) / total if total else 0.0
 
@@ -330,17 +313,18 @@ def _next_use(use: TimeUse, before: JobState, after: JobState, event: Event) -> 
         return TimeUse.ENDING
     if after.phase is Phase.RESTARTING and before.phase is not Phase.RESTARTING:
         return TimeUse.RESTART
-    if isinstance(event, StepsOpened) and use is TimeUse.START and after.incarnation <= 1:
+    if isinstance(event, events.StepsOpened) and use is TimeUse.START and after.incarnation <= 1:
         return TimeUse.USEFUL
-    if isinstance(event, Progressed) and use in (TimeUse.RECOVERY, TimeUse.RESTART):
+    if isinstance(event, events.Progressed) and use in (TimeUse.RECOVERY, TimeUse.RESTART):
         return TimeUse.USEFUL
-    if isinstance(event, MemberLost | TrainerLost | NodeLost) and after is not before and use is TimeUse.USEFUL:
+    is_loss = isinstance(event, events.MemberLost | events.TrainerLost | events.NodeLost)
+    if is_loss and after is not before and use is TimeUse.USEFUL:
         return TimeUse.RECOVERY
     return use
 
 
 def tls_context(certificate: Path, key: Path, client_ca: Path | None = None) -> ssl.SSLContext:
-    """For a server; clients need a certificate of ``client_ca``, where there is one. Raises OSError."""
+    """Return a server's context; clients need a certificate of ``client_ca`` if there is one. Raises OSError."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.load_cert_chain(certificate, key)
     if client_ca is not None:
@@ -368,7 +352,7 @@ class MetricsEndpoint(ThreadingHTTPServer):
         self._slots = threading.BoundedSemaphore(_MAX_CLIENTS)
         super().__init__((host, port), _handler(registry, token, is_loopback(host)))
         if tls is not None:
-            # The handshake is at the first read, in the client's own thread and within its time.
+            # The handshake is at the first read, in the client's thread and within its timeout.
             self.socket = tls.wrap_socket(self.socket, server_side=True, do_handshake_on_connect=False)
         self.address = f"{host}:{self.server_address[1]}"
         self.url = f"{'https' if tls is not None else 'http'}://{self.address}/metrics"
@@ -391,7 +375,7 @@ class MetricsEndpoint(ThreadingHTTPServer):
             self._slots.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that went away is no news."""
+        """Ignore a client that went away."""
 
 
 def _handler(registry: CollectorRegistry, token: str, is_local: bool) -> type[BaseHTTPRequestHandler]:
@@ -433,8 +417,8 @@ def _handler(registry: CollectorRegistry, token: str, is_local: bool) -> type[Ba
 
 
 class ServiceMetrics:
-    """Collected by ``registry``. Methods and codes are those of the protocol: no client can add a series. ``counts``
-    are the jobs by phase, without ended ones, all events, and the submissions that made a job."""
+    """The metrics of the service in ``registry``. Methods and codes are from the protocol: no client can add a series.
+    ``counts`` returns the running jobs by phase, all events, and the submissions that made a job."""
 
     def __init__(self, counts: Callable[[], tuple[Mapping[str, int], int, int]]) -> None:
         self._counts = counts
@@ -442,13 +426,8 @@ class ServiceMetrics:
         self._requests = prometheus_client.Counter(
             "rl_service_requests", "Requests that have ended.", ["method", "code"], registry=self.registry
         )
-        self._seconds = Histogram(
-            "rl_service_request_seconds",
-            "Duration of requests that do not stream.",
-            ["method"],
-            buckets=_BUCKETS_S,
-            registry=self.registry,
-        )
+        duration = "rl_service_request_seconds", "Duration of requests that do not stream.", ["method"]
+        self._seconds = Histogram(*duration, buckets=_BUCKETS_S, registry=self.registry)
         self.registry.register(self)
 
     def count(self, method: str, code: str) -> None:

@@ -2,16 +2,16 @@
 # Over 400 lines: one actor answers every request of a job on one event loop, from one state.
 """``RLMaster``: the actor that runs one job.
 
-Its loop takes one event at a time from a queue that the executor's tasks fill, and waits for nothing else. Requests are
-answered on the same event loop, within milliseconds.
+Its loop takes events from a queue that the executor's tasks fill, and waits for nothing else. Requests are answered on
+the same event loop, within milliseconds.
 
 ::
 
     executor's tasks --Event--> queue -> brain (journal, then state) --Command--> executor
     trainer: opened, progressed, renew      workers and trainer: beat      people: status, follow, stop
 
-The trainer's calls do not pass through here, so the job goes on while the master is away. When Ray has restarted it, it
-replays its journal, finds the processes by name, and continues all outstanding commands.
+The trainer's calls do not pass through here, so the job continues while the master is away. When Ray has restarted it,
+it replays its journal, finds the processes by name, and continues all outstanding commands.
 """
 
 import asyncio
@@ -27,50 +27,21 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dlrover.python.rl.common import errors
 from dlrover.python.rl.common.disk_space import retry_io_async
-from dlrover.python.rl.common.errors import (
-    CallError,
-    ConfigError,
-    InvalidJob,
-    JobConflict,
-    JobFailed,
-    JournalCorrupt,
-    PlacementTimeout,
-    StaleEpoch,
-)
 from dlrover.python.rl.common.log import configure_logging, get_logger, hide_values
 from dlrover.python.rl.common.names import ProcessId, RLRoleType
 from dlrover.python.rl.common.private_files import read_token
 from dlrover.python.rl.config.secrets import Secrets, hidden_in, unseal
 from dlrover.python.rl.config.spec import JobSpec
+from dlrover.python.rl.control import events
 from dlrover.python.rl.control.commands import Release
-from dlrover.python.rl.control.events import (
-    Cause,
-    CauseKind,
-    Event,
-    MasterStarted,
-    MemberLost,
-    Progressed,
-    RecoveryScope,
-    Resized,
-    StepsOpened,
-    StopRequested,
-    Unplaced,
-)
+from dlrover.python.rl.control.events import Cause, CauseKind, Event, MemberLost, RecoveryScope, Resized
 from dlrover.python.rl.control.journal import decode
-from dlrover.python.rl.control.machine import can_resize
+from dlrover.python.rl.control.machine import can_resize, outstanding
 from dlrover.python.rl.control.placement import Placement
 from dlrover.python.rl.control.state import JobState, Member, MemberPhase, Phase, ranks_of
-from dlrover.python.rl.master.process.brain import (
-    JOURNAL,
-    Brain,
-    Handled,
-    earlier_journal,
-    fresh_journal,
-    resizable,
-    size_of,
-    submission,
-)
+from dlrover.python.rl.master.process import brain
 from dlrover.python.rl.master.process.hang_detector import HangDetector, has_lost_peer
 from dlrover.python.rl.master.process.metrics import JobMetrics, MetricsEndpoint, tls_context
 from dlrover.python.rl.master.process.status import JobStatus, Position, Update, recoveries, status_of
@@ -83,17 +54,8 @@ from dlrover.python.rl.runtime.ray.executor import RayExecutor
 from dlrover.python.rl.runtime.ray.placement import RunPlan
 from dlrover.python.rl.runtime.ray.processes.actors import current_actor, end_later, end_unless, was_restarted
 from dlrover.python.rl.runtime.ray.processes.trainer import Replaced
+from dlrover.python.rl.runtime.run import folder as run_folder
 from dlrover.python.rl.runtime.run.files import LogCopier, copy_all_rests, copy_output
-from dlrover.python.rl.runtime.run.folder import (
-    BEAT_S,
-    CLUSTER,
-    FAILED,
-    ON_RAY,
-    Claim,
-    claim,
-    newest_owner,
-    write_shared,
-)
 from dlrover.python.rl.trainer.steps import StepPace
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -102,7 +64,7 @@ _LOG = get_logger(__name__)
 T = TypeVar("T")
 
 ADDRESS = "metrics.json"
-_KEPT_REPORTS = 1000  # some 15 kB each
+_MAX_REPORTS = 1000  # about 15 kB each
 
 _RELEASE_S = 30.0
 _NEXT_STEP_S, _PLACES_S, _LOOK_S = 10.0, 20.0, 1.0
@@ -113,11 +75,11 @@ _BEGIN_S = 300.0
 _JOURNAL_S = 5.0
 _POLL_S = 0.05
 _MOST_EVENTS = 256
-_ECHO_S = 1.0  # a link that fails is mostly the echo of another rank's death, which is about to show
+_ECHO_S = 1.0  # a failed link is usually the echo of another rank's death, which is about to show
 
 
 class RLMaster:
-    """Runs one run of one job. It ``claims`` the run's folder unless the process that started the job holds it."""
+    """Runs one run of a job. It ``claims`` the run's folder unless the process that started the job holds it."""
 
     def __init__(self, job: JobSpec, placement: Placement, inspection: Inspection, claims: bool = True) -> None:
         configure_logging("master")
@@ -135,77 +97,76 @@ class RLMaster:
         self._restarted = was_restarted()
         if self._restarted:
             current_actor().resume.remote()
-        end_unless(lambda: bool(self._tasks), _BEGIN_S, f"{job.name}: nobody has started this job")
+        end_unless(lambda: bool(self._tasks), _BEGIN_S, f"{job.name}: no request has started this job")
 
     @property
     def _state(self) -> JobState:
         return self._run.brain.state
 
-    # -- beginning ----------------------------------------------------------------------------------------------------
-
     async def start(self, secrets: Secrets) -> None:
-        """Open the journal, begin the job and return at once. A second call does nothing. Raises JobConflict if another
-        run holds the job's folder, InvalidJob if it cannot be used."""
+        """Open the journal, begin the job and return at once; a second call does nothing. Raises JobConflict if another
+        run holds the job's folder, InvalidJob if the folder cannot be used."""
         await self.reveal(secrets)
-        if await self._awake():
+        if await self._has_begun():
             return
         async with self._beginning:
             if self._tasks:
                 return
             await self._run.begin()
             self._observer.open(time.time())
-            self._events.put_nowait(MasterStarted(pid=os.getpid()))
-            self._events.put_nowait(submission(self._run.job, self._run.job.run, self._inspection, self._run.brain))
-            self._live()
+            self._events.put_nowait(events.MasterStarted(pid=os.getpid()))
+            job = self._run.job
+            self._events.put_nowait(brain.submission(job, job.run, self._inspection, self._run.brain))
+            self._start_tasks()
 
     async def resume(self) -> bool:
-        """Continue an earlier process of this master; False when that had not begun."""
+        """Continue an earlier process of this master; return False if it had not begun."""
         async with self._beginning:
             if self._tasks:
                 return True
             try:
                 if not await self._run.recover():
                     return False
-            except (JournalCorrupt, JobConflict, OSError) as error:
+            except (errors.JournalCorrupt, errors.JobConflict, OSError) as error:
                 _LOG.error("%s: %s", self._run.job.name, error)
-                self._spawn(self._fall(error))
+                self._spawn(self._end_broken_job(error))
                 return True
             self._observer.open(self._run.brain.began_s, resumed=True)
-            self._spawn(self._come_back())
+            self._spawn(self._resume_job())
             return True
 
-    async def _awake(self) -> bool:
-        """Return True if the job has begun. A restarted master resumes at the first request, in case its request to
-        itself was lost."""
+    async def _has_begun(self) -> bool:
+        """Return True if the job has begun. A restarted master resumes at the first request, in case its call of
+        :meth:`resume` was lost."""
         return bool(self._tasks) or (self._restarted and await self.resume())
 
-    async def _come_back(self) -> None:
+    async def _resume_job(self) -> None:
         name = self._run.job.name
-        await self._run.handle([MasterStarted(pid=os.getpid())])
+        await self._run.handle([events.MasterStarted(pid=os.getpid())])
         state = self._state
         _LOG.warning("the master of %s is back: the job is %s", name, state.phase.value)
         if state.phase.terminal:
-            self._leave()  # nothing is left to adopt: places that it lacks would be reserved again
+            self._leave()  # nothing is left to adopt, and lacking places would be reserved again
             return
         alive = await self._executor.adopt(state, self._events.put_nowait)
         _LOG.warning("%s: %d processes found alive", name, alive)
         until_s = time.monotonic() + _SECRETS_S
-        while self._run.lacking and self._state.phase.live:  # the job's processes send them after a heartbeat
+        while self._run.lacking and self._state.phase.live:  # the job's processes send secrets after a heartbeat
             if time.monotonic() > until_s:
                 lost = ", ".join(self._run.lacking)
-                raise JobFailed(f"{lost}: secrets, which all processes that had them took along")
+                raise errors.JobFailed(f"the secrets {lost} are lost: every process that had them has ended")
             await asyncio.sleep(_POLL_S)
-        for command in self._run.brain.outstanding():
+        for command in outstanding(self._state):
             self._executor.execute(command, self._events.put_nowait)
-        self._live()
+        self._start_tasks()
 
     async def reveal(self, secrets: Secrets) -> None:
-        """The job's secrets, which neither Ray nor a disk keeps."""
+        """Receive the job's secrets, which neither Ray nor a disk stores."""
         hide_values(secrets.values())
         self._run.reveal(secrets)
         self._executor.reveal(secrets)
 
-    def _live(self) -> None:
+    def _start_tasks(self) -> None:
         self._spawn(self._run.hold(lambda: self._state.phase.terminal))
         self._spawn(self._handle_events())
         self._spawn(self._watch_hangs())
@@ -216,15 +177,13 @@ class RLMaster:
         async def guarded() -> None:
             try:
                 await work
-            except StaleEpoch as error:
-                leave(f"another process of this master has taken over: {error}")  # what is left is the other's task
+            except errors.StaleEpoch as error:
+                leave(f"another process of this master has taken over: {error}")  # the other one ends the job
             except Exception as error:  # noqa: BLE001 -- a broken task must not leave a job that looks alive
                 _LOG.exception("%s: a task of the master failed", self._run.job.name)
-                await self._fall(error)
+                await self._end_broken_job(error)
 
         self._tasks.append(asyncio.get_running_loop().create_task(guarded()))
-
-    # -- the loop -----------------------------------------------------------------------------------------------------
 
     async def _handle_events(self) -> None:
         while not self._state.phase.terminal:
@@ -233,15 +192,15 @@ class RLMaster:
                 events.append(self._events.get_nowait())
             for handled in await self._run.handle(events):
                 self._carry_out(handled)
-            await self._tell()
+            await self._notify_followers()
             await asyncio.sleep(0)  # requests come in between
-        self._run.brain.close()
+        self._run.brain.store.close()
 
-    def _carry_out(self, handled: Handled) -> None:
+    def _carry_out(self, handled: brain.Handled) -> None:
         event, before, after, commands = handled
-        if isinstance(event, Resized | Unplaced) and after is not before:
+        if isinstance(event, Resized | events.Unplaced) and after is not before:
             self._executor.resize(after)
-            _LOG.warning("%s: %s has %d workers", self._run.job.name, event.role, size_of(after, event.role))
+            _LOG.warning("%s: %s has %d workers", self._run.job.name, event.role, len(ranks_of(after, event.role)))
         if isinstance(event, MemberLost) and after is not before:
             self._executor.last_causes[ProcessId(event.role, event.rank)] = f"{event.cause.kind}: {event.cause.message}"
         for command in commands:
@@ -253,14 +212,14 @@ class RLMaster:
         for line in recoveries(before, after, event):
             _LOG.warning("%s: %s", self._run.job.name, line)
         if after.phase.terminal and not before.phase.terminal:
-            self._leave()  # before it is told: this process may be ended then
+            self._leave()  # before followers are notified: they may end this process
         condemned = self._hang_detector.condemned.pop(event, None)
         if condemned is not None and after is not before:
-            # Only after the event is journalled: a master that has been replaced must not act.
+            # Not before the event is journalled: a master that has been replaced must not act.
             self._spawn(kill_process(self._cluster, condemned))
 
-    async def _fall(self, error: Exception) -> None:
-        """End the job when the loop cannot go on: release it, then report the failure."""
+    async def _end_broken_job(self, error: Exception) -> None:
+        """Release the job and report the failure, because the loop cannot continue."""
         state = self._state
         released = asyncio.Event()
         self._executor.execute(Release(state.incarnation, final=True), lambda event: released.set())
@@ -268,21 +227,21 @@ class RLMaster:
             async with asyncio.timeout(_RELEASE_S):
                 await released.wait()
         self._run.brain.fail(error)
-        if released.is_set():  # else its journal still says whether another master has taken over
-            self._run.brain.close()
+        if released.is_set():  # otherwise the journal still shows whether another master has taken over
+            self._run.brain.store.close()
         self._leave()
-        await self._tell()
+        await self._notify_followers()
 
     def _check_current(self) -> None:
         try:
-            self._run.brain.check()
-        except StaleEpoch as error:
+            self._run.brain.store.check()
+        except errors.StaleEpoch as error:
             leave(f"another process of this master has taken over: {error}")
-        except (OSError, JournalCorrupt):
-            pass  # it cannot tell: what the job holds is given back all the same
+        except (OSError, errors.JournalCorrupt):
+            pass  # unknown: the job's resources are still released
 
     def _leave(self) -> None:
-        self._spawn(end_later(current_actor(), _LINGER_S))  # if nobody follows the job
+        self._spawn(end_later(current_actor(), _LINGER_S))  # in case no process follows the job
         self._run.leave(self._state.phase.value)
 
     async def _watch_hangs(self) -> None:
@@ -295,10 +254,10 @@ class RLMaster:
 
     async def beat(self, beat: Heartbeat) -> BeatAnswer:
         """Record a heartbeat."""
-        if not await self._awake():
+        if not await self._has_begun():
             if error := self._run.miss_journal():
                 _LOG.error("%s: %s", self._run.job.name, error)
-                self._spawn(self._fall(error))
+                self._spawn(self._end_broken_job(error))
             return BeatAnswer.CURRENT
         self._executor.take_beat(beat)
         if not self._hang_detector.take(beat, self._state):
@@ -309,24 +268,24 @@ class RLMaster:
         return BeatAnswer.WITHOUT_SECRETS if self._run.lacking else BeatAnswer.CURRENT
 
     async def opened(self, epoch: int) -> None:
-        """The trainer has entered ``steps()``. Returns once that is journalled, since the trainer relies on it."""
-        await self._awake()
-        self._events.put_nowait(StepsOpened(epoch))
+        """Note that the trainer has entered ``steps()``; return once that is journalled: the trainer relies on it."""
+        await self._has_begun()
+        self._events.put_nowait(events.StepsOpened(epoch))
         async with self._news, asyncio.timeout(_TAKEN_S):
             await self._news.wait_for(lambda: self._state.opened or not self._state.phase.live)
 
     async def progressed(self, epoch: int, step: int) -> None:
-        await self._awake()
-        self._events.put_nowait(Progressed(epoch, step))
+        await self._has_begun()
+        self._events.put_nowait(events.Progressed(epoch, step))
 
-    async def renew(  # noqa: PLR0913 -- what the trainer knows, one by one
+    async def renew(  # noqa: PLR0913 -- the facts that the trainer has
         self, epoch: int, role: str, rank: int, incarnation: int, cause: Cause, wait_s: float
     ) -> Replaced | None:
-        """The replacement of a worker whose ``incarnation`` the trainer of ``epoch`` found dead; None: ask again.
-        Raises JobFailed if there will be none, or the trainer itself has been replaced."""
-        await self._awake()
+        """Return the replacement of a worker whose ``incarnation`` the trainer of ``epoch`` found dead; None: ask
+        again. Raises JobFailed if there will be none, or the trainer itself has been replaced."""
+        await self._has_begun()
         if epoch < self._state.epoch:
-            raise JobFailed(f"the trainer of epoch {epoch} has been replaced")
+            raise errors.JobFailed("this trainer has been replaced by a later one")
         if cause.kind is CauseKind.LINK_FAILED and self._inspection.scope_of(role) is RecoveryScope.GROUP:
             await self._wait_for_news(lambda: find_up(self._state, role, rank, incarnation) is None, _ECHO_S)
         if (member := find_up(self._state, role, rank, incarnation)) is not None:
@@ -340,58 +299,58 @@ class RLMaster:
         await self._wait_for_news(lambda: replaced() is not None, wait_s)
         return replaced()
 
-    async def _wait_for_news(self, that: Callable[[], bool], timeout_s: float) -> None:
+    async def _wait_for_news(self, is_news: Callable[[], bool], timeout_s: float) -> None:
         async with self._news:
             with suppress(TimeoutError):
                 async with asyncio.timeout(timeout_s):
-                    await self._news.wait_for(that)
+                    await self._news.wait_for(is_news)
 
     async def report(self, report: StepReport) -> None:
         self._observer.report(report)
-        await self._tell()
+        await self._notify_followers()
 
     async def announce(self, activity: str) -> None:
         self._observer.activity = activity
-        await self._tell()
+        await self._notify_followers()
 
     # -- requests of users ---------------------------------------------------------------------------------------------
 
     async def stop(self, reason: str) -> None:
-        """Ask the job to end; returns at once."""
-        await self._awake()
-        self._events.put_nowait(StopRequested(reason))
+        """Ask the job to end; return at once."""
+        await self._has_begun()
+        self._events.put_nowait(events.StopRequested(reason))
 
     async def resize(self, role: str, num: int) -> None:
         """Give a stateless ``role`` another number of workers, at the beginning of the next step if that is near.
-        Raises CallError or InvalidJob if it cannot be, and then nothing has changed."""
-        await self._awake()
+        Raises CallError or InvalidJob, without any change, if that is impossible."""
+        await self._has_begun()
         async with self._resizing:
-            job = resizable(self._run.job, self._state, self._inspection, role, num)
-            if errors := (await asyncio.to_thread(inspect_in_child, job)).errors:
-                raise InvalidJob(list(errors))
+            job = brain.resizable(self._run.job, self._state, self._inspection, role, num)
+            if faults := (await asyncio.to_thread(inspect_in_child, job)).errors:
+                raise errors.InvalidJob(list(faults))
             try:
                 await self._executor.reservations.enlarge(self._state, role, num, _PLACES_S)
-            except PlacementTimeout as error:
-                raise CallError(f"{role} of '{job.name}' stays as it is: {error}") from error
+            except errors.PlacementTimeout as error:
+                raise errors.CallError(f"{role} of '{job.name}' stays as it is: {error}") from error
             await self._resize_at_next_step(Resized(role, num))
-        if size_of(self._state, role) != num:
-            raise CallError(f"'{job.name}' was restarted in that time: try again")
+        if len(ranks_of(self._state, role)) != num:
+            raise errors.CallError(f"'{job.name}' was restarted during the resize: try again")
 
     async def _watch_places(self) -> None:
-        """Roles that have fewer workers for want of places get them back, until the job ends."""
+        """Give roles that have fewer workers for lack of places more of them, until the job ends."""
         while not self._state.phase.terminal:
             await asyncio.sleep(_LOOK_S)
             for role, wanted in self._state.wanted.items():
-                await self._grow(role, wanted)
+                await self._grow_role(role, wanted)
 
-    async def _grow(self, role: str, wanted: int) -> None:
+    async def _grow_role(self, role: str, wanted: int) -> None:
         num = await self._executor.reservations.places(RLRoleType(role), wanted)
         async with self._resizing:
-            if num > size_of(self._state, role) and can_resize(self._state, role):
+            if num > len(ranks_of(self._state, role)) and can_resize(self._state, role):
                 await self._resize_at_next_step(Resized(role, num, wanted))
 
     async def _resize_at_next_step(self, event: Resized) -> None:
-        """Wait for the end of the open step, which would be repeated; but not for a long one."""
+        """Wait for the end of the open step, which would be repeated, unless it is long; then resize."""
         began, until_s = self._executor.open_step, time.monotonic() + _NEXT_STEP_S
         while self._executor.open_step == began and time.monotonic() < until_s:
             await asyncio.sleep(_POLL_S)
@@ -399,18 +358,18 @@ class RLMaster:
 
         def is_over() -> bool:
             takes_steps = self._state.opened and self._state.phase.live
-            return size_of(self._state, event.role) == event.num or not takes_steps
+            return len(ranks_of(self._state, event.role)) == event.num or not takes_steps
 
         async with self._news, asyncio.timeout(_TAKEN_S):
             await self._news.wait_for(is_over)
 
     async def status(self) -> JobStatus:
-        await self._awake()
+        await self._has_begun()
         return self._observer.status(self._state)
 
     async def follow(self, position: Position, timeout_s: float) -> Update:
         """Wait up to ``timeout_s`` seconds for news after ``position``."""
-        await self._awake()
+        await self._has_begun()
         observer = self._observer
         state, count, activity = self._state, observer.count_at(position), observer.activity
 
@@ -421,20 +380,20 @@ class RLMaster:
         await self._wait_for_news(is_news, timeout_s)
         return observer.update(self._state, count)
 
-    async def _tell(self) -> None:
+    async def _notify_followers(self) -> None:
         async with self._news:
             self._news.notify_all()
 
 
 class MasterRun:
-    """A run as its master holds it: the job, the claim on its folder, and the log and the journal there. Without
-    ``claims`` the process that started the job holds the folder."""
+    """The run of a master: the job, the claim on its folder, and the log and the journal there. Without ``claims`` the
+    process that started the job holds the folder."""
 
     def __init__(self, job: JobSpec, claims: bool) -> None:
-        self.job, self.lacking = job, hidden_in(job)  # its secrets that are not here yet
-        self.brain = Brain(StateStore())
+        self.job, self.lacking = job, hidden_in(job)  # secrets that have not arrived yet
+        self.brain = brain.Brain(StateStore())
         self._claims = claims
-        self._claim: Claim | None = None
+        self._claim: run_folder.Claim | None = None
         self._log: LogCopier | None = None
         self._missed_s = 0.0
 
@@ -443,64 +402,64 @@ class MasterRun:
         self.lacking = hidden_in(self.job)
 
     async def begin(self) -> None:
-        """Take the folder, and open a new journal. Raises JobConflict, and InvalidJob if a file there cannot be
-        written, which gives the folder back."""
+        """Claim the folder, and open a new journal. Raises JobConflict, or InvalidJob if a file there cannot be
+        written, and then releases the folder."""
         try:
             self.take()
-            journal = await self._patiently(partial(fresh_journal, self.job))
-            self.brain = Brain(await self._patiently(partial(FileStateStore, journal)))
+            journal = await self._patiently(partial(brain.fresh_journal, self.job))
+            self.brain = brain.Brain(await self._patiently(partial(FileStateStore, journal)))
         except OSError as error:
-            self.leave(FAILED)
-            raise InvalidJob([ConfigError("job_dir", f"the master cannot use it: {error}")]) from error
+            self.leave(run_folder.FAILED)
+            raise errors.InvalidJob([errors.ConfigError("job_dir", f"the master cannot use it: {error}")]) from error
 
     async def recover(self) -> bool:
-        """Take the folder and the journal over from an earlier process of this master; return False if that had not
-        begun. Raises JournalCorrupt, JobConflict, OSError."""
-        brain = await self._patiently(partial(earlier_journal, self.job, self.job.run))
-        if brain is not None:
+        """Take over the folder and the journal of an earlier process of this master; return False if it had not begun.
+        Raises JournalCorrupt, JobConflict, OSError."""
+        earlier = await self._patiently(partial(brain.earlier_journal, self.job, self.job.run))
+        if earlier is not None:
             self.take()
-            self.brain = brain
-        return brain is not None
+            self.brain = earlier
+        return earlier is not None
 
     def take(self) -> None:
-        """Claim the folder, not in a thread: until it is done, no other request may resume. Raises JobConflict."""
+        """Claim the folder, but not in a thread, since no other request may resume before. Raises JobConflict."""
         if self._claims:
-            self._claim = claim(self.job, ON_RAY, bound=False)
+            self._claim = run_folder.claim(self.job, run_folder.ON_RAY, bound=False)
             with suppress(OSError):
-                write_shared(self.job.job_dir / CLUSTER, current_address().encode())
+                run_folder.write_shared(self.job.job_dir / run_folder.CLUSTER, current_address().encode())
         if self._log is None:
             self._log = copy_output(self.job.job_dir, "master", "master")
 
-    async def handle(self, events: Sequence[Event]) -> list[Handled]:
+    async def handle(self, events: Sequence[Event]) -> list[brain.Handled]:
         """Journal ``events`` and return their commands, once the journal can be written: a disk may be full."""
         return await self._patiently(partial(self.brain.handle_all, events))
 
     async def _patiently(self, use_journal: Callable[[], T]) -> T:
-        """Retry as commits do. Raises OSError."""
-        return await retry_io_async(use_journal, self.job.job_dir / JOURNAL, now_s=time.monotonic)
+        """Retry like a commit. Raises OSError."""
+        return await retry_io_async(use_journal, self.job.job_dir / brain.JOURNAL, now_s=time.monotonic)
 
-    def miss_journal(self) -> JournalCorrupt | None:
-        """A process of this run is alive, so an earlier process of this master had begun it: its journal is gone, or
-        cannot be seen from here. Returns the error once that is sure: the job has no state to go on from."""
+    def miss_journal(self) -> errors.JournalCorrupt | None:
+        """Return an error once the journal has been missing for some time, although a process of this run is alive: an
+        earlier process of this master had begun the run, and without its journal there is no state to resume."""
         self._missed_s = self._missed_s or time.monotonic()
         if time.monotonic() - self._missed_s > _JOURNAL_S:
-            return JournalCorrupt(f"the journal of this run is not in {self.job.job_dir} any more")
+            return errors.JournalCorrupt(f"the journal of this run is no longer in {self.job.job_dir}")
         return None
 
     async def hold(self, is_over: Callable[[], bool]) -> None:
-        """Show life until the job ``is_over``. Raises JobConflict if another run has the folder."""
+        """Renew the claim until the job ``is_over``. Raises JobConflict if another run has the folder."""
         while self._claim is not None and not is_over():
-            await asyncio.sleep(BEAT_S)
+            await asyncio.sleep(run_folder.BEAT_S)
             try:
                 await asyncio.to_thread(self._claim.beat)
-            except JobConflict as error:
-                owner = newest_owner(self.job.job_dir)
+            except errors.JobConflict as error:
+                owner = run_folder.newest_owner(self.job.job_dir)
                 if owner is not None and owner.run == self.job.run:
                     leave(f"another process of this master has taken over: {error}")
                 raise
 
     def leave(self, outcome: str) -> None:
-        """Also of a folder that fails: the master ends all the same."""
+        """Finish the log and release the folder; log an OSError, since the master ends anyway."""
         try:
             try:
                 if self._log is not None:
@@ -510,16 +469,16 @@ class MasterRun:
                 if self._claim is not None:
                     self._claim.end(outcome)
         except OSError as error:
-            _LOG.error("how %s has ended is not in its folder: %s", self.job.name, error)
+            _LOG.error("the end of %s could not be recorded in its folder: %s", self.job.name, error)
 
 
 class JobObserver:
-    """Takes all events and reports, for the status and the metrics of a job. Metrics that cannot be served do not
-    fail it."""
+    """Records all events and reports, for the status and the metrics of a job. If metrics cannot be served, the job
+    continues without them."""
 
     def __init__(self, job: JobSpec) -> None:
         self._job = job
-        self._reports: deque[StepReport] = deque(maxlen=_KEPT_REPORTS)
+        self._reports: deque[StepReport] = deque(maxlen=_MAX_REPORTS)
         self.count = 0  # of the reports that this process has received
         self._boot = os.urandom(4).hex()
         self._pace, self._began_s = StepPace(), 0.0
@@ -528,11 +487,11 @@ class JobObserver:
         self._endpoint: MetricsEndpoint | None = None
 
     def open(self, began_s: float, resumed: bool = False) -> None:
-        """Begin to serve; a master that was ``resumed`` goes on with what its journal says."""
+        """Begin to serve metrics; a ``resumed`` master continues them from its journal."""
         self._began_s = began_s
         master, folder = self._job.master, self._job.job_dir
         if resumed:
-            self.metrics.replay(decode(read_lines(folder / JOURNAL)))
+            self.metrics.replay(decode(read_lines(folder / brain.JOURNAL)))
         if master.metrics_port < 0 or self._endpoint is not None:
             return
         try:
@@ -543,8 +502,8 @@ class JobObserver:
                 self.metrics.registry, master.metrics_host, master.metrics_port, token, tls
             )
             (folder / ADDRESS).write_text(json.dumps({"address": self._endpoint.address}))
-        except (OSError, CallError) as error:
-            _LOG.error("%s: no metrics are served: %s", self._job.name, error)
+        except (OSError, errors.CallError) as error:
+            _LOG.error("%s: metrics cannot be served: %s", self._job.name, error)
 
     def report(self, report: StepReport) -> None:
         self.metrics.report(report)
@@ -558,13 +517,14 @@ class JobObserver:
         return replace(status, step_s=self._pace.step_s, started_s=self._began_s)
 
     def count_at(self, position: Position) -> int:
-        """The number of reports of this process that were read at ``position``."""
-        return position.read if position.boot == self._boot else 0
+        """Return the number of this process's reports that were read at ``position``."""
+        boot, count = position
+        return count if boot == self._boot else 0
 
     def update(self, state: JobState, count: int) -> Update:
         dropped = self.count - len(self._reports)
         fresh = islice(self._reports, max(count - dropped, 0), None)
-        return Update(self.status(state), tuple(fresh), Position(self._boot, self.count))
+        return self.status(state), tuple(fresh), (self._boot, self.count)
 
 
 def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member | None:
@@ -576,11 +536,11 @@ def find_up(state: JobState, role: str, rank: int, incarnation: int) -> Member |
 def replacement(
     state: JobState, role: str, rank: int, incarnation: int, name_of: Callable[[str, int, int, int], str]
 ) -> Replaced | None:
-    """The process after ``incarnation`` of a worker, with its group if that is replaced as a whole; None while it is
-    not there yet. Raises JobFailed if there will be none."""
+    """Return the process after ``incarnation`` of a worker, with its group if that is replaced as a whole; None before
+    it is up. Raises JobFailed if there will be none."""
     if state.phase is not Phase.RUNNING or state.settings is None:
         lost = ProcessId(role, rank)
-        raise JobFailed(f"{lost} is not replaced: the job is {state.phase.value}. {state.reason}".strip())
+        raise errors.JobFailed(f"{lost} is not replaced: the job is {state.phase.value}. {state.reason}".strip())
     group = {at: state.members.get(ProcessId(role, at)) for at in ranks_of(state, role)}
     member = group.get(rank)
     if member is None or member.incarnation <= incarnation or member.phase is not MemberPhase.UP:

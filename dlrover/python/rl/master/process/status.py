@@ -1,24 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The status of a job, and its log lines about recoveries."""
+"""The status of a job, and log lines about its recoveries."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from math import nan
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from dlrover.python.rl.common.names import ProcessId
 from dlrover.python.rl.config.spec import JobSpec
-from dlrover.python.rl.control.events import (
-    Cause,
-    Event,
-    Failed,
-    MemberLost,
-    MemberStarted,
-    NodeLost,
-    StandbyLost,
-    TrainerLost,
-    TrainerStarted,
-)
+from dlrover.python.rl.control import events
+from dlrover.python.rl.control.events import Cause, Event
 from dlrover.python.rl.control.state import JobState, Phase, StandbyPhase, processes
 from dlrover.python.rl.trainer.trainer import StepReport
 
@@ -37,44 +28,34 @@ class RunningProcess(NamedTuple):
 class JobStatus:
     name: str
     phase: Phase
-    incarnation: int  #: 1 for its first run, one more for each restart
+    incarnation: int  #: 1 at first, one more after each restart
     restarts: int  #: of the whole job
     reason: str  #: why it ended, one line
     cause: Cause | None  #: of its failure
     recoveries: Mapping[str, int] = field(default_factory=dict)  #: "trainer" or a role to its recoveries
-    masters: int = 0  #: processes that the master has had
+    masters: int = 0  #: number of the master's processes so far
     members: tuple[RunningProcess, ...] = ()  #: each process that is up
     last_failure: str = ""  #: the last one that was recovered from, one line
     step: int = 0  #: the last reported step, 0 for none
     total_steps: int = 0  #: 0: unknown
     folder: str = ""  #: of the run's files
-    activity: str = ""  #: what it does, for people; empty in the end
+    activity: str = ""  #: for people; empty once it has ended
     reward: float = nan  #: of the last step that reported one
     started_s: float = 0.0  #: Unix time, 0: unknown
-    step_s: float = 0.0  #: seconds a step takes, over the last ones; 0: unknown
+    step_s: float = 0.0  #: seconds per step, over the last ones; 0: unknown
     roles: Mapping[str, int] = field(default_factory=dict)  #: workers by role
     run: str = ""  #: its id; empty in the answers of masters of earlier versions
 
 
-@dataclass(frozen=True)
-class Position:
-    """The number of reports read from a master's process; a restarted one counts from 0."""
+Position: TypeAlias = tuple[str, int]
+"""The id of a master's process, and the number of reports that were read from it; at first ``("", 0)``."""
 
-    boot: str = ""
-    read: int = 0
-
-
-@dataclass(frozen=True)
-class Update:
-    """The status of a job, the step reports since the last position, and the next position."""
-
-    status: JobStatus
-    reports: tuple[StepReport, ...]
-    position: Position
+Update: TypeAlias = tuple[JobStatus, tuple[StepReport, ...], Position]
+"""The status of a job, the step reports since the last position, and the next position."""
 
 
 def reward_of(metrics: Mapping[str, float]) -> float:
-    """The mean reward of a step, as the recipes or a trainer of one's own report it; NaN if there is none."""
+    """Return the mean reward in the metrics of a step, of a recipe or another trainer; NaN if there is none."""
     return metrics.get("reward/mean", metrics.get("reward", nan))
 
 
@@ -87,7 +68,7 @@ _ACTIVITIES = {
 
 
 def status_of(job: JobSpec, state: JobState, last: StepReport | None, announced: str = "") -> JobStatus:
-    """``announced`` is what the trainer says it does."""
+    """Return the status; ``announced`` is the trainer's own activity."""
     if state.settings is None:
         roles = {str(role): spec.num for role, spec in job.workloads.items()}
     else:
@@ -134,13 +115,13 @@ def line_of(cause: Cause) -> str:
 
 
 def recoveries(before: JobState, after: JobState, event: Event) -> Iterator[str]:
-    """Log lines about failures and recoveries in a step of the brain."""
+    """Yield log lines about the failure or recovery that an event means."""
     if after is before:
         return
-    if isinstance(event, MemberLost | StandbyLost | TrainerLost | NodeLost | Failed):
+    if isinstance(event, events.MemberLost | events.StandbyLost | events.TrainerLost | events.NodeLost | events.Failed):
         yield line_of(event.cause)
-    if isinstance(event, MemberStarted) and event.incarnation > 1:
+    if isinstance(event, events.MemberStarted) and event.incarnation > 1:
         how = f"standby {event.standby}" if event.standby >= 0 else "a new process"
-        yield f"{ProcessId(event.role, event.rank)} is back as incarnation {event.incarnation} ({how})"
-    if isinstance(event, TrainerStarted) and event.epoch > 1:
-        yield f"the trainer is back as epoch {event.epoch}"
+        yield f"{ProcessId(event.role, event.rank)} is back: attempt {event.incarnation} ({how})"
+    if isinstance(event, events.TrainerStarted) and event.epoch > 1:
+        yield f"the trainer is back: attempt {event.epoch}"

@@ -164,6 +164,19 @@ def files_of(job: JobSpec) -> RunFiles | None:
     return RunFiles(job.job_dir, job.archive) if job.archive else None
 
 
+@contextmanager
+def synced_files(job: JobSpec) -> Iterator[None]:
+    """Fetch the run's files from the object store, if the job has one, and upload them at the end."""
+    files = files_of(job)
+    if files is not None:
+        files.fetch()
+    try:
+        yield
+    finally:
+        if files is not None:
+            files.upload()
+
+
 def results_of(job: JobSpec) -> Any:
     """The place of saved models: the job's folder, or a ``UPath`` in the object store, which each worker reaches."""
     if not job.archive:

@@ -186,7 +186,7 @@ class RayExecutor:
 
     def _add_member(self, command: commands.StartMembers, rank: int, incarnation: int) -> ProcessEntry:
         """The entry of a new worker, with its own former actor or that of a standby if there is one."""
-        former = self._table.find(ProcessId(command.role, rank)) if rank in command.kept else None
+        former = self._table.find(ProcessId(command.role, rank)) if rank in command.rejoining else None
         if former is not None and former.up:
             entry = former.follow(incarnation)
             self._table.put(entry)

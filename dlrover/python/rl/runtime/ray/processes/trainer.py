@@ -20,7 +20,7 @@ from dlrover.python.rl.control.commands import StartTrainer
 from dlrover.python.rl.control.events import Cause, Process
 from dlrover.python.rl.runtime.checkpoint.commits import checkpoints_of
 from dlrover.python.rl.runtime.checkpoint.node_memory import memory_name
-from dlrover.python.rl.runtime.checkpoint.runs import files_of, results_of
+from dlrover.python.rl.runtime.checkpoint.runs import results_of, synced_files
 from dlrover.python.rl.runtime.member.heartbeat import DepartureNotice, Heartbeat, HeartbeatSender
 from dlrover.python.rl.runtime.member.loading import (
     cause_of,
@@ -237,7 +237,7 @@ class TrainerActor:
                 trainer: BaseTrainer = self._trainer_class(port.handles(), self._classes, job.config)
                 return trainer
 
-        given = start.resources, recovery, checkpoints, is_loss, announce, files_of(job), results_of(job)
+        given = start.resources, recovery, checkpoints, is_loss, announce, synced_files(job), results_of(job)
         link = TrainerLink(port, report, job.name, job.job_dir, *given, full_sizes=start.full_sizes)
         return link, make
 
