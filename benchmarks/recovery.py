@@ -34,7 +34,7 @@ def summary(results: dict[str, Any]) -> str:
             if name != "R":
                 rows.append([name, *_fault_row(found, raw_s)])
         parts.append(
-            markdown(["fault", "noticed, s", "at most", "healed, s", "in R", "calls redone", "taken for"], rows)
+            markdown(["fault", "noticed, s", "at most", "healed, s", "in R", "calls redone", "noted as"], rows)
         )
     if "effective" in results:
         rows = [[name, *figures.values()] for name, figures in results["effective"].items()]

@@ -29,8 +29,8 @@ SECTIONS = {
         "devices apart from another engine",
         "named nodes only",
         "resources come back",
-        "ports and addresses of one's own",
-        "an executor of one's own",
+        "your own ports and addresses",
+        "your own executor",
         "a choice of rollout backends",
     ),
     "B. Life of an engine": (
@@ -45,7 +45,7 @@ SECTIONS = {
         "caches are released",
         "an end that leaves nothing",
     ),
-    "C. Modules of one's own": (
+    "C. Your own modules": (
         24,
         "their methods through the engine",
         "plain arguments go to all",
@@ -260,7 +260,7 @@ def page() -> str:
         "# What it can do, and which tests show it",
         "",
         "The features that users of RLite, RL2 and RLFusion know. A test names the features it shows in a marker:",
-        "`pytest --feature 87` runs those of feature 87. Written by `python -m tests.feature_table`.",
+        "`pytest --feature 87` runs the tests of feature 87. Written by `python -m tests.feature_table`.",
     ]
     names, tests = features(), shown()
     for title, (first, *inside) in SECTIONS.items():

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A reward function of one's own."""
+"""Your own reward function."""
 
 from typing import Any
 
