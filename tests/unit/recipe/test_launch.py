@@ -126,8 +126,8 @@ def test_a_key_of_another_library_is_answered_where_it_is_written(desk, monkeypa
 @pytest.mark.parametrize(
     ("fault", "code", "said"),
     [
-        ("interrupt", 130, "interrupted: the same command goes on from the last commit"),
-        ("fail", 1, "to go on after the last committed step, run the same command again"),
+        ("interrupt", 130, "interrupted: to resume from the last commit, run the same command again"),
+        ("fail", 1, "to resume from the last commit, run the same command again"),
         ("data", 1, ""),  # the same command fails again
     ],
 )
@@ -216,7 +216,7 @@ def test_an_error_of_one_rank_ends_all_while_the_others_wait_for_it_in_a_collect
     assert steps_done(desk) == [1, 2]
     # torchrun ends rank 0 as soon as rank 1 has ended.
     assert newest_owner(desk / "runs/toy/latest").state == FAILED
-    assert "to go on after the last committed step, run the same command again" in said
+    assert "to resume from the last commit, run the same command again" in said
     assert "told to fail" in said.partition("Root Cause")[2], said
 
 
@@ -364,7 +364,7 @@ def test_the_same_command_goes_on_and_says_so(desk):
             time.sleep(0.05)
         child.send_signal(signal.SIGINT)
         output = child.communicate(timeout=DEADLINE_S)[0]
-    assert f"going on after the last committed step in {first}" in output
+    assert f"resuming after the last committed step in {first}" in output
     assert steps_of(first)[: done + 3] == list(range(1, done + 4))
 
 

@@ -241,7 +241,7 @@ def other_tokens(tmp_path):
 
 def test_a_teacher_that_means_other_tokens_is_refused(other_tokens):
     assert (
-        "another vocabulary than the policy: the id of 'A' is"
+        "its vocabulary differs from the policy's: 'A' has id"
         in (problems_of(other_tokens)["config.teachers.teacher.model"])
     )
 

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of the recipes' trainers: a job's ``config`` with ``auto`` resolved for its devices, every error of it, and
-the lines that describe it. Checks of engines, optimizer and reward function serve several recipes."""
+"""The plan of the recipes' trainers: it resolves ``auto`` in a job's ``config`` for its devices, finds every error, and
+describes the job."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -48,14 +48,14 @@ from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.plan import TrainerPlan
 
 Devices: TypeAlias = Literal["CPU", "GPU", "HERE"]
-"""``trainer.device_type`` of a job that is to be placed; ``HERE``: those of this process."""
+"""``trainer.device_type`` of a job to be placed; ``HERE``: the devices of this process."""
 
 ON_CUDA: Mapping[str, Any] = {
     "prompts_per_step": 64,
     "rollout": {"max_new_tokens": 1024},
     "engine": {"gradient_checkpointing": AUTO, "max_tokens_per_microbatch": AUTO, "max_batch": 256},
 }
-"""Defaults on CUDA that differ from the defaults of the configuration classes."""
+"""The defaults on CUDA that differ from those of the configuration classes."""
 
 _DEVICE = "config.engine.device"
 
@@ -71,12 +71,10 @@ T = TypeVar("T")
 
 
 class RecipePlan(TrainerPlan, ABC):
-    """Plans jobs of a recipe, whose ``trainer`` is a ``RecipeTrainer``.
-
-    A recipe says how long its rows are and what a step is, and extends :meth:`models` and :meth:`find_errors`."""
+    """Plans jobs of a recipe, whose ``trainer`` is a ``RecipeTrainer``."""
 
     def check_config(self, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
-        """Every error of the configuration, the data and the roles, before anything starts."""
+        """Find every error of the configuration, the data and the roles."""
         cfg, invalid = salvage(self.trainer.config_class, config, "config")
         options = option_names(self.trainer.algorithm_name)
         for number, error in enumerate(invalid):
@@ -92,22 +90,22 @@ class RecipePlan(TrainerPlan, ABC):
         return [*invalid, *(error for error in further if not lies_in(error.where, places)), *own]
 
     def check_options(self, config: Any) -> Iterable[ConfigError]:
-        """Options of the algorithm, the engines and the transport, wherever the job is to run; unknown names of these
-        may be those of extensions which are there."""
+        """Check options of the algorithm, the engines and the transport, on any machine; unknown names may belong to
+        extensions on the job's machines."""
         cfg, _ = salvage(self.trainer.config_class, config, "config")
         if cfg is None:
             return []
         engine, (_, errors) = cfg.engine, self.read_algorithm(cfg)
         train, rollout = "config.engine.train", "config.engine.rollout"
         errors += validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, train, False)
-        if engine.rollout != AUTO:  # by what is installed there
+        if engine.rollout != AUTO:  # depends on the packages of the job's machines
             errors += validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, rollout, False)
         errors += validate_transport_options(engine.weight_sync_options)
         names = [train, rollout, "config.algorithm.name"]
         return [*(error for error in errors if error.where not in names), *super().check_options(config)]
 
     def check_workloads(self, workloads: Mapping[RLRoleType, type[Any]]) -> Iterable[ConfigError]:
-        """The library's classes belong to certain roles; of other classes nothing is known."""
+        """Check that the library's workload classes are in the right roles."""
         name, actor = self.trainer.__name__, "ScorerWorkload" if self.trainer.bare_head else "ActorWorkload"
         expected = {**_RECIPE_CLASSES, RLRoleType.ACTOR: actor}
         for role, workload in workloads.items():
@@ -127,14 +125,14 @@ class RecipePlan(TrainerPlan, ABC):
         return complete if own is None else own
 
     def algorithm_defaults(self, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """Defaults of the algorithm's options that depend on the remaining configuration."""
+        """The defaults of the algorithm's options that depend on the remaining configuration."""
         return {}
 
     def settings_of_state(self, config: Any) -> Mapping[str, Any]:
-        return {"seed": config.get("seed", 0), **super().settings_of_state(config)}  # of the order of the rows
+        return {"seed": config.get("seed", 0), **super().settings_of_state(config)}  # the order of rows depends on it
 
     def describe_config(self, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
-        """The model, the engines, the batch of a step, and the memory of the devices."""
+        """Describe the model, the engines, the batch of a step, and the memory of the devices."""
         cfg = require(self.trainer.config_class, config, "config")
         evaluated = cfg.data.eval.values() if isinstance(cfg.data.eval, Mapping) else [cfg.data.eval]
         unread = [where for where in (cfg.data.train, *evaluated) if where and is_left_unread(where)]
@@ -149,18 +147,18 @@ class RecipePlan(TrainerPlan, ABC):
 
     @abstractmethod
     def describe_step(self, cfg: Any) -> str:
-        """The rows of a step, and how its updates divide them."""
+        """Describe the rows of a step, and their division into updates."""
 
     @abstractmethod
     def longest_row(self, cfg: Any) -> tuple[int, bool]:
-        """Tokens of the longest row, as far as the configuration says, and True if no row can be longer."""
+        """Return the tokens of the longest row by the configuration, and True if no row can be longer."""
 
     @abstractmethod
     def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        """The metrics of an evaluation, of which ``keep.best`` names one."""
+        """The metrics of an evaluation, for ``keep.best``."""
 
     def read_algorithm(self, cfg: Any) -> tuple[Algorithm | None, list[ConfigError]]:
-        """The algorithm, without its wrong options, if there is one of this recipe; and the errors of both."""
+        """Return the algorithm without its wrong options, None if this recipe does not have it, and the errors."""
         try:
             return self.trainer.algorithm_of(cfg), []
         except InvalidJob as error:
@@ -199,7 +197,7 @@ class RecipePlan(TrainerPlan, ABC):
         errors = [*validate_model(cfg.model), *validate_optimizer(engine, cfg.optimizer)]
         members, shape = roles.get(RLRoleType.ACTOR, 1), shape_of(cfg.model, cfg.model_config)
         errors += validate_train_engine(engine, members, self.trainer.bare_head, shape=shape)
-        # The engines have to take a model with this config.json; where it is not known, they say so themselves.
+        # Engines check a config.json that is not on this machine themselves.
         if content := read_config(cfg.model, cfg.model_config):
             faults = [engine_info(TRAIN_ENGINES, engine.train).find_model_fault(content, self.head)]
             if RLRoleType.ROLLOUT in roles:
@@ -210,11 +208,9 @@ class RecipePlan(TrainerPlan, ABC):
         return [*errors, *validate_log(cfg.log)]
 
 
-# -- the devices -------------------------------------------------------------------------------------------------------
-
-
 def complete_config(schema: type[T], config: Any, devices: Devices) -> T:
-    """Read ``config``. Raises InvalidJob with all errors, one of them for an engine on other devices than the job's."""
+    """Complete ``config`` with defaults. Raises InvalidJob with all errors, also for an engine on other devices than
+    the job's."""
     values, _ = rename_keys(schema, to_plain(config) or {}, "config")
     engine = (values.get("engine") or {}) if isinstance(values, Mapping) else {}
     device = str(engine.get("device", AUTO)) if isinstance(engine, Mapping) else AUTO
@@ -239,7 +235,7 @@ def _is_cuda(device: str, devices: Devices) -> bool:
     if kind in ("cpu", "cuda") and has_gpus != (kind == "cuda"):
         reason = "its GPUs would be idle" if has_gpus else "no GPU is reserved"
         advice = f"write trainer.device_type={'CPU' if has_gpus else 'GPU'} or engine.device=auto"
-        raise InvalidJob([ConfigError(_DEVICE, f"'{device}', but the job is one on {devices}s: {reason}; {advice}")])
+        raise InvalidJob([ConfigError(_DEVICE, f"'{device}', but the job runs on {devices}s: {reason}; {advice}")])
     return has_gpus
 
 
@@ -251,21 +247,18 @@ def _merge(defaults: Mapping[str, Any], values: Any) -> Any:
     return merged | {name: _merge(default, values[name]) for name, default in nested.items()}
 
 
-# -- engines, optimizer, reward function -------------------------------------------------------------------------------
-
-
 def validate_train_engine(
     engine: EngineConfig, members: int, bare_head: bool = False, role: str = "actor", shape: ModelShape | None = None
 ) -> list[ConfigError]:
-    """Check that the engine is there, can do what the job asks of it, and has sizes that divide the workers of a role
-    that trains; ``shape``: of the actor's model."""
+    """Check that the engine exists, supports the job's settings, and has sizes that divide the workers of ``role``;
+    ``shape`` is the actor's model."""
     where = "config.engine.train"
     errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine))
     info, sizes, lora = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes(), engine.lora
     faults = find_train_errors(engine.train, info, sizes, lora, bare_head, engine.train_options)
     errors += [ConfigError("config.engine", fault) for fault in faults]
     if role == "actor" and lora is not None:
-        faults = [] if lora.targets else ["names no layer: 'all-linear' is all of them but the output layer"]
+        faults = [] if lora.targets else ["names no layer: 'all-linear' is all layers except the output layer"]
         if shape is not None:
             faults += (shape.with_score_head() if bare_head else shape).find_target_errors(lora)
         errors += [ConfigError("config.engine.lora.targets", fault) for fault in faults]
@@ -277,8 +270,8 @@ def validate_train_engine(
     except EngineError as error:
         return [*errors, ConfigError("config.engine.parallel", f"{error}: they are workers of the {role}")]
     if role == "actor" and members > 1 and engine.weight_sync == "cuda_ipc":
-        needed = "'cuda_ipc' needs one actor, which has the rollouts' device, and there are"
-        errors.append(ConfigError("config.engine.weight_sync", f"{needed} {members}: 'pull' needs nothing"))
+        message = f"'cuda_ipc' needs one actor, on the rollouts' device, not {members}: use 'pull'"
+        errors.append(ConfigError("config.engine.weight_sync", message))
     return errors
 
 
@@ -301,7 +294,7 @@ def validate_optimizer(
 
 
 def _runs_here(engine: EngineConfig) -> bool:
-    """False for devices that this machine has not: then the job is for others."""
+    """Return False for devices that this machine lacks: the job is for another one."""
     return not engine.device.startswith("cuda") or torch.cuda.is_available()
 
 
@@ -324,10 +317,7 @@ def validate_reward(function: str | Mapping[str, float], where: str = "config.re
     return errors if function else [ConfigError(f"{where}.function", "names no function")]
 
 
-# -- lines about a job -------------------------------------------------------------------------------------------------
-
-
-def describe_engines(  # noqa: PLR0913 -- what the lines are about
+def describe_engines(  # noqa: PLR0913 -- the subjects of the lines
     model: str,
     engine: EngineConfig,
     optimizer: OptimizerConfig,
@@ -335,7 +325,8 @@ def describe_engines(  # noqa: PLR0913 -- what the lines are about
     head: Head = "causal",
     generates: bool = True,
 ) -> list[str]:
-    """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
+    """Describe a job's model and engines; ``fallback`` as in
+    :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
     parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
     if parameters is not None:
         weights = parameters * (2 if engine.precision == "bf16" else 4)
@@ -356,5 +347,5 @@ def describe_engines(  # noqa: PLR0913 -- what the lines are about
     return [
         f"model: {model}{size}",
         f"engines: train {engine.train}{rollout}, on {engine.device} in {engine.precision}",
-        *(f"  {package} is not on this machine: those of the job need it" for package in sorted(absent) if package),
+        *(f"  {package} is not on this machine; the job's machines need it" for package in sorted(absent) if package),
     ]
