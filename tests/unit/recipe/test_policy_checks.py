@@ -144,7 +144,7 @@ def test_a_misspelt_name_of_a_column_is_refused(tmp_path, keys, hints):
 @pytest.mark.parametrize(
     ("targets", "what"),
     [
-        ([], "names no layer: 'all-linear' is all of them but the output layer"),
+        ([], "names no layer: 'all-linear' is all layers except the output layer"),
         (["q_prj", "v_proj"], "no linear layer has the name 'q_prj'; did you mean 'q_proj'"),
         (["self_attn.q_proj", "lm_head"], "the output layer has the weight of the embedding"),
         ("all-linear", None),

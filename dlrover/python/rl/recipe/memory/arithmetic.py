@@ -5,8 +5,8 @@ Numbers of weights and activations have ``width`` bytes, 2 in bf16 and 4 in fp32
 are float32. Each role has to fit by itself, since roles that share a device have it one at a time.
 
 - FSDP2 gathers two layers at a time, and what lies outside of the layers. Activations of a token are (8 + 4 width)
-  hidden + width (2 queries + 2 keys + 4 intermediate) per layer, or width x hidden if they are recomputed; those of one
-  layer are then recomputed after the logits are freed, so the larger of both counts.
+  hidden + width (2 queries + 2 keys + 4 intermediate) per layer, or width x hidden if they are recomputed; one layer's
+  are then recomputed after the logits are freed, so the larger of both counts.
 - With ``optimizer_on_host`` the host holds 16 bytes per parameter, and the device the largest tensor of the exchange.
 - Of DeepSpeed and Megatron (:data:`STATE_ONLY`) only weights, gradients and optimizer are computed: passes come on top.
 """

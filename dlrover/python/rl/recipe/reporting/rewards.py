@@ -77,7 +77,7 @@ def mean_reward(rewards: Rewards) -> float:
 
 def sample_metrics(rows: Batch) -> dict[str, float]:
     """Return metrics of whole samples: the rewards of scored samples, with the part of each function; an environment's
-    score; and the lengths of completions, except those of samples that failed before the first token."""
+    score; and the lengths of completions, except of samples that failed before the first token."""
     samples = merge_rows(rows)
     rewards, tokens = samples.dense("reward"), samples.dense("action_tokens")
     has_completion = (tokens > 0) | ~np.isnan(rewards)

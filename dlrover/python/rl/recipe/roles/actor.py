@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ACTOR and CRITIC: the models in training."""
+"""ACTOR and CRITIC: the trained models."""
 
 import threading
 from collections.abc import Sequence
@@ -39,16 +39,15 @@ class ActorWorkload(TrainedWorkload):
     """ACTOR: trains the policy, and publishes its weights to the rollouts."""
 
     recipe_class: ClassVar[str | None] = "ActorWorkload"
-    """The class of the recipes whose part this one has."""
+    """The recipes' class that a user's subclass stands for."""
 
-    guards_state = True
     has_adapters = True
     _sending: "Future[WeightStamp | None] | None" = None
 
     def init_model(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, algorithm: Algorithm, seed: int = 0
     ) -> str:
-        """Load the policy and meet the other ranks; returns the engine's class. Random numbers follow from ``seed``."""
+        """Load the policy and meet the other ranks; returns the engine's class. ``seed`` sets the random state."""
         self._algorithm = algorithm
         self._load(model, engine, optimizer, seed, engine.lora)
         device = device_of(self, engine)
@@ -62,10 +61,8 @@ class ActorWorkload(TrainedWorkload):
 
     @on_device
     def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan, *aux: Batch) -> list[UpdateResult]:
-        """The optimizer steps on this rank's share of a step's rows; RowsDiffer if other rows were scored.
-
-        ``rows`` are the algorithm's columns with the ``update`` of each row, ``aux`` ragged columns from other
-        roles."""
+        """Take the optimizer steps on this rank's share of a step's rows. ``rows`` are the algorithm's columns and
+        ``update``, ``aux`` ragged columns from other roles. Raises RowsDiffer if other rows were scored."""
         generated = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         needs = self._algorithm.needs.loss | {"rollout_logprobs"}
         batch = join_columns(generated, rows, [cast_columns(columns, plan.dtypes) for columns in aux], needs)
@@ -80,8 +77,8 @@ class ActorWorkload(TrainedWorkload):
         return [replace(result, metrics={**result.metrics, **peak}) for result in results]
 
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
-        """The columns that an algorithm annotates from: ``action_mask``, log-probs, old and the rollouts', and columns
-        that the rollout engine declares."""
+        """Return the columns that an algorithm annotates from: ``action_mask``, old log-probs, the rollouts', and
+        columns that the rollout engine declares."""
         if "rollout_logprobs" in names:
             rollouts = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         if "old_logprobs" not in names:
@@ -92,7 +89,7 @@ class ActorWorkload(TrainedWorkload):
     @trainer_invocation(blocking=False)
     @on_device
     def reference_logprobs(self, rollouts: Batch, temperature: float) -> Batch:
-        """``ref_logprobs`` of the initial policy, where adapters are trained: this model without them."""
+        """Compute ``ref_logprobs`` of the initial policy: this model without its adapters."""
         with self._engine.without_adapters():
             return Batch({"ref_logprobs": self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]})
 
@@ -101,7 +98,8 @@ class ActorWorkload(TrainedWorkload):
         return "rollout_logprobs" in self._algorithm.needs.all
 
     def _old_logprobs(self, rollouts: Batch, temperature: float) -> Column:
-        """Of the policy before the update: the rollouts', or this engine's if the algorithm distinguishes them."""
+        """Return the log-probs of the policy before the update: the rollouts', or this engine's if the algorithm
+        distinguishes them."""
         if not self._recomputes:
             return rollouts["logprobs"]
         return self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]
@@ -117,22 +115,20 @@ class ActorWorkload(TrainedWorkload):
 
     @on_device
     def find_nonfinite(self, batch: Batch, names: tuple[str, ...]) -> Batch:
-        """The columns ``names`` and the ``text`` of the rows with a non-finite value in a column or an output."""
+        """Return ``names`` and ``text`` of the rows with a non-finite value in a column or an output."""
         offending = find_nonfinite_rows(batch, compute_outputs(self._engine, batch))
         texts = [self._engine.tokenizer.decode(batch.ragged("tokens")[row]) for row in offending]
         return batch.select(*names).take(offending).with_columns(text=texts)
 
     def encode(self, model: str, data: ExampleData, evaluates: bool, seed: int) -> Examples:
-        """Tokenise examples, and hold some out if the run ``evaluates``; needs no loaded model."""
+        """Tokenise examples, and hold some out if the run ``evaluates``. The model need not be loaded."""
         tokenizer = load_tokenizer(model)
         return load_examples(data, tokenizer, evaluates, seed, read_eos_ids(model, tokenizer))
 
     @trainer_invocation(blocking=False)
     def publish_weights(self) -> Ticket:
-        """Send the current weights with the ticket that rank 0 returns.
-
-        If the transport waits for its receivers, a thread sends them after this call. Else the last two versions are
-        kept, by default in memory that is freed with this process."""
+        """Send the current weights with the ticket that rank 0 returns. If the transport waits for its receivers, a
+        thread sends them after this call; else the last two versions stay available."""
         with self._bare_turn():
             ticket = self._weights.offer(self._engine)
             if not waits_for_receivers(self._weights):
@@ -153,7 +149,7 @@ class ActorWorkload(TrainedWorkload):
 
     def _finish(self) -> None:
         if self._sending is not None and not wait([self._sending], _SENT_S).done:
-            raise EngineError("weights are still being sent")  # by a thread, from the engine
+            raise EngineError("weights are still being sent")
 
     @trainer_invocation(target="RANK0")
     def published_stamp(self) -> WeightStamp | None:
@@ -164,8 +160,8 @@ class ActorWorkload(TrainedWorkload):
 
 
 class ScorerWorkload(ActorWorkload):
-    """ACTOR: trains a reward model, saved for ``AutoModelForSequenceClassification``. Its head has no bias, which pairs
-    do not determine: rounding errors alone would move it."""
+    """ACTOR: trains a reward model, saved for ``AutoModelForSequenceClassification``. Its head has no bias:
+    pairs do not determine one, and rounding errors would move it."""
 
     recipe_class = "ScorerWorkload"
     head: ClassVar[Head] = "token"
@@ -176,7 +172,6 @@ class CriticWorkload(TrainedWorkload):
     """CRITIC: a model with a head of one score, trained to predict the remaining reward."""
 
     recipe_class: ClassVar[str | None] = "CriticWorkload"
-    guards_state = True
     head: ClassVar[Head] = "token"
     optimizer_key = "critic.optimizer"
 
@@ -200,9 +195,8 @@ class CriticWorkload(TrainedWorkload):
 
     @on_device
     def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan) -> list[UpdateResult]:
-        """The optimizer steps on this rank's share of a step's rows; RowsDiffer if other rows were scored.
-
-        ``rows`` are ``returns``, ``values``, ``weight`` and ``update`` of the same rows."""
+        """Take the optimizer steps on this rank's share of a step's rows; ``rows`` are their ``returns``, ``values``,
+        ``weight`` and ``update``. Raises RowsDiffer if other rows were scored."""
         batch = shift_to_states(join_columns(rollouts, rows))
         self.wait_until_written()
         return run_updates(batch, plan, lambda part: self._engine.step(part, self._loss))

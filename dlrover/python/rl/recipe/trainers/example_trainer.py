@@ -108,7 +108,8 @@ class ExamplePlan(RecipePlan):
         return f"{cfg.batch_size} examples, 1 update"
 
     def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return self.trainer.evaluation_names(roles)
+        names: list[str] = self.trainer.evaluation_names(roles)
+        return names
 
     def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]

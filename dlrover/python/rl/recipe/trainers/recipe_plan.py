@@ -55,7 +55,7 @@ ON_CUDA: Mapping[str, Any] = {
     "rollout": {"max_new_tokens": 1024},
     "engine": {"gradient_checkpointing": AUTO, "max_tokens_per_microbatch": AUTO, "max_batch": 256},
 }
-"""The defaults on CUDA that differ from those of the configuration classes."""
+"""The defaults on CUDA that override defaults of the configuration classes."""
 
 _DEVICE = "config.engine.device"
 
