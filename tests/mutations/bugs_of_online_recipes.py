@@ -162,9 +162,9 @@ BUGS = {
         "for key, path in data.sources.items()}",
     ),
     "a step with no sample to train on is an update": Bug(
-        _TRAINER, "if not is_unscored(batch.train_rows).all():", "if True:"
+        _TRAINER, "if not rewards.is_unscored(batch.train_rows).all():", "if True:"
     ),
-    "a metric of an update has two names": Bug(_TRAINER, '"lr") or "/" in name}', '"lr")}'),
+    "a metric of an update has two names": Bug(_TRAINER, 'or "/" in name else', "else"),
     "an evaluation that is not a number may be the best": Bug(
         _TRAINER, "if not any(map(math.isnan, evaluation.values())):", "if True:"
     ),

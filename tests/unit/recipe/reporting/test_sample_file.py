@@ -135,7 +135,7 @@ def test_other_values_of_log_samples_are_refused(text, error):
 
 
 def test_a_rollout_that_does_not_see_the_folder_of_the_run_says_so(tmp_path):
-    with pytest.raises(DataError, match="job_dir: .*samples.jsonl is not on .*: all nodes have to see job_dir"):
+    with pytest.raises(DataError, match="job_dir: .*samples.jsonl is not on .*: all nodes need to see job_dir"):
         RolloutWorkload(None, {}).begin_samples(tmp_path / "elsewhere/samples.jsonl", 1, None)
 
 

@@ -24,7 +24,7 @@ def say(context, index):
 
 
 def member(folder, stamp=STAMP, rank=0):
-    made = Rolling(say, kept=KeptSamples(folder, rank))
+    made = Rolling(say, copies=KeptSamples(folder, rank))
     made.scheduler._kept.note(stamp)
     return made
 

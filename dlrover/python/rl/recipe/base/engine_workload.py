@@ -319,6 +319,7 @@ class TrainedWorkload(EngineWorkload):
     parameter of a copy) and recovers from it, without a collective that another failure could break."""
 
     needs_own_process = True
+    guards_state = True
 
     head: ClassVar[Head] = "causal"
     head_bias: ClassVar[bool] = True  # of a token head

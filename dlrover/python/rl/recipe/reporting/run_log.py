@@ -24,18 +24,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.recipe.base.config import KeepConfig, LogConfig
-from dlrover.python.rl.recipe.reporting.sample_file import (
-    HELD_OUT,
-    SAMPLES,
-    Excerpt,
-    Written,
-    cut_at_step,
-    drop_superseded,
-    format_line,
-    replace_non_finite,
-    superseded,
-    write_step,
-)
+from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
 from dlrover.python.rl.runtime.checkpoint.runs import remove_folder
 from dlrover.python.rl.runtime.run.files import METRICS, SUMMARY
@@ -44,8 +33,8 @@ from dlrover.python.rl.trainer.trainer import RunEnd
 
 _LOG = get_logger(__name__)
 
-_FILES = (METRICS, SAMPLES, HELD_OUT, "refused.jsonl", SUMMARY, *CURVES.values())
-_SUPERSEDED = tuple(superseded(Path(name)).name for name in (METRICS, SAMPLES))
+_FILES = (METRICS, sample_file.SAMPLES, sample_file.HELD_OUT, "refused.jsonl", SUMMARY, *CURVES.values())
+_SUPERSEDED = tuple(sample_file.superseded(Path(name)).name for name in (METRICS, sample_file.SAMPLES))
 _TENSORBOARD = "tensorboard"
 _REDRAW_S = 30.0
 _STEP_FOLDER = re.compile(r"step-[0-9]+")
@@ -135,13 +124,13 @@ class RunLog:
             return
         if not before:
             for name in (*_FILES, *_SUPERSEDED):
-                if name != SAMPLES or self.owns_samples:
+                if name != sample_file.SAMPLES or self.owns_samples:
                     (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / _TENSORBOARD, ignore_errors=True)
-        retry_io((folder / SAMPLES).touch, folder / SAMPLES, self._disk_wait)
-        for name in (METRICS, SAMPLES) if self.owns_samples else (METRICS,):
+        retry_io((folder / sample_file.SAMPLES).touch, folder / sample_file.SAMPLES, self._disk_wait)
+        for name in (METRICS, sample_file.SAMPLES) if self.owns_samples else (METRICS,):
             self._append(name, ())
-            cut_at_step(folder / name, step)
+            sample_file.cut_at_step(folder / name, step)
         rows = map(json.loads, (folder / METRICS).read_text(encoding="utf-8").splitlines())
         self._history = [
             (row["step"], _curves_of({name: math.nan if value is None else value for name, value in row.items()}))
@@ -157,37 +146,39 @@ class RunLog:
         values = {name: float(value) for name, value in metrics.items()}
         self._history.append((step, _curves_of(values)))
         self._append(METRICS, [{"step": step, **values}])
-        drop_superseded(self._folder / METRICS, step)
+        sample_file.drop_superseded(self._folder / METRICS, step)
         samples, self._samples = self._samples, []
         self._tensorboard.log(step, values, samples)
         self._trackers.log(self._run, step, values, samples)
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        file, wait = self._folder / SAMPLES, self._disk_wait
-        self.show_samples(step, write_step(file, step, rows, self.excerpt(step), disk_wait=wait))
+        file, wait = self._folder / sample_file.SAMPLES, self._disk_wait
+        self.show_samples(step, sample_file.write_step(file, step, rows, self.excerpt(step), disk_wait=wait))
 
-    def excerpt(self, step: int) -> Excerpt:
+    def excerpt(self, step: int) -> sample_file.Excerpt:
         config = self._config
         has_table = bool(config.samples_every) and (step - 1) % config.samples_every == 0
         limit = {"all": math.inf, "off": 0}.get(str(config.samples), config.samples)
-        return Excerpt(config.show_samples, config.max_chars, config.samples_rows if has_table else 0, float(limit))
+        return sample_file.Excerpt(
+            config.show_samples, config.max_chars, config.samples_rows if has_table else 0, float(limit)
+        )
 
-    def show_samples(self, step: int, written: Written) -> None:
+    def show_samples(self, step: int, written: sample_file.Written) -> None:
         """Print some samples of a step, and remember some for the table beside its metrics."""
         self._samples = written.table
         for line in written.printed:
             _LOG.info("step %d: %s", step, line)
 
     def write_refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._replace("refused.jsonl", b"".join(format_line({"step": step, **row}) for row in rows))
+        self._replace("refused.jsonl", b"".join(sample_file.format_line({"step": step, **row}) for row in rows))
 
     def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
         """Write the last answers to the held-out prompts, one line each, to ``held_out.jsonl``."""
-        self._replace(HELD_OUT, b"".join(map(format_line, rows)))
+        self._replace(sample_file.HELD_OUT, b"".join(map(sample_file.format_line, rows)))
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing metrics, which the command line prints as a table, and end the run in the trackers."""
-        self._replace(SUMMARY, json.dumps(replace_non_finite(values), indent=2).encode())
+        self._replace(SUMMARY, json.dumps(sample_file.replace_non_finite(values), indent=2).encode())
         self.close("finished")
 
     def close(self, outcome: RunEnd) -> None:
@@ -235,7 +226,7 @@ class RunLog:
             self._can_plot = False
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        append(self._folder / name, b"".join(map(format_line, rows)), self._disk_wait)
+        append(self._folder / name, b"".join(map(sample_file.format_line, rows)), self._disk_wait)
 
     def _replace(self, name: str, content: bytes) -> None:
         replace(self._folder / name, content, self._disk_wait)

@@ -41,6 +41,7 @@ class ActorWorkload(TrainedWorkload):
     recipe_class: ClassVar[str | None] = "ActorWorkload"
     """The recipes' class that a user's subclass stands for."""
 
+    guards_state = True
     has_adapters = True
     _sending: "Future[WeightStamp | None] | None" = None
 
@@ -172,6 +173,7 @@ class CriticWorkload(TrainedWorkload):
     """CRITIC: a model with a head of one score, trained to predict the remaining reward."""
 
     recipe_class: ClassVar[str | None] = "CriticWorkload"
+    guards_state = True
     head: ClassVar[Head] = "token"
     optimizer_key = "critic.optimizer"
 

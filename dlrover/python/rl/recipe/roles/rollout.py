@@ -30,15 +30,7 @@ from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
 from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, device_of, on_device, use_threads
-from dlrover.python.rl.recipe.reporting.sample_file import (
-    TEXTS,
-    Excerpt,
-    Written,
-    cut_at_step,
-    format_line,
-    format_rows,
-    write_step,
-)
+from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, count_unknown_ids, summarize_rows
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import InlineLoop, ThreadLoop
@@ -175,25 +167,27 @@ class RolloutWorkload(EngineWorkload):
     def texts(self, rollouts: Batch) -> Batch:
         """Return ``prompt``, ``completion``, ``answer`` and ``digest`` of the rows of :meth:`fetch` or
         :meth:`generate`."""
-        return rollouts.select(*TEXTS, *(("digest",) if "digest" in rollouts else ()))
+        return rollouts.select(*sample_file.TEXTS, *(("digest",) if "digest" in rollouts else ()))
 
     @trainer_invocation(target="RANK0")
     def begin_samples(self, file: Path, step: int, expected: int | None) -> int:
         """Remove the lines of ``step`` and of later steps, expected from byte ``expected`` on; returns the size. Raises
         DataError if the trainer's file is not on this node."""
         _require_file(file)
-        return retry_io(lambda: cut_at_step(file, step, expected), file)
+        return retry_io(lambda: sample_file.cut_at_step(file, step, expected), file)
 
     @trainer_invocation(target="RANK0")
-    def write_samples(self, file: Path, step: int, at: int, numbers: Batch, texts: Batch, excerpt: Excerpt) -> Written:
+    def write_samples(
+        self, file: Path, step: int, at: int, numbers: Batch, texts: Batch, excerpt: sample_file.Excerpt
+    ) -> sample_file.Written:
         """Write the lines of a step from byte ``at`` on, and cut what follows."""
-        return write_step(file, step, format_rows(numbers, texts), excerpt, at)
+        return sample_file.write_step(file, step, sample_file.format_rows(numbers, texts), excerpt, at)
 
     @trainer_invocation(target="RANK0")
     def write_held_out(self, file: Path, numbers: Batch, texts: Batch) -> None:
         """Replace the content of the file. Raises as :meth:`begin_samples`."""
         _require_file(file)
-        replace(file, b"".join(map(format_line, format_rows(numbers, texts))))
+        replace(file, b"".join(map(sample_file.format_line, sample_file.format_rows(numbers, texts))))
 
     @trainer_invocation(blocking=False)
     @on_device

@@ -208,7 +208,7 @@ class EpisodeRunner:
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
         """Run a sample to its end; ``tokens`` is the prompt without an environment. A sample whose environment
-        fails has an ``error``. Raises EngineError if the engine refuses the prompt, DataError if it cannot be encoded."""
+        fails has an ``error``. Raises EngineError if the engine refuses the prompt, DataError if encoding fails."""
         if self._guard is None:
             trajectory = Trajectory(self._encode, group.text, tokens, columns=self.columns)
             completion = await self._generate(group, sample, tokens)

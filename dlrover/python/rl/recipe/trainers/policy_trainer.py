@@ -26,21 +26,7 @@ from dlrover.python.rl.recipe.base.updates import (
 from dlrover.python.rl.recipe.online.batch import AuxOutput, SampleLog, StepBatch, name_samples
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource
-from dlrover.python.rl.recipe.reporting.rewards import (
-    RewardFailures,
-    Scores,
-    StepWarnings,
-    evaluation_metrics,
-    failure_metrics,
-    find_cut,
-    is_unscored,
-    mask_rewards,
-    merge_rows,
-    sample_metrics,
-    step_metrics,
-    summarize_evaluations,
-    uniform_share,
-)
+from dlrover.python.rl.recipe.reporting import rewards
 from dlrover.python.rl.recipe.trainers.policy_plan import PolicyPlan
 from dlrover.python.rl.recipe.trainers.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.trainer.port import Pending
@@ -111,12 +97,12 @@ class PolicyTrainer(RecipeTrainer):
         self.model_saver.evaluated = self.prompts.evaluated
         self.collector = SampleCollector(self, cfg, self.prompts)
         self.sample_log = self.state["samples"] = SampleLog(self, self.prompts)
-        self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
+        self.reward_failures = self.state["reward_failures"] = rewards.RewardFailures(cfg.reward)
         self.announce("loading the models")
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the workers' limits bound it
         (self.machine,) = self.RG_ACTOR.machine()
         compares = getattr(self.algorithm, "compares_samples", False)
-        self.warnings = StepWarnings(compares, cfg.rollout.max_new_tokens)
+        self.warnings = rewards.StepWarnings(compares, cfg.rollout.max_new_tokens)
         self.engines = {"train_engine": names[0][0] or None, "rollout_engine": names[1][0] or None}
         levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
         self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
@@ -132,7 +118,7 @@ class PolicyTrainer(RecipeTrainer):
             self.collector.check_prompts()
             answers = self.collector.evaluate(0)
             self.sample_log.write_held_out(answers)
-            metrics = step_metrics(self.collector.collect_scores(answers))
+            metrics = rewards.step_metrics(self.collector.collect_scores(answers))
             self.write_results({**self.prompts.summary(), **metrics})
             return
         for step in self.logged_steps(self.cfg.steps):
@@ -141,7 +127,7 @@ class PolicyTrainer(RecipeTrainer):
                 self.announce("evaluating before the training")
                 self.collector.check_prompts()
                 self.state["before"] = before = self.collector.collect_scores(self.collector.evaluate(0))
-                self.run_log.write_step(0, step_metrics(before))
+                self.run_log.write_step(0, rewards.step_metrics(before))
                 self.announce("step 1")
             self._renew_evaluation()
             batch = self.generate(step)
@@ -171,9 +157,9 @@ class PolicyTrainer(RecipeTrainer):
     def score(self, step: int, batch: StepBatch) -> StepBatch:
         """Add the rows for the algorithm; raises DataError after too many steps without any reward."""
         self.reward_failures.update(step, batch.all_rows)
-        rows = mask_rewards(batch.scored, self.cfg.reward)
+        rows = rewards.mask_rewards(batch.scored, self.cfg.reward)
         if self.cfg.rollout.mask_truncated:
-            rows = rows.with_columns(masked=find_cut(rows))
+            rows = rows.with_columns(masked=rewards.find_cut(rows))
         self.warnings.note_rewards(step, rows)
         return replace(batch, train_rows=rows)
 
@@ -181,7 +167,7 @@ class PolicyTrainer(RecipeTrainer):
         """Annotate the rows and train on them; returns the metrics. Raises NonFiniteUpdate with the samples' names."""
         names, find_offending = name_samples(batch.scored), partial(self.offending_samples, batch)
         with annotate_errors_with_samples(step, self.run_log.write_refused, names, find_offending):
-            if not is_unscored(batch.train_rows).all():
+            if not rewards.is_unscored(batch.train_rows).all():
                 aux = self.compute_aux_outputs(batch)
                 rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
                 if rows.dense("weight").any():
@@ -271,8 +257,7 @@ class PolicyTrainer(RecipeTrainer):
         first: Mapping[str, float] = next((means_by_weight(one.metrics) for one in results if not one.skipped), {})
         if "approx_kl" in first and not self.uses("rollout_logprobs"):
             metrics["mismatch_kl"] = first["approx_kl"]  # before any update the ratio is to the rollouts' policy
-        bare = {name for name in metrics if name in ("loss", "grad_norm", "lr") or "/" in name}
-        return {name if name in bare else f"policy/{name}": value for name, value in metrics.items()}
+        return {_log_name(name): value for name, value in metrics.items()}
 
     def plan_updates(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
         rows, updates = assign_updates(rows, self.cfg.updates_per_step)
@@ -286,25 +271,29 @@ class PolicyTrainer(RecipeTrainer):
         return [{**name, "text": text} for name, text in zip(name_samples(rows), rows.objects("text"), strict=True)]
 
     def record(self, step: int, batch: StepBatch, train_metrics: Mapping[str, float]) -> None:
-        metrics = {**sample_metrics(batch.all_rows), **batch.metrics(), **self.reward_failures.metrics()}
-        metrics |= {**failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
-        metrics["groups/without_signal"] = uniform_share(batch.train_rows)
+        metrics = {**rewards.sample_metrics(batch.all_rows), **batch.metrics(), **self.reward_failures.metrics()}
+        metrics |= {**rewards.failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
+        metrics["groups/without_signal"] = rewards.uniform_share(batch.train_rows)
         metrics |= {"weights/sync_bytes": float(self.collector.synced_bytes), **self.sandbox}
         self.warnings.note_completions(step, metrics)
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
-            evaluation = step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))
+            evaluation = rewards.step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))
             if not any(map(math.isnan, evaluation.values())):  # NaN: no answer of a set was scored
                 self.model_saver.update(step, evaluation)
             metrics |= evaluation
         self.model_saver.save_step(step)
-        samples = merge_rows(batch.all_rows)
+        samples = rewards.merge_rows(batch.all_rows)
         tokens, generated = (int(samples.dense(name).sum()) for name in ("token_count", "action_tokens"))
         self.report(step, metrics, len(samples), tokens, generated)
 
-    def finish(self, before: Mapping[str, Scores], after: StepBatch) -> None:
+    def finish(self, before: Mapping[str, rewards.Scores], after: StepBatch) -> None:
         self.sample_log.write_held_out(after)
         has_score = self.cfg.rollout.env_path is not None
-        names = evaluation_metrics(self.cfg.data.eval_sets, self.cfg.eval.samples, has_score)
-        scores = summarize_evaluations(before, self.collector.collect_scores(after), names)
+        names = rewards.evaluation_metrics(self.cfg.data.eval_sets, self.cfg.eval.samples, has_score)
+        scores = rewards.summarize_evaluations(before, self.collector.collect_scores(after), names)
         self.write_results({**self.prompts.summary(), **scores, **self.engines})
+
+
+def _log_name(name: str) -> str:
+    return name if name in ("loss", "grad_norm", "lr") or "/" in name else f"policy/{name}"
