@@ -71,7 +71,9 @@ def test_the_cursor_of_a_job_names_its_keys_and_what_the_run_was_begun_with():
     assert seed == "config.seed: 3, but the run began with 1: restore it, or start another run"
     JobCursor("moved.jsonl", 4, 8, seed=1, total=9).load_state_dict(state)
     del state["source"]
-    with pytest.raises(DataError, match="config.data.train: .* began with 4 .the file or its held-out part has changed"):
+    with pytest.raises(
+        DataError, match="config.data.train: .* began with 4 .the file or its held-out part has changed"
+    ):
         JobCursor("new.jsonl", 5, 2, seed=1).load_state_dict(state)
 
 

@@ -125,8 +125,7 @@ class DistillationTrainer(PolicyTrainer):
         self.check_vocabularies(self.cfg.teachers)
 
     def score(self, step: int, batch: StepBatch) -> StepBatch:
-        """Use all rows, with or without a reward, and add the weights of several teachers. Raises DataError after too
-        many steps in which the environment failed on all samples."""
+        """Use all rows, with or without a reward. Raises DataError if the environment fails for too many steps."""
         if self.cfg.rollout.env_path is not None:  # samples stay usable if a reward function fails
             self.reward_failures.update(step, batch.scored)
         rows = batch.scored.with_columns(reward=np.nan_to_num(batch.scored.dense("reward")))

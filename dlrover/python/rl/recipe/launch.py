@@ -100,8 +100,7 @@ def main(recipe: str = "") -> None:
 
 
 def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
-    """Run a recipe in a launch's processes, of which this is one; returns the exit code. Raises as
-    :func:`run_together`."""
+    """Run a recipe in this process of a launch; returns the exit code. Raises as :func:`run_together`."""
     launch = LaunchEnv.from_env(os.environ)
     configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "")
     jobs: list[JobSpec] = []
@@ -200,7 +199,6 @@ def run_together(
 
 
 def recipe_file(recipe: str) -> Path:
-    """The job file of a recipe."""
     return Path(__file__).with_name(f"{recipe}.yaml")
 
 

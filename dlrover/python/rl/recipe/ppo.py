@@ -29,8 +29,7 @@ class CriticConfig:
     """The critic of PPO, with the engine, precision and parallelism of the policy."""
 
     model: str | None = None
-    """Folder or hub name of the initial model; None: the policy's model. A model without a scalar head gets a new
-    one."""
+    """Folder or hub name of the initial model, which gets a scalar head if it has none; None: the policy's model."""
 
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
     """Optimizer of the critic."""

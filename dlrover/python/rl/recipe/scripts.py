@@ -157,7 +157,6 @@ def torchrun_environment(
 
 
 def _copy(source: Any, targets: Sequence[IO[bytes]], progressed: Callable[[], None], end: bytearray) -> None:
-    """Copy what a program writes to other files, and keep its last bytes."""
     with source:
         for chunk in iter(lambda: source.read1(_CHUNK_BYTES), b""):
             progressed()

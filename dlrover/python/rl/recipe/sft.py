@@ -63,8 +63,7 @@ class SFTConfig(ExampleConfig):
 
 
 class SFTTrainer(ExampleTrainer):
-    """Supervised fine-tuning; see ``ExampleTrainer``. With the roles ROLLOUT and REWARD evaluations also generate and
-    score answers to the held-out prompts."""
+    """Supervised fine-tuning; with the roles ROLLOUT and REWARD, evaluations also score generated answers."""
 
     config_class = SFTConfig
     metric_names = {}
@@ -123,8 +122,7 @@ class SFTTrainer(ExampleTrainer):
         return [*loading, init_verifier(cfg.answers.reward, Replicate(columns))]
 
     def extra_metrics(self, step: int) -> dict[str, float]:
-        """Answer with the actor's weights: ``eval/reward`` is the mean reward, ``eval/failed`` the number of unscored
-        answers."""
+        """Answer with the actor's weights: ``eval/reward`` and ``eval/failed``, the number of unscored answers."""
         if self.prompts is None:
             return {}
         sync_weights(self)

@@ -122,7 +122,6 @@ class EngineWorkload(BaseWorkload):
         return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
     def device_share(self, engine: EngineConfig) -> DeviceShare | None:
-        """This worker's accelerator; None on a CPU."""
         device = device_of(self, engine)
         nbytes = device_bytes(engine, device) if device.startswith("cuda") else None
         if nbytes is None:
@@ -214,7 +213,6 @@ class EngineWorkload(BaseWorkload):
             self._engine = make(model, optimizer, settings, rendezvous, memory)
 
     def _make_weight_transport(self, engine: EngineConfig, device: str, is_leader: bool = False) -> WeightTransport:
-        """This worker's side of ``engine.weight_sync``, between the actor and the rollouts."""
         shares_process = self._member.shares_process
         in_one_process = shares_process or "/" not in self.name
         receivers = engine.receivers if isinstance(engine, SenderConfig) else 1
@@ -253,7 +251,6 @@ class EngineWorkload(BaseWorkload):
 
 
 def on_device(method: F) -> F:
-    """Decorate a method of an :class:`EngineWorkload` that needs the engine on its device."""
 
     @functools.wraps(method)
     def in_turn(self: EngineWorkload, *args: Any, **kwargs: Any) -> Any:
@@ -372,7 +369,6 @@ class TrainedWorkload(EngineWorkload):
 
     @classmethod
     def _trained(cls, config: Any) -> tuple[str, OptimizerConfig]:
-        """The trained model and its optimizer."""
         return config["model"], require(OptimizerConfig, config.get("optimizer") or {}, "config.optimizer")
 
     def _load(

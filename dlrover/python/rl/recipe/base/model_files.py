@@ -58,8 +58,7 @@ def _files_of(index: Path) -> list[str]:
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The tensors of a safetensors file by name, and the size of the whole file: it has the length of the header, the
-    header as JSON and the data (https://github.com/huggingface/safetensors)."""
+    """The tensors of a safetensors file by name, and its size by its header if it is whole."""
     with file.open("rb") as source:
         (length,) = _HEADER.unpack(source.read(_HEADER.size))
         header: dict[str, Any] = json.loads(source.read(min(length, file.stat().st_size)))
@@ -68,7 +67,6 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _find_weight_fault(folder: Path) -> str:
-    """Return the fault of the files of a model's weights, or an empty text."""
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     index = folder / (_INDEX if files or (folder / _INDEX).is_file() else _OLD_INDEX)
     if index.is_file():
@@ -99,7 +97,6 @@ def moment_bytes(optimizer: OptimizerConfig, lora: LoraSettings | None = None) -
 
 
 def device_bytes(engine: EngineConfig, device: str = "cuda:0") -> float | None:
-    """Memory of a CUDA device; None if unknown."""
     if engine.device_memory_gb is not None:
         return engine.device_memory_gb * GB
     return float(torch.cuda.get_device_properties(device).total_memory) if torch.cuda.is_available() else None
@@ -165,8 +162,7 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
 
 
 def validate_vocabulary(model: str, policy: str, where: str) -> list[ConfigError]:
-    """Check that the policy's token ids mean the same tokens to a model. Tokens that only one of their files names are
-    compared when both are loaded."""
+    """Check that the policy's token ids mean the same tokens to a model, as far as their files say."""
     tokens, wanted = (_vocabulary(Path(name).expanduser()) for name in (model, policy))
     if tokens is None or wanted is None:
         return []
@@ -204,8 +200,7 @@ _OPENING, _TEMPLATE = 2, 256
 
 
 def count_room(cfg: Any, generates: bool = False) -> int | None:
-    """Maximum tokens of a sequence by the model and, if it ``generates``, the option of the rollout engine; None if
-    unknown."""
+    """Maximum tokens of a sequence by the model and, if it ``generates``, the rollout engine's option."""
     option = engine_info(ROLLOUT_ENGINES, cfg.engine.rollout).limit_option if generates else ""
     limits = [count_positions(read_config(cfg.model, cfg.model_config)), cfg.engine.rollout_options.get(option)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)

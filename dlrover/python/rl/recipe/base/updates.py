@@ -48,7 +48,6 @@ def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
 
 
 def check_same_samples(rollouts: Batch, rows: Batch) -> None:
-    """Raise RowsDiffer if, by their ``digest``, the rollouts are not the samples that were scored."""
     if "digest" in rollouts and "digest" in rows:
         differing = np.flatnonzero(np.asarray(rollouts["digest"]) != np.asarray(rows["digest"])).tolist()
         if differing:
@@ -87,8 +86,7 @@ def means_by_weight(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def average_metrics(trained: Sequence[UpdateResult]) -> dict[str, float]:
-    """Return means over a step's updates, the last learning rate, and the number of skipped updates, which count in
-    the means only if all were skipped."""
+    """Average a step's updates, without the skipped ones; add the last learning rate and their number."""
     counted = [one for one in trained if not one.skipped] or trained
     values = [{"loss": one.loss, "grad_norm": one.grad_norm, **means_by_weight(one.metrics)} for one in counted]
     means = {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]}
@@ -105,8 +103,7 @@ def cast_columns(batch: Batch, dtypes: Mapping[str, str]) -> Batch:
 def annotate_errors_with_samples(
     step: int, write_refused: WriteRefused, samples: SampleRows, find_offending: Callable[[], SampleRows]
 ) -> Iterator[None]:
-    """If the update inside is refused, call ``write_refused`` with the offending samples, or all ``samples``, and raise
-    a NonFiniteUpdate that names them and the step."""
+    """If the update inside is refused, raise a NonFiniteUpdate with the names of the offending samples."""
     try:
         yield
     except InvocationError as error:

@@ -29,7 +29,6 @@ _SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_head
 
 
 def warm_actor() -> None:
-    """Train a step, save the state and restore it."""
     with preserve_random_state():
         engine = Fsdp2TrainEngine(_throwaway_spec(), OptimizerConfig(lr=1e-3))
         engine.step(_make_batch(), EngineLoss(make_algorithm("grpo")))

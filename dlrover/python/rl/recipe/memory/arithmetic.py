@@ -81,8 +81,7 @@ class PlannedBytes:
 
 
 def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
-    """Compute the memory of a role's device, only for its state with an engine of :data:`STATE_ONLY`. ``engine`` must
-    be resolved, and its sizes must divide the workers."""
+    """Compute the memory of a role's device; ``engine`` is resolved, and its sizes divide the workers."""
     width = 2 if engine.dtype == "bf16" else 4
     if use.kind == "rollout":
         divisor = engine.rollout_tensor_parallel_size
@@ -106,7 +105,6 @@ def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedB
 
 
 def has_state_only(use: ModelUse, engine: EngineConfig) -> bool:
-    """Return True if the passes of an engine come on top of :func:`bytes_of`."""
     return use.kind != "rollout" and engine.train in STATE_ONLY
 
 
@@ -115,7 +113,7 @@ def _of_fsdp2(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
     shards = use.members // sizes.ddp_size
     gathers = shards > tensor * sizes.pipeline_parallel_size
-    changed, on_host = _changed(shape, use), is_on_host(engine)
+    changed, on_host = _count_trained(shape, use), is_on_host(engine)
     master, copy = 0 if on_host and not gathers else 4, 0 if gathers or (width == 4 and not on_host) else width
     frozen = 0.0 if use.lora is None else _base(shape, use.lora, width)
     has_gradients = use.lora is None  # gradients of adapters are few
@@ -155,15 +153,13 @@ def is_quantized(use: ModelUse) -> bool:
 
 
 def _base(shape: ModelShape, lora: LoraSettings, width: int) -> float:
-    """Bytes of the model that adapters are added to."""
     parameters = shape.parameters - shape.head  # the head is trained
     if lora.quantize_base is None:
         return width * parameters
     return width * (parameters - shape.matrices) + _QUANTIZED * shape.matrices
 
 
-def _changed(shape: ModelShape, use: ModelUse) -> float:
-    """Number of trained parameters."""
+def _count_trained(shape: ModelShape, use: ModelUse) -> float:
     return shape.parameters if use.lora is None else shape.trained_parameters(use.lora)
 
 
@@ -178,12 +174,12 @@ def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
         return 0.0
     shape = shape.with_score_head() if use.head == "token" else shape
     sizes = sizes_of(use, engine)
-    return (8 + moment_bytes(use.optimizer, use.lora)) * _changed(shape, use) * sizes.ddp_size / use.members
+    return (8 + moment_bytes(use.optimizer, use.lora)) * _count_trained(shape, use) * sizes.ddp_size / use.members
 
 
 def _of_deepspeed(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int) -> PlannedBytes:
     members, stage = use.members, engine.train_options.get("zero_stage", 3)
-    trained = _changed(shape, use)
+    trained = _count_trained(shape, use)
     whole = width * trained + (0.0 if use.lora is None else _base(shape, use.lora, width))
     weights, bucket = (whole / members, 4 * min(trained, _BUCKET)) if stage == 3 else (whole, 0)
     if is_on_host(engine):

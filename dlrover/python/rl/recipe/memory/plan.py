@@ -60,8 +60,7 @@ class MemoryPlan:
     chosen: str = ""  # a line about passes that were ``auto``
 
     def sized(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
-        """Yield the roles whose memory is computed: the shape of their model is known, and sizes divide their workers
-        (another check reports those that do not)."""
+        """Yield the roles whose memory is computed; another check reports sizes that do not divide their workers."""
         for role, use in self.uses.items():
             is_computed = use.kind == "rollout" or self.engine.train in ("fsdp2", *STATE_ONLY)
             shape = self._shape_of(use) if is_computed and _divides(self.engine, use) else None
@@ -77,8 +76,7 @@ class MemoryPlan:
 
     @property
     def kept_bytes(self) -> float:
-        """Bytes of the weights that an actor keeps on its device for a rollout with ``weight_sync: cuda_ipc``: two
-        versions, or the model under adapters."""
+        """Bytes of two versions of the weights, or of the model under adapters, for ``weight_sync: cuda_ipc``."""
         sent = sum(bytes_of(shape, use, self.engine).weights for _, use, shape in self.known() if use.kind == "rollout")
         return sent if self.engine.lora is not None else 2 * sent
 
@@ -96,8 +94,7 @@ class MemoryPlan:
         return replace(self, engine=self.engine.with_passes(tokens, recompute), chosen=chosen)
 
     def lines(self) -> list[str]:
-        """Return a table, the roles that it lacks, and what does not fit on this machine's devices; empty without a
-        model on a device."""
+        """Return a table, the roles that it lacks, and what does not fit on this machine's devices."""
         if not self.uses:
             return []
         engine, rows, states = self.engine, list[list[str]](), list[str]()
@@ -133,8 +130,7 @@ class MemoryPlan:
         return [f"memory of each device, GB{capacity}:", *_table(rows), *notes]
 
     def _with_cache(self, use: ModelUse, planned: PlannedBytes) -> PlannedBytes:
-        """Return the plan of a rollout with its cache: of the size in the job; or the remainder of its share, which an
-        engine that does not fill its device uses only as far as needed."""
+        """Return the plan of a rollout with its cache: its size in the job, or the remainder of its share."""
         if use.kind != "rollout":
             return planned
         if size := self.engine.rollout_options.get("kv_cache_bytes"):
@@ -146,7 +142,6 @@ class MemoryPlan:
         return replace(planned, kv_cache=room if fills else min(planned.kv_cache, room))
 
     def find_errors(self) -> list[ConfigError]:
-        """Report the roles that cannot fit on devices of ``engine.device_memory_gb``, and what to change."""
         misfits = self._misfits() if self.engine.device_memory_gb is not None else []
         return [ConfigError("config.engine", message) for message in misfits]
 
@@ -187,7 +182,6 @@ def _needed_bytes(use: ModelUse, planned: PlannedBytes, engine: EngineConfig) ->
 
 
 def _divides(engine: EngineConfig, use: ModelUse) -> bool:
-    """Return True if the engine's sizes divide the workers of a role that trains."""
     if use.kind != "trained":
         return True
     try:
@@ -354,8 +348,7 @@ def _all_of(method: Any, *arguments: Any) -> list[Any]:
 def smallest_device(
     engine: EngineConfig, uses: Mapping[RLRoleType, ModelUse], shares: Mapping[RLRoleType, Sequence[DeviceShare | None]]
 ) -> float | None:
-    """Bytes that each worker which trains or evaluates has for itself; a device that workers use at the same time is
-    divided. None if no device is known."""
+    """Bytes for each worker that trains or evaluates: those that compute at the same time divide a device."""
     if engine.device_memory_gb is not None:
         return engine.device_memory_gb * GB
     users = Counter(share.place for members in shares.values() for share in members if share is not None)

@@ -73,7 +73,6 @@ class StepBatch:
 
     @property
     def samples(self) -> Shard:
-        """The rows to train on, for at most as many workers as there are rows."""
         return Shard(self.rollouts, rows=self.rows)
 
     def shard_evenly(self, ranks: int) -> Shard:
@@ -82,7 +81,6 @@ class StepBatch:
         return self.shard([range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)])
 
     def balance(self, ranks: int, update: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
-        """Divide the rows so that all ranks have about as many tokens in each ``update`` ``[rows]``."""
         tokens, parts = self.scored.dense("token_count"), [list[int]() for _ in range(ranks)]
         for number in np.unique(update):
             rows = np.flatnonzero(update == number)
@@ -100,7 +98,6 @@ class StepBatch:
 
     @property
     def all_numbers(self) -> tuple[int, ...]:
-        """The numbers in ``rollouts`` of :attr:`all_rows`."""
         return (*self.rows, *self.filtered_rows)
 
     def metrics(self) -> dict[str, float]:
@@ -174,7 +171,6 @@ class SampleLog:
         self._end: int | None = None  # unknown
 
     def begin_step(self, step: int) -> None:
-        """Remove the lines of ``step`` and of later ones."""
         if not self._is_local:
             self._touch(SAMPLES)
             (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
@@ -199,7 +195,6 @@ class SampleLog:
         self._run_log.show_samples(step, written)
 
     def write_held_out(self, answers: StepBatch) -> None:
-        """Write the last answers to the held-out prompts, one line each."""
         numbers = self._prompts.name_sets(select_logged(answers.scored, self._prompts.held_out_rows))
         texts = self._texts(answers.rollouts)
         if self._is_local:
@@ -210,7 +205,6 @@ class SampleLog:
             self._rollouts.write_held_out(file, numbers, Shard(texts, rows=answers.rows))
 
     def _texts(self, rollouts: Pending) -> Pending:
-        """Request the texts of each call's results from the workers that have them."""
         members = len(self._rollouts)
         if len(rollouts) % members:  # fewer prompts than workers
             pending: Pending = self._rollouts.texts.options(target="RANK0")(Shard(rollouts))
@@ -219,7 +213,6 @@ class SampleLog:
         return Pending([ref for call in calls for ref in call])
 
     def _touch(self, name: str) -> Path:
-        """Create a file, for each worker that sees the folder."""
         file = Path(self._folder / name)
         retry_io(file.touch, file)
         return file

@@ -78,7 +78,6 @@ class StalenessTracker:
         self.assign_shares()
 
     def assign_shares(self) -> None:
-        """Move each group that has not started to the share with the fewest unfinished groups."""
         load = [0] * self.shares
         for group in self.open.values():
             load[group.share] += group.started and not group.complete
@@ -107,8 +106,7 @@ class StalenessTracker:
             group.started, group.complete, group.min_version = started, complete, min_version
 
     def staleness(self, version: int) -> int:
-        """Number of weight versions served since ``version`` (-1: the current one); above the bound if ``version`` is
-        older than the remembered ones."""
+        """Number of weight versions served since ``version`` (-1: the current one); above the bound if it is old."""
         if version < 0:
             return 0
         if self._versions and version < self._versions[0]:
@@ -158,8 +156,7 @@ Groups move to other workers between polls, if rollouts may run ahead."""
 
 
 def sync_weights(trainer: Any) -> tuple[WeightStamp, int]:
-    """Send the actor's weights to every rollout worker; returns their stamp, and the bytes that each worker received,
-    once all serve them. Raises WeightSyncError."""
+    """Send the actor's weights to all rollout workers; returns their stamp and bytes. Raises WeightSyncError."""
     ticket, *_ = trainer.RG_ACTOR.publish_weights()
     stamps = trainer.RG_ROLLOUT.receive_weights(Replicate(ticket))
     published: WeightStamp
@@ -327,7 +324,6 @@ class SampleCollector:
         return StepBatch.from_rollouts(rollouts, scored, np.arange(len(scored)), rows)
 
     def collect_scores(self, evaluation: StepBatch) -> dict[str, Scores]:
-        """Return the scores of an evaluation by the name of the set."""
         set_of_row = self.prompts.find_sets(evaluation.scored)
         rows = {name: np.flatnonzero(set_of_row == name).tolist() for name in self.prompts.eval_sets}
         samples = self._cfg.eval.samples

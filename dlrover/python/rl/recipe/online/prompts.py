@@ -69,8 +69,7 @@ _ADVICE = "restore it, or start another run"
 
 
 class JobCursor(PromptCursor):
-    """The order of the rows of a job, whose :func:`digest_of_rows` is ``digest``. The state has their ``source``, and
-    errors name the keys of the job."""
+    """The order of the rows of a job, which have this ``digest``; errors name the keys of the job."""
 
     def __init__(  # noqa: PLR0913 -- all that a position depends on
         self, source: str, rows: int, batch_size: int, seed: int, total: int | None = None, digest: str = ""
@@ -145,7 +144,6 @@ class PromptSource:
 
     @property
     def evaluated(self) -> str:
-        """A digest of all held-out prompts."""
         return digest_of_rows(sorted(self._digests.items()))
 
     def find_sets(self, answers: Batch) -> npt.NDArray[np.str_]:
@@ -192,7 +190,6 @@ class PromptSource:
         return [self._train[index] for index in self._cursor.next(count)]
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """Select rows of the training file, as objects ``prompt``, ``answer`` and ``extra_info``."""
         return make_prompt_batch(self._rows, rows).select("prompt", "answer", "extra_info")
 
     def state_dict(self) -> dict[str, Any]:
@@ -226,13 +223,11 @@ def make_prompt_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch
 
 
 def find_columns(rows: Iterable[PromptRow]) -> list[str]:
-    """List the names of further columns that any row has."""
     return sorted({name for row in rows for name in row.extra_info})
 
 
 def _hold_out(prompts: Sequence[Any], data: PromptData, seed: int) -> tuple[list[int], list[int]]:
-    """Return the numbers of the rows to train on and to evaluate on; ValueError or DataError if ``data.eval_rows`` is
-    impossible."""
+    """Return the numbers of the rows to train on and to evaluate on."""
     share = min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(prompts))))
     size = data.eval_rows or (share if data.train else _HELD_OUT_GAMES)
     try:
@@ -303,7 +298,6 @@ def _find_long(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> li
 
 
 def warn_of_repeats(config: PolicyConfig) -> list[str]:
-    """Return a line if rows are more than once in a step."""
     path, count = config.data.train, config.prompts_per_step
     rows = count if path is None or is_left_unread(path) else len(load_prompts(path, config.data.keys))
     line = f"data: prompts_per_step={count} is above the {rows} rows of {path}, each {count / rows:.1f} times in a step"
@@ -313,8 +307,7 @@ def warn_of_repeats(config: PolicyConfig) -> list[str]:
 def _find_missing(
     config: PolicyConfig, path: str, rows: Sequence[PromptRow], columns: Sequence[str]
 ) -> Iterable[ConfigError]:
-    """Report columns, of the ``columns`` of all files, that reward functions need and rows lack. If only some rows have
-    a column that a function names, the samples of the others fail."""
+    """Report columns that reward functions name and rows lack, of the ``columns`` of all files."""
     functions, present, errors = config.reward.function, find_columns(rows), list[ConfigError]()
     for name in [functions] if isinstance(functions, str) else functions:
         with suppress(VerifierError):  # reported elsewhere

@@ -58,7 +58,6 @@ def find_cut(rows: Batch) -> npt.NDArray[np.bool_]:
 
 
 def part_columns(scored: Batch) -> list[str]:
-    """List the columns of single reward functions."""
     return [name for name in scored.columns if name.startswith("reward/")]
 
 
@@ -70,7 +69,6 @@ Rewards = npt.NDArray[np.floating[Any]]
 
 
 def mean_reward(rewards: Rewards) -> float:
-    """Return the mean over the scored answers; NaN if none is scored."""
     scored = rewards[~np.isnan(rewards)]
     return float(scored.mean()) if len(scored) else float("nan")
 
@@ -105,7 +103,6 @@ def is_unscored(rows: Batch) -> npt.NDArray[np.bool_]:
 
 
 def find_failed_groups(scored: Batch) -> npt.NDArray[np.int64]:
-    """Return the rising prompt ids of the groups in whose last retry a sample failed."""
     ids, retry = scored.dense("prompt_id"), scored.dense("retry")
     _, group = np.unique(ids, return_inverse=True)
     last = np.full(len(ids), -1)
@@ -155,8 +152,7 @@ def mask_rewards(scored: Batch, config: RewardConfig) -> Batch:
 
 
 def uniform_share(train_rows: Batch) -> float:
-    """Return the share of groups of several samples whose rewards are all equal, so that they have no gradient under a
-    group baseline; 0 without groups of several samples."""
+    """Return the share of groups of several samples whose rewards are all equal."""
     samples = merge_rows(train_rows)
     ids, rewards = samples.dense("prompt_id"), samples.dense("reward")
     groups = [rewards[(ids == number) & ~np.isnan(rewards)] for number in np.unique(ids)]
@@ -165,7 +161,6 @@ def uniform_share(train_rows: Batch) -> float:
 
 
 def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.float64]:
-    """Return the rewards ``[rows]``, NaN for samples that are not trained on."""
     reward = scored.dense("reward").copy()
     if config.on_failure != "drop_sample":
         keys = np.stack([scored.dense("prompt_id"), scored.dense("retry")])
@@ -206,8 +201,7 @@ class StepWarnings:
             _LOG.warning("step %d: %s; %s", step, cause, advice)
 
     def note_completions(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Log the first of several steps in a row most of whose completions were truncated, and the first step with ids
-        that the tokenizer does not have."""
+        """Log the first of several steps in a row of mostly truncated completions, and the first unknown ids."""
         share, count = metrics.get("completions/truncated", 0.0), metrics.get("completions/unknown_ids", 0)
         if share > _MAX_TRUNCATED and self._had_room:
             advice = f"raise rollout.max_new_tokens, now {self.max_new_tokens}, or see samples.jsonl for the cause"
@@ -224,7 +218,6 @@ Scores: TypeAlias = Mapping[str, Rewards]
 
 
 def evaluation_metrics(sets: Collection[str], samples: int, scored: bool) -> list[str]:
-    """List all names in :func:`step_metrics`; ``scored``: by an environment."""
     passes = [f"eval/{name}" for name in (f"avg@{samples}", *(f"pass@{k}" for k in pass_counts(samples)))]
     names = ["eval/accuracy", "eval/reward", "eval/failed"]
     names += [*(["eval/score"] if scored else []), *(passes if samples > 1 else [])]
@@ -238,7 +231,6 @@ def collect_scores(answers: Batch, samples: int = 1) -> Scores:
 
 
 def pass_counts(samples: int) -> list[int]:
-    """List the k of pass@k: powers of 2, and all samples."""
     return [*(2**power for power in range(1, (samples - 1).bit_length())), *([samples] if samples > 1 else [])]
 
 
@@ -258,7 +250,6 @@ def is_binary(rewards: Rewards) -> bool:
 
 
 def accuracy(rewards: Rewards) -> float:
-    """Return the share of right answers; an unscored answer is not right."""
     return float(np.nan_to_num(rewards).mean())
 
 

@@ -116,8 +116,7 @@ class RunLog:
         self._totals = {"samples": 0, "tokens": 0}
 
     def begin_step(self, step: int) -> None:
-        """Remove the rows of ``step`` and of later steps. Step 1 starts a run, and removes all files of an earlier
-        run's log, TensorBoard's events included, but not its models."""
+        """Remove the rows of ``step`` and of later steps; step 1 removes all files of an earlier run's log."""
         folder, before = self._folder, step - 1
         if before == self._current_step:
             self._current_step = step
@@ -164,7 +163,6 @@ class RunLog:
         )
 
     def show_samples(self, step: int, written: sample_file.Written) -> None:
-        """Print some samples of a step, and remember some for the table beside its metrics."""
         self._samples = written.table
         for line in written.printed:
             _LOG.info("step %d: %s", step, line)
@@ -173,7 +171,6 @@ class RunLog:
         self._replace("refused.jsonl", b"".join(sample_file.format_line({"step": step, **row}) for row in rows))
 
     def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the last answers to the held-out prompts, one line each, to ``held_out.jsonl``."""
         self._replace(sample_file.HELD_OUT, b"".join(map(sample_file.format_line, rows)))
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
@@ -182,7 +179,6 @@ class RunLog:
         self.close("finished")
 
     def close(self, outcome: RunEnd) -> None:
-        """End the run in the trackers, if it has not ended there."""
         self._trackers.close(outcome)
 
     def count(self, **amounts: int) -> dict[str, float]:
@@ -208,7 +204,6 @@ class RunLog:
         self.drawing.start()
 
     def write_curve(self, name: str) -> None:
-        """Draw the metric now; needs matplotlib, the extra ``plot``."""
         if self.drawing is not None:
             self.drawing.join()  # waits: for a drawing, at most ``disk_wait`` on a full disk
         self._draw(name, finite_points(name, self._history))
@@ -253,8 +248,7 @@ def _unknown_metric(name: str, metric_names: Collection[str]) -> ConfigError:
 
 
 class ModelSaver:
-    """Saves the models of ``config`` with ``save``, and counts evaluations without progress; part of a trainer's
-    ``state``."""
+    """Saves models with ``save``, and counts evaluations without progress; part of a trainer's ``state``."""
 
     def __init__(self, config: KeepConfig, folder: Path, save: Callable[[Path], Any]) -> None:
         self._config, self._folder, self._save = config, folder, save
@@ -268,7 +262,6 @@ class ModelSaver:
 
     @property
     def should_stop(self) -> bool:
-        """Return True after ``patience`` evaluations without a better model."""
         return 0 < self._config.patience <= self._worse
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -293,7 +286,6 @@ class ModelSaver:
         self._save(self._folder / "best")
 
     def save_step(self, step: int) -> None:
-        """Save the model of a step if one is due, and remove the oldest."""
         every, last = self._config.save_every, self._config.keep_last
         if not every or step % every:
             return
@@ -305,7 +297,6 @@ class ModelSaver:
                 remove_folder(path)
 
     def summary(self) -> dict[str, Any]:
-        """Return the closing metrics; None if no evaluation counted."""
         if self._config.metric is None:
             return {}
         step, model = (None, None) if self._best is None else (self._best_step, str(self._folder / "best"))

@@ -34,8 +34,7 @@ _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
 
 class Excerpt(NamedTuple):
-    """The numbers of a step's first rows on the console, with at most ``max_chars`` of a text, and in a table; and of
-    its first samples in the file."""
+    """The number of rows to print, with at most ``max_chars`` of a text, and of rows of a table."""
 
     printed: int
     max_chars: int
@@ -50,8 +49,7 @@ class Written(NamedTuple):
 
 
 def format_rows(numbers: Batch, texts: Batch) -> Iterator[dict[str, Any]]:
-    """Yield plain rows, with the columns in the order of the files. Raises RowsDiffer if, by their ``digest``, numbers
-    and texts belong to different samples."""
+    """Yield plain rows, columns in the files' order. Raises RowsDiffer if the texts are of other samples."""
     check_same_samples(texts, numbers)
     joined = numbers.with_columns(**texts.columns)
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
@@ -103,7 +101,6 @@ def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
 
 
 def superseded(file: Path) -> Path:
-    """The path of the superseded lines of ``file``."""
     return file.with_suffix(".superseded.jsonl")
 
 
@@ -134,7 +131,6 @@ def _can_begin_at(lines: IO[bytes], at: int, step: int) -> bool:
 
 
 def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the numbers and texts of a sample for a table."""
     shown = {name: value for name, value in row.items() if name in _TABLE or name.startswith("reward/")}
     for name, value in shown.items():
         shown[name] = value if isinstance(value, float | None) else _encode(str(value)).decode()

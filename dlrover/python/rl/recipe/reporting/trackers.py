@@ -80,8 +80,7 @@ def validate_log(config: LogConfig) -> list[ConfigError]:
 
 
 class Trackers:
-    """Sends each step to all trackers; ``trackers.json`` in the job's directory has the last step that was sent. The
-    trackers show the run's ``settings`` and the job's ``name``."""
+    """Sends each step to all trackers; ``trackers.json`` in the job's directory has the last one."""
 
     def __init__(
         self, config: LogConfig, folder: Path, settings: Mapping[str, Any], disk_wait: DiskWait, name: str
@@ -92,8 +91,7 @@ class Trackers:
         self._state: dict[str, Any] = {}
 
     def log(self, run: str, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Send the finite metrics of a step and its ``samples``, unless it was the last one sent in this ``run``. A run
-        that goes back sends steps again."""
+        """Send a step's finite metrics and its ``samples``, unless it was the last one sent in this ``run``."""
         if self._open is None:
             self._open = self._start_all(run)
             self._save_state()
@@ -161,8 +159,7 @@ def _try(name: str, action: Callable[[], None]) -> bool:
 
 
 class WandbTracker:
-    """Logs to W&B, with the options of :class:`WandbConfig`. The step is a metric over which W&B draws the others,
-    since its own steps refuse values of a repeated step."""
+    """Logs to W&B. The step is a metric, since W&B's own steps refuse values of a repeated step."""
 
     def __init__(self, project: str, name: str | None = None) -> None:
         self._project, self._name = project, name
@@ -224,7 +221,6 @@ class MlflowTracker:
             self._mlflow.MlflowClient().set_terminated(self._notes["run_id"], status)
 
     def _is_active(self) -> bool:
-        """Return True if the run is open in this thread."""
         active = self._mlflow.active_run()
         return active is not None and active.info.run_id == self._notes["run_id"]
 

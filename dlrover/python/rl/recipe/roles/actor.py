@@ -78,8 +78,7 @@ class ActorWorkload(TrainedWorkload):
         return [replace(result, metrics={**result.metrics, **peak}) for result in results]
 
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
-        """Return the columns that an algorithm annotates from: ``action_mask``, old log-probs, the rollouts', and
-        columns that the rollout engine declares."""
+        """Return the columns that an algorithm annotates from."""
         if "rollout_logprobs" in names:
             rollouts = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         if "old_logprobs" not in names:
@@ -99,8 +98,7 @@ class ActorWorkload(TrainedWorkload):
         return "rollout_logprobs" in self._algorithm.needs.all
 
     def _old_logprobs(self, rollouts: Batch, temperature: float) -> Column:
-        """Return the log-probs of the policy before the update: the rollouts', or this engine's if the algorithm
-        distinguishes them."""
+        """Return the rollouts' log-probs, or this engine's if the algorithm distinguishes them."""
         if not self._recomputes:
             return rollouts["logprobs"]
         return self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]
@@ -161,8 +159,7 @@ class ActorWorkload(TrainedWorkload):
 
 
 class ScorerWorkload(ActorWorkload):
-    """ACTOR: trains a reward model, saved for ``AutoModelForSequenceClassification``. Its head has no bias:
-    pairs do not determine one, and rounding errors would move it."""
+    """ACTOR: trains a reward model, whose head has no bias, since pairs do not determine one."""
 
     recipe_class = "ScorerWorkload"
     head: ClassVar[Head] = "token"
@@ -197,8 +194,7 @@ class CriticWorkload(TrainedWorkload):
 
     @on_device
     def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan) -> list[UpdateResult]:
-        """Take the optimizer steps on this rank's share of a step's rows; ``rows`` are their ``returns``, ``values``,
-        ``weight`` and ``update``. Raises RowsDiffer if other rows were scored."""
+        """Take the optimizer steps on this rank's share of a step's rows. Raises RowsDiffer as ACTOR does."""
         batch = shift_to_states(join_columns(rollouts, rows))
         self.wait_until_written()
         return run_updates(batch, plan, lambda part: self._engine.step(part, self._loss))

@@ -58,8 +58,7 @@ class RewardWorkload(BaseWorkload):
     _is_deterministic = False
 
     def init_verifier(self, reward: RewardConfig, columns: Collection[str] = ()) -> str:
-        """Start the verifiers, given the columns of the data; returns the level at which programs that the model writes
-        are confined."""
+        """Start the verifiers; returns the level of confinement of programs that the model writes."""
         memory_mb = reward.memory_mb
         start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=memory_mb, columns=columns)
         self._ignores_thoughts = reward.thoughts == "ignored"
@@ -109,8 +108,7 @@ def _first_line(error: VerifierError) -> str:
 
 
 def name_parts(function: str | Mapping[str, float]) -> dict[str, str]:
-    """Map several functions to the columns of their values: ``reward/<label>``, or ``reward/<name>`` if another
-    function or metric has the label."""
+    """Map several functions to columns: ``reward/<label>``, or ``reward/<name>`` if the label is taken."""
     labels = {} if isinstance(function, str) else {name: label_of(name) for name in function}
     unclear = {*SUMMARIES, *(label for label, count in Counter(labels.values()).items() if count > 1)}
     return {name: f"reward/{name if label in unclear else label}" for name, label in labels.items()}

@@ -152,27 +152,23 @@ class RolloutWorkload(EngineWorkload):
 
     @trainer_invocation(blocking=False)
     def fetch(self, groups: Batch) -> Batch:
-        """Wait for some groups of the last :meth:`sample` and return their rows, in this order; see
-        :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`."""
+        """Wait for some groups of the last :meth:`sample` and return their rows, in this order."""
         with nullcontext() if self._scheduler.are_complete(groups) else self._turn():
             rollouts = self._loop.run(self._scheduler.fetch(groups))
             return rollouts if self._known_ids is None else count_unknown_ids(rollouts, self._known_ids)
 
     def summarize(self, rollouts: Batch) -> Batch:
-        """Return the trainer's numbers of the rows of :meth:`fetch` or :meth:`generate`, with an environment's rewards;
-        see :func:`~dlrover.python.rl.recipe.rollout.episodes.summarize_rows`."""
+        """Return the trainer's numbers of the rows, with an environment's rewards."""
         return summarize_rows(rollouts)
 
     @trainer_invocation(blocking=False)
     def texts(self, rollouts: Batch) -> Batch:
-        """Return ``prompt``, ``completion``, ``answer`` and ``digest`` of the rows of :meth:`fetch` or
-        :meth:`generate`."""
+        """Return ``prompt``, ``completion``, ``answer`` and ``digest`` of the rows."""
         return rollouts.select(*sample_file.TEXTS, *(("digest",) if "digest" in rollouts else ()))
 
     @trainer_invocation(target="RANK0")
     def begin_samples(self, file: Path, step: int, expected: int | None) -> int:
-        """Remove the lines of ``step`` and of later steps, expected from byte ``expected`` on; returns the size. Raises
-        DataError if the trainer's file is not on this node."""
+        """Remove the lines of ``step`` and later steps, expected from byte ``expected`` on; returns the size."""
         _require_file(file)
         return retry_io(lambda: sample_file.cut_at_step(file, step, expected), file)
 

@@ -63,7 +63,6 @@ class Sample:
     ended: bool = False
 
     def merge_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
-        """Return the lowest and highest of these versions and the sample's."""
         pairs = [pair for pair in (self.versions, versions) if pair[0] >= 0]
         return (min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)) if pairs else (-1, -1)
 
@@ -359,7 +358,6 @@ class KeptSamples:
             return None
 
     def retain(self, keys: Iterable[GroupKey]) -> None:
-        """Remove the samples of all other groups."""
         names = {"-".join(map(str, key)) for key in keys}
 
         def remove() -> None:
@@ -384,7 +382,6 @@ class KeptSamples:
 
 
 def _write(file: Path, data: Any) -> bool:
-    """Replace a whole file, if there is space."""
     new = file.with_suffix(f".{os.getpid()}")
     try:
         new.write_text(json.dumps(data, default=lambda value: value.tolist()))  # of numpy

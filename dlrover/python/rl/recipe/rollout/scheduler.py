@@ -178,8 +178,7 @@ class RolloutScheduler:
     async def _run_until(
         self, groups: Sequence[Group], condition: Callable[[], bool], patience_s: float = math.inf
     ) -> None:
-        """Advance until the condition is met, or for ``patience_s``. Raises EngineError if the engine cannot generate
-        (everything stays), or the failure of one of ``groups``, which is dropped."""
+        """Advance until the condition is met, or for ``patience_s``. Raises the failure of one of ``groups``."""
 
         def should_stop() -> bool:
             return condition() or any(group.failure is not None for group in groups)

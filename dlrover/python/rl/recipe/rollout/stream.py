@@ -172,8 +172,7 @@ class EngineStream:
                 self._waiting.remove(pending)
 
     def step(self) -> bool:
-        """Hand over waiting requests and advance the engine; return False if there is nothing to generate. Raises
-        EngineError if the engine cannot generate; all requests stay."""
+        """Advance the engine; return False if there is nothing to generate. Requests survive an EngineError."""
         if self.engine.version < 0:
             return False
         self._hand_over()

@@ -162,7 +162,6 @@ class ExampleTrainer(RecipeTrainer):
 
     @classmethod
     def evaluation_names(cls, roles: Collection[RLRoleType]) -> list[str]:
-        """The metrics of an evaluation in a job with these roles."""
         return list(cls.evaluation_metrics(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0))))
 
     def init(self) -> None:
@@ -221,7 +220,6 @@ class ExampleTrainer(RecipeTrainer):
 
     @property
     def segment_count(self) -> int:
-        """Number of examples, or pairs, to train on."""
         return len(self.examples.train) // self.cfg.data.segment_rows
 
     @property

@@ -61,8 +61,7 @@ class ExampleData:
     reader: ClassVar[RowReader]
 
     def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
-        """Return ``tokens``, ``action_mask`` and ``row``, the index of a sequence's row. ``eos_ids`` end a sequence for
-        the model."""
+        """Return ``tokens``, ``action_mask`` and ``row``, the index of a sequence's row."""
         raise NotImplementedError
 
 
@@ -128,8 +127,7 @@ class Examples:
 def load_examples(
     data: ExampleData, tokenizer: Any, evaluates: bool, seed: int, eos_ids: Sequence[int] = ()
 ) -> Examples:
-    """Read, divide and encode the examples of a run. Raises DataError with the unusable rows (20 at most). ``eos_ids``
-    end a sequence for the model; empty: the tokenizer's."""
+    """Read, divide and encode the examples of a run. Raises DataError with at most 20 unusable rows."""
     rows = data.reader.read(data.train, data.keys)
     held_out: SourceRows | None = None
     if evaluates or data.eval_share is not None:
@@ -184,8 +182,7 @@ def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[Con
 
 
 def validate_lengths(cfg: Any) -> list[ConfigError]:
-    """Check ``data.max_length`` against the model's positions (the default only if a row is that long), and report
-    longer rows if they are refused."""
+    """Check ``data.max_length`` against the model's positions, and report longer rows if they are refused."""
     data, room = cfg.data, count_room(cfg)
     limit = data.max_length if room is None else min(data.max_length, room)
     long = _find_long(cfg, limit) if limit < data.max_length or data.over_long == "refuse" else []
@@ -197,7 +194,6 @@ def validate_lengths(cfg: Any) -> list[ConfigError]:
 
 
 def warn_of_cuts(cfg: Any) -> list[str]:
-    """Return a line if rows are cut or left out."""
     data, long = cfg.data, _find_long(cfg, cfg.data.max_length)
     if not long:
         return []
@@ -207,7 +203,6 @@ def warn_of_cuts(cfg: Any) -> list[str]:
 
 
 def _find_long(cfg: Any, limit: int) -> list[tuple[str, int]]:
-    """List the places of the rows with more than ``limit`` tokens, with their tokens."""
     long, whole = dict[str, int](), replace(cfg.data, max_length=sys.maxsize, over_long="cut")
     for source in filter(None, (cfg.data.train, cfg.data.eval if cfg.evaluates else None)):
         rows = SourceRows(source, []) if is_left_unread(source) else whole.reader.read(source, whole.keys)
@@ -237,8 +232,7 @@ class Measured:
 
     @classmethod
     def of(cls, engine: BaseTrainEngine, batch: Batch, loss: EngineLoss) -> "Measured":
-        """Measure this rank's part of the loss on annotated rows, in a collective call that changes neither weights nor
-        the random state."""
+        """Measure this rank's part of the loss on annotated rows, in a collective call without side effects."""
         with preserve_random_state(), torch.no_grad():
             outputs = compute_outputs(engine, batch)
             flat = np.flatnonzero(batch.ragged("action_mask").values)

@@ -90,7 +90,6 @@ class PolicyPlan(RecipePlan):
         return errors
 
     def _validate_rollout(self, cfg: PolicyConfig) -> list[ConfigError]:
-        """Check how completions are generated, filtered and scored."""
         errors, rollout, reward = validate_rollout_engine(cfg.engine), cfg.rollout, cfg.reward
         room, count = count_room(cfg, generates=True), rollout.max_new_tokens
         if room is not None and count >= max(room, type(rollout).max_new_tokens + 1):  # the default is cut to the room
@@ -114,7 +113,6 @@ class PolicyPlan(RecipePlan):
         return errors
 
     def _validate_algorithm(self, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        """Check that the algorithm exists, learns from samples, and needs no column that the trainer does not have."""
         algorithm, errors = self.read_algorithm(cfg)
         name = str(cfg.algorithm.get("name", ""))
         if errors and ":" not in name and name not in (places := ALGORITHMS.places()):

@@ -149,7 +149,6 @@ class PolicyTrainer(RecipeTrainer):
             self.state["before"] = {name: scores for name, scores in before.items() if name not in changed}
 
     def generate(self, step: int) -> StepBatch:
-        """Generate samples, which the REWARD workers or the environment score."""
         batch = self.collector.collect(step)
         self.sample_log.write_step(step, batch)
         return batch

@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of the recipes' trainers: it resolves ``auto`` in a job's ``config`` for its devices, finds every error, and
-describes the job."""
+"""The plan of the recipes' trainers: it resolves ``auto`` in a ``config``, finds errors, and describes the job."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -74,7 +73,6 @@ class RecipePlan(TrainerPlan, ABC):
     """Plans jobs of a recipe, whose ``trainer`` is a ``RecipeTrainer``."""
 
     def check_config(self, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
-        """Find every error of the configuration, the data and the roles."""
         cfg, invalid = salvage(self.trainer.config_class, config, "config")
         options = option_names(self.trainer.algorithm_name)
         for number, error in enumerate(invalid):
@@ -90,8 +88,7 @@ class RecipePlan(TrainerPlan, ABC):
         return [*invalid, *(error for error in further if not lies_in(error.where, places)), *own]
 
     def check_options(self, config: Any) -> Iterable[ConfigError]:
-        """Check options of the algorithm, the engines and the transport, on any machine; unknown names may belong to
-        extensions on the job's machines."""
+        """Check options of the algorithm, the engines and the transport, which are the same on any machine."""
         cfg, _ = salvage(self.trainer.config_class, config, "config")
         if cfg is None:
             return []
@@ -132,7 +129,6 @@ class RecipePlan(TrainerPlan, ABC):
         return {"seed": config.get("seed", 0), **super().settings_of_state(config)}  # the order of rows depends on it
 
     def describe_config(self, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
-        """Describe the model, the engines, the batch of a step, and the memory of the devices."""
         cfg = require(self.trainer.config_class, config, "config")
         evaluated = cfg.data.eval.values() if isinstance(cfg.data.eval, Mapping) else [cfg.data.eval]
         unread = [where for where in (cfg.data.train, *evaluated) if where and is_left_unread(where)]
@@ -170,7 +166,6 @@ class RecipePlan(TrainerPlan, ABC):
         return "token" if self.trainer.bare_head else "causal"
 
     def models(self, cfg: Any) -> dict[RLRoleType, ModelUse]:
-        """The models of all roles that a job of this recipe may have."""
         trained = ModelUse("trained", cfg.model, optimizer=cfg.optimizer, lora=cfg.engine.lora, head=self.head)
         reference = self.trainer.reference_of(cfg)
         return {
@@ -180,7 +175,6 @@ class RecipePlan(TrainerPlan, ABC):
         }
 
     def model_uses(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
-        """The models of the job's roles, with their workers and their rows."""
         longest, bounded = self.longest_row(cfg)
         return {
             role: replace(use, members=roles[role], longest=longest, bounded=bounded)
@@ -209,8 +203,7 @@ class RecipePlan(TrainerPlan, ABC):
 
 
 def complete_config(schema: type[T], config: Any, devices: Devices) -> T:
-    """Complete ``config`` with defaults. Raises InvalidJob with all errors, also for an engine on other devices than
-    the job's."""
+    """Complete ``config`` with defaults. Raises InvalidJob with all errors, of its device too."""
     values, _ = rename_keys(schema, to_plain(config) or {}, "config")
     engine = (values.get("engine") or {}) if isinstance(values, Mapping) else {}
     device = str(engine.get("device", AUTO)) if isinstance(engine, Mapping) else AUTO
@@ -250,8 +243,7 @@ def _merge(defaults: Mapping[str, Any], values: Any) -> Any:
 def validate_train_engine(
     engine: EngineConfig, members: int, bare_head: bool = False, role: str = "actor", shape: ModelShape | None = None
 ) -> list[ConfigError]:
-    """Check that the engine exists, supports the job's settings, and has sizes that divide the workers of ``role``;
-    ``shape`` is the actor's model."""
+    """Check that the engine exists, supports the settings, and can divide the workers of ``role``."""
     where = "config.engine.train"
     errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine))
     info, sizes, lora = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes(), engine.lora
@@ -325,8 +317,7 @@ def describe_engines(  # noqa: PLR0913 -- the subjects of the lines
     head: Head = "causal",
     generates: bool = True,
 ) -> list[str]:
-    """Describe a job's model and engines; ``fallback`` as in
-    :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
+    """Describe a job's model and engines."""
     parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
     if parameters is not None:
         weights = parameters * (2 if engine.precision == "bf16" else 4)

@@ -64,7 +64,6 @@ class RecipeTrainer(BaseTrainer):
 
     @classmethod
     def reference_of(cls, cfg: Any) -> str:
-        """The model of the role REFERENCE."""
         model: str = cfg.model
         return model
 
@@ -161,7 +160,6 @@ class RecipeTrainer(BaseTrainer):
         self.begin_log(self.last_step + 1)
 
     def begin_log(self, step: int) -> None:
-        """Remove ``step`` and later steps from the run's files."""
         self.run_log.begin_step(step)
 
     def write_results(self, summary: Mapping[str, Any]) -> None:
@@ -223,8 +221,7 @@ class TimedPort:
         self._lap_began_s = now_s()
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """Return the seconds since the last lap, in total and by phase; the time outside all phases is ``trainer``. The
-        calls so far are forgotten."""
+        """Return the seconds since the last lap, in total and by phase; ``trainer`` is outside all phases."""
         now_s = self._now_s()
         total_s, seconds = now_s - self._lap_began_s, self._seconds
         self._lap_began_s, self._seconds, self._calls = now_s, {}, {}
