@@ -140,8 +140,7 @@ def torchrun_environment(
     outer: Mapping[str, str], member: Mapping[str, str], devices: Sequence[int]
 ) -> Mapping[str, str]:
     """Return the variables that ``torchrun`` sets for a process. ``PATH`` has this Python's environment, even if it is
-    not activated. With one device per rank, ``LOCAL_RANK`` is its number among the visible ones, as under
-    ``torchrun``."""
+    not activated; with one device per rank, ``LOCAL_RANK`` is its number among the visible ones."""
     environment = {**member, "TORCHELASTIC_RESTART_COUNT": member["RESTART_COUNT"], "PYTHONUNBUFFERED": "1"}
     folders, own_folder = outer.get("PATH", os.defpath).split(os.pathsep), str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join(folders if own_folder in folders else [own_folder, *folders])

@@ -2,15 +2,12 @@
 # Over 400 lines: the same few classes make an engine, lock its device, step it and save it.
 """The shared part of the ready workloads: they make an engine, lock its device and turn rows into optimizer steps.
 
-Roles that share a device have it one at a time, each for one call; between its calls an engine's tensors are in host
-memory, unless all engines fit the device::
+Roles that share a device have it one at a time, each for one call, which locks the device, moves the engine there and,
+unless all engines fit, back to host memory. The kernel releases the lock of a worker that dies.
 
-    ACTOR    [lock | cuda() | update | cpu() | release]
-    ROLLOUT                                            [lock | cuda() | generate | cpu() | release]
-
-The kernel releases the lock of a worker that dies. There is no deadlock: workers that share one device share all their
-devices, and lock them in the same order. Ranks that meet in collectives (an actor, a critic, a sharded reference) wait
-inside their locks for each other, so the trainers load and call one such role after another.
+There is no deadlock: workers that share one device share all their devices, and lock them in the same order. Ranks that
+meet in collectives (an actor, a critic, a sharded reference) wait inside their locks for each other, so the trainers
+load and call one such role after another.
 """
 
 import functools
@@ -292,9 +289,8 @@ class Machine:
         return cls(int(getattr(engine, "parameter_count", 0)), peak)
 
     def metrics(self, tokens: int, trained: int, members: int, times: Mapping[str, float]) -> dict[str, float]:
-        """Return ``speed/tokens_per_s`` over the whole step; and over its update, in which ``trained`` tokens were
-        trained on (once per epoch), ``speed/train_tflops`` (10^12 operations per second, without attention and
-        recomputation) and its share of the peak, ``speed/mfu``, if known."""
+        """Return ``speed/tokens_per_s`` over the whole step; and over its update, with ``trained`` tokens in
+        epochs, ``speed/train_tflops`` (without attention and recomputation) and its share of the peak, ``speed/mfu``."""
         metrics = {"speed/tokens_per_s": tokens / times["time/step"]}
         update_s = times.get("time/update", 0.0)
         if not self.parameters or not update_s:

@@ -219,9 +219,8 @@ def has_auto_passes(engine: EngineConfig) -> bool:
 
 
 def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, capacity: float | None) -> EngineConfig:
-    """Return ``engine`` without ``auto`` for the passes of a trained or evaluated model: the best of
-    :func:`pass_choices` that fits a device of ``capacity`` bytes, or else the smallest. If the memory is unknown,
-    passes have :data:`MOST_TOKENS` tokens, recomputed."""
+    """Return ``engine`` without ``auto`` for the passes of a model: the best of :func:`pass_choices` that fits
+    ``capacity`` bytes, or else the smallest; if the memory is unknown, :data:`MOST_TOKENS` tokens, recomputed."""
     if not has_auto_passes(engine):
         return engine
     if shape is None or capacity is None or engine.train != "fsdp2":
@@ -234,9 +233,8 @@ def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, c
 
 
 def pass_choices(engine: EngineConfig, use: ModelUse) -> list[tuple[int, bool]]:
-    """List the tokens of a pass, and True for recomputed activations, the best choice first: as many tokens as the
-    engine allows, and room for the longest row. Activations are kept if that is possible with at least
-    :data:`FEW_TOKENS`, and all rows are known to fit a pass."""
+    """List the tokens of a pass, and True for recomputed activations, the best choice first: activations are kept if
+    that is possible with at least :data:`FEW_TOKENS`, and all rows are known to fit a pass."""
     limit = engine.tokens_of_a_pass
     fewest = min(max(FEWEST_TOKENS, use.longest), limit)
     sizes = [limit >> number for number in range((limit // fewest).bit_length())]

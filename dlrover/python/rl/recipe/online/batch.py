@@ -143,8 +143,7 @@ def select_logged(scored: Batch, rows: int) -> Batch:
     """Return ``digest`` and the columns of ``samples.jsonl`` except texts: ``row`` is the prompt's number among the
     ``rows`` of its file; rows with the same ``trajectory`` are one sample."""
     logged = scored.with_columns(trajectory=number_samples(scored), row=scored.dense("prompt_id") % rows)
-    names = [name for name in (*NUMBERS, "digest") if name in logged]
-    return logged.select(*names, *part_columns(scored), "row")
+    return logged.select(*(name for name in (*NUMBERS, "digest") if name in logged), *part_columns(scored), "row")
 
 
 class SampleLog:
@@ -157,12 +156,9 @@ class SampleLog:
         scored rows -> trainer: numbers and their order -> ROLLOUT[0].write_samples -> samples.jsonl
                                                                     '-> excerpt for console and tables -> RunLog
 
-    A step calls ROLLOUT[0] twice: to remove the lines of an earlier attempt of it or of later steps, and to write its
-    own. A worker answers a repeated call from its record, so lines that a killed trainer has had written stay, and its
-    successor does not cut the file. A replaced worker does both calls again.
-
-    If the run's files are in an object store, other nodes do not see its folder: the texts come to the trainer, which
-    writes them. As part of a trainer's ``state`` it remembers where the lines end."""
+    A step calls ROLLOUT[0] to remove the lines of it and of later steps, and then to write its own. A worker answers a
+    repeated call from its record, so a replaced trainer does not cut the lines of its predecessor. If the run's files
+    are in an object store, the trainer fetches the texts and writes them. The state is where the lines end."""
 
     def __init__(self, trainer: Any, prompts: PromptSource) -> None:
         self._rollouts, self._prompts, self._folder = trainer.RG_ROLLOUT, prompts, trainer.job_dir

@@ -193,8 +193,7 @@ class PromptSource:
         return make_prompt_batch(self._rows, rows).select("prompt", "answer", "extra_info")
 
     def state_dict(self) -> dict[str, Any]:
-        position = self._cursor.state_dict()
-        return {**position, "dropped": self.dropped, "over_long": self._limit, "sets": self._digests}
+        return {**self._cursor.state_dict(), "dropped": self.dropped, "over_long": self._limit, "sets": self._digests}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume from ``state``; raise DataError if the data, the seed or the prompt limit have changed."""

@@ -235,9 +235,8 @@ def pass_counts(samples: int) -> list[int]:
 
 
 def pass_at_k(right: npt.NDArray[np.bool_], k: int) -> float:
-    """Return the probability that one of ``k`` answers to a prompt is right, the mean over prompts; ``right`` is
-    ``[prompts, n]``. The unbiased estimate from n answers, of which c are right, is 1 - C(n - c, k) / C(n, k) (Chen et
-    al., arXiv:2107.03374, equation 1)."""
+    """Estimate the probability that one of ``k`` answers to a prompt is right, the mean over prompts: 1 - C(n - c, k) /
+    C(n, k) for n answers, c of them right (arXiv:2107.03374, equation 1). ``right`` is ``[prompts, n]``."""
     samples = right.shape[1]
     wrong = samples - right.sum(axis=1)
     return float(np.mean([1.0 - math.comb(count, k) / math.comb(samples, k) for count in wrong.tolist()]))
@@ -279,9 +278,8 @@ def _name_metric(name: str, of_set: str) -> str:
 def summarize_evaluations(
     before: Mapping[str, Scores], after: Mapping[str, Scores], names: Collection[str]
 ) -> dict[str, float]:
-    """Return the closing metrics: all ``names`` of an evaluation after training, and with ``before/`` before it. NaN is
-    undefined: an accuracy unless all rewards are 0 or 1, and all metrics from before training of a set that had other
-    prompts or samples."""
+    """Return the closing metrics: all ``names`` of an evaluation after training, and with ``before/`` before it. NaN:
+    an accuracy unless all rewards are 0 or 1, and metrics before training of a set that had other prompts."""
     sizes = {of_set: scores["reward"].shape for of_set, scores in after.items()}
     same = {of_set: scores for of_set, scores in before.items() if scores["reward"].shape == sizes.get(of_set)}
     undefined = dict.fromkeys(names, math.nan)

@@ -41,11 +41,8 @@ _STEP_FOLDER = re.compile(r"step-[0-9]+")
 
 
 class TensorBoardWriter:
-    """Appends steps to a new event file in ``folder``; the whole step is in the file when :meth:`log` returns.
-
-    ``SummaryWriter`` does not guarantee this: its ``flush`` does not wait for its thread, which a full disk ends.
-    TensorBoard reads a folder's files in the order of their names, and hides steps of earlier files from ``first_step``
-    on."""
+    """Appends steps to a new event file in ``folder``. When :meth:`log` returns, the whole step is in the file, unlike
+    with ``SummaryWriter``. TensorBoard hides steps of earlier files from ``first_step`` on."""
 
     def __init__(self, folder: Path, first_step: int, disk_wait: DiskWait = DEFAULT_DISK_WAIT) -> None:
         self._disk_wait = disk_wait
@@ -62,8 +59,7 @@ class TensorBoardWriter:
         summaries = [scalar(name, value) for name, value in metrics.items() if math.isfinite(value)]
         if samples:
             summaries.append(text("samples", markdown_table(samples)))
-        now_s = time.time()
-        self._write(Event(wall_time=now_s, step=step, summary=summary) for summary in summaries)
+        self._write(Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries)
 
     def _write(self, events: Iterable[Event]) -> None:
         records = []

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiment trackers: Weights & Biases, MLflow, and any class that ``config.log.trackers`` names.
-
-The built-in ones call their libraries directly: ``accelerate.tracking`` has no run ids, so a resumed run would become a
-second one, and it initializes ``torch.distributed`` in the trainer's process.
-"""
+"""Experiment trackers: Weights & Biases, MLflow, and any class that ``config.log.trackers`` names."""
 
 import importlib
 import inspect
@@ -183,9 +179,8 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """Logs to MLflow, with the options of :class:`MlflowConfig`. Parameters are the configuration's dotted keys;
-    ``config.json`` has the whole. Characters that MLflow refuses in names are replaced: ``@`` by ``_at_``, others by
-    ``_``."""
+    """Logs to MLflow. Parameters are the configuration's dotted keys; ``config.json`` has the whole. Characters that
+    MLflow refuses in names are replaced: ``@`` by ``_at_``, others by ``_``."""
 
     def __init__(self, experiment: str, name: str | None = None, uri: str | None = None) -> None:
         self._experiment, self._name, self._uri = experiment, name, uri

@@ -19,16 +19,9 @@ from dlrover.python.rl.engine.model.loading import load_tokenizer, read_eos_ids
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
+from dlrover.python.rl.recipe.base import updates
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import Machine, TrainedWorkload, device_of, on_device, peak_memory
-from dlrover.python.rl.recipe.base.updates import (
-    TRAINED,
-    UpdatePlan,
-    cast_columns,
-    find_nonfinite_rows,
-    join_columns,
-    run_updates,
-)
 from dlrover.python.rl.recipe.trainers.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
@@ -61,21 +54,24 @@ class ActorWorkload(TrainedWorkload):
         return Machine.of(self._engine, *self._runs_on)
 
     @on_device
-    def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan, *aux: Batch) -> list[UpdateResult]:
+    def update(self, rollouts: Batch, rows: Batch, plan: updates.UpdatePlan, *aux: Batch) -> list[UpdateResult]:
         """Take the optimizer steps on this rank's share of a step's rows. ``rows`` are the algorithm's columns and
         ``update``, ``aux`` ragged columns from other roles. Raises RowsDiffer if other rows were scored."""
         generated = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         needs = self._algorithm.needs.loss | {"rollout_logprobs"}
-        batch = join_columns(generated, rows, [cast_columns(columns, plan.dtypes) for columns in aux], needs)
+        batch = updates.join_columns(
+            generated, rows, [updates.cast_columns(columns, plan.dtypes) for columns in aux], needs
+        )
         if "old_logprobs" not in batch:
             batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
         loss = EngineLoss(self._algorithm, logs_entropy=True)
         self.wait_until_written()
-        return self._measured(run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature)))
+        return self._measured(
+            updates.run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature))
+        )
 
     def _measured(self, results: list[UpdateResult]) -> list[UpdateResult]:
-        peak = peak_memory(self._runs_on[0])
-        return [replace(result, metrics={**result.metrics, **peak}) for result in results]
+        return [replace(result, metrics={**result.metrics, **peak_memory(self._runs_on[0])}) for result in results]
 
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
         """Return the columns that an algorithm annotates from."""
@@ -91,7 +87,9 @@ class ActorWorkload(TrainedWorkload):
     def reference_logprobs(self, rollouts: Batch, temperature: float) -> Batch:
         """Compute ``ref_logprobs`` of the initial policy: this model without its adapters."""
         with self._engine.without_adapters():
-            return Batch({"ref_logprobs": self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]})
+            return Batch(
+                {"ref_logprobs": self._engine.evaluate(rollouts.select(*updates.TRAINED), temperature)["logprobs"]}
+            )
 
     @property
     def _recomputes(self) -> bool:
@@ -101,7 +99,7 @@ class ActorWorkload(TrainedWorkload):
         """Return the rollouts' log-probs, or this engine's if the algorithm distinguishes them."""
         if not self._recomputes:
             return rollouts["logprobs"]
-        return self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]
+        return self._engine.evaluate(rollouts.select(*updates.TRAINED), temperature)["logprobs"]
 
     @on_device
     def train(self, batch: Batch) -> UpdateResult:
@@ -115,7 +113,7 @@ class ActorWorkload(TrainedWorkload):
     @on_device
     def find_nonfinite(self, batch: Batch, names: tuple[str, ...]) -> Batch:
         """Return ``names`` and ``text`` of the rows with a non-finite value in a column or an output."""
-        offending = find_nonfinite_rows(batch, compute_outputs(self._engine, batch))
+        offending = updates.find_nonfinite_rows(batch, compute_outputs(self._engine, batch))
         texts = [self._engine.tokenizer.decode(batch.ragged("tokens")[row]) for row in offending]
         return batch.select(*names).take(offending).with_columns(text=texts)
 
@@ -189,12 +187,12 @@ class CriticWorkload(TrainedWorkload):
     @trainer_invocation(blocking=False)
     @on_device
     def values(self, rollouts: Batch) -> Batch:
-        scores = self._engine.evaluate(shift_to_states(rollouts.select(*TRAINED))).ragged("scores")
+        scores = self._engine.evaluate(shift_to_states(rollouts.select(*updates.TRAINED))).ragged("scores")
         return Batch({"values": shift_to_actions(scores)})
 
     @on_device
-    def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan) -> list[UpdateResult]:
+    def update(self, rollouts: Batch, rows: Batch, plan: updates.UpdatePlan) -> list[UpdateResult]:
         """Take the optimizer steps on this rank's share of a step's rows. Raises RowsDiffer as ACTOR does."""
-        batch = shift_to_states(join_columns(rollouts, rows))
+        batch = shift_to_states(updates.join_columns(rollouts, rows))
         self.wait_until_written()
-        return run_updates(batch, plan, lambda part: self._engine.step(part, self._loss))
+        return updates.run_updates(batch, plan, lambda part: self._engine.step(part, self._loss))

@@ -135,8 +135,9 @@ class ModelRewardWorkload(EngineWorkload):
             message = f"is required by {cls.__name__}; RewardWorkload calls a function"
             return [ConfigError("config.reward.model", message)]
         errors = validate_model(reward.model, "config.reward.model")
-        if not errors and (folder := Path(reward.model).expanduser()).is_dir():
-            errors += [ConfigError("config.reward.model", fault) for fault in _inspect_head(folder)[1]]
+        folder = Path(reward.model).expanduser()
+        if not errors and folder.is_dir() and (fault := _inspect_head(folder)[2]):
+            errors.append(ConfigError("config.reward.model", fault))
         if reward.function != RewardConfig.function:
             errors.append(ConfigError("config.reward.function", "is not called if there is a reward.model"))
         info = engine_info(TRAIN_ENGINES, engine.train)
@@ -148,10 +149,9 @@ class ModelRewardWorkload(EngineWorkload):
         if reward.model is None:
             raise EngineError(f"{type(self).__name__} needs reward.model")
         folder = find_model_folder(reward.model)
-        self._longest, faults = _inspect_head(folder)
-        if faults:
-            raise EngineError("; ".join(faults))
-        has_bias = _head_kind(load_auto("AutoConfig", folder)) == _TOKENS
+        self._longest, has_bias, fault = _inspect_head(folder)
+        if fault:
+            raise EngineError(fault)
         self._make_train_engine(reward.model, engine, head="token", head_bias=has_bias)
 
     @on_device
@@ -192,15 +192,13 @@ class ModelRewardWorkload(EngineWorkload):
         return tokens
 
 
-def _inspect_head(folder: Path) -> tuple[int | None, list[str]]:
+def _inspect_head(folder: Path) -> tuple[int | None, bool, str]:
+    """Return the longest input of a reward model, True if its head has a bias, and the fault of the head, if any."""
     config = load_auto("AutoConfig", folder)
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not _head_kind(config):
-        names = ", ".join(config.architectures or ["a model without a class"])
-        return longest, [f"{folder} holds {names}, which gives no score; recipe.rm trains a reward model"]
-    return longest, [f"{folder} gives {config.num_labels} scores, not one"] if config.num_labels != 1 else []
-
-
-def _head_kind(config: Any) -> str:
-    architecture = (config.architectures or [""])[0]
-    return next((kind for kind in (_SEQUENCES, _TOKENS) if architecture.endswith(kind)), "")
+    architecture, fault = (config.architectures or ["a model without a class"])[0], ""
+    if not architecture.endswith((_SEQUENCES, _TOKENS)):
+        fault = f"{folder} holds {architecture}, which gives no score; recipe.rm trains a reward model"
+    elif config.num_labels != 1:
+        fault = f"{folder} gives {config.num_labels} scores, not one"
+    return longest, architecture.endswith(_TOKENS), fault

@@ -61,8 +61,7 @@ class ThreadLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result()  # waits: the trainer bounds the call
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()  # waits: the trainer bounds the call
 
     def close(self) -> None:
         self.run(_cancel_all())

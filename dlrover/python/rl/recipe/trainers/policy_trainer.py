@@ -47,9 +47,8 @@ class PolicyTrainer(RecipeTrainer):
         ACTOR weights -> ROLLOUT -> REWARD -> annotate -> ACTOR.update
         prompts -----------^  '--> aux outputs --^-----------^
 
-    Completions go from workload to workload and into the run's files; the trainer sees a few numbers per row, and the
-    columns of tokens that the algorithm's ``annotate`` needs. A step first sends the weights to the rollouts, so that a
-    rollout replaced during the step gets them too. Only the workers and ``self.state`` last from one step to the next.
+    Completions go from workload to workload; the trainer sees a few numbers per row, and the columns that the
+    algorithm's ``annotate`` needs. Only the workers and ``self.state`` last from one step to the next.
 
     A subclass names its configuration and its algorithm. One with further roles lists their columns in
     :meth:`aux_outputs` and their models in :meth:`further_models`; one that trains them too extends :meth:`load_models`
@@ -132,8 +131,7 @@ class PolicyTrainer(RecipeTrainer):
             self._renew_evaluation()
             batch = self.generate(step)
             batch = self.score(step, batch)
-            metrics = self.train(step, batch)
-            self.record(step, batch, metrics)
+            self.record(step, batch, self.train(step, batch))
         self.announce("evaluating after the training")
         self.collector.sync_weights()
         self._renew_evaluation()

@@ -19,19 +19,8 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.typed import answer, lies_in, rename_keys, require, salvage
 from dlrover.python.rl.data.source import is_left_unread
+from dlrover.python.rl.engine.api import registry
 from dlrover.python.rl.engine.api.base import OptimizerConfig
-from dlrover.python.rl.engine.api.registry import (
-    ROLLOUT_ENGINES,
-    TRAIN_ENGINES,
-    absent_package,
-    engine_info,
-    find_optimizer_errors,
-    find_rollout_errors,
-    find_train_errors,
-    require_bitsandbytes,
-    require_peft,
-    validate_engine,
-)
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, read_config, shape_of
 from dlrover.python.rl.engine.model.packing import Head
@@ -94,9 +83,11 @@ class RecipePlan(TrainerPlan, ABC):
             return []
         engine, (_, errors) = cfg.engine, self.read_algorithm(cfg)
         train, rollout = "config.engine.train", "config.engine.rollout"
-        errors += validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, train, False)
+        errors += registry.validate_engine(registry.TRAIN_ENGINES, engine.train, engine.train_options, train, False)
         if engine.rollout != AUTO:  # depends on the packages of the job's machines
-            errors += validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, rollout, False)
+            errors += registry.validate_engine(
+                registry.ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, rollout, False
+            )
         errors += validate_transport_options(engine.weight_sync_options)
         names = [train, rollout, "config.algorithm.name"]
         return [*(error for error in errors if error.where not in names), *super().check_options(config)]
@@ -132,9 +123,8 @@ class RecipePlan(TrainerPlan, ABC):
         cfg = require(self.trainer.config_class, config, "config")
         evaluated = cfg.data.eval.values() if isinstance(cfg.data.eval, Mapping) else [cfg.data.eval]
         unread = [where for where in (cfg.data.train, *evaluated) if where and is_left_unread(where)]
-        described = cfg.model, cfg.engine, cfg.optimizer, cfg.model_config, self.head
         return [
-            *describe_engines(*described, generates=RLRoleType.ROLLOUT in roles),
+            *describe_engines(cfg, self.head, generates=RLRoleType.ROLLOUT in roles),
             *(f"data: {where}, {NOT_LOOKED_UP}" for where in unread),
             f"each step: {self.describe_step(cfg)}",
             *self._plan_memory(cfg, roles).lines(),
@@ -158,8 +148,7 @@ class RecipePlan(TrainerPlan, ABC):
         try:
             return self.trainer.algorithm_of(cfg), []
         except InvalidJob as error:
-            errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
-            return error.salvaged, errors
+            return error.salvaged, [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
 
     @property
     def head(self) -> Head:
@@ -193,9 +182,11 @@ class RecipePlan(TrainerPlan, ABC):
         errors += validate_train_engine(engine, members, self.trainer.bare_head, shape=shape)
         # Engines check a config.json that is not on this machine themselves.
         if content := read_config(cfg.model, cfg.model_config):
-            faults = [engine_info(TRAIN_ENGINES, engine.train).find_model_fault(content, self.head)]
+            faults = [registry.engine_info(registry.TRAIN_ENGINES, engine.train).find_model_fault(content, self.head)]
             if RLRoleType.ROLLOUT in roles:
-                faults.append(engine_info(ROLLOUT_ENGINES, engine.rollout).find_model_fault(content, "causal"))
+                faults.append(
+                    registry.engine_info(registry.ROLLOUT_ENGINES, engine.rollout).find_model_fault(content, "causal")
+                )
             errors += [ConfigError("config.model", fault) for fault in dict.fromkeys(faults) if fault]
         errors += validate_keep(cfg.keep, cfg.eval_every, self.evaluation_names(cfg, roles))
         errors += [*validate_model_config(cfg.model_config), *self._plan_memory(cfg, roles).find_errors()]
@@ -245,17 +236,23 @@ def validate_train_engine(
 ) -> list[ConfigError]:
     """Check that the engine exists, supports the settings, and can divide the workers of ``role``."""
     where = "config.engine.train"
-    errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine))
-    info, sizes, lora = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes(), engine.lora
-    faults = find_train_errors(engine.train, info, sizes, lora, bare_head, engine.train_options)
+    errors = registry.validate_engine(
+        registry.TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine)
+    )
+    info, sizes, lora = (
+        registry.engine_info(registry.TRAIN_ENGINES, engine.train),
+        engine.parallel or ParallelSizes(),
+        engine.lora,
+    )
+    faults = registry.find_train_errors(engine.train, info, sizes, lora, bare_head, engine.train_options)
     errors += [ConfigError("config.engine", fault) for fault in faults]
     if role == "actor" and lora is not None:
         faults = [] if lora.targets else ["names no layer: 'all-linear' is all layers except the output layer"]
         if shape is not None:
             faults += (shape.with_score_head() if bare_head else shape).find_target_errors(lora)
         errors += [ConfigError("config.engine.lora.targets", fault) for fault in faults]
-        errors += [ConfigError("config.engine.lora", fault) for fault in _find_absent(engine, require_peft)]
-        absent = _find_absent(engine, require_bitsandbytes) if lora.quantize_base is not None else []
+        errors += [ConfigError("config.engine.lora", fault) for fault in _find_absent(engine, registry.require_peft)]
+        absent = _find_absent(engine, registry.require_bitsandbytes) if lora.quantize_base is not None else []
         errors += [ConfigError("config.engine.lora.quantize_base", fault) for fault in absent]
     try:
         Layout.of(members, sizes)
@@ -269,19 +266,21 @@ def validate_train_engine(
 
 def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:
     where = "config.engine.rollout"
-    errors = validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, where, _runs_here(engine))
+    errors = registry.validate_engine(
+        registry.ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, where, _runs_here(engine)
+    )
     errors += validate_transport(engine.weight_sync, engine.weight_sync_options, engine.device)
-    split, info = engine.rollout_tensor_parallel_size, engine_info(ROLLOUT_ENGINES, engine.rollout)
-    faults = find_rollout_errors(engine.rollout, info, split)
+    split, info = engine.rollout_tensor_parallel_size, registry.engine_info(registry.ROLLOUT_ENGINES, engine.rollout)
+    faults = registry.find_rollout_errors(engine.rollout, info, split)
     return [*errors, *(ConfigError("config.engine.rollout_tensor_parallel_size", fault) for fault in faults)]
 
 
 def validate_optimizer(
     engine: EngineConfig, optimizer: OptimizerConfig, where: str = "config.optimizer"
 ) -> list[ConfigError]:
-    info, sizes = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
-    errors = find_optimizer_errors(engine.train, info, optimizer, sizes.tensor_parallel_size)
-    errors += _find_absent(engine, require_bitsandbytes) if optimizer.name == "adamw_8bit" else []
+    info, sizes = registry.engine_info(registry.TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
+    errors = registry.find_optimizer_errors(engine.train, info, optimizer, sizes.tensor_parallel_size)
+    errors += _find_absent(engine, registry.require_bitsandbytes) if optimizer.name == "adamw_8bit" else []
     return [ConfigError(f"{where}.name", error) for error in errors]
 
 
@@ -309,21 +308,14 @@ def validate_reward(function: str | Mapping[str, float], where: str = "config.re
     return errors if function else [ConfigError(f"{where}.function", "names no function")]
 
 
-def describe_engines(  # noqa: PLR0913 -- the subjects of the lines
-    model: str,
-    engine: EngineConfig,
-    optimizer: OptimizerConfig,
-    fallback: str | None = None,
-    head: Head = "causal",
-    generates: bool = True,
-) -> list[str]:
-    """Describe a job's model and engines."""
-    parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
+def describe_engines(cfg: Any, head: Head = "causal", generates: bool = True) -> list[str]:
+    model, engine, size = cfg.model, cfg.engine, ""
+    parameters, shape = parameters_of(model, cfg.model_config), shape_of(model, cfg.model_config)
     if parameters is not None:
         weights = parameters * (2 if engine.precision == "bf16" else 4)
         uses = [f"{short_number(weights)}B of weights to generate"] if generates else []
         if shape is not None and not is_on_host(engine):
-            use = ModelUse("trained", model, optimizer=optimizer, lora=engine.lora, head=head)
+            use = ModelUse("trained", model, optimizer=cfg.optimizer, lora=engine.lora, head=head)
             planned = bytes_of(shape, use, replace(engine, parallel=None))
             trained = int(planned.weights + planned.gradients + planned.optimizer)
             uses.append(f"{short_number(trained)}B to train, activations not counted")
@@ -331,8 +323,8 @@ def describe_engines(  # noqa: PLR0913 -- the subjects of the lines
     elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
         size = f", {NOT_LOOKED_UP}"
     absent = {
-        absent_package(TRAIN_ENGINES, engine.train, engine.train_options),
-        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options) if generates else "",
+        registry.absent_package(registry.TRAIN_ENGINES, engine.train, engine.train_options),
+        registry.absent_package(registry.ROLLOUT_ENGINES, engine.rollout, engine.rollout_options) if generates else "",
     }
     rollout = f", rollout {engine.rollout}" if generates else ""
     return [
