@@ -7,11 +7,10 @@
     workload:
       train: {command: "torch_script.py's command line", num: 2}     # or function: "my_module:main"
 
-    worker --starts--> warden --> sh -c command | python: function(config)
-        '<-- each line of output: to its own output, to job_dir/logs/ROLE-rank.log, and as progress --'
-
-The program has the variables that ``torchrun`` sets. The job ends when every program has ended with exit code 0; after
-another exit code the workers of the role are replaced and start it again, within the role's limits.
+The worker starts the program below a warden, which ends it with the worker. Output goes to the worker's output and to
+``job_dir/logs/ROLE-rank.log``, and counts as progress. The program has the variables that ``torchrun`` sets. The job
+ends when every program has ended with exit code 0; after another exit code the workers of the role are replaced and
+start it again, within the role's limits.
 """
 
 import os

@@ -76,8 +76,8 @@ class SFTTrainer(ExampleTrainer):
         return SFT(averaging=cfg.averaging)
 
     @classmethod
-    def evaluation_names(cls, roles: Collection[RLRoleType]) -> list[str]:
-        return [*super().evaluation_names(roles), *([METRIC] if RLRoleType.ROLLOUT in roles else [])]
+    def evaluation_names(cls, cfg: Any, roles: Collection[RLRoleType]) -> list[str]:
+        return [*super().evaluation_names(cfg, roles), *([METRIC] if RLRoleType.ROLLOUT in roles else [])]
 
     @classmethod
     def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:

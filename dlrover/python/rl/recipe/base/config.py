@@ -81,8 +81,7 @@ class EngineConfig:
     ``trainer.device_type: GPU``; without Ray, ``cuda`` if this machine has a GPU."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Precision of forward and backward passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Master weights, moments and
-    sums are always float32."""
+    """Precision of passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Weights and moments are kept in float32."""
 
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """Data type of saved models; ``auto``: the data type of the files of ``model``. Checkpoints are always float32."""
@@ -183,8 +182,7 @@ class RolloutConfig:
     """Maximum tokens of a completion, the end-of-sequence token included. Default on CUDA: 1024."""
 
     mask_truncated: bool = False
-    """Leave samples that end at ``max_new_tokens`` out of the loss; their rewards remain in the group's statistics
-    (overlong filtering, arXiv:2503.14476)."""
+    """Leave samples that end at ``max_new_tokens`` out of the loss, but not out of the group's statistics."""
 
     temperature: Annotated[float, Gt(0.0)] = 1.0
     """Sampling temperature."""
@@ -198,8 +196,7 @@ class RolloutConfig:
     samples of other prompts (dynamic sampling of DAPO)."""
 
     max_refills: Positive = 3
-    """Maximum rounds of replacement in a step, for ``dynamic_filtering: refill``; after them the step uses the groups
-    it has."""
+    """Maximum rounds of replacement in a step with ``dynamic_filtering: refill``."""
 
     top_k: Positive | None = None
     """Sample from this many most likely tokens. Log-probs are over all tokens, here and in training."""
@@ -208,8 +205,7 @@ class RolloutConfig:
     """Sample from the smallest set of most likely tokens with this total probability; log-probs are over all tokens."""
 
     stop: tuple[str, ...] = ()
-    """Stop strings: a completion ends when its text contains one. With an environment they remain part of the
-    action."""
+    """Stop strings: a completion ends when its text contains one. An environment's action contains it."""
 
     env_path: str | None = None
     """The environment that rewards completions: ``path/to/script.py`` or ``package.module`` with its functions, or
@@ -226,12 +222,10 @@ class RolloutConfig:
     """Timeout of a call of the environment; its sample then counts as failed."""
 
     env_missing_state: Literal["error", "done"] = "error"
-    """Treatment of a step that is not done and lacks ``next_state``: its sample counts as failed; or the episode ends,
-    as with a ``next_state`` of None."""
+    """Treatment of an unfinished step without ``next_state``: the sample counts as failed, or the episode ends."""
 
     env_failure_reward: float | None = None
-    """Reward of an action on which ``step`` raises or times out; the episode ends with it. None: its sample counts as
-    failed."""
+    """Reward of an action on which ``step`` fails, which ends the episode. None: the sample counts as failed."""
 
     max_turns: Positive = 8
     """Maximum actions of a sample, with an environment."""
@@ -263,8 +257,7 @@ class RewardConfig:
     """Processes of each worker of REWARD."""
 
     memory_mb: Positive | None = None
-    """Address space of each process in MB, libraries included; exceeding it raises MemoryError there. None: no
-    limit."""
+    """Address space of each process in MB, libraries included. None: no limit."""
 
     on_failure: Literal["drop_sample", "drop_group", "redraw"] = "drop_sample"
     """Treatment of failed samples, which are never trained on: drop the sample; drop its group; or generate the group
@@ -274,8 +267,7 @@ class RewardConfig:
     """Maximum repetitions of a group, for ``on_failure: redraw``."""
 
     give_up_after: Positive = 5
-    """A step without a usable sample is skipped. The run fails after this many such steps in a row, or if the first
-    step has none."""
+    """Number of steps in a row without a usable sample that end the run; a first step without one always does."""
 
 
 @dataclass(frozen=True)
@@ -347,8 +339,7 @@ class LogConfig:
     """Short for ``trackers: [{mlflow: {...}}]``."""
 
     samples: Literal["all", "off"] | Positive = "all"
-    """Samples of a step in ``samples.jsonl``: all, none (``off``), or this many, the first in the order of the step's
-    prompts, with all sequences of each."""
+    """Samples of a step in ``samples.jsonl``: all, none (``off``), or this many, with all sequences of each."""
 
     samples_every: NonNegative = 20
     """Send samples as a table to TensorBoard and the trackers in step 1 and every this many steps; 0: never."""
@@ -403,12 +394,6 @@ class PromptData:
     over_long: Literal["refuse", "drop"] = "refuse"
     """Treatment of prompts longer than ``max_prompt_tokens``, evaluation prompts included, when the model is loaded:
     refuse the data and name them; or drop and count them. Prompts are never cut."""
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """All data sources by their keys."""
-        sets = {f"eval.{name}" if name else "eval": source for name, source in self.eval_sets.items()}
-        return ({"train": self.train} if self.train else {}) | sets
 
     @property
     def eval_sets(self) -> dict[str, str]:
@@ -473,8 +458,7 @@ class PolicyConfig:
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
     model_config: str | None = None
-    """The ``config.json`` of ``model``, or a folder with it, for the arithmetic of memory if the model's files are not
-    on this machine."""
+    """The ``config.json`` of ``model``, or a folder with it, if the model's files are not on this machine."""
 
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()

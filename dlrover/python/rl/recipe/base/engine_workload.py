@@ -289,8 +289,7 @@ class Machine:
         return cls(int(getattr(engine, "parameter_count", 0)), peak)
 
     def metrics(self, tokens: int, trained: int, members: int, times: Mapping[str, float]) -> dict[str, float]:
-        """Return ``speed/tokens_per_s`` over the whole step; and over its update, with ``trained`` tokens in
-        epochs, ``speed/train_tflops`` (without attention and recomputation) and its share of the peak, ``speed/mfu``."""
+        """Return ``speed/tokens_per_s`` of the step, and ``speed/train_tflops`` and ``speed/mfu`` of its update."""
         metrics = {"speed/tokens_per_s": tokens / times["time/step"]}
         update_s = times.get("time/update", 0.0)
         if not self.parameters or not update_s:

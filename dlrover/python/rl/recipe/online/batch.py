@@ -107,10 +107,8 @@ class StepBatch:
             metrics["groups/filtered"] = float(sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered))
         if "staleness" in self.scored and len(self.scored):
             staleness = merge_rows(self.scored).dense("staleness")
-            metrics |= {
-                "samples/staleness_mean": float(staleness.mean()),
-                "samples/staleness_max": float(staleness.max()),
-            }
+            metrics["samples/staleness_mean"] = float(staleness.mean())
+            metrics["samples/staleness_max"] = float(staleness.max())
         return metrics
 
 

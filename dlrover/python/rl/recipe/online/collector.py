@@ -27,9 +27,8 @@ from dlrover.python.rl.trainer.shard import Replicate, Shard
 class StalenessTracker:
     """The open groups, in the order they were requested: bookkeeping, without a clock or a call.
 
-    A group starts at a rollout worker with the weights that are served then, and may run while other groups are trained
-    on and new weights arrive. Its **staleness** is the number of weight versions served since its oldest token. Two
-    rules bound it without discarding samples:
+    A group may run while others are trained on and new weights arrive. Its **staleness** is the number of weight
+    versions served since its oldest token. Two rules bound it without discarding samples:
 
     * at most ``(max_staleness + 1) * groups_per_step`` groups are open at a time;
     * a step takes the stalest complete groups, and only if the remaining ones can be trained on in time: at most

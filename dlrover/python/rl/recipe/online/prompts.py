@@ -105,10 +105,9 @@ class JobCursor(PromptCursor):
 class PromptSource:
     """The prompts to train on, in order, and the prompts to evaluate on (``held_out``, see :func:`make_prompt_batch`).
 
-    ``rows`` and ``held_out_rows`` are the numbers of rows that both were chosen from, ``columns`` their further
-    columns. ``places`` are all prompts of the run, as objects ``place`` (``file:line``), ``prompt`` and, for the chat
-    template, ``extra_info``; ``dropped`` the rising numbers of the unused ones. ``changed_sets`` are the evaluation
-    sets that differ from the loaded state. Raises DataError if a file cannot be used."""
+    ``rows`` and ``held_out_rows`` are the numbers of rows that both were chosen from. ``places`` are all prompts, with
+    ``place`` (``file:line``); ``dropped`` are the rising numbers of the unused ones; ``changed_sets`` are the
+    evaluation sets that differ from the loaded state. Raises DataError if a file cannot be used."""
 
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data
@@ -257,9 +256,12 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
         return [ConfigError("config.data.over_long", "'drop' needs data.max_prompt_tokens")]
     if errors := _validate_evaluation(config):
         return errors
-    sources = {key: path for key, path in data.sources.items() if not is_left_unread(path)}
+    sources = {f"eval.{name}" if name else "eval": path for name, path in data.eval_sets.items()}
+    sources |= {"train": data.train} if data.train else {}
     files = dict[str, list[PromptRow]]()
-    for key, path in sources.items():
+    for key, path in sorted(sources.items(), key=lambda source: source[0] != "train"):
+        if is_left_unread(path):
+            continue
         rows, faults = PROMPT_ROWS.scan(path, data.keys)
         errors += name_source(key, path, first_errors(faults))
         files[path] = to_prompts(rows)[: None if path == data.train else data.eval_rows or MOST_HELD_OUT]

@@ -84,10 +84,9 @@ def _cell(value: Any) -> str:
 class RunLog:
     """Writes the metrics of a run into its directory at each step. Non-finite numbers become null.
 
-    A step is in the files once, however often it is repeated: when it begins again, the rows of the earlier attempt
-    move to ``*.superseded.jsonl`` until it has ended. Nothing changes before :meth:`begin_step`. On a full disk each
-    method waits for ``disk_wait`` before it raises the error, and leaves no partial line. Its state has the totals and
-    the id of the run, by which trackers recognize a resumed run; they show ``settings`` and the job's ``name``."""
+    A step is in the files once: when it begins again, the rows of the earlier attempt move to ``*.superseded.jsonl``
+    until it has ended. On a full disk each method waits for ``disk_wait`` before it raises the error, and leaves no
+    partial line. The state has the totals and the id of the run, by which trackers recognize a resumed run."""
 
     def __init__(
         self,

@@ -306,11 +306,10 @@ def _columns_of(completion: Completion) -> dict[str, Any]:
 class KeptSamples:
     """Copies of the finished samples of the worker ``rank``: a process that replaces it generates only the others.
 
-    ``folder`` is shared by the role's workers on this node, in the memory of the run. A sample is reused only if its
-    tokens come from weights of the run's present history: all workers note the stamp of each version that they receive,
-    and forget later ones when the run goes back. The remaining samples of a group are then in smaller batches, so last
-    bits may differ: only rollouts that run ahead use this. A sample that cannot be written is lost: a full memory does
-    not end a run."""
+    The role's workers on this node share ``folder``. A sample is reused only if its tokens come from weights of the
+    run's present history: all workers note the stamp of each version, and forget later ones when the run goes back.
+    Last bits of the remaining samples may differ, so only rollouts that run ahead use this. A full memory does not end
+    a run: a sample that cannot be written is lost."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._stamps_file = folder / str(rank), folder / _STAMPS

@@ -2,7 +2,7 @@
 """The training loop of the recipes that learn from examples."""
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -78,8 +78,7 @@ class ExampleConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
     model_config: str | None = None
-    """The ``config.json`` of ``model``, or a folder with it, for the arithmetic of memory if the model's files are not
-    on this machine."""
+    """The ``config.json`` of ``model``, or a folder with it, if the model's files are not on this machine."""
 
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()
@@ -106,10 +105,6 @@ class ExamplePlan(RecipePlan):
 
     def describe_step(self, cfg: ExampleConfig) -> str:
         return f"{cfg.batch_size} examples, 1 update"
-
-    def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        names: list[str] = self.trainer.evaluation_names(roles)
-        return names
 
     def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
@@ -161,7 +156,7 @@ class ExampleTrainer(RecipeTrainer):
         return {f"eval/{name}": value for name, value in cls.metrics(measured).items()}
 
     @classmethod
-    def evaluation_names(cls, roles: Collection[RLRoleType]) -> list[str]:
+    def evaluation_names(cls, cfg: Any, roles: Collection[RLRoleType]) -> list[str]:
         return list(cls.evaluation_metrics(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0))))
 
     def init(self) -> None:

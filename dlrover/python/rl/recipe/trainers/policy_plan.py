@@ -20,7 +20,6 @@ from dlrover.python.rl.recipe.base.config import PolicyConfig
 from dlrover.python.rl.recipe.base.model_files import count_room
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.prompts import validate_data, warn_of_repeats
-from dlrover.python.rl.recipe.reporting.rewards import evaluation_metrics
 from dlrover.python.rl.recipe.trainers.recipe_plan import RecipePlan, validate_reward, validate_rollout_engine
 
 _ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
@@ -70,9 +69,6 @@ class PolicyPlan(RecipePlan):
     def describe_config(self, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
         repeats = warn_of_repeats(require(self.trainer.config_class, config, "config"))
         return [*super().describe_config(config, roles), *repeats]
-
-    def evaluation_names(self, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return evaluation_metrics(cfg.data.eval_sets, cfg.eval.samples, cfg.rollout.env_path is not None)
 
     def find_errors(self, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_data(cfg)]

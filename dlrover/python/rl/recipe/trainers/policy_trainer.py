@@ -3,7 +3,7 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar, TypeAlias
@@ -77,6 +77,10 @@ class PolicyTrainer(RecipeTrainer):
             return cls.algorithm_of(cfg).needs.all
         except InvalidJob as error:
             return frozenset() if error.salvaged is None else error.salvaged.needs.all
+
+    @classmethod
+    def evaluation_names(cls, cfg: Any, roles: Collection[RLRoleType]) -> list[str]:
+        return rewards.evaluation_metrics(cfg.data.eval_sets, cfg.eval.samples, cfg.rollout.env_path is not None)
 
     @classmethod
     def aux_outputs(cls, cfg: Any) -> list[AuxOutput]:
@@ -286,8 +290,7 @@ class PolicyTrainer(RecipeTrainer):
 
     def finish(self, before: Mapping[str, rewards.Scores], after: StepBatch) -> None:
         self.sample_log.write_held_out(after)
-        has_score = self.cfg.rollout.env_path is not None
-        names = rewards.evaluation_metrics(self.cfg.data.eval_sets, self.cfg.eval.samples, has_score)
+        names = self.evaluation_names(self.cfg, self.actor_handles)
         scores = rewards.summarize_evaluations(before, self.collector.collect_scores(after), names)
         self.write_results({**self.prompts.summary(), **scores, **self.engines})
 

@@ -3,7 +3,7 @@
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -139,10 +139,6 @@ class RecipePlan(TrainerPlan, ABC):
     def longest_row(self, cfg: Any) -> tuple[int, bool]:
         """Return the tokens of the longest row by the configuration, and True if no row can be longer."""
 
-    @abstractmethod
-    def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        """The metrics of an evaluation, for ``keep.best``."""
-
     def read_algorithm(self, cfg: Any) -> tuple[Algorithm | None, list[ConfigError]]:
         """Return the algorithm without its wrong options, None if this recipe does not have it, and the errors."""
         try:
@@ -188,7 +184,7 @@ class RecipePlan(TrainerPlan, ABC):
                     registry.engine_info(registry.ROLLOUT_ENGINES, engine.rollout).find_model_fault(content, "causal")
                 )
             errors += [ConfigError("config.model", fault) for fault in dict.fromkeys(faults) if fault]
-        errors += validate_keep(cfg.keep, cfg.eval_every, self.evaluation_names(cfg, roles))
+        errors += validate_keep(cfg.keep, cfg.eval_every, self.trainer.evaluation_names(cfg, roles))
         errors += [*validate_model_config(cfg.model_config), *self._plan_memory(cfg, roles).find_errors()]
         return [*errors, *validate_log(cfg.log)]
 

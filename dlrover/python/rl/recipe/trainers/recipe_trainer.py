@@ -4,7 +4,7 @@
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import chain
@@ -66,6 +66,11 @@ class RecipeTrainer(BaseTrainer):
     def reference_of(cls, cfg: Any) -> str:
         model: str = cfg.model
         return model
+
+    @classmethod
+    @abstractmethod
+    def evaluation_names(cls, cfg: Any, roles: Collection[RLRoleType]) -> list[str]:
+        """The metrics of an evaluation in a job with these roles, for ``keep.best``."""
 
     @classmethod
     def further_models(cls, cfg: Any) -> dict[RLRoleType, ModelUse]:
@@ -183,8 +188,9 @@ class FrozenModels:
     def __init__(self, uses: Mapping[RLRoleType, ModelUse]) -> None:
         self._models = {str(role): use.model for role, use in uses.items() if use.kind == "frozen"}
         folders = {role: Path(model).expanduser() for role, model in self._models.items()}
-        files = {role: folder if folder.is_dir() else None for role, folder in folders.items()}
-        self._fingerprints = {role: fingerprint_files(folder) for role, folder in files.items()}
+        self._fingerprints = {
+            role: fingerprint_files(path if path.is_dir() else None) for role, path in folders.items()
+        }
 
     def state_dict(self) -> dict[str, str]:
         return dict(self._fingerprints)
@@ -207,11 +213,8 @@ _REST = "trainer"
 
 class TimedPort:
     """A port that books the time of its calls under phases; ``phases`` are by method, or by ``role.method`` if roles
-    differ, and other methods are phases under their own names. The time that other threads wait is not booked.
-
-    A call may take pending results (rewards of completions that are still being generated). The port waits for its
-    sources first, in the order of the calls, so that each phase is booked its own time.
-    """
+    differ, and other methods are phases under their own names. Before a call that takes pending results it waits for
+    their sources, in the order of the calls, so that each phase is booked its own time."""
 
     def __init__(self, inner: Port, phases: Mapping[str, str], now_s: Callable[[], float] = time.perf_counter) -> None:
         self._inner, self._phases, self._now_s = inner, phases, now_s
