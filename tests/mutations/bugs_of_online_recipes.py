@@ -158,8 +158,8 @@ BUGS = {
     "the last row of a set is in the next one": Bug(_PROMPTS, 'side="right") - 1]', 'side="left") - 1]'),
     "a file that is left unread is read": Bug(
         _PROMPTS,
-        "for key, path in data.sources.items() if not is_left_unread(path)}",
-        "for key, path in data.sources.items()}",
+        "if not path or is_left_unread(path):",
+        "if not path:",
     ),
     "a step with no sample to train on is an update": Bug(
         _TRAINER, "if not rewards.is_unscored(batch.train_rows).all():", "if True:"

@@ -86,8 +86,7 @@ class DistillationTrainer(PolicyTrainer):
     def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         messages = {} if cfg.teachers else {"config.teachers": "names no teacher: {teacher: {model: ...}}"}
         if cfg.reward.on_failure != "drop_sample":
-            message = "has no effect: distillation trains on all samples, with and without a reward"
-            messages["config.reward.on_failure"] = message
+            messages["config.reward.on_failure"] = "has no effect: distillation trains on all samples"
         needs = cls.needs_of(cfg)
         if needs and "teacher_logprobs" not in needs:
             messages["config.algorithm.name"] = "it does not use teachers: use distillation"

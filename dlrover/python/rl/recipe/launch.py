@@ -203,9 +203,8 @@ def recipe_file(recipe: str) -> Path:
 
 
 def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:
-    """Return the checked job, with one worker of each role in each process; a repeated command resumes from the latest
-    commit. Without ``job_file`` the settings of ``recipe`` are used, and any key may be overridden. Raises InvalidJob
-    with every config error."""
+    """Return the checked job; a repeated command resumes from the latest commit. Without ``job_file`` the settings of
+    ``recipe`` are used, and any key may be overridden. Raises InvalidJob with every config error."""
     if not job_file and not recipe:
         raise InvalidJob([ConfigError("--config", "is required: a job file")])
     file = job_file or recipe_file(recipe)

@@ -86,13 +86,11 @@ class SFTTrainer(ExampleTrainer):
             return []
         errors = [*validate_rollout_engine(cfg.engine), *validate_reward(reward.function, "config.answers.reward")]
         if reward.model is not None:
-            message = "is not used here: reward.function scores answers"
-            errors.append(ConfigError("config.answers.reward.model", message))
+            errors.append(ConfigError("config.answers.reward.model", "is not used: reward.function scores answers"))
         if len(answering) == 1:
             errors.append(ConfigError("workload", "answers need both of the roles 'rollout' and 'reward'"))
         if not cfg.evaluates:
-            message = "without evaluations the roles 'rollout' and 'reward' would have nothing to do"
-            errors.append(ConfigError("config.eval_every", message))
+            errors.append(ConfigError("config.eval_every", "the roles 'rollout' and 'reward' need evaluations"))
         return errors
 
     @classmethod

@@ -458,7 +458,7 @@ class PolicyConfig:
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
     model_config: str | None = None
-    """The ``config.json`` of ``model``, or a folder with it, if the model's files are not on this machine."""
+    """The ``config.json`` of ``model``, or a folder with it, to compute memory without the model's files."""
 
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()

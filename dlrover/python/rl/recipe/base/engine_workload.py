@@ -97,9 +97,7 @@ class EngineWorkload(BaseWorkload):
     takes_turns: ClassVar[bool | None] = None
     """True: workers that share a device have it one at a time. None: only on accelerators, not on a host's cores."""
 
-    warmup: ClassVar[str] = "warm_reference"
-    """The function of ``recipe.base.warmup`` that warms up a standby."""
-
+    warmup: ClassVar[str] = "warm_reference"  # the function of ``recipe.base.warmup`` that warms up a standby
     _engine: Any = None
     _transport: WeightTransport | None = None
     _device_locks: tuple[DeviceLock, ...] = ()
@@ -316,12 +314,8 @@ class TrainedWorkload(EngineWorkload):
     head: ClassVar[Head] = "causal"
     head_bias: ClassVar[bool] = True  # of a token head
 
-    has_adapters: ClassVar[bool] = False
-    """True if ``engine.lora`` applies to this role."""
-
-    optimizer_key: ClassVar[str] = "optimizer"
-    """The key of the optimizer's settings in ``config``."""
-
+    has_adapters: ClassVar[bool] = False  # True if ``engine.lora`` applies to this role
+    optimizer_key: ClassVar[str] = "optimizer"  # the key of the optimizer's settings in ``config``
     warmup = "warm_actor"
     _engine: BaseTrainEngine
 

@@ -192,9 +192,7 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
 
 T = TypeVar("T")
 
-LARGEST = 1000
-"""The number of rows, the largest of a file, that a check encodes at most; a run encodes all."""
-
+LARGEST = 1000  # the number of rows, the largest of a file, that a check encodes at most; a run encodes all
 _OPENING, _TEMPLATE = 2, 256
 """Tokens that a tokenizer may add to a text, and a chat template to the bytes of a conversation's JSON."""
 

@@ -22,10 +22,8 @@ WriteRefused: TypeAlias = Callable[[int, SampleRows], None]
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """The optimizer steps on a step's rows, which were sampled at ``temperature``.
-
-    A row's column ``update`` is the number of its optimizer step within a pass, from 0; without that column all rows
-    are in one optimizer step. ``dtypes`` cast the columns that further roles compute."""
+    """The optimizer steps on a step's rows, sampled at ``temperature``. The column ``update`` numbers a row's
+    optimizer step within a pass, from 0; without it there is one. ``dtypes`` cast the columns of further roles."""
 
     temperature: float
     updates: int = 1
@@ -36,9 +34,7 @@ class UpdatePlan:
 def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
     """Add ``update`` (int64, -1: none): whole samples, by ``trajectory``, are assigned to at most ``updates`` optimizer
     steps in turn, samples without weight to none. Also returns the number of updates, at most one per weighted sample.
-
-    A row's update does not depend on the number of workers. The weights are multiplied by the number of updates: the
-    mean of their gradients, at the same model, is the gradient of all rows together."""
+    The weights are multiplied by it, so the mean of the updates' gradients is the gradient of all rows."""
     weight = rows.dense("weight")
     samples = rows.dense("trajectory") if "trajectory" in rows else np.arange(len(rows))
     numbers = {sample: number for number, sample in enumerate(dict.fromkeys(samples[weight > 0].tolist()))}

@@ -28,18 +28,13 @@ from dlrover.python.rl.recipe.base.model_files import moment_bytes
 FEW_TOKENS, FEWEST_TOKENS = 4096, 1024
 """Tokens of a pass: fewer than the first are chosen only if nothing else fits, and never fewer than the second."""
 
-STATE_ONLY = ("deepspeed", "megatron")
-"""Train engines whose passes are not computed."""
-
+STATE_ONLY = ("deepspeed", "megatron")  # train engines whose passes are not computed
 _QUANTIZED = 0.5 + 4 / 64  # bytes of a number in 4 bits, in blocks of 64 with a float32 scale
 
-ON_HOST = ("fsdp2", "deepspeed")
-"""Train engines with the option ``optimizer_on_host``."""
-
+ON_HOST = ("fsdp2", "deepspeed")  # train engines with the option ``optimizer_on_host``
 _BUCKET = 1 << 27  # gradients in a bucket of DeepSpeed
 
-SIZED = 0.8
-"""Share of a device's memory that automatic choices may fill: the arithmetic is not exact."""
+SIZED = 0.8  # share of a device's memory that automatic choices may fill: the arithmetic is not exact
 
 
 @dataclass(frozen=True)

@@ -191,8 +191,7 @@ def _divides(engine: EngineConfig, use: ModelUse) -> bool:
     return True
 
 
-Changes: TypeAlias = dict[str, Any]
-"""Settings by their names in a job."""
+Changes: TypeAlias = dict[str, Any]  # settings by their names in a job
 
 
 def _find_change(role: RLRoleType, use: ModelUse, shape: ModelShape, engine: EngineConfig, limit: float) -> str:

@@ -42,9 +42,7 @@ _LOG = get_logger(__name__)
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
 """The share of the prompts to hold out without ``data.eval_rows``, and the most."""
 
-_GAMES, _HELD_OUT_GAMES = 1 << 14, 64
-"""Number of rows to train and to evaluate on for an environment without data."""
-
+_GAMES, _HELD_OUT_GAMES = 1 << 14, 64  # number of rows to train and to evaluate on for an environment without data
 _SET_NAME = re.compile(r"[\w.-]+")
 _SHOWN = 60  # characters of a wrong value in an error
 
@@ -256,11 +254,10 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
         return [ConfigError("config.data.over_long", "'drop' needs data.max_prompt_tokens")]
     if errors := _validate_evaluation(config):
         return errors
-    sources = {f"eval.{name}" if name else "eval": path for name, path in data.eval_sets.items()}
-    sources |= {"train": data.train} if data.train else {}
+    sets = {f"eval.{name}" if name else "eval": path for name, path in data.eval_sets.items()}
     files = dict[str, list[PromptRow]]()
-    for key, path in sorted(sources.items(), key=lambda source: source[0] != "train"):
-        if is_left_unread(path):
+    for key, path in {"train": data.train or "", **sets}.items():
+        if not path or is_left_unread(path):
             continue
         rows, faults = PROMPT_ROWS.scan(path, data.keys)
         errors += name_source(key, path, first_errors(faults))

@@ -64,8 +64,7 @@ def part_columns(scored: Batch) -> list[str]:
 SUMMARIES = ("mean", "std", "min", "max", "score")
 """Names of metrics under ``reward/``, beside the names of reward functions."""
 
-Rewards = npt.NDArray[np.floating[Any]]
-"""``[prompts, samples]``; NaN where an answer is unscored."""
+Rewards = npt.NDArray[np.floating[Any]]  # ``[prompts, samples]``; NaN where an answer is unscored
 
 
 def mean_reward(rewards: Rewards) -> float:
@@ -213,8 +212,7 @@ class StepWarnings:
             _LOG.warning("step %d: %s: engine.mask_unknown_ids masks them in engines torch and vllm", step, cause)
 
 
-Scores: TypeAlias = Mapping[str, Rewards]
-"""``reward`` and, from an environment, ``score``."""
+Scores: TypeAlias = Mapping[str, Rewards]  # ``reward`` and, from an environment, ``score``
 
 
 def evaluation_metrics(sets: Collection[str], samples: int, scored: bool) -> list[str]:

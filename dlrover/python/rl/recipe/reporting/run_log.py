@@ -97,16 +97,14 @@ class RunLog:
         name: str = "",
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.owns_samples = True
-        """False: another process writes ``samples.jsonl``."""
+        self.owns_samples = True  # False: another process writes ``samples.jsonl``
         self._folder, self._disk_wait, self._config = folder, disk_wait, config or LogConfig()
         self._trackers = Trackers(self._config, folder, settings or {}, disk_wait, name)
         self._run = uuid4().hex[:12]
         self._current_step: int | None = None
         self._history: list[tuple[int, dict[str, float]]] = []  # the curves' metrics by step
         self._can_plot, self._now_s, self._drawn_s = True, now_s, now_s()
-        self.drawing: threading.Thread | None = None
-        """The last thread that draws the curve."""
+        self.drawing: threading.Thread | None = None  # the last thread that draws the curve
         self._samples: Sequence[Mapping[str, Any]] = []  # of this step, for trackers
         self._totals = {"samples": 0, "tokens": 0}
 
@@ -248,8 +246,7 @@ class ModelSaver:
     def __init__(self, config: KeepConfig, folder: Path, save: Callable[[Path], Any]) -> None:
         self._config, self._folder, self._save = config, folder, save
         self._measure = [config.metric, config.prefers_low]
-        self.evaluated = ""
-        """A digest of the evaluation rows."""
+        self.evaluated = ""  # digest of the evaluation rows
         self._best: float | None = None
         self._best_step = self._worse = 0
         if config.metric != config.best:

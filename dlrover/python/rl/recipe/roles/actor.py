@@ -31,9 +31,7 @@ _SENT_S = 2.0
 class ActorWorkload(TrainedWorkload):
     """ACTOR: trains the policy, and publishes its weights to the rollouts."""
 
-    recipe_class: ClassVar[str | None] = "ActorWorkload"
-    """The recipes' class that a user's subclass stands for."""
-
+    recipe_class: ClassVar[str | None] = "ActorWorkload"  # the recipes' class that a user's subclass stands for
     guards_state = True
     has_adapters = True
     _sending: "Future[WeightStamp | None] | None" = None

@@ -18,8 +18,7 @@ class ReferenceWorkload(EngineWorkload):
     """REFERENCE: a frozen copy of the initial policy."""
 
     recipe_class: ClassVar[str | None] = "ReferenceWorkload"
-    sharded_class: ClassVar[str] = "ShardedReferenceWorkload"
-    """The class whose workers hold a part of the model each."""
+    sharded_class: ClassVar[str] = "ShardedReferenceWorkload"  # the class whose workers hold a part of the model each
 
     @classmethod
     def check_config(cls, config: Any) -> Iterable[ConfigError]:

@@ -39,8 +39,7 @@ class RewardWorkload(BaseWorkload):
 
     recipe_class: ClassVar[str | None] = "RewardWorkload"
 
-    uses_device: ClassVar[bool] = False
-    """False: it uses no device, even in a process that has one."""
+    uses_device: ClassVar[bool] = False  # not even in a process that has one
 
     @classmethod
     def warm_up(cls) -> None:
@@ -132,8 +131,7 @@ class ModelRewardWorkload(EngineWorkload):
         if reward is None or engine is None:
             return []  # the trainer reports their errors
         if reward.model is None:
-            message = f"is required by {cls.__name__}; RewardWorkload calls a function"
-            return [ConfigError("config.reward.model", message)]
+            return [ConfigError("config.reward.model", f"is required by {cls.__name__}; RewardWorkload needs none")]
         errors = validate_model(reward.model, "config.reward.model")
         folder = Path(reward.model).expanduser()
         if not errors and folder.is_dir() and (fault := _inspect_head(folder)[2]):

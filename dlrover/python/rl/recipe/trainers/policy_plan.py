@@ -22,9 +22,7 @@ from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.prompts import validate_data, warn_of_repeats
 from dlrover.python.rl.recipe.trainers.recipe_plan import RecipePlan, validate_reward, validate_rollout_engine
 
-_ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
-"""Columns that train engines compute for a loss."""
-
+_ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})  # columns that train engines compute for a loss
 _OF_ENVIRONMENTS = ("env_options", "env_isolated", "env_timeout_s", "env_missing_state", "env_failure_reward")
 _OF_REWARD_ROLES = ("function", "model", "thoughts", "timeout_s", "workers", "memory_mb")
 """Settings of ``reward`` that an environment does not use; the other settings are about failed samples."""
@@ -92,8 +90,7 @@ class PolicyPlan(RecipePlan):
             limit = f"a sequence has at most {room} tokens with its prompt: write less than {room}"
             errors.append(ConfigError("config.rollout.max_new_tokens", f"{count}, but {limit}"))
         if rollout.dynamic_filtering != "off" and rollout.samples_per_prompt == 1:
-            message = "compares the samples of a prompt: rollout.samples_per_prompt has to be at least 2"
-            errors.append(ConfigError("config.rollout.dynamic_filtering", message))
+            errors.append(ConfigError("config.rollout.dynamic_filtering", "needs rollout.samples_per_prompt above 1"))
         if rollout.env_path is None:
             changed = find_changed(cfg, "rollout", _OF_ENVIRONMENTS)
             # A completion is one turn, so max_turns=1 says nothing else.
@@ -117,8 +114,7 @@ class PolicyPlan(RecipePlan):
         if algorithm is None:
             return errors
         if isinstance(algorithm, _FROM_EXAMPLES):
-            message = "it learns from examples, not from samples as this trainer does"
-            return [*errors, ConfigError("config.algorithm.name", message)]
+            return [*errors, ConfigError("config.algorithm.name", "it learns from examples, not from samples")]
         try:
             algorithm.check_group_size(cfg.rollout.samples_per_prompt)
         except ValueError as error:
@@ -129,8 +125,7 @@ class PolicyPlan(RecipePlan):
             errors.append(ConfigError("config.algorithm.max_tokens", message))
         errors += self._validate_columns(cfg, algorithm.needs)
         if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles and cfg.engine.lora is None:
-            message = "config.algorithm.kl_coef is above 0, which needs the role 'reference'"
-            errors.append(ConfigError("workload", message))
+            errors.append(ConfigError("workload", "config.algorithm.kl_coef above 0 needs the role 'reference'"))
         return errors
 
     def _validate_columns(self, cfg: PolicyConfig, needs: Any) -> list[ConfigError]:

@@ -35,26 +35,16 @@ class RecipeTrainer(BaseTrainer):
 
     config_class: ClassVar[type[Any]]
 
-    algorithm_name: ClassVar[str] = ""
-    """The default of ``algorithm.name``, empty for a recipe with one algorithm."""
-
-    curve: ClassVar[str] = "loss"
-    """The metric to draw over the steps."""
-
-    evaluates_first: ClassVar[bool] = False
-    """True if step 1 begins with an evaluation."""
-
-    bare_head: ClassVar[bool] = False
-    """True for a model of scores, with a head without a bias."""
-
+    algorithm_name: ClassVar[str] = ""  # the default of ``algorithm.name``, empty for a recipe with one algorithm
+    curve: ClassVar[str] = "loss"  # the metric to draw over the steps
+    evaluates_first: ClassVar[bool] = False  # True if step 1 begins with an evaluation
+    bare_head: ClassVar[bool] = False  # True for a model of scores, with a head without a bias
     plan: ClassVar[type[RecipePlan]]
 
     cfg: Any
     machine: Machine
 
-    trained_tokens: int | None = None
-    """Tokens of the step's updates, counted in every epoch; None: all tokens of the step's rows, once."""
-
+    trained_tokens: int | None = None  # tokens of the step's updates in all epochs; None: all of the step's rows, once
     _meeting: Pending | None = None
 
     @classmethod
