@@ -146,7 +146,7 @@ def test_the_same_command_is_said_to_go_on_only_where_it_does(
     assert (said in lines) == (goes_on and fault != "data")
     assert fault != "data" or not any("same command" in line for line in lines)
     if fault == "interrupt" and not goes_on:
-        again = ": no step was committed, and the same command begins again" if "commits=false" in overrides else ""
+        again = ": no step was committed; the same command starts over" if "commits=false" in overrides else ""
         assert f"interrupted{again}" in lines
 
 
@@ -339,7 +339,7 @@ def steps_of(folder):
 def test_another_command_of_the_same_name_is_a_new_run_and_the_interrupted_one_can_be_resumed(desk):
     # Calls are repeated with the same settings only, and the number of steps is one.
     first, output = interrupted(desk, f"{SFT} steps=100000 name=shared checkpoint.commit_every=1", rows=3)
-    assert "the same command goes on" in output
+    assert "run the same command again" in output
     before = (first / "metrics.jsonl").read_bytes()
     said = run(desk, f"{SFT} steps=2 optimizer.lr=1e-2 name=shared")
     assert "going on" not in said

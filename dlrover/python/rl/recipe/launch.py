@@ -122,7 +122,7 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
         if any(map(resumes, jobs)):
             hint = ": to resume from the last commit, run the same command again"
         elif jobs and not any(has_commits(job.job_dir) for job in jobs):
-            hint = ": no step was committed, so the same command starts from the beginning"
+            hint = ": no step was committed; the same command starts over"
         echo(f"interrupted{hint}", err=True)
         return EXIT_INTERRUPTED
     if error is not None:
