@@ -257,4 +257,4 @@ def test_so_is_one_whose_tokens_are_only_known_once_it_is_loaded(other_tokens, m
 def test_no_more_likely_ids_than_tokens(tmp_path):
     write_inputs(tmp_path)
     job = policy_job(tmp_path, "distill", algorithm={"name": "vocabulary_distillation"}, top=1000)
-    assert "is 1000, and" in problems_of(job)["config.top"]
+    assert "is 1000, but" in problems_of(job)["config.top"]
