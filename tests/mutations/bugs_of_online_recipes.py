@@ -65,10 +65,10 @@ BUGS = {
         "self._steps + bool(np.isnan(trainable_rewards(scored, self._config)).all())",
     ),
     "a run continues for one step more without a reward": Bug(
-        _REWARDS, "if step == 1 or self._steps >= most:", "if step == 1 or self._steps > most:"
+        _REWARDS, "if step == 1 or self._steps >= limit:", "if step == 1 or self._steps > limit:"
     ),
     "a first step without a reward is passed over": Bug(
-        _REWARDS, "if step == 1 or self._steps >= most:", "if self._steps >= most:"
+        _REWARDS, "if step == 1 or self._steps >= limit:", "if self._steps >= most:"
     ),
     "a group of one sample has no gradient": Bug(_REWARDS, "if len(group) > 1]", "if len(group) > 0]"),
     "the other samples of a failed one are trained on": Bug(
@@ -151,18 +151,18 @@ BUGS = {
         _PROMPTS, '{"train": self._train, **sets}.items():', '{"train": self._train}.items():'
     ),
     "another limit of prompts goes unnoticed": Bug(_PROMPTS, 'if state["over_long"] != self._limit:', "if False:"),
-    "changed sets go unnoticed": Bug(_PROMPTS, "if was.get(name) != digest}", "if was.get(name) is None}"),
+    "changed sets go unnoticed": Bug(_PROMPTS, "if digests.get(name) != digest}", "if digests.get(name) is None}"),
     "dropped prompts come back after a resumption": Bug(
         _PROMPTS, "if not is_other or row < self._first_held]", "if row < self._first_held]"
     ),
     "the last row of a set is in the next one": Bug(_PROMPTS, 'side="right") - 1]', 'side="left") - 1]'),
     "a file that is left unread is read": Bug(
         _PROMPTS,
-        "for key, path in data.sources.items() if not is_left_unread(path)}",
-        "for key, path in data.sources.items()}",
+        "if not path or is_left_unread(path):",
+        "if not path:",
     ),
     "a step with no sample to train on is an update": Bug(
-        _TRAINER, "if not is_unscored(batch.train_rows).all():", "if True:"
+        _TRAINER, "if not rewards.is_unscored(batch.train_rows).all():", "if True:"
     ),
     "a metric of an update has two names": Bug(_TRAINER, 'or "/" in name else', "else"),
     "an evaluation that is not a number may be the best": Bug(
@@ -174,7 +174,7 @@ BUGS = {
         _BATCH, "step, self._end)\n\n    def write_step", "step + 1, self._end)\n\n    def write_step"
     ),
     "the first step without signal is logged again and again": Bug(
-        _REWARDS, " and self._without_signal.bit_count() == 1:", ":"
+        _REWARDS, "if self._without_signal.bit_count() == 1:", "if True:"
     ),
     "each step with truncated completions is logged": Bug(
         _REWARDS, "if share > _MAX_TRUNCATED and self._had_room:", "if share > _MAX_TRUNCATED:"

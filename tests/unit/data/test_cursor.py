@@ -66,12 +66,14 @@ def test_the_cursor_of_a_job_names_its_keys_and_what_the_run_was_begun_with():
     with pytest.raises(DataError) as caught:
         JobCursor("new.jsonl", 5, 2, seed=3).load_state_dict(state)
     data, seed = map(str, caught.value.errors)
-    what = "'new.jsonl' has 5 rows to train on, but the run was begun with 'old.jsonl', which had 4"
-    assert data == f"config.data.train: {what}: go on with that, or begin another run"
-    assert seed == "config.seed: 3, but the run was begun with 1: go on with that, or begin another run"
+    what = "'new.jsonl' has 5 rows to train on, but the run began with 4 (of 'old.jsonl')"
+    assert data == f"config.data.train: {what}: restore it, or start another run"
+    assert seed == "config.seed: 3, but the run began with 1: restore it, or start another run"
     JobCursor("moved.jsonl", 4, 8, seed=1, total=9).load_state_dict(state)
     del state["source"]
-    with pytest.raises(DataError, match="config.data: .* begun with 4 of them: the file has changed"):
+    with pytest.raises(
+        DataError, match="config.data.train: .* began with 4 .the file or its held-out part has changed"
+    ):
         JobCursor("new.jsonl", 5, 2, seed=1).load_state_dict(state)
 
 

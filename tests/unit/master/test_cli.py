@@ -329,7 +329,7 @@ def test_a_key_that_a_recipe_has_not_is_answered_with_its_own(shell, recipe, ove
 
 def test_a_job_on_gpus_does_not_compute_on_the_cpu(shell, recipe):
     message = refused(shell, recipe, "trainer.device_type=GPU", "engine.device=cpu", commands=[("check",)])
-    assert "config.engine.device: 'cpu', but the job is one on GPUs: its GPUs would be idle" in message
+    assert "config.engine.device: 'cpu', but the job runs on GPUs: its GPUs would be idle" in message
 
 
 def test_a_job_for_gpus_that_is_tried_without_one_says_so(shell, recipe):

@@ -167,7 +167,7 @@ WRONG = {
     ),
     "completions beyond the model": (
         ["rollout.max_new_tokens=100000"],
-        "config.rollout.max_new_tokens: 100000, but a sequence has at most 256 tokens, its prompt's among them: write",
+        "config.rollout.max_new_tokens: 100000, but a sequence has at most 256 tokens with its prompt: write",
     ),
     "an engine's limit": (
         ["engine.rollout=vllm", "+engine.rollout_options.max_model_len=100", "rollout.max_new_tokens=100"],

@@ -127,8 +127,8 @@ def test_a_key_of_another_library_is_answered_where_it_is_written(desk, monkeypa
 @pytest.mark.parametrize(
     ("fault", "code", "said"),
     [
-        ("interrupt", 130, "interrupted: the same command goes on from the last commit"),
-        ("fail", 1, "to go on after the last committed step, run the same command again"),
+        ("interrupt", 130, "interrupted: to resume from the last commit, run the same command again"),
+        ("fail", 1, "to resume from the last commit, run the same command again"),
         ("data", 1, ""),  # the same command fails again
     ],
 )
@@ -150,7 +150,7 @@ def test_the_same_command_is_said_to_go_on_only_where_it_does(
     assert (said in lines) == (goes_on and fault != "data")
     assert fault != "data" or not any("same command" in line for line in lines)
     if fault == "interrupt" and not goes_on:
-        again = ": no step was committed, and the same command begins again" if "commits=false" in overrides else ""
+        again = ": no step was committed; the same command starts over" if "commits=false" in overrides else ""
         assert f"interrupted{again}" in lines
 
 
@@ -220,7 +220,7 @@ def test_an_error_of_one_rank_ends_all_while_the_others_wait_for_it_in_a_collect
     assert steps_done(desk) == [1, 2]
     # torchrun ends rank 0 as soon as rank 1 has ended.
     assert newest_owner(desk / "runs/toy/latest").state == FAILED
-    assert "to go on after the last committed step, run the same command again" in said
+    assert "to resume from the last commit, run the same command again" in said
     assert "told to fail" in said.partition("Root Cause")[2], said
 
 
@@ -343,7 +343,7 @@ def steps_of(folder):
 def test_another_command_of_the_same_name_is_a_new_run_and_the_interrupted_one_can_be_resumed(desk):
     # Calls are repeated with the same settings only, and the number of steps is one.
     first, output = interrupted(desk, f"{SFT} steps=100000 name=shared checkpoint.commit_every=1", rows=3)
-    assert "the same command goes on" in output
+    assert "run the same command again" in output
     before = (first / "metrics.jsonl").read_bytes()
     said = run(desk, f"{SFT} steps=2 optimizer.lr=1e-2 name=shared")
     assert "resuming in" not in said
@@ -368,7 +368,7 @@ def test_the_same_command_goes_on_and_says_so(desk):
             time.sleep(0.05)
         child.send_signal(signal.SIGINT)
         output = child.communicate(timeout=DEADLINE_S)[0]
-    assert f"going on after the last committed step in {first}" in output
+    assert f"resuming after the last committed step in {first}" in output
     assert steps_of(first)[: done + 3] == list(range(1, done + 4))
 
 

@@ -84,7 +84,7 @@ def test_engine_columns_are_filled_outside_the_policys_tokens(tmp_path):
         (
             "tests.support.column_engine:ClashingEngine",
             {"name": "grpo"},
-            "config.engine.rollout: declares a column 'ref_logprobs', which the trainer has",
+            "config.engine.rollout: declares a column 'ref_logprobs', which the trainer has already",
         ),
     ],
 )

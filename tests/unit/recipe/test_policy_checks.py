@@ -144,7 +144,7 @@ def test_a_misspelt_name_of_a_column_is_refused(tmp_path, keys, hints):
 @pytest.mark.parametrize(
     ("targets", "what"),
     [
-        ([], "names no layer: 'all-linear' is all of them but the output layer"),
+        ([], "names no layer: 'all-linear' is all layers except the output layer"),
         (["q_prj", "v_proj"], "no linear layer has the name 'q_prj'; did you mean 'q_proj'"),
         (["self_attn.q_proj", "lm_head"], "the output layer has the weight of the embedding"),
         ("all-linear", None),
@@ -241,7 +241,7 @@ def other_tokens(tmp_path):
 
 def test_a_teacher_that_means_other_tokens_is_refused(other_tokens):
     assert (
-        "another vocabulary than the policy: the id of 'A' is"
+        "its vocabulary differs from the policy's: 'A' has id"
         in (problems_of(other_tokens)["config.teachers.teacher.model"])
     )
 
@@ -257,4 +257,4 @@ def test_so_is_one_whose_tokens_are_only_known_once_it_is_loaded(other_tokens, m
 def test_no_more_likely_ids_than_tokens(tmp_path):
     write_inputs(tmp_path)
     job = policy_job(tmp_path, "distill", algorithm={"name": "vocabulary_distillation"}, top=1000)
-    assert "is 1000, and" in problems_of(job)["config.top"]
+    assert "is 1000, but" in problems_of(job)["config.top"]

@@ -25,7 +25,6 @@ from dlrover.python.rl.recipe.base.model_files import validate_model, validate_v
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.reporting.rewards import find_cut
-from dlrover.python.rl.recipe.trainers.policy_plan import PolicyPlan
 from dlrover.python.rl.recipe.trainers.policy_trainer import PolicyTrainer
 
 _TEACHER_COLUMNS = {"teacher_logprobs": "float32", "candidates": "int64"}
@@ -36,10 +35,10 @@ class TeacherConfig:
     """A teacher."""
 
     model: str
-    """Folder or hub name of a causal language model with the vocabulary of the policy."""
+    """Folder or hub name of a causal language model with the policy's vocabulary."""
 
     weight: Annotated[float, Gt(0.0)] = 1.0
-    """Its weight among several teachers."""
+    """Weight among several teachers."""
 
 
 @dataclass(frozen=True)
@@ -62,51 +61,6 @@ class DistillationConfig(PolicyConfig):
     """Number of most likely ids that each teacher reports per token, for ``vocabulary_distillation``."""
 
 
-class DistillationPlan(PolicyPlan):
-    """Plans jobs of a :class:`DistillationTrainer`."""
-
-    own_columns = PolicyPlan.own_columns | _TEACHER_COLUMNS.keys()  # also where the job names no teacher
-
-    def models(self, cfg: Any) -> dict[RLRoleType, ModelUse]:
-        teachers = {
-            RLRoleType(name): ModelUse("frozen", teacher.model, sharded_class="ShardedTeacherWorkload")
-            for name, teacher in cfg.teachers.items()
-        }
-        return super().models(cfg) | teachers
-
-    def validate_own(self, cfg: DistillationConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors = [] if cfg.teachers else [ConfigError("config.teachers", "names no teacher: {teacher: {model: ...}}")]
-        if cfg.reward.on_failure != "drop_sample":
-            message = "has no effect: distillation trains on all samples, with and without a reward"
-            errors.append(ConfigError("config.reward.on_failure", message))
-        samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
-        for name, teacher in cfg.teachers.items():
-            where = f"config.teachers.{name}.model"
-            errors += validate_model(teacher.model, where) or validate_vocabulary(teacher.model, cfg.model, where)
-            if name.upper() not in roles:
-                message = f"the job has no role '{name}'{hint(name, [role.lower() for role in roles])}"
-                errors.append(ConfigError(f"config.teachers.{name}", message))
-            elif roles[RLRoleType(name)] > samples:
-                message = f"{roles[RLRoleType(name)]} workers cannot share {samples} samples"
-                errors.append(ConfigError(f"workload.{name}.num", message))
-        needs = self.trainer.needs_of(cfg)
-        if not needs:
-            return errors  # the algorithm's own error is reported already
-        if "teacher_logprobs" not in needs:
-            errors.append(ConfigError("config.algorithm.name", "it does not use teachers: use distillation"))
-        if cfg.rollout.dynamic_filtering != "off":
-            message = "depends on rewards, which are not trained on here"
-            errors.append(ConfigError("config.rollout.dynamic_filtering", message))
-        shape = shape_of(cfg.model, cfg.model_config)
-        if "candidates" in needs and shape is not None and cfg.top > shape.vocabulary:
-            message = f"is {cfg.top}, and {cfg.model} has {shape.vocabulary} tokens"
-            errors.append(ConfigError("config.top", message))
-        if "candidates" in needs and not engine_info(TRAIN_ENGINES, cfg.engine.train).top_token_ids:
-            message = f"does not report the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
-            errors.append(ConfigError("config.engine.train", f"{cfg.engine.train} {message}"))
-        return errors
-
-
 class DistillationTrainer(PolicyTrainer):
     """Roles ACTOR, ROLLOUT and REWARD, one for each teacher, and REFERENCE if the algorithm has a KL penalty.
 
@@ -117,9 +71,43 @@ class DistillationTrainer(PolicyTrainer):
     """
 
     config_class = DistillationConfig
-    plan = DistillationPlan
     algorithm_name = "distillation"
+    own_columns = PolicyTrainer.own_columns | _TEACHER_COLUMNS.keys()  # even if the job names no teacher
     cfg: DistillationConfig
+
+    @classmethod
+    def further_models(cls, cfg: Any) -> dict[RLRoleType, ModelUse]:
+        return {
+            RLRoleType(name): ModelUse("frozen", teacher.model, sharded_class="ShardedTeacherWorkload")
+            for name, teacher in cfg.teachers.items()
+        }
+
+    @classmethod
+    def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        messages = {} if cfg.teachers else {"config.teachers": "names no teacher: {teacher: {model: ...}}"}
+        if cfg.reward.on_failure != "drop_sample":
+            messages["config.reward.on_failure"] = "has no effect: distillation trains on all samples"
+        needs = cls.needs_of(cfg)
+        if needs and "teacher_logprobs" not in needs:
+            messages["config.algorithm.name"] = "it does not use teachers: use distillation"
+        if needs and cfg.rollout.dynamic_filtering != "off":
+            messages["config.rollout.dynamic_filtering"] = "depends on rewards, which are not trained on here"
+        shape = shape_of(cfg.model, cfg.model_config)
+        if "candidates" in needs and shape is not None and cfg.top > shape.vocabulary:
+            messages["config.top"] = f"is {cfg.top}, but {cfg.model} has only {shape.vocabulary} tokens"
+        if "candidates" in needs and not engine_info(TRAIN_ENGINES, cfg.engine.train).top_token_ids:
+            message = f"does not report the likely ids that {cfg.algorithm.get('name')} needs: use fsdp2"
+            messages["config.engine.train"] = f"{cfg.engine.train} {message}"
+        errors, samples = list[ConfigError](), cfg.prompts_per_step * cfg.rollout.samples_per_prompt
+        for name, teacher in cfg.teachers.items():
+            where = f"config.teachers.{name}.model"
+            errors += validate_model(teacher.model, where) or validate_vocabulary(teacher.model, cfg.model, where)
+            if name.upper() not in roles:
+                near = hint(name, [role.lower() for role in roles])
+                messages[f"config.teachers.{name}"] = f"the job has no role '{name}'{near}"
+            elif (workers := roles[RLRoleType(name)]) > samples:
+                messages[f"workload.{name}.num"] = f"{workers} workers cannot share {samples} samples"
+        return [*errors, *(ConfigError(where, message) for where, message in messages.items())]
 
     @classmethod
     def aux_outputs(cls, cfg: Any) -> list[AuxOutput]:
@@ -136,9 +124,8 @@ class DistillationTrainer(PolicyTrainer):
         self.check_vocabularies(self.cfg.teachers)
 
     def score(self, step: int, batch: StepBatch) -> StepBatch:
-        """Use all rows, with or without a reward; several teachers have weights. DataError after too many steps in
-        which the environment failed on all samples."""
-        if self.cfg.rollout.env_path is not None:  # a reward function that fails leaves the samples as they are
+        """Use all rows, with or without a reward. Raises DataError if the environment fails for too many steps."""
+        if self.cfg.rollout.env_path is not None:  # samples stay usable if a reward function fails
             self.reward_failures.update(step, batch.scored)
         rows = batch.scored.with_columns(reward=np.nan_to_num(batch.scored.dense("reward")))
         weights = np.array([teacher.weight for teacher in self.cfg.teachers.values()], dtype=np.float32)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""DPO, IPO and conservative DPO: raise the likelihood of the better of two answers over that of a frozen reference."""
+"""DPO, IPO and conservative DPO: raise the likelihood of the better answer relative to a frozen reference."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

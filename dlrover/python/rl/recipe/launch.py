@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m dlrover.python.rl.recipe.<recipe> [--config job.yaml] key=value ...``, alone, under ``torchrun`` or under
-``accelerate launch``: the recipe without Ray, with a worker of each role in every process.
-
+``accelerate launch``, runs a recipe without Ray, with a worker of each role in every process.
 ``python -m dlrover.python.rl.recipe.launch --config job.yaml`` runs your own trainer in the same way.
 
 Exit codes: 0 the job finished; 1 it failed; 2 the request was wrong and nothing was started; 130 it was interrupted.
@@ -59,21 +58,20 @@ EXIT_FAILED, EXIT_INVALID, EXIT_INTERRUPTED = 1, 2, 130
 
 
 class _RecipeCommand(OverridesCommand):
-    """Its help lists the keys of the recipe's configuration."""
+    """A command whose help lists the keys of the recipe's configuration."""
 
     def format_epilog(self, context: click.Context, formatter: click.HelpFormatter) -> None:
-        if context.obj:
-            trainer = load_job(recipe_file(context.obj)).trainer
-            recipe = load_class(trainer.module, trainer.class_)
-            keys = dict(list_keys(recipe.config_class))
-            if recipe.algorithm_name:
-                options = complete_options({"name": recipe.algorithm_name})
-                keys |= {
-                    f"algorithm.{name}": "null" if value is None else str(value) for name, value in options.items()
-                }
-                del keys["algorithm"]
-            with formatter.section("Keys of the configuration, with their defaults"):
-                formatter.write_dl(sorted(keys.items(), key=lambda item: item[0].split(".")[0]))
+        if not context.obj:
+            return
+        trainer = load_job(recipe_file(context.obj)).trainer
+        recipe = load_class(trainer.module, trainer.class_)
+        keys = dict(list_keys(recipe.config_class))
+        if recipe.algorithm_name:
+            del keys["algorithm"]
+            for name, value in complete_options({"name": recipe.algorithm_name}).items():
+                keys[f"algorithm.{name}"] = "null" if value is None else str(value)
+        with formatter.section("Keys of the configuration, with their defaults"):
+            formatter.write_dl(sorted(keys.items(), key=lambda item: item[0].split(".")[0]))
 
 
 @click.command(cls=_RecipeCommand, context_settings={"help_option_names": ["-h", "--help"]})
@@ -86,7 +84,7 @@ def _command(recipe: str, job_file: str | None, overrides: tuple[str, ...]) -> N
         code = launch(recipe, job_file, overrides)
     except DLRoverRLError as error:
         echo(str(error), err=True)
-        code = _code_of(error)
+        code = _report_exit(error)
     except KeyboardInterrupt:
         echo("interrupted", err=True)
         code = EXIT_INTERRUPTED
@@ -102,8 +100,7 @@ def main(recipe: str = "") -> None:
 
 
 def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
-    """Run a recipe in the processes that a launcher has started, of which this is one; returns the exit code. Raises as
-    :func:`run_together`."""
+    """Run a recipe in this process of a launch; returns the exit code. Raises as :func:`run_together`."""
     launch = LaunchEnv.from_env(os.environ)
     configure_logging(f"rank {launch.rank}" if launch.world_size > 1 else "")
     jobs: list[JobSpec] = []
@@ -112,24 +109,24 @@ def launch(recipe: str, job_file: str | None, overrides: Sequence[str]) -> int:
         return (job.checkpoint.resume == "latest" or not _says_resume(overrides)) and has_commits(job.job_dir)
 
     def note_failure(error: BaseException) -> None:
-        _leave_reason(error)
+        _report_exit(error)
         cause = error.original if isinstance(error, InvocationError) else error
         if any(map(resumes, jobs)) and not isinstance(cause, DataError | InvalidJob):
-            echo("to go on after the last committed step, run the same command again", err=True)
+            echo("to resume from the last commit, run the same command again", err=True)
 
     try:
         describe = partial(describe_job, recipe, job_file, overrides, launch)
         error = show_together(recipe or "job", describe, launch, jobs, note_failure)
     except KeyboardInterrupt:
-        what = "interrupted"
+        hint = ""
         if any(map(resumes, jobs)):
-            what = "interrupted: the same command goes on from the last commit"
+            hint = ": to resume from the last commit, run the same command again"
         elif jobs and not any(has_commits(job.job_dir) for job in jobs):
-            what = "interrupted: no step was committed, and the same command begins again"
-        echo(what, err=True)
+            hint = ": no step was committed; the same command starts over"
+        echo(f"interrupted{hint}", err=True)
         return EXIT_INTERRUPTED
     if error is not None:
-        return _code_of(error)
+        return _report_exit(error)
     for job in jobs:
         summary = job.job_dir / SUMMARY
         if summary.is_file():
@@ -145,7 +142,7 @@ def show_together(
     started: list[JobSpec],
     note_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> BaseException | None:
-    """Run a job as :func:`run_together`, and show it on a terminal. It is added to ``started`` once it is checked."""
+    """Run a job as :func:`run_together` and show it on a terminal; ``started`` receives the checked job."""
 
     def check() -> JobSpec:
         started.append(describe())
@@ -156,18 +153,14 @@ def show_together(
         return run_together(check, launch, view, view.announce, note_failure)
 
 
-def _code_of(error: BaseException) -> int:
-    _leave_reason(error)
-    return EXIT_INVALID if isinstance(error, InvalidJob | JobConflict) else EXIT_FAILED
-
-
-def _leave_reason(error: BaseException) -> None:
-    """torchrun prints the reason that is left in a file, and takes the earliest one for the cause."""
+def _report_exit(error: BaseException) -> int:
+    """Return the exit code, and write the reason for torchrun, which prints the earliest one as the cause."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if file and not Path(file).exists():
         is_consequence = os.environ.get("RANK", "0") != "0"
         extra = {"py_callstack": str(error), "timestamp": str(int(time.time()) + is_consequence)}
         Path(file).write_text(json.dumps({"message": {"message": str(error), "extraInfo": extra}}), encoding="utf-8")
+    return EXIT_INVALID if isinstance(error, InvalidJob | JobConflict) else EXIT_FAILED
 
 
 def run_together(
@@ -177,13 +170,12 @@ def run_together(
     announce: Announcer = announce_nothing,
     note_failure: Callable[[BaseException], None] = lambda error: None,
 ) -> BaseException | None:
-    """Run a job in the processes of a launch, of which this is one. May be called again by all of them.
+    """Run a job in the processes of a launch, of which this is one. All of them may call it again.
 
-    ``describe`` returns the checked job, ``report`` receives step reports, ``announce`` what the run does in between,
-    and ``note_failure`` the job's failure before the other processes end; all at rank 0 only. Returns the failure, or
-    None; at other ranks than 0 it is an :class:`InvalidJob` where rank 0 has started nothing, else a
-    :class:`JobFailed`. Raises InvalidJob from ``describe``, JobConflict if another start of the job is running,
-    ClusterUnavailable if the processes did not meet."""
+    At rank 0, ``describe`` returns the checked job, ``report`` receives step reports, ``announce`` the phases in
+    between, and ``note_failure`` the job's failure before the other processes end. Returns the failure, or None; at
+    other ranks it is an :class:`InvalidJob` if rank 0 has started nothing, else a :class:`JobFailed`. Raises InvalidJob
+    from ``describe``, JobConflict if the job is running already, ClusterUnavailable if the processes did not meet."""
     launch = replace(launch, meeting=next(_MEETINGS))
     store = _store() if launch.world_size > 1 else None
     if launch.rank:
@@ -191,8 +183,9 @@ def run_together(
         link = join(launch, store)
         if link is None:
             return InvalidJob([ConfigError("rank 0", "has started nothing; it says why")])
-        has_succeeded = run_follower(launch, link)
-        return None if has_succeeded else JobFailed(f"rank {launch.rank}: the job has failed; rank 0 says why")
+        if run_follower(launch, link):
+            return None
+        return JobFailed(f"rank {launch.rank}: the job has failed; rank 0 says why")
     with ExitStack() as stack:
         try:
             announce("checking the job")
@@ -206,15 +199,12 @@ def run_together(
 
 
 def recipe_file(recipe: str) -> Path:
-    """The job file of a recipe."""
     return Path(__file__).with_name(f"{recipe}.yaml")
 
 
 def describe_job(recipe: str, job_file: str | None, overrides: Sequence[str], launch: LaunchEnv) -> JobSpec:
-    """The checked job, with one worker of each role in each process; a repeated command goes on from the latest commit.
-
-    Without ``job_file`` the settings of ``recipe`` are used, and any key may be overridden. Raises InvalidJob with
-    every config error."""
+    """Return the checked job; a repeated command resumes from the latest commit. Without ``job_file`` the settings of
+    ``recipe`` are used, and any key may be overridden. Raises InvalidJob with every config error."""
     if not job_file and not recipe:
         raise InvalidJob([ConfigError("--config", "is required: a job file")])
     file = job_file or recipe_file(recipe)
@@ -234,9 +224,8 @@ def check_job(
     show: Callable[[str], None] = lambda line: None,
     may_repeat: bool = False,
 ) -> JobSpec:
-    """Read a job, put one worker of each role in each process, and check it; InvalidJob with every config error.
-    ``show`` receives lines about it. ``may_repeat``: it goes on with the last run of its name, if that was given the
-    same."""
+    """Read a job, put one worker of each role in each process, and check it; raises InvalidJob with every config error.
+    ``show`` receives lines about it. ``may_repeat``: resume the last run of its name if it had the same settings."""
     errors: list[ConfigError] = []
     job: JobSpec | None
     try:
@@ -249,10 +238,9 @@ def check_job(
             if spec.num not in (1, world):
                 _LOG.info("%s has %d workers, one in each process, not %d as in the job file", role, world, spec.num)
         workloads = {role: replace(spec, num=world, per_node=None, standby=0) for role, spec in job.workloads.items()}
-        trainer, folders = replace(job.trainer, node_number=launch.nodes), search_folders()
-        job = replace(
-            job, workloads=workloads, trainer=trainer, groups=(), work_dir=str(Path.cwd()), search_path=folders
-        )
+        trainer = replace(job.trainer, node_number=launch.nodes)
+        job = replace(job, workloads=workloads, trainer=trainer, groups=())
+        job = replace(job, work_dir=str(Path.cwd()), search_path=search_folders())
         job = replace(job, given=digest(job))
         job = repeated(job) if may_repeat else continued(job)
         places = {error.where for error in errors}
@@ -264,35 +252,34 @@ def check_job(
     for line in inspection.about:
         show(line)
     if has_commits(job.job_dir) and job.checkpoint.resume == "latest":
-        show(f"going on after the last committed step in {job.job_dir}")
+        show(f"resuming after the last committed step in {job.job_dir}")
     return begin(inspection.complete(job))
 
 
 def _validate_sharing(job: JobSpec, launch: LaunchEnv) -> list[ConfigError]:
-    """Some engines cannot run in a process where another one is, of several ranks."""
+    """Report an engine that cannot share the processes of several ranks with another one."""
     engine = getattr(getattr(job.config, "engine", None), "train", None) or EngineConfig.train
     teachers = [RLRoleType(name) for name in getattr(job.config, "teachers", None) or ()]
     reward_models = [RLRoleType.REWARD] if getattr(getattr(job.config, "reward", None), "model", None) else []
     models = (RLRoleType.REFERENCE, RLRoleType.CRITIC, *reward_models, *teachers)
-    others = [role.lower() for role in models if role in job.workloads]
-    if launch.world_size == 1 or not others or engine_info(TRAIN_ENGINES, engine).shares_process:
+    roles = ", ".join(role.lower() for role in models if role in job.workloads)
+    if launch.world_size == 1 or not roles or engine_info(TRAIN_ENGINES, engine).shares_process:
         return []
-    what = f"{engine} cannot run the models of {', '.join(others)} in the processes of the actor's ranks: use fsdp2"
-    return [ConfigError("config.engine.train", f"{what}, or Ray")]
+    message = f"{engine} cannot run the models of {roles} in the processes of the actor's ranks: use fsdp2, or Ray"
+    return [ConfigError("config.engine.train", message)]
 
 
 @cache
 def _store() -> KeyValueStore:
-    """The launcher's store, or one at rank 0; the same one for all jobs of these processes."""
+    """Return the launcher's store, or one at rank 0, for all jobs of these processes."""
     launch = LaunchEnv.from_env(os.environ)
     rank, world_size = launch.rank, launch.world_size
     store: KeyValueStore
-    # Engines use separate stores, at rank 0; torch would look for all of them at the launcher's.
-    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEETING_S)))
-        del os.environ["TORCHELASTIC_USE_AGENT_STORE"]
-    else:
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         store = meet_at_store(launch.address, int(os.environ["MASTER_PORT"]), rank, world_size, MEETING_S)
+        return store
+    store, _, _ = next(dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=MEETING_S)))
+    del os.environ["TORCHELASTIC_USE_AGENT_STORE"]  # else torch looks for the engines' stores there, not at rank 0
     return store
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""PPO: a critic predicts the reward, and the policy is trained on the advantages over it."""
+"""PPO: a critic predicts the reward, and the policy is trained on the advantages over its predictions."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from dlrover.python.rl.recipe.base.updates import average_metrics
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.batch import AuxOutput, StepBatch
 from dlrover.python.rl.recipe.reporting.rewards import Scores
-from dlrover.python.rl.recipe.trainers.policy_plan import PolicyPlan
+from dlrover.python.rl.recipe.trainers.policy_plan import require_role
 from dlrover.python.rl.recipe.trainers.policy_trainer import AuxResults, PolicyTrainer
 from dlrover.python.rl.recipe.trainers.recipe_plan import validate_optimizer, validate_train_engine
 from dlrover.python.rl.trainer.port import Pending
@@ -26,11 +26,10 @@ _CRITIC_COLUMNS = ("returns", "values", "weight", "update", "digest")
 
 @dataclass(frozen=True)
 class CriticConfig:
-    """The critic of PPO. It has the engine, precision and parallelism of the policy."""
+    """The critic of PPO, with the engine, precision and parallelism of the policy."""
 
     model: str | None = None
-    """Folder or hub name of the initial model; None: that of the policy. A model without a scalar head gets a new
-    one."""
+    """Folder or hub name of the initial model, which gets a scalar head if it has none; None: the policy's model."""
 
     optimizer: OptimizerConfig = OptimizerConfig(lr=5e-6)
     """Optimizer of the critic."""
@@ -50,23 +49,6 @@ class PPOConfig(PolicyConfig):
     critic: CriticConfig = CriticConfig()
 
 
-class PPOPlan(PolicyPlan):
-    """Plans jobs of a :class:`PPOTrainer`."""
-
-    def models(self, cfg: Any) -> dict[RLRoleType, ModelUse]:
-        critic = ModelUse("trained", cfg.critic.model or cfg.model, optimizer=cfg.critic.optimizer, head="token")
-        return {**super().models(cfg), RLRoleType.CRITIC: critic}
-
-    def validate_own(self, cfg: PPOConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors, where = self.require_role(RLRoleType.CRITIC, roles), "config.critic.model"
-        if cfg.critic.model:
-            errors += validate_model(cfg.critic.model, where) or validate_vocabulary(cfg.critic.model, cfg.model, where)
-        errors += validate_optimizer(cfg.engine, cfg.critic.optimizer, "config.critic.optimizer")
-        if cfg.engine.parallel is not None and RLRoleType.CRITIC in roles:
-            errors += validate_train_engine(cfg.engine, roles[RLRoleType.CRITIC], role="critic")
-        return errors
-
-
 class PPOTrainer(PolicyTrainer):
     """Roles ACTOR, ROLLOUT, REWARD and CRITIC, and REFERENCE if the algorithm has a KL penalty.
 
@@ -77,9 +59,23 @@ class PPOTrainer(PolicyTrainer):
     """
 
     config_class = PPOConfig
-    plan = PPOPlan
     algorithm_name = "ppo"
     cfg: PPOConfig
+
+    @classmethod
+    def further_models(cls, cfg: Any) -> dict[RLRoleType, ModelUse]:
+        model = cfg.critic.model or cfg.model
+        return {RLRoleType.CRITIC: ModelUse("trained", model, optimizer=cfg.critic.optimizer, head="token")}
+
+    @classmethod
+    def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        errors, where = require_role(cls.__name__, RLRoleType.CRITIC, roles), "config.critic.model"
+        if cfg.critic.model:
+            errors += validate_model(cfg.critic.model, where) or validate_vocabulary(cfg.critic.model, cfg.model, where)
+        errors += validate_optimizer(cfg.engine, cfg.critic.optimizer, "config.critic.optimizer")
+        if cfg.engine.parallel is not None and RLRoleType.CRITIC in roles:
+            errors += validate_train_engine(cfg.engine, roles[RLRoleType.CRITIC], role="critic")
+        return errors
 
     @classmethod
     def aux_outputs(cls, cfg: Any) -> list[AuxOutput]:
@@ -105,7 +101,7 @@ class PPOTrainer(PolicyTrainer):
             return super().update(step, batch, rows, aux)
         planned, plan = self.plan_updates(rows)
         columns = planned.select(*(name for name in _CRITIC_COLUMNS if name in planned))
-        # One after the other: both meet in collectives, and may share devices.
+        # One role after the other: both meet in collectives, and may share devices.
         parts = batch.balance(self.RG_CRITIC.data_parallel_size, planned.dense("update"))
         results = self.RG_CRITIC.update(batch.shard(parts), Shard(columns, rows=parts), plan)
         critic = {f"critic/{name}": value for name, value in average_metrics(results[0]).items()}

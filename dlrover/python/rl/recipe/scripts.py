@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Existing programs as roles of a job, without a base class: a command, or a function of the job's ``config``.
+"""Existing programs as roles of a job: a command, or a function of the job's ``config``, without a base class.
 
 ::
 
@@ -7,11 +7,10 @@
     workload:
       train: {command: "torch_script.py's command line", num: 2}     # or function: "my_module:main"
 
-    worker --starts--> warden --> sh -c command | python: function(config)
-        '<-- each line of output: to its own output, to job_dir/logs/ROLE-rank.log, and as progress --'
-
-The program finds the variables that ``torchrun`` sets. The job ends when every program has ended with exit code 0; any
-other replaces the workers of the role, which start it again, within the role's limits.
+The worker starts the program below a warden, which ends it with the worker. Output goes to the worker's output and to
+``job_dir/logs/ROLE-rank.log``, and counts as progress. The program has the variables that ``torchrun`` sets. The job
+ends when every program has ended with exit code 0; after another exit code the workers of the role are replaced and
+start it again, within the role's limits.
 """
 
 import os
@@ -37,7 +36,7 @@ _EXIT_S, _POLL_S = 5.0, 0.5
 
 
 class ScriptTrainer(BaseTrainer):
-    """Runs the program of every role once, all at the same time, and ends with the last or at the first failure."""
+    """Runs the programs of all roles at the same time, and ends with the last one or at the first failure."""
 
     @classmethod
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
@@ -49,7 +48,7 @@ class ScriptTrainer(BaseTrainer):
         pass
 
     def fit(self) -> None:
-        for _ in self.steps(1):  # what was lost in a step runs again
+        for _ in self.steps(1):  # programs that are lost in a step run again
             running = [getattr(self, name).run(str(self.job_dir / "logs")) for name in self.get_role_groups()]
             while running:
                 results = running.pop(0)
@@ -82,7 +81,7 @@ class Script(BaseWorkload):
         else:
             command = script["command"]
             command = ["/bin/sh", "-c", command] if isinstance(command, str) else command
-            program = interpreter_command(run_command, *command)  # ends what it has started with itself or its parent
+            program = interpreter_command(run_command, *command)  # its children end with it or its parent
         log = Path(logs) / f"{self.role}-{self.rank}.log"
         log.parent.mkdir(parents=True, exist_ok=True)
         with log.open("ab", buffering=0) as file:
@@ -102,7 +101,7 @@ class Script(BaseWorkload):
             ]
             for copy in copies:
                 copy.start()
-            with suppress(BrokenPipeError), process.stdin:  # it has ended already; its exit code says why
+            with suppress(BrokenPipeError), process.stdin:  # it has ended already, and its exit code says why
                 process.stdin.write(pickle.dumps(self.config) if "function" in script else b"")
             try:
                 code = process.wait()  # waits: for the program; ``hang_after_s`` counts from its last output
@@ -139,9 +138,8 @@ def run_function(place: str) -> None:
 def torchrun_environment(
     outer: Mapping[str, str], member: Mapping[str, str], devices: Sequence[int]
 ) -> Mapping[str, str]:
-    """What ``torchrun`` sets for a process; programs of this Python's environment, ``python`` above all, are found also
-    where it is not activated. With one device for each rank, ``LOCAL_RANK`` is the number of the worker's
-    own among the visible ones, as programs for ``torchrun`` expect."""
+    """Return the variables that ``torchrun`` sets for a process. ``PATH`` has this Python's environment, even if it is
+    not activated; with one device per rank, ``LOCAL_RANK`` is its number among the visible ones."""
     environment = {**member, "TORCHELASTIC_RESTART_COUNT": member["RESTART_COUNT"], "PYTHONUNBUFFERED": "1"}
     folders, own_folder = outer.get("PATH", os.defpath).split(os.pathsep), str(Path(sys.executable).parent)
     environment["PATH"] = os.pathsep.join(folders if own_folder in folders else [own_folder, *folders])
@@ -149,14 +147,14 @@ def torchrun_environment(
         visible = [name for name in outer.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
         own = [visible[number] if number < len(visible) else str(number) for number in devices]
         if len(own) == 1:
-            others = [name for name in visible or map(str, range(int(member["LOCAL_RANK"]) + 1)) if name != own[0]]
-            own = [*others[: int(member["LOCAL_RANK"])], *own]
+            rank = int(member["LOCAL_RANK"])
+            before = [name for name in visible or map(str, range(rank + 1)) if name != own[0]][:rank]
+            own = [*before, *own]
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
     return environment
 
 
 def _copy(source: Any, targets: Sequence[IO[bytes]], progressed: Callable[[], None], end: bytearray) -> None:
-    """Copy what a program writes to other files, and keep its last bytes."""
     with source:
         for chunk in iter(lambda: source.read1(_CHUNK_BYTES), b""):
             progressed()

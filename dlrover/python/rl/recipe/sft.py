@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""SFT: teach a model to continue prompts as the examples do, and evaluate it by its own answers."""
+"""SFT: teach a model to continue prompts as the examples do, and evaluate it by its answers."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
@@ -16,12 +16,12 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.data.prompts import load_prompts
 from dlrover.python.rl.engine.api.base import OptimizerConfig, SamplingParams
-from dlrover.python.rl.recipe.base.config import EngineConfig, Positive, RewardConfig
+from dlrover.python.rl.recipe.base.config import Positive, RewardConfig
 from dlrover.python.rl.recipe.online.collector import bind_method, sync_weights
 from dlrover.python.rl.recipe.online.prompts import find_columns, make_prompt_batch
-from dlrover.python.rl.recipe.reporting.rewards import count_failures, mean_reward
+from dlrover.python.rl.recipe.reporting.rewards import mean_reward
 from dlrover.python.rl.recipe.reporting.sample_file import TEXTS
-from dlrover.python.rl.recipe.trainers.example_trainer import ExampleConfig, ExamplePlan, ExampleTrainer
+from dlrover.python.rl.recipe.trainers.example_trainer import ExampleConfig, ExampleTrainer
 from dlrover.python.rl.recipe.trainers.examples import Measured, SFTData
 from dlrover.python.rl.recipe.trainers.recipe_plan import validate_reward, validate_rollout_engine
 from dlrover.python.rl.trainer.port import Pending
@@ -41,7 +41,7 @@ class AnswersConfig:
     """Maximum number of held-out prompts to answer."""
 
     prompts: str | None = None
-    """A file of prompts; None: those of the held-out examples."""
+    """A file of prompts; None: the prompts of the held-out examples."""
 
     temperature: Annotated[float, Ge(0.0)] = 0.0
     """Sampling temperature; 0: greedy."""
@@ -62,42 +62,36 @@ class SFTConfig(ExampleConfig):
     """Evaluation by generated answers, if the job has the roles ``rollout`` and ``reward``."""
 
 
-class SFTPlan(ExamplePlan):
-    """Plans jobs of an :class:`SFTTrainer`."""
-
-    def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return [*super().evaluation_names(cfg, roles), *([METRIC] if RLRoleType.ROLLOUT in roles else [])]
-
-    def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        errors, answering = super().find_errors(cfg, roles), {RLRoleType.ROLLOUT, RLRoleType.REWARD} & roles.keys()
-        if not answering:
-            return errors
-        reward = cfg.answers.reward
-        errors += [*validate_rollout_engine(cfg.engine), *validate_reward(reward.function, "config.answers.reward")]
-        if reward.model is not None:
-            message = "is not used here: reward.function scores answers"
-            errors.append(ConfigError("config.answers.reward.model", message))
-        if len(answering) == 1:
-            errors.append(ConfigError("workload", "answers need both of the roles 'rollout' and 'reward'"))
-        if not cfg.evaluates:
-            message = "without evaluations the roles 'rollout' and 'reward' would have nothing to do"
-            errors.append(ConfigError("config.eval_every", message))
-        return errors
-
-
 class SFTTrainer(ExampleTrainer):
-    """Supervised fine-tuning; see ``ExampleTrainer``. With the roles ROLLOUT and REWARD evaluations also generate and
-    score answers to the held-out prompts."""
+    """Supervised fine-tuning; with the roles ROLLOUT and REWARD, evaluations also score generated answers."""
 
     config_class = SFTConfig
-    plan = SFTPlan
     metric_names = {}
     cfg: SFTConfig
-    answers: "Answers | None" = None
+    prompts: Batch | None = None
+    """Prompts to answer: ``prompt``, ``answer`` and ``extra_info`` as objects."""
 
     @classmethod
     def algorithm_of(cls, cfg: Any) -> Algorithm:
         return SFT(averaging=cfg.averaging)
+
+    @classmethod
+    def evaluation_names(cls, cfg: Any, roles: Collection[RLRoleType]) -> list[str]:
+        return [*super().evaluation_names(cfg, roles), *([METRIC] if RLRoleType.ROLLOUT in roles else [])]
+
+    @classmethod
+    def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        answering, reward = {RLRoleType.ROLLOUT, RLRoleType.REWARD} & roles.keys(), cfg.answers.reward
+        if not answering:
+            return []
+        errors = [*validate_rollout_engine(cfg.engine), *validate_reward(reward.function, "config.answers.reward")]
+        if reward.model is not None:
+            errors.append(ConfigError("config.answers.reward.model", "is not used: reward.function scores answers"))
+        if len(answering) == 1:
+            errors.append(ConfigError("workload", "answers need both of the roles 'rollout' and 'reward'"))
+        if not cfg.evaluates:
+            errors.append(ConfigError("config.eval_every", "the roles 'rollout' and 'reward' need evaluations"))
+        return errors
 
     @classmethod
     def evaluation_metrics(cls, measured: Measured) -> dict[str, float]:
@@ -107,61 +101,38 @@ class SFTTrainer(ExampleTrainer):
 
     @property
     def evaluation_algorithm(self) -> Algorithm:
-        """A mean over tokens, for each ``averaging``."""
-        return SFT(averaging="token")
+        return SFT(averaging="token")  # for each ``averaging`` of the training
 
     def load_models(self) -> list[Pending]:
-        loading = super().load_models()
-        if RLRoleType.ROLLOUT in self.actor_handles and self.examples.prompts is not None:
-            self.answers = Answers(self, self.cfg.answers, self.examples.prompts, self.cfg.seed)
-            loading += self.answers.load_models(self.cfg.model, self.cfg.engine)
-        return loading
+        loading, prompts, cfg = super().load_models(), self.examples.prompts, self.cfg
+        if RLRoleType.ROLLOUT not in self.actor_handles or prompts is None:
+            return loading
+        columns = list[str]()
+        if cfg.answers.prompts is not None:
+            loaded = load_prompts(cfg.answers.prompts)[: cfg.answers.rows]
+            self.prompts, columns = make_prompt_batch(loaded, range(len(loaded))), find_columns(loaded)
+        else:
+            rows = min(len(prompts), cfg.answers.rows)
+            self.prompts = prompts.rows(0, rows).with_columns(prompt_id=np.arange(rows))
+        init_model = self.RG_ROLLOUT.init_model.options(blocking=False)
+        loading.append(init_model(cfg.model, cfg.engine, template_kwargs=cfg.data.chat_template_kwargs))
+        init_verifier = self.RG_REWARD.init_verifier.options(blocking=False)
+        return [*loading, init_verifier(cfg.answers.reward, Replicate(columns))]
 
     def extra_metrics(self, step: int) -> dict[str, float]:
-        """``eval/reward``, the mean over the answers, and ``eval/failed``, the number of unscored ones."""
-        if self.answers is None:
+        """Answer with the actor's weights: ``eval/reward`` and ``eval/failed``, the number of unscored answers."""
+        if self.prompts is None:
             return {}
-        metrics = self.answers.metrics(step)
-        self.run_log.write_held_out(self.answers.last)
-        return metrics
-
-
-class Answers:
-    """The answers to a run's held-out prompts, which have ``prompt``, ``answer`` and ``extra_info`` as objects."""
-
-    def __init__(self, trainer: Any, config: AnswersConfig, prompts: Batch, seed: int) -> None:
-        self._trainer, self._config, self._seed = trainer, config, seed
-        if config.prompts is not None:
-            loaded = load_prompts(config.prompts)[: config.rows]
-            self._prompts = make_prompt_batch(loaded, range(len(loaded)))
-        else:
-            loaded, rows = [], min(len(prompts), config.rows)
-            self._prompts = prompts.rows(0, rows).with_columns(prompt_id=np.arange(rows))
-        self._columns = find_columns(loaded)
-        self.last: list[dict[str, Any]] = []  # of the last evaluation, as plain rows
-
-    def load_models(self, model: str, engine: EngineConfig) -> list[Pending]:
-        init_verifier = self._trainer.RG_REWARD.init_verifier.options(blocking=False)
-        return [
-            self._trainer.RG_ROLLOUT.init_model.options(blocking=False)(
-                model, engine, template_kwargs=self._trainer.cfg.data.chat_template_kwargs
-            ),
-            init_verifier(self._config.reward, Replicate(self._columns)),
-        ]
-
-    def metrics(self, step: int) -> dict[str, float]:
-        """Answer with the actor's weights: the mean reward, and the number of unscored answers."""
-        sync_weights(self._trainer)
-        sampling = SamplingParams(self._config.max_new_tokens, self._config.temperature, samples_per_prompt=1)
-        rows = len(self._prompts)
-        generate = bind_method(self._trainer.RG_ROLLOUT, "generate", rows)
-        score = bind_method(self._trainer.RG_REWARD, "score", rows)
-        rollouts = generate(Shard(self._prompts), sampling, Replicate((self._seed, step)))
+        sync_weights(self)
+        sampling = SamplingParams(self.cfg.answers.max_new_tokens, self.cfg.answers.temperature, samples_per_prompt=1)
+        rows = len(self.prompts)
+        generate, score = bind_method(self.RG_ROLLOUT, "generate", rows), bind_method(self.RG_REWARD, "score", rows)
+        rollouts = generate(Shard(self.prompts), sampling, Replicate((self.cfg.seed, step)))
         rewards = Batch.concat(score(Shard(rollouts))).dense("reward")
-        texts = bind_method(self._trainer.RG_ROLLOUT, "texts", rows)(Shard(rollouts)).result()  # waits: for a selection
+        texts = bind_method(self.RG_ROLLOUT, "texts", rows)(Shard(rollouts)).result()  # waits: for a selection
         logged = Batch.concat(texts).select(*TEXTS).with_columns(reward=rewards)
-        self.last = [logged.row(row) for row in range(rows)]
-        return {METRIC: mean_reward(rewards), "eval/failed": float(count_failures(rewards))}
+        self.run_log.write_held_out([logged.row(row) for row in range(rows)])
+        return {METRIC: mean_reward(rewards), "eval/failed": float(np.isnan(rewards).sum())}
 
 
 if __name__ == "__main__":

@@ -11,7 +11,6 @@ from dlrover.python.rl.algorithm.registry import make_algorithm, option_names
 from dlrover.python.rl.common.errors import InvalidJob
 from dlrover.python.rl.config.plain import from_plain, to_plain
 from dlrover.python.rl.config.typed import Translation, list_keys, rename_keys, require
-from dlrover.python.rl.engine.api.base import OptimizerConfig
 from dlrover.python.rl.engine.model.tiny_model import write_tiny_model
 from dlrover.python.rl.recipe.base.config import EXAMPLE_NAMES, POLICY_NAMES, EngineConfig, PolicyConfig
 from dlrover.python.rl.recipe.base.model_files import count_parameters
@@ -228,13 +227,13 @@ def test_the_size_of_a_model_is_read_from_its_files(tmp_path):
     stored = AutoModelForCausalLM.from_pretrained(folder).state_dict()
     tied = sum(tensor.numel() for tensor in {tensor.data_ptr(): tensor for tensor in stored.values()}.values())
     assert count_parameters(folder) == tied
-    assert describe_engines(str(folder), EngineConfig().resolve(False), OptimizerConfig()) == [
+    cfg = PolicyConfig(str(folder), engine=EngineConfig().resolve(False))
+    assert describe_engines(cfg) == [
         f"model: {folder}, {tied / 1e3:.3g} k parameters; {4 * tied / 1e3:.3g} kB of weights to generate,"
         f" {16 * tied / 1e3:.3g} kB to train, activations not counted",
         "engines: train fsdp2, rollout torch, on cpu in fp32",
     ]
-    without_rollouts = describe_engines(str(folder), EngineConfig().resolve(False), OptimizerConfig(), generates=False)
-    assert without_rollouts == [
+    assert describe_engines(cfg, generates=False) == [
         f"model: {folder}, {tied / 1e3:.3g} k parameters; {16 * tied / 1e3:.3g} kB to train, activations not counted",
         "engines: train fsdp2, on cpu in fp32",
     ]

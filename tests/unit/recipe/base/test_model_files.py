@@ -76,9 +76,10 @@ def test_a_file_that_is_cut_off_is_named_by_the_check_and_by_the_engines(model, 
     file.write_bytes(content[:kept])
     said = fault_of(model)
     if kept == -1:
-        assert said == f"{file} is not whole: it has {len(content) - 1:,} bytes, and by its header {len(content):,}"
+        sizes = f"it has {len(content) - 1:,} bytes, but its header describes {len(content):,}"
+        assert said == f"{file} is not whole: {sizes}"
     else:
-        assert said.startswith(f"{file} is no whole file of safetensors: its header cannot be read: ")
+        assert said.startswith(f"{file} is not a whole safetensors file: its header cannot be read: ")
     readers = (
         SafetensorsSource,
         fingerprint_files,
@@ -92,4 +93,4 @@ def test_a_file_that_is_cut_off_is_named_by_the_check_and_by_the_engines(model, 
 
 def test_a_pointer_of_git_lfs_is_no_file_of_weights(model):
     (model / WEIGHTS).write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
-    assert fault_of(model).startswith(f"{model / WEIGHTS} is no whole file of safetensors")
+    assert fault_of(model).startswith(f"{model / WEIGHTS} is not a whole safetensors file")

@@ -173,7 +173,7 @@ def test_collect_with_a_kept_answer_for_other_groups_diverges(method):
     setattr(rollouts, method, kept)
     collector = make_collector(rollouts)
     step_of(collector, rollouts, 1)
-    with pytest.raises(ReplayDiverged, match="asks for other groups than before"):
+    with pytest.raises(ReplayDiverged, match="requests other groups than before"):
         step_of(collector, rollouts, 2)
 
 

@@ -122,7 +122,7 @@ def test_other_rows_to_train_on_are_refused(tmp_path):
     data = PromptData(str(path), eval=str(path), eval_rows=3)
     PromptSource(GRPOConfig("m", data)).load_state_dict(state)
     path.write_text(path.read_text().replace("7+1=", "8-1="))
-    with pytest.raises(DataError, match=r"config.data.train: '.*p.jsonl' has other rows, or in another order"):
+    with pytest.raises(DataError, match=r"config.data.train: the rows of '.*p.jsonl' or their order have changed"):
         PromptSource(GRPOConfig("m", data)).load_state_dict(state)
     PromptSource(GRPOConfig("m", data)).load_state_dict({**state, "digest": ""})
 
@@ -158,7 +158,7 @@ def test_a_run_that_goes_on_has_the_limit_that_it_began_with(tmp_path):
     state = source(tmp_path, 8).state_dict()
     path = str(tmp_path / "p.jsonl")
     data = PromptData(path, eval=path, eval_rows=3, max_prompt_tokens=4, over_long="drop")
-    with pytest.raises(DataError, match=r"was \[None, 'refuse'\] when the run began, and is \[4, 'drop'\]"):
+    with pytest.raises(DataError, match=r"are \[4, 'drop'\], but were \[None, 'refuse'\] when the run began"):
         PromptSource(GRPOConfig("m", data)).load_state_dict(state)
 
 

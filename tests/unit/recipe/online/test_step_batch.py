@@ -136,8 +136,8 @@ def test_groups_whose_rewards_are_all_equal_have_no_signal(groups, share):
 def test_truncated_completions_are_warned_of_once_in_a_row(caplog):
     warnings = StepWarnings(compares_samples=True, max_new_tokens=64)
     for step, share in enumerate([0.5, 0.75, 1.0, 0.25, 0.51], start=1):
-        warnings.note_truncated(step, share)
-    assert [record.args for record in caplog.records] == [(2, 75.0, 64), (5, 51.0, 64)]
+        warnings.note_completions(step, {"completions/truncated": share})
+    assert [record.args[:2] for record in caplog.records] == [(2, 75.0), (5, 51.0)]
 
 
 def test_steps_without_signal_are_warned_of_ever_less_where_samples_are_compared(caplog):

@@ -8,8 +8,6 @@ import pytest
 
 from dlrover.python.rl.data.batch import Batch
 from dlrover.python.rl.recipe.reporting.rewards import (
-    EVALUATED,
-    SCORED,
     collect_scores,
     evaluation_metrics,
     pass_at_k,
@@ -19,6 +17,7 @@ from dlrover.python.rl.recipe.reporting.rewards import (
 from dlrover.python.rl.recipe.reporting.rewards import step_metrics as metrics_of_sets
 
 NAN = float("nan")
+EVALUATED = ("eval/accuracy", "eval/reward", "eval/failed")
 
 
 def worth(*rewards):
@@ -81,7 +80,7 @@ def test_an_answer_of_three_rows_is_right_when_they_add_up_to_it():
 def test_the_score_is_among_the_figures_where_there_is_one():
     before, after = ({**worth(0.5, 0.25), "score": np.array([score]).T} for score in ([0.0, 1.0], [1.0, NAN]))
     assert step_metrics(after) == {"eval/reward": 0.375, "eval/failed": 0.0, "eval/score": 1.0}
-    assert set(step_metrics(after)) <= {*EVALUATED, SCORED}
+    assert set(step_metrics(after)) <= {*EVALUATED, "eval/score"}
     summary = summarize(before, after, evaluation_metrics([], 1, scored=True))
     assert (summary["before/eval/score"], summary["eval/score"]) == (0.5, 1.0)
 

@@ -135,7 +135,7 @@ def test_other_values_of_log_samples_are_refused(text, error):
 
 
 def test_a_rollout_that_does_not_see_the_folder_of_the_run_says_so(tmp_path):
-    with pytest.raises(DataError, match="job_dir: .*samples.jsonl is not on .*: all nodes have to see job_dir"):
+    with pytest.raises(DataError, match="job_dir: .*samples.jsonl is not on .*: all nodes need to see job_dir"):
         RolloutWorkload(None, {}).begin_samples(tmp_path / "elsewhere/samples.jsonl", 1, None)
 
 
@@ -147,7 +147,7 @@ def test_a_file_that_is_shorter_than_expected_gets_no_hole_and_the_log_says_so(t
     written = write_step(file, 2, [{"row": 0}], NOTHING, at=len(lines_of(1)))
     assert file.read_bytes() == (left or b"") + lines_of(2, 1)
     assert written.end == file.stat().st_size
-    assert "was cut or removed while the run went on" in caplog.text
+    assert "was cut or removed during the run" in caplog.text
 
 
 def test_texts_of_other_samples_than_the_numbers_are_refused():

@@ -20,8 +20,8 @@ def say(context, index):
 
 
 def member(folder, stamp=STAMP, rank=0):
-    made = Rolling(say, kept=KeptSamples(folder, rank))
-    made.scheduler._kept.note(stamp)
+    made = Rolling(say, copies=KeptSamples(folder, rank))
+    made.scheduler._copies.note(stamp)
     return made
 
 
@@ -44,7 +44,7 @@ def lost(tmp_path):
 
 
 def settle(made):
-    made.scheduler._kept._writer.shutdown(wait=True)
+    made.scheduler._copies._writer.shutdown(wait=True)
 
 
 def drawn(made):

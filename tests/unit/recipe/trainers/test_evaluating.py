@@ -280,7 +280,7 @@ def test_other_rows_to_evaluate_on_begin_without_a_best_model(tmp_path, caplog):
         again.evaluated = evaluated
         again.load_state_dict(saver.state_dict())
         assert again.summary().get("best/eval/accuracy") == best
-    assert "the rows to evaluate on are others" in caplog.text
+    assert "the evaluation rows have changed" in caplog.text
 
 
 def test_an_evaluation_without_the_figure_does_not_count(tmp_path, caplog):

@@ -72,7 +72,7 @@ def test_the_first_loss_of_sft_is_the_mean_over_the_trained_tokens(inputs, tmp_p
 
 @pytest.mark.parametrize(
     ("answer", "length", "cause"),
-    [("42", 32, ""), ("4" * 40, 32, "2 of 2 rows are cut at data.max_length, now 32"), ("4" * 40, 64, "")],
+    [("42", 32, ""), ("4" * 40, 32, "2 of 2 rows are cut at data.max_length=32"), ("4" * 40, 64, "")],
 )
 def test_sft_that_trains_no_end_warns_before_it_starts(inputs, tmp_path, caplog, answer, length, cause):
     messages = [{"role": "user", "content": "6*7"}, {"role": "assistant", "content": answer}]

@@ -30,7 +30,7 @@ def test_other_weights_are_refused_and_another_place_is_not(tmp_path):
     with pytest.raises(DataError) as caught:
         models(reference=other, reward=moved).load_state_dict(state)
     (error,) = caught.value.errors
-    assert error.what == f"the weights of '{other}', the reference, are not those that the run was begun with"
+    assert error.what == f"the weights of '{other}', the reference, have changed since the run began"
 
 
 def test_the_files_are_read_once(tmp_path):

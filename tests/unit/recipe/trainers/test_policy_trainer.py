@@ -66,7 +66,7 @@ def test_a_step_without_a_sample_that_counts_updates_nothing(rewards, weights, c
 @pytest.mark.parametrize("step", [4, 5])
 def test_the_best_model_has_an_evaluation_of_all_sets(monkeypatch, evaluation, is_offered, step):
     calls = []
-    monkeypatch.setattr(policy_trainer, "step_metrics", lambda scores: evaluation)
+    monkeypatch.setattr(policy_trainer.rewards, "step_metrics", lambda scores: evaluation)
     collector = SimpleNamespace(
         synced_bytes=7,
         sync_weights=lambda: calls.append("sync"),
@@ -118,7 +118,7 @@ def test_rollouts_that_differ_from_the_policy_are_corrected(name, engine, precis
     [("loss", "loss"), ("entropy", "policy/entropy"), ("critic/loss", "critic/loss"), ("lr", "lr")],
 )
 def test_a_metric_of_an_update_has_one_name(name, logged):
-    assert policy_trainer._group_name(name) == logged
+    assert policy_trainer._log_name(name) == logged
 
 
 def test_a_step_that_is_done_again_has_its_lines_once(tmp_path):

@@ -19,17 +19,14 @@ from dlrover.python.rl.engine.api.settings import ParallelSizes
 Positive = Annotated[int, Gt(0)]
 NonNegative = Annotated[int, Ge(0)]
 
-MOST_TOKENS = 16384
-"""Of a pass, unless more are asked for."""
+MOST_TOKENS = 16384  # of one forward pass, by default
 
 AUTO = "auto"
 
 _LOSSES = ("loss", "nll", "perplexity", "kl", "failed")
 
-
-# -- other names: keys of RL2, TRL, OpenRLHF and verl, and former names of metrics -----------------------------------
-
 _NAMES: Mapping[str, Any] = yaml.safe_load((files(__package__) / "other_names.yaml").read_text(encoding="utf-8"))
+"""Keys of RL2, TRL, OpenRLHF and verl, and former names of metrics."""
 
 
 def _invert(section: str) -> dict[str, str]:
@@ -37,31 +34,21 @@ def _invert(section: str) -> dict[str, str]:
 
 
 EXAMPLE_NAMES: Mapping[str, str] = {**_invert("all"), **_invert("examples")}
-"""Keys of recipes that learn from examples."""
-
 POLICY_NAMES: Mapping[str, str | Translation] = {
     **_invert("all"),
     **_invert("policy"),
     **{name: Translation(ours["key"], ours["values"]) for name, ours in _NAMES["translated"].items()},
 }
-"""Keys of recipes that learn from samples."""
-
-ELSEWHERE: Mapping[str, str] = _invert("answered")
-"""Answers to keys that have no equal."""
-
 DISTILLATION_NAMES: Mapping[str, str | Translation] = {
     name: ours for name, ours in POLICY_NAMES.items() if name not in _NAMES["answered in distillation"]
 }
-"""Keys of the recipe that learns from teachers."""
 
+ELSEWHERE: Mapping[str, str] = _invert("answered")
+"""Answers to keys without an equivalent here."""
 DISTILLATION_ELSEWHERE: Mapping[str, str] = {**ELSEWHERE, **_NAMES["answered in distillation"]}
-"""Answers to keys there."""
 
 METRIC_NAMES: Mapping[str, str] = _invert("metrics")
-"""The name of each metric that had another one; ``keep.best`` may be either."""
-
-
-# -- settings ----------------------------------------------------------------------------------------------------------
+"""The present name of each renamed metric; ``keep.best`` accepts both."""
 
 
 @dataclass(frozen=True)
@@ -91,17 +78,17 @@ class EngineConfig:
 
     device: str = AUTO
     """A torch device. ``cuda`` is each worker's own; ``cuda:0`` is the same one for all workers. ``auto``: ``cuda`` for
-    ``trainer.device_type: GPU``, in one process or under ``torchrun`` where there is one."""
+    ``trainer.device_type: GPU``; without Ray, ``cuda`` if this machine has a GPU."""
 
     precision: Literal["auto", "fp32", "bf16"] = "auto"
-    """Of forward and backward passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Masters, moments and sums: float32."""
+    """Precision of passes; ``auto``: ``bf16`` on CUDA, else ``fp32``. Weights and moments are kept in float32."""
 
     save_dtype: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
-    """Data type of saved models; ``auto``: that of the files of ``model``. Checkpoints are always float32."""
+    """Data type of saved models; ``auto``: the data type of the files of ``model``. Checkpoints are always float32."""
 
     parallel: ParallelSizes | None = None
-    """Parallelism of the actor; the remaining workers shard the parameters. None: all shard them on CUDA; on a CPU, and
-    with a base in 4 bits, each worker of fsdp2 holds a full copy, which it restores from its own file."""
+    """Parallelism of the actor; the remaining workers shard the parameters. None: all workers shard them on CUDA; on a
+    CPU, and with a base in 4 bits, each worker of fsdp2 holds a full copy, which it restores from its own file."""
 
     shard_frozen: bool = False
     """The workers of a reference and of a teacher hold a part of the model each instead of a copy. Their classes are
@@ -115,11 +102,12 @@ class EngineConfig:
     default on CUDA: 16384, or as many as fit the device's memory by the arithmetic of ``check``."""
 
     gradient_checkpointing: bool | Literal["auto"] = False
-    """Recompute activations in the backward pass to save memory. ``auto``, the default on CUDA: where they do not fit
-    otherwise, or rows may be longer than planned (without ``data.max_prompt_tokens``, with an environment)."""
+    """Recompute activations in the backward pass to save memory. ``auto``, the default on CUDA: if they do not fit
+    otherwise, or if rows may be longer than planned (without ``data.max_prompt_tokens``, with an environment)."""
 
     offload: bool | Literal["auto"] = "auto"
-    """Whether roles that share a device leave it for each other; ``auto``: unless all fit, and rows are bounded."""
+    """Move engines of roles that share a device to host memory between their calls. ``auto``: unless all engines fit
+    the device, and the length of rows is bounded."""
 
     max_batch: Positive = 128
     """Maximum sequences that a rollout engine decodes at once. Default on CUDA: 256."""
@@ -128,28 +116,27 @@ class EngineConfig:
     """Devices over which each rollout worker splits the model, if the engine supports it."""
 
     device_memory_gb: Annotated[float, Gt(0.0)] | None = None
-    """Memory of a device in GB: a job that needs more by the arithmetic of ``check`` is refused. None: that of this
-    machine's devices, if any, and a warning."""
+    """Memory of a device in GB; a job that needs more by the arithmetic of ``check`` is refused. None: the memory of
+    this machine's devices, if any; a job that needs more only gets a warning."""
 
     gpu_memory_utilization: Annotated[float, Gt(0.0), Le(1.0)] = 0.85
     """Fraction of device memory for the weights and the key-value cache of a rollout engine."""
 
     mask_unknown_ids: bool = True
-    """Recipes that sample: ids that the tokenizer does not have, of rows that fill up the embedding, have
-    probability 0 in rollouts, training, reference and teachers. They have no text, so no reward sees them. False, or
-    with an engine that cannot mask them on one side (``sglang``): on no side, and the metric
-    ``completions/unknown_ids`` counts them."""
+    """Recipes that sample: give probability 0, in rollouts, training, reference and teachers, to ids that the embedding
+    has and the tokenizer does not: they have no text, so no reward sees them. If False, or if one of the engines cannot
+    mask them (``sglang``), none does, and the metric ``completions/unknown_ids`` counts them."""
 
     threads: Positive | None = None
-    """CPU threads of each worker, on which the order of some sums depends; None: as ``OMP_NUM_THREADS`` says."""
+    """CPU threads of each worker, on which the order of some sums depends; None: the value of ``OMP_NUM_THREADS``."""
 
     @property
     def dtype(self) -> Literal["fp32", "bf16"]:
-        """``precision``, once it is resolved."""
+        """The resolved ``precision``."""
         return "bf16" if self.precision == "bf16" else "fp32"
 
     def resolve(self, on_cuda: bool) -> "EngineConfig":
-        """These settings without ``auto``, but for what depends on the memory of a CUDA device."""
+        """Return these settings without ``auto``, except where it depends on the memory of a CUDA device."""
         has_vllm = on_cuda and importlib.util.find_spec("vllm") is not None
         resolved = replace(
             self,
@@ -157,23 +144,22 @@ class EngineConfig:
             precision=self.precision if self.precision != AUTO else "bf16" if on_cuda else "fp32",
             rollout=self.rollout if self.rollout != AUTO else "vllm" if has_vllm else "torch",
         )
-        # Both sides or neither: else the ratio of new to old policy would not begin at 1.
+        # Both sides mask or neither does: otherwise the ratio of new to old policy would not begin at 1.
         infos = engine_info(TRAIN_ENGINES, resolved.train), engine_info(ROLLOUT_ENGINES, resolved.rollout)
         masks = self.mask_unknown_ids and all(info.masks_unknown_ids for info in infos)
         resolved = replace(resolved, mask_unknown_ids=masks)
-        on_device = resolved.device.startswith("cuda")
-        return resolved if on_device else resolved.with_passes(MOST_TOKENS, recompute=False)
+        return resolved if resolved.device.startswith("cuda") else resolved.with_passes(MOST_TOKENS, recompute=False)
 
     def with_passes(self, tokens: int, recompute: bool) -> "EngineConfig":
-        """The same with these in place of ``auto``."""
-        most = tokens if self.max_tokens_per_microbatch == AUTO else self.max_tokens_per_microbatch
+        """Return a copy with these values in place of ``auto``."""
+        limit = tokens if self.max_tokens_per_microbatch == AUTO else self.max_tokens_per_microbatch
         recomputes = recompute if self.gradient_checkpointing == AUTO else self.gradient_checkpointing
-        return replace(self, max_tokens_per_microbatch=most, gradient_checkpointing=recomputes)
+        return replace(self, max_tokens_per_microbatch=limit, gradient_checkpointing=recomputes)
 
     @property
     def tokens_of_a_pass(self) -> int:
-        most = self.max_tokens_per_microbatch
-        return MOST_TOKENS if isinstance(most, str) else most
+        limit = self.max_tokens_per_microbatch
+        return MOST_TOKENS if isinstance(limit, str) else limit
 
     @property
     def recomputes(self) -> bool:
@@ -196,8 +182,7 @@ class RolloutConfig:
     """Maximum tokens of a completion, the end-of-sequence token included. Default on CUDA: 1024."""
 
     mask_truncated: bool = False
-    """Leave samples that end at ``max_new_tokens`` out of the loss; their rewards remain in the group's statistics
-    (overlong filtering, arXiv:2503.14476)."""
+    """Leave samples that end at ``max_new_tokens`` out of the loss, but not out of the group's statistics."""
 
     temperature: Annotated[float, Gt(0.0)] = 1.0
     """Sampling temperature."""
@@ -211,8 +196,7 @@ class RolloutConfig:
     samples of other prompts (dynamic sampling of DAPO)."""
 
     max_refills: Positive = 3
-    """Maximum rounds of replacement in a step, for ``dynamic_filtering: refill``; after them the step uses the groups
-    it has."""
+    """Maximum rounds of replacement in a step with ``dynamic_filtering: refill``."""
 
     top_k: Positive | None = None
     """Sample from this many most likely tokens. Log-probs are over all tokens, here and in training."""
@@ -221,8 +205,7 @@ class RolloutConfig:
     """Sample from the smallest set of most likely tokens with this total probability; log-probs are over all tokens."""
 
     stop: tuple[str, ...] = ()
-    """Stop strings: a completion ends when its text contains one. With an environment they remain part of the
-    action."""
+    """Stop strings: a completion ends when its text contains one. An environment's action contains it."""
 
     env_path: str | None = None
     """The environment that rewards completions: ``path/to/script.py`` or ``package.module`` with its functions, or
@@ -239,12 +222,10 @@ class RolloutConfig:
     """Timeout of a call of the environment; its sample then counts as failed."""
 
     env_missing_state: Literal["error", "done"] = "error"
-    """Treatment of a step that is not done and lacks ``next_state``: its sample counts as failed; or the episode is
-    over, as it is with a ``next_state`` of None."""
+    """Treatment of an unfinished step without ``next_state``: the sample counts as failed, or the episode ends."""
 
     env_failure_reward: float | None = None
-    """Reward of an action on which ``step`` fails, by an exception or its timeout; the episode ends with it. None: its
-    sample counts as failed."""
+    """Reward of an action on which ``step`` fails, which ends the episode. None: the sample counts as failed."""
 
     max_turns: Positive = 8
     """Maximum actions of a sample, with an environment."""
@@ -255,29 +236,28 @@ class RewardConfig:
     """Scoring of completions."""
 
     function: str | Mapping[str, float] = "dlrover.python.rl.environment.verifiers:exact"
-    """``package.module:function``, sync or async: ``function(completion, answer, extra_info)`` returns a number; one
-    with other parameters is given ``completion``, ``prompt``, ``answer`` and columns of the row by name; one with
-    ``solution_str`` is verl's; one with ``completions`` is TRL's, with lists over all samples that a worker scores at
-    once. Or a mapping of functions to weights, whose weighted sum is the reward."""
+    """``package.module:function``, sync or async: ``function(completion, answer, extra_info)`` returns a number. A
+    function with other parameters receives ``completion``, ``prompt``, ``answer`` and columns of the row by name; one
+    with ``solution_str`` is called as in verl; one with ``completions`` as in TRL, with lists over all samples that a
+    worker scores at once. A mapping of functions to weights: the reward is the weighted sum."""
 
     model: str | None = None
     """Folder or hub name of a reward model, as saved by ``recipe.rm``, whose score is the reward; the role REWARD must
     then be of class ``ModelRewardWorkload``. None: use ``function``."""
 
     thoughts: Literal["ignored", "scored"] = "ignored"
-    """Treatment of what a model thinks before its answer (``<think>...</think>``): built-in functions and judges score
-    the answer, and unfinished thoughts have reward 0; or they score both. Other functions and reward models always get
-    both, except functions that ``ignore_thoughts`` decorates."""
+    """Treatment of a model's thoughts before its answer (``<think>...</think>``): built-in functions and judges score
+    only the answer, and unfinished thoughts have reward 0; or they score both. Other functions and reward models always
+    get both, except functions decorated with ``ignore_thoughts``."""
 
     timeout_s: Annotated[float, Gt(0.0)] = 5.0
-    """Timeout for each sample of a call; they then count as failed."""
+    """Timeout per sample of a call; samples of a call that exceeds it count as failed."""
 
     workers: Positive = 2
     """Processes of each worker of REWARD."""
 
     memory_mb: Positive | None = None
-    """Address space of each process in MB, libraries included; exceeding it raises MemoryError there. None: no
-    limit."""
+    """Address space of each process in MB, libraries included. None: no limit."""
 
     on_failure: Literal["drop_sample", "drop_group", "redraw"] = "drop_sample"
     """Treatment of failed samples, which are never trained on: drop the sample; drop its group; or generate the group
@@ -287,8 +267,7 @@ class RewardConfig:
     """Maximum repetitions of a group, for ``on_failure: redraw``."""
 
     give_up_after: Positive = 5
-    """A step without any usable sample is skipped. The run fails after this many such steps in a row, or if the first
-    step is one."""
+    """Number of steps in a row without a usable sample that end the run; a first step without one always does."""
 
 
 @dataclass(frozen=True)
@@ -316,7 +295,7 @@ class KeepConfig:
 
     @property
     def metric(self) -> str | None:
-        """``best``, by its name of today."""
+        """``best`` by its present name."""
         return None if self.best is None else METRIC_NAMES.get(self.best, self.best)
 
 
@@ -360,8 +339,7 @@ class LogConfig:
     """Short for ``trackers: [{mlflow: {...}}]``."""
 
     samples: Literal["all", "off"] | Positive = "all"
-    """Samples of a step in ``samples.jsonl``: all, none (``off``), or the first so many in the order of the step's
-    prompts, with all sequences of each."""
+    """Samples of a step in ``samples.jsonl``: all, none (``off``), or this many, with all sequences of each."""
 
     samples_every: NonNegative = 20
     """Send samples as a table to TensorBoard and the trackers in step 1 and every this many steps; 0: never."""
@@ -373,11 +351,11 @@ class LogConfig:
     """Number of samples per step to print on the console."""
 
     max_chars: Annotated[int, Gt(0)] = 200
-    """Maximum characters of each printed text; ``samples.jsonl`` has all of it."""
+    """Maximum characters of each printed text; ``samples.jsonl`` has the whole text."""
 
     @property
     def tracker_options(self) -> dict[str, dict[str, Any]]:
-        """The constructor arguments of each tracker, by its name."""
+        """The constructor arguments of each tracker by name."""
         items = [{item: {}} if isinstance(item, str) else item for item in self.trackers]
         options = {name: dict(values or {}) for item in items for name, values in item.items()}
         if self.wandb is not None:
@@ -396,19 +374,19 @@ class PromptData:
     selects a split. None: the environment creates prompts from ``extra_info["seed"]``, one of 16,384 numbers."""
 
     eval: str | Mapping[str, str] | None = None
-    """Prompts for evaluation, given in the same way; or several sets of them by name, each with its own metrics. None:
-    ``eval_rows`` prompts are held out of ``train``."""
+    """Prompts for evaluation, in the same form; or a mapping of set names to sources, each set with its own metrics.
+    None: ``eval_rows`` prompts are held out of ``train``."""
 
     eval_rows: Annotated[int, Gt(0)] | None = None
-    """Number of evaluation prompts of each set. None: at most 200, the first of ``eval`` or a tenth of ``train``; if
-    ``train`` repeats a single prompt, that one; 64 without data."""
+    """Number of evaluation prompts per set. None: at most 200, the first of ``eval`` or a tenth of ``train``; if
+    ``train`` repeats a single prompt, that prompt; 64 without data."""
 
     keys: Mapping[str, str] = field(default_factory=dict)
     """Column names of the data: ``{prompt: question}``."""
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the model's chat template for prompts of messages, such as ``{enable_thinking: false}`` or
-    ``tools``. They take the place of those that an environment declares, and a row's own take theirs."""
+    ``tools``. They override the environment's arguments; a row's own arguments override both."""
 
     max_prompt_tokens: Annotated[int, Gt(0)] | None = None
     """Maximum tokens of a prompt, chat template included. None: the limit of the model."""
@@ -418,14 +396,8 @@ class PromptData:
     refuse the data and name them; or drop and count them. Prompts are never cut."""
 
     @property
-    def sources(self) -> dict[str, str]:
-        """All of them by their keys."""
-        sets = {f"eval.{name}" if name else "eval": source for name, source in self.eval_sets.items()}
-        return ({"train": self.train} if self.train else {}) | sets
-
-    @property
     def eval_sets(self) -> dict[str, str]:
-        """The sets of ``eval`` by name, which is empty for a single one; none if it is None."""
+        """The sets of ``eval`` by name; a single set has an empty name."""
         if self.eval is None:
             return {}
         return {"": self.eval} if isinstance(self.eval, str) else dict(self.eval)
@@ -436,9 +408,9 @@ class EvalConfig:
     """Generation of answers to evaluation prompts."""
 
     samples: Annotated[int, Gt(0)] = 1
-    """Answers to each prompt. Above 1 there are the metrics ``avg@<samples>``, the mean reward, and, where rewards are
-    0 or 1, ``pass@<k>``: the probability that one of k answers is right, estimated without bias for the powers of 2 up
-    to ``samples``, and for ``samples`` (equation 1 of arXiv:2107.03374)."""
+    """Answers to each prompt. Above 1 adds the metrics ``avg@<samples>``, the mean reward, and, where rewards are 0 or
+    1, ``pass@<k>``: the unbiased estimate of the probability that one of k answers is right, for ``samples`` and the
+    powers of 2 below it (equation 1 of arXiv:2107.03374)."""
 
     temperature: Annotated[float, Ge(0.0)] = 0.0
     """Sampling temperature; 0: greedy. Above 0, ``rollout.top_k`` and ``rollout.top_p`` apply."""
@@ -486,15 +458,13 @@ class PolicyConfig:
     reward: RewardConfig = RewardConfig()
     engine: EngineConfig = EngineConfig()
     model_config: str | None = None
-    """The ``config.json`` of ``model``, or a folder with it, for the arithmetic of memory where the model's files are
-    not on this machine. None: that of ``model``."""
+    """The ``config.json`` of ``model``, or a folder with it, to compute memory without the model's files."""
 
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()
 
 
 def training_sampling(rollout: RolloutConfig) -> SamplingParams:
-    """The sampling of completions to train on."""
     return SamplingParams(
         rollout.max_new_tokens,
         rollout.temperature,
@@ -502,5 +472,5 @@ def training_sampling(rollout: RolloutConfig) -> SamplingParams:
         rollout.top_k,
         rollout.top_p,
         rollout.stop,
-        keep_stop=rollout.env_path is not None,  # It is among the tokens, so the state that goes on from them has it.
+        keep_stop=rollout.env_path is not None,  # the next state continues the tokens, which contain it
     )

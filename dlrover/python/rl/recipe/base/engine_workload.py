@@ -1,19 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: an engine is made, given its device, stepped and saved by the same few classes.
-"""The shared part of the ready workloads: how an engine is made, where it runs, and how rows become optimizer steps.
+# Over 400 lines: the same few classes make an engine, lock its device, step it and save it.
+"""The shared part of the ready workloads: they make an engine, lock its device and turn rows into optimizer steps.
 
-Roles that share a device have it one at a time, each for one call; between its calls an engine's tensors are in host
-memory, unless all engines fit the device::
+Roles that share a device have it one at a time, each for one call, which locks the device, moves the engine there and,
+unless all engines fit, back to host memory. The kernel releases the lock of a worker that dies.
 
-    ACTOR    [lock | cuda() | update | cpu() | release]
-    ROLLOUT                                            [lock | cuda() | generate | cpu() | release]
-
-The kernel releases the lock of a worker that dies.
-
-There is no deadlock: workers that share one device share all their devices (a bundle of the placement, or the device of
-their local rank), and each locks them in the same order. Ranks of one role that meet in collectives (an actor, a
-critic, a sharded reference) wait inside their locks for each other, so the trainers load and call one such role after
-another.
+There is no deadlock: workers that share one device share all their devices, and lock them in the same order. Ranks that
+meet in collectives (an actor, a critic, a sharded reference) wait inside their locks for each other, so the trainers
+load and call one such role after another.
 """
 
 import functools
@@ -35,13 +29,7 @@ import torch
 from dlrover.python.rl.common.disk_space import retry_io
 from dlrover.python.rl.common.names import run_of
 from dlrover.python.rl.config.typed import require
-from dlrover.python.rl.engine.api.base import (
-    BaseTrainEngine,
-    LoraSettings,
-    OptimizerConfig,
-    Rendezvous,
-    TrainSettings,
-)
+from dlrover.python.rl.engine.api.base import BaseTrainEngine, LoraSettings, OptimizerConfig, Rendezvous, TrainSettings
 from dlrover.python.rl.engine.api.registry import TRAIN_ENGINES, engine_class, engine_info
 from dlrover.python.rl.engine.api.settings import ParallelSizes
 from dlrover.python.rl.engine.memory.device_lock import DeviceLock
@@ -59,12 +47,11 @@ from dlrover.python.rl.runtime.checkpoint.node_memory import memory_root
 from dlrover.python.rl.runtime.checkpoint.runs import local_folder
 from dlrover.python.rl.trainer.workload import BaseWorkload, Setting, trainer_invocation
 
-_PATIENCE_S = 5.0
-"""A receiver of weights asks the role again after a sender was silent for this long."""
+_PATIENCE_S = 5.0  # after this long without data a receiver of weights asks its sender's role again
 
 
 def device_of(workload: BaseWorkload, engine: EngineConfig) -> str:
-    """The torch device of a worker; for ``cuda`` the first device reserved for it, or that of its local rank."""
+    """The torch device of a worker; for ``cuda`` its first reserved device, or the device of its local rank."""
     engine = engine.resolve(torch.cuda.is_available())
     if engine.device != "cuda":
         return engine.device
@@ -91,17 +78,16 @@ def use_threads(count: int | None) -> None:
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-_LONGEST_TURN_S = 3600.0
-"""How long a call waits for the device; a worker that hangs with it is found long before, by its own limit."""
+_LONGEST_TURN_S = 3600.0  # limit of the wait for a device; a worker that hangs on it is found earlier, by its own limit
 
 
 class DeviceShare(NamedTuple):
     place: str  # node and device
     nbytes: float
-    in_turn: bool  # the others that are there have it one at a time with this one
-    roles: tuple[str, ...] = ()  # of those
+    in_turn: bool  # its workers have the device one at a time
+    roles: tuple[str, ...] = ()  # the roles of these workers
     free: float = math.inf  # bytes, before the engines are made
-    opens: bool = True  # another process can open this one's memory there, or needs not
+    opens: bool = True  # another process can open this process's memory on the device, or need not
 
 
 class EngineWorkload(BaseWorkload):
@@ -109,32 +95,28 @@ class EngineWorkload(BaseWorkload):
 
     guards_state: ClassVar[bool] = True
     takes_turns: ClassVar[bool | None] = None
-    """True: workers that share a device have it one at a time. None: if the device is an accelerator; processes that
-    share a host's cores need not."""
+    """True: workers that share a device have it one at a time. None: only on accelerators, not on a host's cores."""
 
-    warmup: ClassVar[str] = "warm_reference"
-    """The function of ``recipe.base.warmup`` that warms a standby up."""
-
+    warmup: ClassVar[str] = "warm_reference"  # the function of ``recipe.base.warmup`` that warms up a standby
     _engine: Any = None
     _transport: WeightTransport | None = None
     _device_locks: tuple[DeviceLock, ...] = ()
-    _stays: bool = False  # on a shared device between its turns
+    _stays: bool = False  # the engine stays on a shared device between its turns
     _memory: DeviceMemory | None = None
     _is_deterministic: bool = False
 
     @classmethod
     def warm_up(cls) -> None:
-        # Imported on demand: only standbys need the classes that it loads.
+        # imported here: only standbys need the classes that it loads
         getattr(importlib.import_module("dlrover.python.rl.recipe.base.warmup"), cls.warmup)()
 
     @trainer_invocation(target="RANK0")
     def vocabulary(self) -> str:
-        """Equal for models whose tokenizers give every token the same id."""
+        """A digest, equal for models whose tokenizers give every token the same id."""
         vocabulary = json.dumps(sorted(self._engine.tokenizer.get_vocab().items()))
         return hashlib.sha256(vocabulary.encode()).hexdigest()[:16]
 
     def device_share(self, engine: EngineConfig) -> DeviceShare | None:
-        """This worker's device; None for a host."""
         device = device_of(self, engine)
         nbytes = device_bytes(engine, device) if device.startswith("cuda") else None
         if nbytes is None:
@@ -148,11 +130,11 @@ class EngineWorkload(BaseWorkload):
         return DeviceShare(place, nbytes, in_turn, roles, free, opens)
 
     def _computes_here(self, engine: EngineConfig) -> bool:
-        """Return False if the engine has a process of its own: in this one, CUDA would only take memory."""
+        """Return False if the engine runs in a separate process: CUDA would only take memory in this one."""
         return True
 
     def keep_passes(self, tokens: int, recompute: bool) -> tuple[int, bool]:
-        """The choice of the run's first trainer: a call that is repeated has the answer that it had before."""
+        """Return the choice; a later trainer repeats the call and gets the recorded answer, the first one's choice."""
         return tokens, recompute
 
     def _shares_in_turn(self, device: str) -> bool:
@@ -161,7 +143,7 @@ class EngineWorkload(BaseWorkload):
 
     @contextmanager
     def _first_turn(self, device: str, engine: EngineConfig) -> Iterator[DeviceMemory | None]:
-        """Lock ``device`` for the first time, to make the engine; yields the memory accounting of a shared device."""
+        """Lock ``device`` to make the engine; yields the memory accounting of a shared device."""
         self._stays = engine.offload is False
         if not self._shares_in_turn(device):
             yield None
@@ -169,14 +151,14 @@ class EngineWorkload(BaseWorkload):
         folder, owner = memory_root(*run_of(self.name)) / "devices", f"{self.role}[{self.rank}]"
         self._memory = memory = DeviceMemory(device)
         names = {physical_device(device), *(physical_device(f"cuda:{number}") for number in self.devices)}
-        # All processes lock devices in the same order, so no two wait for each other.
+        # sorted, so that no two processes wait for each other
         self._device_locks = tuple(DeviceLock(folder / name, owner, memory) for name in sorted(names))
         with self._turn():
             yield memory
 
     @contextmanager
     def _turn(self) -> Iterator[None]:
-        """Lock the device inside the block, with the engine on it; afterwards it leaves, unless all engines fit."""
+        """Lock the device inside the block, and move the engine there; it leaves afterwards, unless all engines fit."""
         if not self._device_locks:
             yield
             return
@@ -195,7 +177,7 @@ class EngineWorkload(BaseWorkload):
 
     @contextmanager
     def _bare_turn(self) -> Iterator[None]:
-        """Like :meth:`_turn`, but the engine moves tensors to the device one at a time, where ranks join them."""
+        """Lock the device; the engine only moves single tensors there, to join the parts of its ranks."""
         with ExitStack() as stack:
             for lock in self._device_locks:
                 stack.enter_context(lock.acquired(_LONGEST_TURN_S))
@@ -213,24 +195,23 @@ class EngineWorkload(BaseWorkload):
         rendezvous: Rendezvous = Rendezvous(),  # noqa: B008 - frozen
         **changes: Any,
     ) -> None:
-        """Make ``self._engine``, of this worker alone unless ``changes`` of its settings name other sizes."""
+        """Make ``self._engine``, for this worker alone unless ``changes`` of the settings say otherwise."""
         engine = engine.resolve(torch.cuda.is_available())
         use_threads(engine.threads)
         device = device_of(self, engine)
         settings = replace(train_settings(engine, device, ParallelSizes()), **changes)
         info = engine_info(TRAIN_ENGINES, engine.train)
         self._is_deterministic = torch.device(device).type in info.deterministic_on
-        make = engine_class(TRAIN_ENGINES, engine.train)  # the import takes seconds: not while it holds the device
+        make = engine_class(TRAIN_ENGINES, engine.train)  # an import of seconds, before the device is locked
         use_device(device)
         with self._first_turn(device, engine) as memory:
             self._engine = make(model, optimizer, settings, rendezvous, memory)
 
     def _make_weight_transport(self, engine: EngineConfig, device: str, is_leader: bool = False) -> WeightTransport:
-        """This worker's side of ``engine.weight_sync``, between the actor and the rollouts."""
         shares_process = self._member.shares_process
         in_one_process = shares_process or "/" not in self.name
         receivers = engine.receivers if isinstance(engine, SenderConfig) else 1
-        # A script that has several rollouts in one process may use threads.
+        # a script with several rollouts in one process may use threads
         in_turn = receivers if shares_process else 1
         check_collocation(engine.weight_sync, device, bool(self.get_device_collocation()), in_one_process, in_turn)
         if is_leader:
@@ -250,7 +231,7 @@ class EngineWorkload(BaseWorkload):
         return transport
 
     def close(self) -> None:
-        """Release everything: the process may go on with another object of this class."""
+        """Release everything: the process may continue with another object of this class."""
         with ExitStack() as stack:
             for lock in self._device_locks:
                 stack.callback(lock.close)
@@ -261,11 +242,10 @@ class EngineWorkload(BaseWorkload):
                 stack.callback(self._transport.close)
 
     def _finish(self) -> None:
-        """Wait for what still uses the engine. Raises EngineError if it does not end."""
+        """Wait for threads that still use the engine. Raises EngineError if they do not end."""
 
 
 def on_device(method: F) -> F:
-    """Decorator of a method of an :class:`EngineWorkload` that needs the engine on its device."""
 
     @functools.wraps(method)
     def in_turn(self: EngineWorkload, *args: Any, **kwargs: Any) -> Any:
@@ -276,7 +256,7 @@ def on_device(method: F) -> F:
 
 
 def physical_device(device: str) -> str:
-    """The node's name of ``device``, ``"cuda-3"``, independent of the devices that a process can see."""
+    """The name of ``device`` on its node, ``"cuda-3"``, independent of the devices that a process can see."""
     local = torch.device(device)
     index = str(local.index or 0)
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
@@ -307,9 +287,7 @@ class Machine:
         return cls(int(getattr(engine, "parameter_count", 0)), peak)
 
     def metrics(self, tokens: int, trained: int, members: int, times: Mapping[str, float]) -> dict[str, float]:
-        """``speed/tokens_per_s`` over the whole step. Over its update alone, of the tokens ``trained`` on, once for
-        each epoch: ``speed/train_tflops`` (10^12 operations per second, without attention and recomputation), and its
-        share of the peak, ``speed/mfu``, if known."""
+        """Return ``speed/tokens_per_s`` of the step, and ``speed/train_tflops`` and ``speed/mfu`` of its update."""
         metrics = {"speed/tokens_per_s": tokens / times["time/step"]}
         update_s = times.get("time/update", 0.0)
         if not self.parameters or not update_s:
@@ -320,43 +298,36 @@ class Machine:
 
 
 def peak_memory(device: str) -> dict[str, float]:
-    """``memory/peak_gib``: the most that this process has had allocated on ``device``; empty for a CPU."""
+    """Return ``memory/peak_gib``, this process's peak of allocated memory on ``device``; empty for a CPU."""
     if torch.device(device).type != "cuda":
         return {}
     return {"memory/peak_gib": torch.cuda.max_memory_allocated(torch.device(device)) / 2**30}
 
 
 class TrainedWorkload(EngineWorkload):
-    """Several workers divide the rows, and the model by ``engine.parallel``. Every rank saves its own state (12 bytes
-    per parameter of a copy) and recovers from it, without a collective that another failure could break."""
+    """Workers divide the rows, and the model by ``engine.parallel``. Every rank saves its own state (12 bytes per
+    parameter of a copy) and recovers from it, without a collective that another failure could break."""
 
     needs_own_process = True
     guards_state = True
 
     head: ClassVar[Head] = "causal"
-    """Kind of the model's outputs."""
+    head_bias: ClassVar[bool] = True  # of a token head
 
-    head_bias: ClassVar[bool] = True
-    """Whether a token head has a bias."""
-
-    has_adapters: ClassVar[bool] = False
-    """Whether ``engine.lora`` is for this role."""
-
-    optimizer_key: ClassVar[str] = "optimizer"
-    """Where ``config`` has the settings of the optimizer."""
-
+    has_adapters: ClassVar[bool] = False  # True if ``engine.lora`` applies to this role
+    optimizer_key: ClassVar[str] = "optimizer"  # the key of the optimizer's settings in ``config``
     warmup = "warm_actor"
     _engine: BaseTrainEngine
 
     @classmethod
     def data_parallel_size(cls, config: Any, world_size: int) -> int:
-        """Workers with different rows: without those that split a matrix, a sequence or the layers."""
+        """Number of workers with different rows; the remaining ones split a matrix, a sequence or the layers."""
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
         return world_size // (engine.parallel or ParallelSizes()).replica_size
 
     @classmethod
     def keeps_process(cls, config: Any) -> bool:
-        """Return True for FSDP2 on CPUs, or where its options say so. Other engines have global state."""
+        """Return True for FSDP2 on CPUs, or if its options say so. Other engines have global state."""
         engine = require(EngineConfig, config.get("engine") or {}, "config.engine")
         stays = engine.device == "cpu" or engine.train_options.get("keep_processes") is True
         return engine.train == "fsdp2" and stays
@@ -387,14 +358,13 @@ class TrainedWorkload(EngineWorkload):
 
     @classmethod
     def _trained(cls, config: Any) -> tuple[str, OptimizerConfig]:
-        """The model that is trained, and how."""
         return config["model"], require(OptimizerConfig, config.get("optimizer") or {}, "config.optimizer")
 
     def _load(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, seed: int, lora: LoraSettings | None = None
     ) -> None:
         rendezvous = Rendezvous(self.rank, self.world_size, self.torch_master_addr, self.torch_master_port)
-        # On a CPU each worker holds the whole model where the engine can: it recovers without the others.
+        # copies if the engine can: a worker then recovers without the others
         copies = _holds_copies(engine, torch.device(device_of(self, engine)).type, lora)
         sizes = engine.parallel or ParallelSizes(ddp_size=self.world_size if copies else 1)
         heads = {"head": self.head, "head_bias": self.head_bias}
@@ -405,17 +375,17 @@ class TrainedWorkload(EngineWorkload):
     def save(self, path: Path) -> None:
         """Write the model in Hugging Face format (rank 0 does); waits for space on a full disk."""
         save = self._engine.save
-        ways = chain([save], repeat(getattr(self._engine, "save_again", save)))  # the other ranks take part once
+        calls = chain([save], repeat(getattr(self._engine, "save_again", save)))  # the other ranks take part once
 
         def attempt() -> None:
-            with local_folder(path) as folder, self._bare_turn():  # not while it waits for space
-                next(ways)(folder)
+            with local_folder(path) as folder, self._bare_turn():  # not locked while it waits for space
+                next(calls)(folder)
 
         with getattr(self._engine, "saving", nullcontext)():
             retry_io(attempt, path)
 
     def state_dict(self) -> dict[str, Any]:
-        """Model, optimizer, version and random states: later steps depend on nothing else, bit for bit."""
+        """Return model, optimizer, version and random states: later steps depend on nothing else, bit for bit."""
         return {"engine": self._engine.state_dict(), "random": get_random_state()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -428,7 +398,7 @@ class TrainedWorkload(EngineWorkload):
         return engine_info(TRAIN_ENGINES, engine.train).redivides
 
     def load_states(self, states: Iterable[Mapping[str, Any]]) -> None:
-        """Every worker takes its part of the model. One of a rank that was there takes over its random state."""
+        """Load this worker's part of the model, and the random state that an earlier worker of its rank had."""
         seed_random(*self._seed)
 
         def engines() -> Iterator[Mapping[str, Any]]:
@@ -441,6 +411,6 @@ class TrainedWorkload(EngineWorkload):
 
 
 def _holds_copies(engine: EngineConfig, device: str, lora: LoraSettings | None) -> bool:
-    """Whether each worker holds the whole model, where the job does not say it."""
+    """Return True if each worker holds the whole model by default."""
     quantized = lora is not None and lora.quantize_base is not None
     return engine.train == "fsdp2" and (device == "cpu" or quantized)

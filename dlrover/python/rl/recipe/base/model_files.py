@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The files of a model before a run starts: whether it can be loaded, its size, vocabulary and room for tokens."""
+"""Checks of a model's files before a run starts, and the model's size, vocabulary and room for tokens."""
 
 import json
 import math
@@ -26,14 +26,12 @@ from dlrover.python.rl.engine.training.eight_bit import BLOCK
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.trainer.workload import Setting
 
-_ALMOST = 0.8
-"""Similarity from which a name is taken to mean a folder rather than a model of the hub."""
+_ALMOST = 0.8  # similarity from which a name is assumed to mean a folder rather than a model of the hub
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json", "vocab.txt")
 
 _INDEX = "model.safetensors.index.json"
-_OLD_WEIGHTS, _OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
-"""Files of weights that Transformers reads where there is no safetensors file."""
+_OLD_WEIGHTS, _OLD_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"  # read without a safetensors file
 
 _HEADER = struct.Struct("<Q")
 _UNREADABLE = (OSError, ValueError, LookupError, TypeError, AttributeError, struct.error)
@@ -46,7 +44,7 @@ def count_parameters(folder: Path) -> int | None:
     """The elements of all tensors in a folder's safetensors files; None if they cannot be read."""
     index = folder / _INDEX
     try:
-        # Folders may have the same weights again, in files that no index names.
+        # a folder may have the same weights twice, in files that no index names
         files = _files_of(index) if index.is_file() else ["model.safetensors"]
         tensors = (item for file in files for item in _read_header(folder / file)[0].items())
         shapes = {name: tensor["shape"] for name, tensor in tensors}
@@ -60,8 +58,7 @@ def _files_of(index: Path) -> list[str]:
 
 
 def _read_header(file: Path) -> tuple[dict[str, Any], int]:
-    """The tensors of a safetensors file, by name, and the bytes that it has if it is whole. See
-    https://github.com/huggingface/safetensors, Format: the length of the header, the header as JSON, the data."""
+    """The tensors of a safetensors file by name, and its size by its header if it is whole."""
     with file.open("rb") as source:
         (length,) = _HEADER.unpack(source.read(_HEADER.size))
         header: dict[str, Any] = json.loads(source.read(min(length, file.stat().st_size)))
@@ -70,7 +67,6 @@ def _read_header(file: Path) -> tuple[dict[str, Any], int]:
 
 
 def _find_weight_fault(folder: Path) -> str:
-    """What is wrong with the files of a model's weights; empty if nothing is."""
     files = sorted(path.name for path in folder.glob("*.safetensors"))
     index = folder / (_INDEX if files or (folder / _INDEX).is_file() else _OLD_INDEX)
     if index.is_file():
@@ -86,22 +82,21 @@ def _find_weight_fault(folder: Path) -> str:
         try:
             size, whole = file.stat().st_size, _read_header(file)[1]
         except _UNREADABLE as error:
-            return f"{file} is no whole file of safetensors: its header cannot be read: {error}"
+            return f"{file} is not a whole safetensors file: its header cannot be read: {error}"
         if size != whole:
-            return f"{file} is not whole: it has {size:,} bytes, and by its header {whole:,}"
+            return f"{file} is not whole: it has {size:,} bytes, but its header describes {whole:,}"
     return ""
 
 
 def moment_bytes(optimizer: OptimizerConfig, lora: LoraSettings | None = None) -> float:
-    """The optimizer's state for each trained parameter; in 8 bits for those of matrices, which are all but a few."""
+    """Bytes of the optimizer's state per trained parameter; in 8 bits assuming that all parameters are in matrices."""
     if optimizer.name == "adamw_8bit":
-        short_rows = 0.0 if lora is None else 1 / (2 * lora.rank)  # half of the adapters have rows of their rank
+        short_rows = 0.0 if lora is None else 1 / (2 * lora.rank)  # rows of half of the adapters are that short
         return 2 + 2 * _FLOAT32 * (1 / BLOCK + short_rows)
     return _FLOAT32 * (2 if optimizer.name == "adamw" else 1 if optimizer.momentum else 0)
 
 
 def device_bytes(engine: EngineConfig, device: str = "cuda:0") -> float | None:
-    """Memory of a CUDA device; None if it is not known here."""
     if engine.device_memory_gb is not None:
         return engine.device_memory_gb * GB
     return float(torch.cuda.get_device_properties(device).total_memory) if torch.cuda.is_available() else None
@@ -114,9 +109,9 @@ def trained_bytes(
     fallback: str | None = None,
     head: Head = "causal",
 ) -> int | None:
-    """The state of a model that is trained, in float32: weights and the optimizer's moments, of the adapters alone and
-    a new ``head`` if there are some. None if neither the model's files are here nor its configuration; ``fallback``:
-    see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
+    """Bytes of the float32 weights and moments of a trained model, with ``lora`` of the adapters and a new ``head``
+    alone. None if neither the model's files nor its configuration are on this machine; ``fallback``: see
+    :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
     shape = shape_of(model, fallback) if lora is not None or head == "token" else None
     shape = shape.with_score_head() if shape is not None and head == "token" else shape
     if lora is not None:
@@ -127,31 +122,31 @@ def trained_bytes(
 
 
 def parameters_of(model: str, fallback: str | None = None) -> int | None:
-    """From the headers of its files, or else from its configuration."""
+    """Count a model's parameters by the headers of its files, or else by its configuration."""
     counted = count_parameters(Path(model).expanduser())
     shape = shape_of(model, fallback) if counted is None else None
     return counted if shape is None else shape.parameters
 
 
 def setting_of_weights(model: str) -> Setting:
-    """The weights that training begins with, which are known of safetensors files here or in the hub's cache."""
+    """The initial weights, identified if their safetensors files are on this machine or in the hub's cache."""
     file, fingerprint = find_config_file(model), ""
-    with suppress(EngineError, OSError, ValueError, LookupError):  # of files that are not whole
+    with suppress(EngineError, OSError, ValueError, LookupError):  # files that are not whole
         fingerprint = fingerprint_files(None if file is None else file.parent)
     return Setting(model, fingerprint or None)
 
 
 def validate_model(model: str, where: str = "config.model") -> list[ConfigError]:
-    """A model given as a path must exist, with whole files of weights. A name like that of a folder beside it is none
-    of the hub's, unless its cache has it; a hub name is looked up if the check is asked to, else when it is loaded."""
+    """Check that a path exists, with whole files of weights. A name that resembles a sibling folder is no hub name,
+    unless the hub's cache has it; a hub name is looked up only if the check includes look-ups."""
     if not model:
         return []  # reported already: it is required
     folder = Path(model).expanduser()
     if not folder.is_dir():
         siblings = folder.parent.glob("*/config.json") if folder.parent.is_dir() else ()
         close = get_close_matches(folder.name, [path.parent.name for path in siblings], 1, _ALMOST)
-        is_meant_so = close and ("/" not in model or not is_cached(model))
-        if is_meant_so or is_path(model) or variable_hint(model):
+        is_misspelled = close and ("/" not in model or not is_cached(model))
+        if is_misspelled or is_path(model) or variable_hint(model):
             advice = f"; did you mean '{folder.parent / close[0]}'?" if close else how_to_cache(model)
             return [ConfigError(where, f"no such folder: {model}{variable_hint(model) or advice}")]
         fault = hub_fault("model", model) if current_lookup() is Lookup.ALL else ""
@@ -167,22 +162,21 @@ def validate_model(model: str, where: str = "config.model") -> list[ConfigError]
 
 
 def validate_vocabulary(model: str, policy: str, where: str) -> list[ConfigError]:
-    """Token ids of the policy have to mean the same tokens to a model. What the files of both leave open is compared
-    when they are loaded, such as tokens that only one names."""
+    """Check that the policy's token ids mean the same tokens to a model, as far as their files say."""
     tokens, wanted = (_vocabulary(Path(name).expanduser()) for name in (model, policy))
     if tokens is None or wanted is None:
         return []
     by_id = {number: token for token, number in wanted.items()}
     for token, number in tokens.items():
         if wanted.get(token, number) != number or by_id.get(number, token) != token:
-            other = f"{wanted[token]}" if token in wanted else f"that of {by_id[number]!r}"
-            what = f"the id of {token!r} is {number} in {model}, and {other} in {policy}"
-            return [ConfigError(where, f"it has another vocabulary than the policy: {what}")]
+            meaning = f"{token!r} has id {wanted[token]}" if token in wanted else f"this is {by_id[number]!r}"
+            message = f"{token!r} has id {number} in {model}, but in {policy} {meaning}"
+            return [ConfigError(where, f"its vocabulary differs from the policy's: {message}")]
     return []
 
 
 def _vocabulary(folder: Path) -> dict[str, int] | None:
-    """Token to id, see https://github.com/huggingface/tokenizers; None if it is not known from the files."""
+    """Map tokens to ids (https://github.com/huggingface/tokenizers); None if the files do not say."""
     try:
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         listed = content["model"]["vocab"]
@@ -192,29 +186,26 @@ def _vocabulary(folder: Path) -> dict[str, int] | None:
         config = json.loads(settings.read_text(encoding="utf-8")) if settings.is_file() else {}
         more = {each["content"]: int(number) for number, each in (config.get("added_tokens_decoder") or {}).items()}
         return {**tokens, **added, **more}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+    except _UNREADABLE:
         return None
 
 
 T = TypeVar("T")
 
-LARGEST = 1000
-"""Rows of a file that a check encodes at most, the largest ones; a run encodes all."""
-
+LARGEST = 1000  # the number of rows, the largest of a file, that a check encodes at most; a run encodes all
 _OPENING, _TEMPLATE = 2, 256
-"""Tokens that a tokenizer may add to a text, and a chat template to a conversation beyond the bytes of its JSON."""
+"""Tokens that a tokenizer may add to a text, and a chat template to the bytes of a conversation's JSON."""
 
 
 def count_room(cfg: Any, generates: bool = False) -> int | None:
-    """The most tokens of a sequence by the model and, if it ``generates``, the option of the rollout engine; None:
-    unknown."""
+    """Maximum tokens of a sequence by the model and, if it ``generates``, the rollout engine's option."""
     option = engine_info(ROLLOUT_ENGINES, cfg.engine.rollout).limit_option if generates else ""
     limits = [count_positions(read_config(cfg.model, cfg.model_config)), cfg.engine.rollout_options.get(option)]
     return min((limit for limit in limits if isinstance(limit, int)), default=None)
 
 
 def find_large(rows: Iterable[T], content: Callable[[T], Any], limit: int) -> list[T]:
-    """The rows that may have more than ``limit`` tokens, the largest first: a token is at least a byte of its text."""
+    """Find the rows that may have more than ``limit`` tokens, the largest first: a token has at least a byte."""
     large = []
     for row in rows:
         written = content(row)
@@ -222,12 +213,12 @@ def find_large(rows: Iterable[T], content: Callable[[T], Any], limit: int) -> li
         text = written if is_text else json.dumps(written, ensure_ascii=False, default=str)
         nbytes = len(text.encode(errors="replace")) + (_OPENING if is_text else _TEMPLATE)
         large += [(nbytes, row)] if nbytes > limit else []
-    return [row for _, row in sorted(large, key=lambda item: -item[0])[:LARGEST]]  # stable: else in their order
+    return [row for _, row in sorted(large, key=lambda item: -item[0])[:LARGEST]]
 
 
 @cache
 def find_tokenizer(model: str) -> Any:
-    """The tokenizer of a model in a folder or in the hub's cache; None if it is elsewhere or cannot be loaded."""
+    """The tokenizer of a model on this machine; None if it is elsewhere or cannot be loaded."""
     file = find_config_file(model)
     try:
         return None if file is None else load_tokenizer(file.parent)
@@ -235,21 +226,19 @@ def find_tokenizer(model: str) -> Any:
         return None
 
 
-def validate_model_config(given: str | None) -> list[ConfigError]:
-    """It has to be a ``config.json``, a folder with one, or a model in this machine's cache of the hub."""
-    if given is None or shape_of(given) is not None:
+def validate_model_config(config_file: str | None) -> list[ConfigError]:
+    """Check that it is a ``config.json``, a folder with one, or a model in this machine's cache of the hub."""
+    if config_file is None or shape_of(config_file) is not None:
         return []
-    path = Path(given).expanduser()
-    if path.exists() or is_cached(given):
-        what = f"{given} is no config.json of a language model, nor a folder with one"
-    else:
-        where = "" if path.is_absolute() else f" in {Path.cwd()}"
-        may_be_of_hub = given.count("/") == 1 and not given.startswith((".", "/", "~")) and not given.endswith(".json")
-        of_hub = ", nor a model in this machine's cache of the hub" if may_be_of_hub else ""
-        missing = next(each for each in (*reversed(path.parents), path) if not each.exists())
-        close = None
+    path = Path(config_file).expanduser()
+    message = f"{config_file} is no config.json of a language model, nor a folder with one"
+    if not path.exists() and not is_cached(config_file):
+        folder = "" if path.is_absolute() else f" in {Path.cwd()}"
+        may_be_of_hub = config_file.count("/") == 1 and config_file[0] not in "./~" and path.suffix != ".json"
+        cached = ", nor a model in this machine's cache of the hub" if may_be_of_hub else ""
+        missing, close = next(each for each in (*reversed(path.parents), path) if not each.exists()), None
         with suppress(OSError):  # below a file, or a folder that may not be listed
             close = nearest(missing.name, os.listdir(missing.parent))
         meant = f"; did you mean '{missing.parent / close}'?" if close else ""
-        what = f"no such file or folder: {given}{where}{of_hub}{meant}"
-    return [ConfigError("config.model_config", what)]
+        message = f"no such file or folder: {config_file}{folder}{cached}{meant}"
+    return [ConfigError("config.model_config", message)]

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Optimizer steps on the rows of a step, and the names of the samples with which one was refused."""
+"""Optimizer steps on the rows of a step, and the names of the samples of a refused update."""
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -22,10 +22,8 @@ WriteRefused: TypeAlias = Callable[[int, SampleRows], None]
 
 @dataclass(frozen=True)
 class UpdatePlan:
-    """How a step's rows, sampled at ``temperature``, are trained on.
-
-    A row's column ``update`` is the number of its optimizer step within a pass, from 0; without that column all rows
-    are in one. ``dtypes`` are those of the columns that further roles compute."""
+    """The optimizer steps on a step's rows, sampled at ``temperature``. The column ``update`` numbers a row's
+    optimizer step within a pass, from 0; without it there is one. ``dtypes`` cast the columns of further roles."""
 
     temperature: float
     updates: int = 1
@@ -34,12 +32,9 @@ class UpdatePlan:
 
 
 def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
-    """Add ``update`` (int64, -1: in none): whole samples, by ``trajectory``, are assigned to at most ``updates``
-    optimizer steps in turn, samples without weight to none. Returns the number of updates too, at most one per weighted
-    sample.
-
-    A row's update does not depend on the number of workers. The weights are multiplied by the number of updates: the
-    mean of their gradients, at the same model, is the gradient of all rows together."""
+    """Add ``update`` (int64, -1: none): whole samples, by ``trajectory``, are assigned to at most ``updates`` optimizer
+    steps in turn, samples without weight to none. Also returns the number of updates, at most one per weighted sample.
+    The weights are multiplied by it, so the mean of the updates' gradients is the gradient of all rows."""
     weight = rows.dense("weight")
     samples = rows.dense("trajectory") if "trajectory" in rows else np.arange(len(rows))
     numbers = {sample: number for number, sample in enumerate(dict.fromkeys(samples[weight > 0].tolist()))}
@@ -49,7 +44,6 @@ def assign_updates(rows: Batch, updates: int) -> tuple[Batch, int]:
 
 
 def check_same_samples(rollouts: Batch, rows: Batch) -> None:
-    """Raise RowsDiffer if, by their ``digest``, the rollouts are not the samples that were scored."""
     if "digest" in rollouts and "digest" in rows:
         differing = np.flatnonzero(np.asarray(rollouts["digest"]) != np.asarray(rows["digest"])).tolist()
         if differing:
@@ -57,8 +51,8 @@ def check_same_samples(rollouts: Batch, rows: Batch) -> None:
 
 
 def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = (), needs: Collection[str] = ()) -> Batch:
-    """The columns of a loss: those that it ``needs`` from rollout workers, the algorithm's (``rows``), and those from
-    other roles, where a column of several roles is stacked, ``[seq, n]``. Raises as :func:`check_same_samples`."""
+    """Join the columns that a loss ``needs`` from rollouts, the algorithm's (``rows``), and the outputs of other roles;
+    a column of several roles is stacked, ``[seq, n]``. Raises RowsDiffer if other rows were scored."""
     check_same_samples(rollouts, rows)
     names = dict.fromkeys([*TRAINED, *(name for name in sorted(needs) if name in rollouts)])
     columns = {**rollouts.select(*names).columns, **rows.columns}
@@ -72,7 +66,7 @@ def join_columns(rollouts: Batch, rows: Batch, aux_outputs: Sequence[Batch] = ()
 
 
 def run_updates(batch: Batch, plan: UpdatePlan, train: Callable[[Batch], UpdateResult]) -> list[UpdateResult]:
-    """Train on the rows of each update, epoch by epoch; a rank without rows of an update takes part too."""
+    """Train on the rows of each update, epoch by epoch; a rank without rows takes part too."""
     parts = [batch]
     if "update" in batch:
         numbers = batch.dense("update")
@@ -82,16 +76,15 @@ def run_updates(batch: Batch, plan: UpdatePlan, train: Callable[[Batch], UpdateR
 
 
 def means_by_weight(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Of an update's sums over tokens by their weights, of which ``weight`` is the sum; others are left as they are."""
+    """Divide an update's weighted sums over tokens by the sum of ``weight``; names with a slash stay as they are."""
     weight = metrics.get("weight", 0.0) or 1.0
     return {name: value if name == "weight" or "/" in name else value / weight for name, value in metrics.items()}
 
 
 def average_metrics(trained: Sequence[UpdateResult]) -> dict[str, float]:
-    """Means over a step's updates, the last learning rate, and the number of skipped updates, which the means leave
-    out unless they are all."""
-    taken = [one for one in trained if not one.skipped] or trained
-    values = [{"loss": one.loss, "grad_norm": one.grad_norm, **means_by_weight(one.metrics)} for one in taken]
+    """Average a step's updates, without the skipped ones; add the last learning rate and their number."""
+    counted = [one for one in trained if not one.skipped] or trained
+    values = [{"loss": one.loss, "grad_norm": one.grad_norm, **means_by_weight(one.metrics)} for one in counted]
     means = {name: sum(one.get(name, 0.0) for one in values) / len(values) for name in values[0]}
     return {**means, "lr": trained[-1].lr, "updates/skipped": float(sum(one.skipped for one in trained))}
 
@@ -106,8 +99,7 @@ def cast_columns(batch: Batch, dtypes: Mapping[str, str]) -> Batch:
 def annotate_errors_with_samples(
     step: int, write_refused: WriteRefused, samples: SampleRows, find_offending: Callable[[], SampleRows]
 ) -> Iterator[None]:
-    """If the update inside is refused, call ``write_refused`` with the offending samples, or all ``samples``, and raise
-    a NonFiniteUpdate that names them (by ``sample``) and the step."""
+    """If the update inside is refused, raise a NonFiniteUpdate with the names of the offending samples."""
     try:
         yield
     except InvocationError as error:
@@ -124,14 +116,14 @@ def annotate_errors_with_samples(
 
 
 def find_nonfinite_rows(batch: Batch, outputs: Array) -> list[int]:
-    """The rows with a NaN or an infinity, in a column of numbers or in the outputs ``[all tokens]`` of the model."""
+    """Find the rows with a NaN or an infinity in a column of numbers or in the model's outputs ``[all tokens]``."""
     tokens = batch.ragged("tokens")
     columns = [*batch.columns.values(), tokens.like(outputs)]
-    return np.flatnonzero(sum((_is_nonfinite(column) for column in columns), np.zeros(len(batch), dtype=bool))).tolist()
+    flags = [_is_nonfinite(column) for column in columns]  # each ``[rows]``
+    return np.flatnonzero(np.any(flags, axis=0)).tolist()
 
 
 def _is_nonfinite(column: object) -> Array:
-    """``[rows]``."""
     if isinstance(column, Ragged):
         values = _is_nonfinite(column.values)
         return np.array([bool(row.any()) for row in Ragged(values, column.offsets)], dtype=bool)

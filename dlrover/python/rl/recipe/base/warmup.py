@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Does in a standby process what engines import and build on their first use, which takes seconds: a tiny model is
-built, used as in a run, and discarded. No disk, no accelerator; the random state stays unchanged."""
+"""Warm-up of standby processes: use a tiny model as in a run, so that imports and first-use costs, which take seconds,
+are over. It uses no disk and no accelerator, and preserves the random state."""
 
 import gc
 from typing import Any
@@ -24,18 +24,11 @@ from dlrover.python.rl.engine.weight_sync.transports import TRANSPORTS
 
 TRANSPORTS.load("auto")
 
-_SHAPE = {
-    "hidden_size": 8,
-    "intermediate_size": 8,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "max_position_embeddings": 16,
-}
+_SHAPE = {"hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16}
+_SHAPE |= {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 def warm_actor() -> None:
-    """An update, a commit and its restoration."""
     with preserve_random_state():
         engine = Fsdp2TrainEngine(_throwaway_spec(), OptimizerConfig(lr=1e-3))
         engine.step(_make_batch(), EngineLoss(make_algorithm("grpo")))

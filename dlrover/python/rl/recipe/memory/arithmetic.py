@@ -1,42 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a job's models take on each device, by arithmetic, before anything starts.
+"""Arithmetic of the memory that a job's models take on each device, before anything starts.
 
-With FSDP2, of ``P`` parameters on ``s`` ranks that divide them, with ``w`` bytes a number (2 in bf16, 4 in fp32) and
-``t`` tokens in a pass::
+Numbers of weights and activations have ``width`` bytes, 2 in bf16 and 4 in fp32; master weights, gradients and moments
+are float32. Each role has to fit by itself, since roles that share a device have it one at a time.
 
-    weights      trained: 4 P / s, and 2 P more in bf16 where s is 1; else w P / s, with s 1 but for shard_frozen
-                 with adapters w P and those of the adapters, and of a head of one score, which is trained too; of
-                 matrices with quantize_base 0.5625 bytes a number
-    gradients    4 P / s
-    optimizer    8 P / s with AdamW, 2.03 P / s in 8 bits, and more of adapters, whose rows are short
-                 with optimizer_on_host none of it, and w P of the weights where s is 1; 16 P / s are on the host,
-                 and the largest tensor of the exchange has 4 bytes
-    gathered     where s > 1: two layers and what lies outside of the layers, w bytes each; trained, also the gradients
-                 of one layer, in float32 too, and of the latter; with quantize_base the largest matrix of a layer,
-                 and where s > 1 half a byte more of its numbers
-    activations  t x layers x (8 + 4 w) hidden + w (2 queries + 2 keys + 4 intermediate), and with
-                 gradient_checkpointing t x w hidden x layers; those of one layer are there after the logits, and
-                 count as far as they are more (the gradient of the output layer may still be there)
-    logits       2 w t x vocabulary, or of one chunk, and the gradient of the output layer: 4 + w bytes a weight
-    kv cache     2 w keys x layers for each token of the sequences that are decoded at once, whose length the torch
-                 engine rounds up
-    exchange     after the passes: where s > 1 gradients outside of the layers, 2 w + 4 bytes each; or the largest
-                 tensor
-
-With the engines of :data:`STATE_ONLY`, whose passes come on top and are not computed, on ``n`` workers::
-
-    deepspeed   weights    w P, of ZeRO 3 w P / n, and 4 P / n; with adapters the second are those that are trained
-                gradients  4 P / n, and of ZeRO 3 a bucket of as many as there are, 2^27 at most, 4 bytes each
-                optimizer  8 P / n, 2.03 P / n in 8 bits
-                with optimizer_on_host w P, or w P / n, of the weights alone, and the bucket
-    megatron    a stage of p has its share of the layers, and an embedding or an output layer; t ranks divide it, and
-                n / (p t) have copies; of its Q parameters
-                weights    2 Q and 4 Q p t / n in bf16, 4 Q in fp32
-                gradients  4 Q
-                optimizer  8 Q p t / n, 2.03 Q p t / n in 8 bits
-    frozen      w P
-
-Roles that share a device have it one at a time, so each has to fit by itself.
+- FSDP2 gathers two layers at a time, and what lies outside of the layers. Activations of a token are (8 + 4 width)
+  hidden + width (2 queries + 2 keys + 4 intermediate) per layer, or width x hidden if they are recomputed; one layer's
+  are then recomputed after the logits are freed, so the larger of both counts.
+- With ``optimizer_on_host`` the host holds 16 bytes per parameter, and the device the largest tensor of the exchange.
+- Of DeepSpeed and Megatron (:data:`STATE_ONLY`) only weights, gradients and optimizer are computed: passes come on top.
 """
 
 import math
@@ -54,27 +26,20 @@ from dlrover.python.rl.recipe.base.config import AUTO, MOST_TOKENS, EngineConfig
 from dlrover.python.rl.recipe.base.model_files import moment_bytes
 
 FEW_TOKENS, FEWEST_TOKENS = 4096, 1024
-"""Of a pass: fewer than the first are used where nothing else helps, and never fewer than the second."""
+"""Tokens of a pass: fewer than the first are chosen only if nothing else fits, and never fewer than the second."""
 
-STATE_ONLY = ("deepspeed", "megatron")
-"""Train engines of which weights, gradients and optimizer are computed."""
+STATE_ONLY = ("deepspeed", "megatron")  # train engines whose passes are not computed
+_QUANTIZED = 0.5 + 4 / 64  # bytes of a number in 4 bits, in blocks of 64 with a float32 scale
 
-_QUANTIZED = 0.5 + 4 / 64
-"""Bytes of a number in 4 bits, in blocks of 64 with a float32 scale."""
+ON_HOST = ("fsdp2", "deepspeed")  # train engines with the option ``optimizer_on_host``
+_BUCKET = 1 << 27  # gradients in a bucket of DeepSpeed
 
-ON_HOST = ("fsdp2", "deepspeed")
-"""Train engines with the option ``optimizer_on_host``."""
-
-_BUCKET = 1 << 27
-"""Gradients of a bucket of DeepSpeed's."""
-
-SIZED = 0.8
-"""Of a device's memory, for what the system chooses by the arithmetic, which is not exact."""
+SIZED = 0.8  # share of a device's memory that automatic choices may fill: the arithmetic is not exact
 
 
 @dataclass(frozen=True)
 class ModelUse:
-    """What a role does with a model."""
+    """The use of a model by a role."""
 
     kind: Literal["trained", "frozen", "rollout"]
     model: str
@@ -82,14 +47,14 @@ class ModelUse:
     optimizer: OptimizerConfig = OptimizerConfig()
     lora: LoraSettings | None = None
     head: Head = "causal"
-    longest: int = 0  # tokens of what has to be in one pass
-    bounded: bool = True  # nothing longer comes
-    sharded_class: str = ""  # of a frozen model of which each worker may hold a part
+    longest: int = 0  # tokens of the longest row, which has to be in one pass
+    bounded: bool = True  # no row can be longer
+    sharded_class: str = ""  # the workload class whose workers hold a part of a frozen model each
 
 
 @dataclass(frozen=True)
 class PlannedBytes:
-    """Of one device, by owner."""
+    """Bytes on one device, by owner."""
 
     weights: float
     gradients: float = 0.0
@@ -102,18 +67,16 @@ class PlannedBytes:
 
     @property
     def resting(self) -> float:
-        """Between the calls of an engine that stays on its device."""
+        """Bytes between the calls of an engine that stays on its device."""
         return self.weights + self.optimizer + self.kv_cache
 
     @property
     def peak(self) -> float:
-        kept = self.weights + self.gradients + self.optimizer + self.kv_cache
-        return kept + max(self.gathered + self.activations + self.logits, self.exchange)
+        return self.resting + self.gradients + max(self.gathered + self.activations + self.logits, self.exchange)
 
 
 def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedBytes:
-    """Compute the memory of a role's device, of its state alone with an engine of :data:`STATE_ONLY`. ``engine`` is
-    resolved, and its sizes divide the workers."""
+    """Compute the memory of a role's device; ``engine`` is resolved, and its sizes divide the workers."""
     width = 2 if engine.dtype == "bf16" else 4
     if use.kind == "rollout":
         divisor = engine.rollout_tensor_parallel_size
@@ -137,7 +100,6 @@ def bytes_of(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> PlannedB
 
 
 def has_state_only(use: ModelUse, engine: EngineConfig) -> bool:
-    """Return True if the passes of an engine come on top of :func:`bytes_of`."""
     return use.kind != "rollout" and engine.train in STATE_ONLY
 
 
@@ -146,10 +108,10 @@ def _of_fsdp2(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int
     tensor, context = sizes.tensor_parallel_size, sizes.context_parallel_size
     shards = use.members // sizes.ddp_size
     gathers = shards > tensor * sizes.pipeline_parallel_size
-    changed, on_host = _changed(shape, use), is_on_host(engine)
+    changed, on_host = _count_trained(shape, use), is_on_host(engine)
     master, copy = 0 if on_host and not gathers else 4, 0 if gathers or (width == 4 and not on_host) else width
     frozen = 0.0 if use.lora is None else _base(shape, use.lora, width)
-    has_gradients = use.lora is None  # of layers; those of adapters are few
+    has_gradients = use.lora is None  # gradients of adapters are few
     matrices = shape.matrices / shape.layers if is_quantized(use) else 0
     gathered = 2 * (width * (shape.layer - matrices) + _QUANTIZED * matrices) + width * shape.outside
     if has_gradients:
@@ -177,7 +139,7 @@ def _of_fsdp2(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int
 
 
 def sizes_of(use: ModelUse, engine: EngineConfig) -> ParallelSizes:
-    """Of a model that is trained: by default the workers hold copies of a quantized one, and shard others."""
+    """Return the sizes for a trained model: by default workers hold copies of a quantized model, and shard others."""
     return engine.parallel or ParallelSizes(ddp_size=use.members if is_quantized(use) else 1)
 
 
@@ -186,35 +148,33 @@ def is_quantized(use: ModelUse) -> bool:
 
 
 def _base(shape: ModelShape, lora: LoraSettings, width: int) -> float:
-    """Bytes of the model that adapters are added to."""
-    parameters = shape.parameters - shape.head  # which is trained
+    parameters = shape.parameters - shape.head  # the head is trained
     if lora.quantize_base is None:
         return width * parameters
     return width * (parameters - shape.matrices) + _QUANTIZED * shape.matrices
 
 
-def _changed(shape: ModelShape, use: ModelUse) -> float:
-    """Parameters that are trained."""
+def _count_trained(shape: ModelShape, use: ModelUse) -> float:
     return shape.parameters if use.lora is None else shape.trained_parameters(use.lora)
 
 
 def is_on_host(engine: EngineConfig) -> bool:
-    """Whether the float32 weights and the moments of trained models are in the host's memory."""
+    """Return True if the float32 weights and the moments of trained models are in host memory."""
     return engine.train in ON_HOST and engine.train_options.get("optimizer_on_host") is True
 
 
 def host_bytes(shape: ModelShape, use: ModelUse, engine: EngineConfig) -> float:
-    """Of one worker: float32 weights, gradients and moments."""
+    """Bytes of host memory per worker: float32 weights, gradients and moments."""
     if use.kind != "trained" or not is_on_host(engine):
         return 0.0
     shape = shape.with_score_head() if use.head == "token" else shape
     sizes = sizes_of(use, engine)
-    return (8 + moment_bytes(use.optimizer, use.lora)) * _changed(shape, use) * sizes.ddp_size / use.members
+    return (8 + moment_bytes(use.optimizer, use.lora)) * _count_trained(shape, use) * sizes.ddp_size / use.members
 
 
 def _of_deepspeed(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: int) -> PlannedBytes:
     members, stage = use.members, engine.train_options.get("zero_stage", 3)
-    trained = _changed(shape, use)
+    trained = _count_trained(shape, use)
     whole = width * trained + (0.0 if use.lora is None else _base(shape, use.lora, width))
     weights, bucket = (whole / members, 4 * min(trained, _BUCKET)) if stage == 3 else (whole, 0)
     if is_on_host(engine):
@@ -234,7 +194,7 @@ def _of_megatron(shape: ModelShape, use: ModelUse, engine: EngineConfig, width: 
 
 
 def _of_layer(shape: ModelShape, width: int, tensor: int) -> float:
-    """Of a token. Norms are computed in float32, and on every tensor-parallel rank."""
+    """Bytes of a token. Norms are computed in float32, on every tensor-parallel rank."""
     norms = (8 + 4 * width) * shape.hidden
     return norms + width * (2 * shape.queries + 2 * shape.keys + 4 * shape.intermediate) / tensor
 
@@ -249,17 +209,13 @@ def _has_chunks(shape: ModelShape, tokens: float, tensor: int) -> bool:
     return tokens * shape.vocabulary > CHUNK_ELEMENTS and tensor == 1 and shape.raw_logits
 
 
-# -- passes that fit ---------------------------------------------------------------------------------------------------
-
-
 def has_auto_passes(engine: EngineConfig) -> bool:
     return AUTO in (engine.max_tokens_per_microbatch, engine.gradient_checkpointing)
 
 
 def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, capacity: float | None) -> EngineConfig:
-    """Return ``engine`` without ``auto`` for the passes of a model that is trained or evaluated: the best of
-    :func:`pass_choices` that fits a device of ``capacity`` bytes, or else the smallest. Where the memory is not known,
-    :data:`MOST_TOKENS` tokens, recomputed."""
+    """Return ``engine`` without ``auto`` for the passes of a model: the best of :func:`pass_choices` that fits
+    ``capacity`` bytes, or else the smallest; if the memory is unknown, :data:`MOST_TOKENS` tokens, recomputed."""
     if not has_auto_passes(engine):
         return engine
     if shape is None or capacity is None or engine.train != "fsdp2":
@@ -272,13 +228,12 @@ def size_passes(engine: EngineConfig, use: ModelUse, shape: ModelShape | None, c
 
 
 def pass_choices(engine: EngineConfig, use: ModelUse) -> list[tuple[int, bool]]:
-    """List the tokens of a pass, and True for recomputed activations, from the best choice on: as many tokens as the
-    engine may have, at least those of the longest row. Activations are kept if that is possible with :data:`FEW_TOKENS`
-    or more, and all rows are known to fit a pass."""
-    most = engine.tokens_of_a_pass
-    fewest = min(max(FEWEST_TOKENS, use.longest), most)
-    sizes = [most >> number for number in range((most // fewest).bit_length())]
+    """List the tokens of a pass, and True for recomputed activations, the best choice first: activations are kept if
+    that is possible with at least :data:`FEW_TOKENS`, and all rows are known to fit a pass."""
+    limit = engine.tokens_of_a_pass
+    fewest = min(max(FEWEST_TOKENS, use.longest), limit)
+    sizes = [limit >> number for number in range((limit // fewest).bit_length())]
     checkpointing = engine.gradient_checkpointing
     recomputes = checkpointing is True or (checkpointing == AUTO and not use.bounded)
-    ways = (False,) if use.kind != "trained" else (True,) if recomputes else (False, True)
-    return sorted(product(sizes, ways), key=lambda choice: (choice[0] < FEW_TOKENS, choice[1], -choice[0]))
+    flags = (False,) if use.kind != "trained" else (True,) if recomputes else (False, True)
+    return sorted(product(sizes, flags), key=lambda choice: (choice[0] < FEW_TOKENS, choice[1], -choice[0]))

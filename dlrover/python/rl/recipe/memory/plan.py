@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The memory that a job's models take on each device. Before anything starts there is a table for people, and what to
-change where something cannot fit; the arithmetic is in ``arithmetic``.
+"""The plan of the memory of a job's devices: a table before anything starts, with a remedy for what does not fit, and
+the choices of a run by the memory of its devices.
 
-By the memory of a run's devices, :func:`choose_passes` decides how many tokens the passes of engines have, whether
-activations are recomputed, and whether roles that share a device leave it for each other. The trainer chooses once in a
-run, so that all ranks and their replacements compute alike: a trainer that replaces another one makes the same calls,
-as in all of ``init``, and workers answer them from what they keep, also the one with the choice.
+:func:`choose_passes` is called once in a run, so that all ranks and their replacements compute alike: a replaced
+trainer repeats the calls of ``init``, and workers answer them from their records, the choice among them.
 """
 
 from collections import Counter
@@ -43,9 +41,7 @@ from dlrover.python.rl.trainer.port import gather
 
 _LOG = get_logger(__name__)
 
-_USABLE = 0.92
-"""Of a device's memory: the rest is CUDA's own, and lost between blocks."""
-
+_USABLE = 0.92  # share of a device's memory: CUDA takes the rest, and fragmentation
 _MOST_MEMBERS = 1024
 
 _STATE = ("weights", "gradients", "optimizer")
@@ -54,18 +50,17 @@ _COLUMNS = ("weights", "gradients", "optimizer", "gathered", "activations", "log
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """The uses of a job's models by role, where ``engine`` is resolved, on CUDA."""
+    """The uses of a job's models on CUDA by role; ``engine`` is resolved."""
 
     uses: Mapping[RLRoleType, ModelUse]
     engine: EngineConfig
-    model: str = ""  # the policy's
-    model_config: str | None = None  # of that
+    model: str = ""  # the policy
+    model_config: str | None = None  # the policy's
     device_bytes: float | None = None  # of the job's devices, or else of this machine's
-    chosen: str = ""  # the passes, where they were ``auto``
+    chosen: str = ""  # a line about passes that were ``auto``
 
     def sized(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
-        """Yield the roles whose memory is computed, of models whose shape is known, and sizes that divide their
-        workers; where they do not, another check reports it."""
+        """Yield the roles whose memory is computed; another check reports sizes that do not divide their workers."""
         for role, use in self.uses.items():
             is_computed = use.kind == "rollout" or self.engine.train in ("fsdp2", *STATE_ONLY)
             shape = self._shape_of(use) if is_computed and _divides(self.engine, use) else None
@@ -73,7 +68,7 @@ class MemoryPlan:
                 yield role, use, shape
 
     def known(self) -> Iterator[tuple[RLRoleType, ModelUse, ModelShape]]:
-        """Yield the roles whose passes are computed, too."""
+        """Yield the roles of :meth:`sized` whose passes are computed, too."""
         return (each for each in self.sized() if not has_state_only(each[1], self.engine))
 
     def _shape_of(self, use: ModelUse) -> ModelShape | None:
@@ -81,27 +76,25 @@ class MemoryPlan:
 
     @property
     def kept_bytes(self) -> float:
-        """Of the weights that an actor keeps on its device for a rollout with ``weight_sync: cuda_ipc``, where they are
-        known: two versions, or the model under adapters."""
+        """Bytes of two versions of the weights, or of the model under adapters, for ``weight_sync: cuda_ipc``."""
         sent = sum(bytes_of(shape, use, self.engine).weights for _, use, shape in self.known() if use.kind == "rollout")
         return sent if self.engine.lora is not None else 2 * sent
 
     def size_passes(self) -> "MemoryPlan":
-        """The same without ``auto`` for passes: the largest that fit every role that trains or evaluates."""
+        """Return the plan with the largest passes that fit every role that trains or evaluates in place of ``auto``."""
         uses = [use for use in self.uses.values() if use.kind != "rollout" and _divides(self.engine, use)]
         if not has_auto_passes(self.engine) or not uses:
             return self
-        found = [(use, size_passes(self.engine, use, self._shape_of(use), self.device_bytes)) for use in uses]
-        recompute = any(engine.recomputes for use, engine in found if use.kind == "trained")
-        tokens = min(engine.tokens_of_a_pass for _, engine in found)
+        engines = [size_passes(self.engine, use, self._shape_of(use), self.device_bytes) for use in uses]
+        recompute = any(each.recomputes for use, each in zip(uses, engines, strict=True) if use.kind == "trained")
+        tokens = min(engine.tokens_of_a_pass for engine in engines)
         recomputed = ", activations recomputed" if recompute else ""
         later = "; they are sized once the devices are known (engine.device_memory_gb)"
         chosen = f"  passes of {tokens:,} tokens{recomputed}{later if self.device_bytes is None else ''}"
         return replace(self, engine=self.engine.with_passes(tokens, recompute), chosen=chosen)
 
     def lines(self) -> list[str]:
-        """A table for people, the roles that it lacks, and what does not fit on this machine's devices; empty without a
-        model on a device."""
+        """Return a table, the roles that it lacks, and what does not fit on this machine's devices."""
         if not self.uses:
             return []
         engine, rows, states = self.engine, list[list[str]](), list[str]()
@@ -137,8 +130,7 @@ class MemoryPlan:
         return [f"memory of each device, GB{capacity}:", *_table(rows), *notes]
 
     def _with_cache(self, use: ModelUse, planned: PlannedBytes) -> PlannedBytes:
-        """Return the plan of a rollout with the cache that it takes: of the size that the job says; or what there is of
-        its share, but of an engine that does not fill its device no more than it could use."""
+        """Return the plan of a rollout with its cache: its size in the job, or the remainder of its share."""
         if use.kind != "rollout":
             return planned
         if size := self.engine.rollout_options.get("kv_cache_bytes"):
@@ -150,12 +142,11 @@ class MemoryPlan:
         return replace(planned, kv_cache=room if fills else min(planned.kv_cache, room))
 
     def find_errors(self) -> list[ConfigError]:
-        """Report what cannot fit on devices of ``engine.device_memory_gb``, and what to change."""
         misfits = self._misfits() if self.engine.device_memory_gb is not None else []
         return [ConfigError("config.engine", message) for message in misfits]
 
     def _misfits(self) -> list[str]:
-        """The roles that do not fit: their bytes, and the first of the levers with which they do."""
+        """Return a message about each role that does not fit: its bytes, and the first remedy."""
         messages, capacity, engine = list[str](), self.device_bytes, self.engine
         if capacity is None:
             return messages
@@ -191,7 +182,6 @@ def _needed_bytes(use: ModelUse, planned: PlannedBytes, engine: EngineConfig) ->
 
 
 def _divides(engine: EngineConfig, use: ModelUse) -> bool:
-    """Whether the engine's sizes divide the workers of a role that trains."""
     if use.kind != "trained":
         return True
     try:
@@ -201,14 +191,11 @@ def _divides(engine: EngineConfig, use: ModelUse) -> bool:
     return True
 
 
-# -- what makes a role fit --------------------------------------------------------------------------------------------
-
-Changes: TypeAlias = dict[str, Any]
-"""Settings by the names that they have in a job."""
+Changes: TypeAlias = dict[str, Any]  # settings by their names in a job
 
 
 def _find_change(role: RLRoleType, use: ModelUse, shape: ModelShape, engine: EngineConfig, limit: float) -> str:
-    """Name the first lever, alone or with smaller passes, with which a role takes at most ``limit`` bytes."""
+    """Name the first change, alone or with smaller passes, with which a role takes at most ``limit`` bytes."""
     name, passes = f"workload.{role.lower()}", [Changes()]
     if use.kind != "rollout" and engine.train == "fsdp2":
         passes = [
@@ -233,7 +220,7 @@ def _find_change(role: RLRoleType, use: ModelUse, shape: ModelShape, engine: Eng
 
 
 def _levers(name: str, use: ModelUse, engine: EngineConfig) -> Iterator[Changes]:
-    """Yield none, then a division of the model over the workers, the optimizer on the host, and more workers."""
+    """Yield no change, a division of the model over the workers, the optimizer on the host, and more workers."""
     sizes, divisions = engine.parallel or ParallelSizes(), list[Changes]()
     if use.kind == "rollout":
         key = "engine.rollout_tensor_parallel_size"
@@ -279,11 +266,8 @@ def _gb(nbytes: float) -> str:
     return f"{nbytes / GB:,.1f}" if nbytes else "-"
 
 
-# -- what a run chooses by the memory of its devices ------------------------------------------------------------------
-
-
 def choose_passes(trainer: Any, cfg: Any, uses: Mapping[RLRoleType, ModelUse]) -> EngineConfig:
-    """Return ``cfg.engine`` without ``auto`` for passes and offload, and for weight sync where it is not ``pull``."""
+    """Return ``cfg.engine`` without ``auto`` for passes and offload, and with ``cuda_ipc`` for ``auto`` if possible."""
     engine: EngineConfig = cfg.engine
     may_stay = engine.offload == AUTO or (engine.offload is False and engine.weight_sync == AUTO)
     asks = may_stay and engine.device.startswith("cuda")
@@ -319,8 +303,8 @@ def choose_passes(trainer: Any, cfg: Any, uses: Mapping[RLRoleType, ModelUse]) -
 def weights_stay(
     plan: MemoryPlan, shares: Mapping[RLRoleType, Sequence[DeviceShare | None]], unplanned: Collection[RLRoleType] = ()
 ) -> bool:
-    """Whether the weights between an actor and a rollout can be kept on their device: they have one, whose memory one
-    opens to the other, and it has room for them where all engines stay."""
+    """Return True if the weights between an actor and a rollout can be kept on their device: they share it, one can
+    open the memory of the other, and it has room for the weights beside all engines."""
     sides = [shares.get(role, ()) for role in (RLRoleType.ACTOR, RLRoleType.ROLLOUT)]
     members = [share for side in sides for share in side if share is not None and share.opens]
     if [len(side) for side in sides] != [1, 1] or len(members) != 2 or len({share.place for share in members}) != 1:
@@ -334,9 +318,8 @@ def all_stay(
     unplanned: Collection[RLRoleType] = (),
     more: float = 0.0,
 ) -> bool:
-    """Whether workers that have devices in turn can keep what they have there: all of it fits, with ``more`` bytes.
-    False where the needs of one are not known, as of ``unplanned`` roles, which the plan lacks, or where rows may be
-    longer than planned."""
+    """Return True if workers that use a device in turn can all stay on it, with ``more`` bytes. False if the needs of
+    one are unknown, as of ``unplanned`` roles, which the plan lacks, or if rows may be longer than planned."""
     planned = {role: bytes_of(shape, use, plan.engine) for role, use, shape in plan.known() if use.bounded}
     places: dict[str, list[tuple[RLRoleType, DeviceShare]]] = {}
     for role, share in ((role, share) for role, members in shares.items() for share in members if share is not None):
@@ -357,17 +340,14 @@ def all_stay(
 
 
 def _all_of(method: Any, *arguments: Any) -> list[Any]:
-    """The answers of all workers, also of those that compute on the same rows."""
+    """Call all workers, also those that compute on the same rows, and return their answers."""
     return gather(method.options(blocking=False)(*arguments).refs, None)
 
 
 def smallest_device(
-    engine: EngineConfig,
-    uses: Mapping[RLRoleType, ModelUse],
-    shares: Mapping[RLRoleType, Sequence[DeviceShare | None]],
+    engine: EngineConfig, uses: Mapping[RLRoleType, ModelUse], shares: Mapping[RLRoleType, Sequence[DeviceShare | None]]
 ) -> float | None:
-    """Bytes that each worker which trains or evaluates has for itself: of a device that workers have at the same time,
-    its part. None where nothing is known."""
+    """Bytes for each worker that trains or evaluates: those that compute at the same time divide a device."""
     if engine.device_memory_gb is not None:
         return engine.device_memory_gb * GB
     users = Counter(share.place for members in shares.values() for share in members if share is not None)

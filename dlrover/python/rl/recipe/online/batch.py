@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The batch of a step: its rows, the columns that further roles compute for it, and its samples in the run's folder."""
+"""The batch of a step, the columns that further roles compute for it, and its samples in the run's folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,21 +23,21 @@ from dlrover.python.rl.trainer.shard import Shard
 @dataclass(frozen=True)
 class StepBatch:
     """The rows of a step: groups in the order they were requested, retries at the end. Tokens and texts stay with the
-    rollouts until a role needs them; the trainer has references, the order of the rows, and a few numbers of each."""
+    rollouts until a role needs them; the trainer has references, the order of the rows, and a few numbers per row."""
 
-    rollouts: Pending  # pending batches, which the trainer never reads
-    rows: tuple[int, ...]  # those of ``rollouts`` that are trained on, in order
-    scored: Batch  # what the trainer knows of these rows
+    rollouts: Pending  # batches that the trainer never reads
+    rows: tuple[int, ...]  # the rows of ``rollouts`` to train on, in order
+    scored: Batch  # the numbers of these rows
     groups: int
     total: int  # rows of ``rollouts``
     filtered: tuple[Batch, ...] = ()  # ``scored`` of groups whose rewards are all alike
-    filtered_rows: tuple[int, ...] = ()  # these rows of ``rollouts``
-    # As the algorithm sees them: without the rewards of rows that it may not train on.
+    filtered_rows: tuple[int, ...] = ()  # their rows in ``rollouts``
+    # ``scored`` for the algorithm: without the rewards of rows that it may not train on
     train_rows: Batch = field(default_factory=lambda: Batch({}))
 
     @classmethod
     def from_rollouts(cls, rollouts: Pending, scored: Batch, order: npt.NDArray[np.int64], groups: int) -> "StepBatch":
-        """All rows of ``rollouts`` in this order; ``scored`` is in that of ``rollouts``."""
+        """Make a batch of all rows of ``rollouts`` in ``order``; ``scored`` is in the order of ``rollouts``."""
         rows = order.tolist()
         return cls(rollouts, tuple(rows), scored.take(rows), groups, len(rows))
 
@@ -56,7 +56,7 @@ class StepBatch:
         )
 
     def drop_uniform_groups(self, rewards: npt.NDArray[np.float64]) -> "StepBatch":
-        """Filter out the groups whose rewards are all alike; ``rewards`` is ``[rows]``, NaN in untrained samples."""
+        """Filter out groups whose rewards are all alike; ``rewards`` is ``[rows]``, NaN for untrained samples."""
         ids, samples = self.scored.dense("prompt_id"), SampleView.of(self.scored.with_columns(reward=rewards))
         is_varied = find_varied_groups(samples.prompt_id, samples.reward, samples.counted)[samples.of_row]
         varied, uniform = np.flatnonzero(is_varied).tolist(), np.flatnonzero(~is_varied).tolist()
@@ -71,21 +71,16 @@ class StepBatch:
             filtered_rows=(*self.filtered_rows, *(self.rows[row] for row in uniform)),
         )
 
-    # -- dividing -----------------------------------------------------------------------------------------------------
-
     @property
     def samples(self) -> Shard:
-        """The rows that are trained on, for at most as many workers as there are rows."""
         return Shard(self.rollouts, rows=self.rows)
 
     def shard_evenly(self, ranks: int) -> Shard:
-        """The same for ranks that all have to take part: with fewer rows than ranks, some get none."""
-        rows = range(len(self.rows))
-        cuts = even_cuts(len(rows), ranks)
-        return self.shard([rows[start:stop] for start, stop in zip(cuts, cuts[1:], strict=False)])
+        """Shard the rows over ranks that all take part: with fewer rows than ranks, some get none."""
+        cuts = even_cuts(len(self.rows), ranks)
+        return self.shard([range(start, stop) for start, stop in zip(cuts, cuts[1:], strict=False)])
 
     def balance(self, ranks: int, update: npt.NDArray[np.int64]) -> list[tuple[int, ...]]:
-        """Divide the rows so that all ranks have about as many tokens in each ``update`` ``[rows]``."""
         tokens, parts = self.scored.dense("token_count"), [list[int]() for _ in range(ranks)]
         for number in np.unique(update):
             rows = np.flatnonzero(update == number)
@@ -96,29 +91,24 @@ class StepBatch:
     def shard(self, parts: Sequence[Sequence[int]]) -> Shard:
         return Shard(self.rollouts, rows=[[self.rows[row] for row in part] for part in parts])
 
-    # -- reporting ----------------------------------------------------------------------------------------------------
-
     @property
     def all_rows(self) -> Batch:
-        """``scored`` with the rows that are filtered out at the end."""
+        """``scored``, followed by the rows that are filtered out."""
         return Batch.concat([self.scored, *self.filtered])
 
     @property
     def all_numbers(self) -> tuple[int, ...]:
-        """The numbers in ``rollouts`` of :attr:`all_rows`."""
         return (*self.rows, *self.filtered_rows)
 
     def metrics(self) -> dict[str, float]:
-        """The number of groups filtered out and the staleness of the others, where there is any."""
+        """Return the number of groups filtered out, and the staleness of samples if rollouts run ahead."""
         metrics = {}
         if self.filtered:
             metrics["groups/filtered"] = float(sum(len(np.unique(rows.dense("prompt_id"))) for rows in self.filtered))
         if "staleness" in self.scored and len(self.scored):
             staleness = merge_rows(self.scored).dense("staleness")
-            metrics |= {
-                "samples/staleness_mean": float(staleness.mean()),
-                "samples/staleness_max": float(staleness.max()),
-            }
+            metrics["samples/staleness_mean"] = float(staleness.mean())
+            metrics["samples/staleness_max"] = float(staleness.max())
         return metrics
 
 
@@ -128,8 +118,8 @@ class AuxOutput:
 
     The workload's ``method`` takes rollouts (see :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`) and
     ``args``, and returns ``columns`` (name to numpy dtype), ragged ``[rows, seq]``, 0 outside the action mask; a column
-    of several roles is stacked, ``[rows, seq, roles]``. ``init`` are the arguments of ``init_model``, called before the
-    first step; None: it has none. ``collective``: every rank is called, even without a row."""
+    of several roles is stacked, ``[rows, seq, roles]``. ``init`` are the arguments of ``init_model``; None: it is not
+    called. ``collective``: every rank is called, even without a row."""
 
     role: str
     method: str
@@ -148,11 +138,10 @@ def name_samples(rows: Batch) -> list[dict[str, Any]]:
 
 
 def select_logged(scored: Batch, rows: int) -> Batch:
-    """The columns of ``samples.jsonl`` but the texts, and ``digest``: ``row`` is the prompt's number among the ``rows``
-    of its file; rows with the same ``trajectory`` are one sample."""
+    """Return ``digest`` and the columns of ``samples.jsonl`` except texts: ``row`` is the prompt's number among the
+    ``rows`` of its file; rows with the same ``trajectory`` are one sample."""
     logged = scored.with_columns(trajectory=number_samples(scored), row=scored.dense("prompt_id") % rows)
-    names = [name for name in (*NUMBERS, "digest") if name in logged]
-    return logged.select(*names, *part_columns(scored), "row")
+    return logged.select(*(name for name in (*NUMBERS, "digest") if name in logged), *part_columns(scored), "row")
 
 
 class SampleLog:
@@ -160,17 +149,14 @@ class SampleLog:
 
     ::
 
-        ROLLOUT[0..n].texts: what each has generated ------------.
-                                                                 v
-        scored rows -> trainer: numbers, and their order -> ROLLOUT[0].write_samples -> samples.jsonl
-                                                                 '-> what the console and tables show -> RunLog
+        ROLLOUT[0..n].texts ----------------------------------------.
+                                                                    v
+        scored rows -> trainer: numbers and their order -> ROLLOUT[0].write_samples -> samples.jsonl
+                                                                    '-> excerpt for console and tables -> RunLog
 
-    A step has two calls of ROLLOUT[0]: one removes what an earlier attempt of it or of later ones has left, the other
-    writes there. A worker that has done a call answers its repetition without doing it again, so the lines that a
-    killed trainer has had written stay, and its successor may not cut the file. Another worker does both calls.
-
-    A folder that other nodes do not see, since the run's files are in an object store, is the trainer's to write: the
-    texts come to it. As part of a trainer's ``state`` it keeps where the lines end."""
+    A step calls ROLLOUT[0] to remove the lines of it and of later steps, and then to write its own. A worker answers a
+    repeated call from its record, so a replaced trainer does not cut the lines of its predecessor. If the run's files
+    are in an object store, the trainer fetches the texts and writes them. The state is where the lines end."""
 
     def __init__(self, trainer: Any, prompts: PromptSource) -> None:
         self._rollouts, self._prompts, self._folder = trainer.RG_ROLLOUT, prompts, trainer.job_dir
@@ -179,7 +165,6 @@ class SampleLog:
         self._end: int | None = None  # unknown
 
     def begin_step(self, step: int) -> None:
-        """Remove the lines of ``step`` and of later ones."""
         if not self._is_local:
             self._touch(SAMPLES)
             (self._end,) = self._rollouts.begin_samples(self._folder / SAMPLES, step, self._end)
@@ -187,35 +172,33 @@ class SampleLog:
     def write_step(self, step: int, batch: StepBatch) -> None:
         """Write the rows of a step, or of its first samples only."""
         numbers, rows = select_logged(batch.all_rows, self._prompts.rows), batch.all_numbers
-        shown = self._run_log.excerpt(step)
-        most = max(shown.samples, shown.printed, shown.table)
-        chosen = np.flatnonzero(numbers.dense("trajectory") < most).tolist()
+        excerpt = self._run_log.excerpt(step)
+        limit = max(excerpt.samples, excerpt.printed, excerpt.table)
+        chosen = np.flatnonzero(numbers.dense("trajectory") < limit).tolist()
         if not chosen:
             return
         numbers, rows = numbers.take(chosen), tuple(rows[row] for row in chosen)
         texts = self._texts(batch.rollouts)
         if self._is_local:
-            fetched = Batch.concat(texts.result()).take(rows)  # waits: for what workers have
+            fetched = Batch.concat(texts.result()).take(rows)  # waits: for the workers' records
             self._run_log.write_samples(step, format_rows(numbers, fetched))
             return
         place = self._folder / SAMPLES, step, self._end
-        (written,) = self._rollouts.write_samples(*place, numbers, Shard(texts, rows=rows), shown)
+        (written,) = self._rollouts.write_samples(*place, numbers, Shard(texts, rows=rows), excerpt)
         self._end = written.end
         self._run_log.show_samples(step, written)
 
     def write_held_out(self, answers: StepBatch) -> None:
-        """Write the last answers to the held-out prompts, one line each."""
         numbers = self._prompts.name_sets(select_logged(answers.scored, self._prompts.held_out_rows))
         texts = self._texts(answers.rollouts)
         if self._is_local:
-            fetched = Batch.concat(texts.result()).take(answers.rows)  # waits: for what workers have
+            fetched = Batch.concat(texts.result()).take(answers.rows)  # waits: for the workers' records
             self._run_log.write_held_out(format_rows(numbers, fetched))
         else:
             file = self._touch(HELD_OUT)
             self._rollouts.write_held_out(file, numbers, Shard(texts, rows=answers.rows))
 
     def _texts(self, rollouts: Pending) -> Pending:
-        """Those of each call's results, from the workers that have them."""
         members = len(self._rollouts)
         if len(rollouts) % members:  # fewer prompts than workers
             pending: Pending = self._rollouts.texts.options(target="RANK0")(Shard(rollouts))
@@ -224,7 +207,6 @@ class SampleLog:
         return Pending([ref for call in calls for ref in call])
 
     def _touch(self, name: str) -> Path:
-        """A file that is there for each worker that sees the folder."""
         file = Path(self._folder / name)
         retry_io(file.touch, file)
         return file

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""From prompts to scored samples, and from the actor's weights to the rollouts."""
+"""The collection of scored samples from prompts, and the way of the actor's weights to the rollouts."""
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -27,24 +27,23 @@ from dlrover.python.rl.trainer.shard import Replicate, Shard
 class StalenessTracker:
     """The open groups, in the order they were requested: bookkeeping, without a clock or a call.
 
-    A group is requested from a rollout worker, started there with the weights that are served then, and may run while
-    other groups are trained on and new weights arrive. Its **staleness** is the number of weight versions served since
-    its oldest token. Two rules bound it without a discarded sample:
+    A group may run while others are trained on and new weights arrive. Its **staleness** is the number of weight
+    versions served since its oldest token. Two rules bound it without discarding samples:
 
     * at most ``(max_staleness + 1) * groups_per_step`` groups are open at a time;
-    * a step takes the stalest complete groups, and only if the rest can be trained on in time: of the groups due within
-      the next ``n`` steps there must be no more than ``n * groups_per_step``. Otherwise it waits.
+    * a step takes the stalest complete groups, and only if the remaining ones can be trained on in time: at most
+      ``n * groups_per_step`` groups may be due within the next ``n`` steps. Otherwise it waits.
 
     ``rows`` is the number of prompts: a group's ``prompt_id`` is its row plus a multiple of it.
 
-    Where workers are missing, those that are there have their ``shares`` one after the other: samples that are drawn
-    together in other numbers have other last bits in their log-probs."""
+    If workers are missing, the present ones process several ``shares`` in turn, not larger ones: the last bits of
+    log-probs depend on how many samples are generated together."""
 
     groups_per_step: int
     max_staleness: int
     members: int
     rows: int
-    shares: int = 0  # 0: as many as workers, which then have one each
+    shares: int = 0  # 0: one per worker
     open: dict[GroupKey, Group] = field(default_factory=dict)
     _step_ids: set[int] = field(default_factory=set)
     _versions: list[int] = field(default_factory=list)
@@ -56,14 +55,12 @@ class StalenessTracker:
         """Release the prompt ids of the groups that earlier steps took."""
         self._step_ids.clear()
 
-    # -- requesting ---------------------------------------------------------------------------------------------------
-
     def capacity(self, remaining_steps: int, collected: int = 0) -> int:
-        """Number of groups that may be requested; ``remaining_steps`` includes this one, which has ``collected``."""
+        """Number of groups to request; ``remaining_steps`` includes this step, which has ``collected`` already."""
         return self.groups_per_step * min(self.max_staleness + 1, remaining_steps) - len(self.open) - collected
 
     def request(self, step: int, rows: Iterable[int]) -> None:
-        """Open a group for each row, under a prompt id that no other group has which this step may train on."""
+        """Open a group for each row, with a prompt id that is unique among the groups this step may train on."""
         used = self._step_ids | {group.prompt_id for group in self.open.values()}
         for row in rows:
             prompt_id = row
@@ -80,7 +77,6 @@ class StalenessTracker:
         self.assign_shares()
 
     def assign_shares(self) -> None:
-        """Give each group that has not started to the share with the fewest unfinished ones."""
         load = [0] * self.shares
         for group in self.open.values():
             load[group.share] += group.started and not group.complete
@@ -90,19 +86,17 @@ class StalenessTracker:
                 load[group.share] += 1
 
     def groups_of(self, member: int) -> list[Group]:
-        """The groups that a worker shall have, in order. With a bound lower than before the run went on, some wait; so
-        do those of a share while one before it is not complete."""
-        timely, found = list(self.open.values())[: self.groups_per_step * (self.max_staleness + 1)], list[Group]()
+        """Return the groups of a worker in order. Groups beyond the bound, which a resumed run may have lowered, wait,
+        and so does a share until the shares before it are complete."""
+        timely, groups = list(self.open.values())[: self.groups_per_step * (self.max_staleness + 1)], list[Group]()
         for share in range(member, self.shares, self.members):
-            found += [group for group in timely if group.share == share]
-            if not all(group.complete for group in found):
+            groups += [group for group in timely if group.share == share]
+            if not all(group.complete for group in groups):
                 break
-        return found
-
-    # -- status -------------------------------------------------------------------------------------------------------
+        return groups
 
     def set_version(self, version: int) -> None:
-        """The rollouts serve these weights now. A version that was served before takes the run back to it."""
+        """Note that the rollouts serve these weights; later versions are forgotten, since the run went back."""
         earlier = [served for served in self._versions if served < version]
         self._versions = [*earlier, version][-self.max_staleness - 2 :]
 
@@ -111,8 +105,7 @@ class StalenessTracker:
             group.started, group.complete, group.min_version = started, complete, min_version
 
     def staleness(self, version: int) -> int:
-        """Number of weight versions served since ``version``, of which -1 is the current one; more than the bound if
-        it lies before all that are remembered."""
+        """Number of weight versions served since ``version`` (-1: the current one); above the bound if it is old."""
         if version < 0:
             return 0
         if self._versions and version < self._versions[0]:
@@ -123,8 +116,6 @@ class StalenessTracker:
         groups = [self.groups_of(member) for member in range(self.members)]
         counts = [(sum(group.complete for group in of_member), len(of_member)) for of_member in groups]
         return ", ".join(f"ROLLOUT[{rank}] has {done} of {total} groups" for rank, (done, total) in enumerate(counts))
-
-    # -- taking -------------------------------------------------------------------------------------------------------
 
     def take(self, count: int) -> list[Group] | None:
         """Close the ``count`` stalest complete groups and return them; None if the step has to wait."""
@@ -140,14 +131,12 @@ class StalenessTracker:
         self._step_ids |= {key.prompt_id for key in keys}
         return [self.open.pop(key) for key in list(self.open) if key in keys]
 
-    # -- state --------------------------------------------------------------------------------------------------------
-
     def state_dict(self) -> dict[str, Any]:
         groups = [[*group.key, group.row, group.share, group.started] for group in self.open.values()]
         return {"open": groups, "served": list(self._versions)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue, with any number of workers: a started group stays on its worker, which has it still or generates it
+        """Resume, with any number of workers: a started group stays with its worker, which still has it or generates it
         again from the same seeds."""
         self.open = {}
         for prompt_id, retry, created_step, row, share, started in state["open"]:
@@ -161,13 +150,12 @@ class StalenessTracker:
 _LOG = get_logger(__name__)
 
 _FIRST_POLL_S, _POLL_SHARE = 0.25, 0.1
-"""Time before the trainer first asks the rollouts for their progress; and later, the share of the time that it has
-waited. Groups move to other workers between polls, and only where rollouts may run ahead."""
+"""Time before the first poll of the rollouts' progress, and between later ones as a share of the time waited so far.
+Groups move to other workers between polls, if rollouts may run ahead."""
 
 
 def sync_weights(trainer: Any) -> tuple[WeightStamp, int]:
-    """Send the actor's weights to every rollout worker. Once all serve these: what they are, and the bytes that each
-    has received. Raises WeightSyncError."""
+    """Send the actor's weights to all rollout workers; returns their stamp and bytes. Raises WeightSyncError."""
     ticket, *_ = trainer.RG_ACTOR.publish_weights()
     stamps = trainer.RG_ROLLOUT.receive_weights(Replicate(ticket))
     published: WeightStamp
@@ -175,17 +163,17 @@ def sync_weights(trainer: Any) -> tuple[WeightStamp, int]:
     for rank, stamp in enumerate(stamps):
         if stamp != published:
             raise WeightSyncError(f"ROLLOUT[{rank}] received weights of {stamp}, not of {published}")
-    sent: Ticket = ticket.result()  # waits: not any more, since the rollouts have had it
+    sent: Ticket = ticket.result()  # waits: no longer, since the rollouts have received it
     return published, sent.table.nbytes
 
 
 def _diverged(rank: int, method: str) -> ReplayDiverged:
-    message = "this repeated step asks for other groups than before: where rollouts run ahead, they depend on time"
+    message = "this repeated step requests other groups than before: they depend on time where rollouts run ahead"
     return ReplayDiverged(message, role="ROLLOUT", rank=rank, method=method)
 
 
 def bind_method(group: Any, method: str, rows: int, **options: Any) -> Any:
-    """A method of all workers of a role group, or of the first alone where there are fewer rows than workers."""
+    """Bind a method of all workers of a role group, or of the first alone if there are fewer rows than workers."""
     return getattr(group, method).options(target="ALL" if rows >= len(group) else "RANK0", **options)
 
 
@@ -198,28 +186,25 @@ class SampleCollector:
         prompts -------------^                                                                 '-> failed, or all
                                                                                         alike: sample again
 
-    Each call of ``sample`` gives a worker the whole list of its groups: it starts new ones, and cancels those that are
-    not listed. So a replaced worker needs nothing else, nor does a run that went back."""
+    Each call of ``sample`` gives a worker the whole list of its groups: it starts new ones, and cancels groups that are
+    not listed. A replaced worker, or a run that went back, needs nothing else."""
 
     def __init__(self, trainer: Any, config: PolicyConfig, prompts: PromptSource) -> None:
         self._trainer, self._cfg, self.prompts = trainer, config, prompts
         self.sampling, rollout = training_sampling(config.rollout), config.rollout
         self._members = len(trainer.RG_ROLLOUT)
-        # Where rollouts run ahead, the last bits depend on time anyway.
+        # if rollouts run ahead, the last bits depend on time anyway
         shares = self._members if rollout.max_staleness else trainer.RG_ROLLOUT.full_size
         self._tracker = trainer.state["staleness"] = StalenessTracker(
             config.prompts_per_step, rollout.max_staleness, self._members, prompts.rows, shares
         )
-
-    # -- weights ------------------------------------------------------------------------------------------------------
 
     def sync_weights(self) -> None:
         self._synced, self.synced_bytes = sync_weights(self._trainer)
         self._tracker.set_version(self._synced.version)
 
     def check_versions(self, step: int, rows: Batch, max_staleness: int = 0) -> None:
-        """Raise WeightSyncError for samples with tokens of other weights than those just synced, or than the last
-        few."""
+        """Raise WeightSyncError for tokens of other weights than those just synced or the ``max_staleness`` before."""
         versions = rows.dense("min_version")
         for version in np.unique(versions[versions >= 0]).tolist():  # -1: the sample failed before its first token
             if version > self._synced.version or self._tracker.staleness(version) > max_staleness:
@@ -227,10 +212,8 @@ class SampleCollector:
                 allowed = f" or the {max_staleness} served before" if max_staleness else ""
                 raise WeightSyncError(f"step {step}: {message}, which was just synced{allowed}")
 
-    # -- samples ------------------------------------------------------------------------------------------------------
-
     def collect(self, step: int) -> StepBatch:
-        """Collect and score the samples of a step; replace failed and filtered groups, if the configuration says so."""
+        """Collect and score the samples of a step; replace failed and filtered groups if configured."""
         total, rollout, reward = self._cfg.prompts_per_step, self._cfg.rollout, self._cfg.reward
         refills = rollout.max_refills if rollout.dynamic_filtering == "refill" else 0
         self._tracker.begin_step()
@@ -244,7 +227,7 @@ class SampleCollector:
             self._tracker.request(step, self.prompts.next_rows(capacity))
             groups = self._wait_for(missing)
             batch = self._fetch(step, groups)
-            while reward.on_failure == "redraw":  # where rollouts run ahead, earlier steps may have had the others
+            while reward.on_failure == "redraw":
                 failed = find_failed_groups(batch.scored)
                 groups = [each for each in groups if each.prompt_id in failed and each.retry < reward.max_redraws]
                 if not groups:
@@ -276,7 +259,7 @@ class SampleCollector:
                     tracker.update_status(group.key, *values)
             if (groups := tracker.take(count)) is not None:
                 return groups
-            if tracker.max_staleness:  # else shares would depend on time, and with them the last bits of log-probs
+            if tracker.max_staleness:  # otherwise the last bits of log-probs must not depend on time
                 tracker.assign_shares()
             waited_s = time.monotonic() - start_s
             patience_s = max(_FIRST_POLL_S, _POLL_SHARE * waited_s)
@@ -317,11 +300,9 @@ class SampleCollector:
         }
         return self.prompts.select([group.row for group in groups]).with_columns(**numbers)
 
-    # -- evaluation ---------------------------------------------------------------------------------------------------
-
     def check_prompts(self) -> None:
-        """Leave out the prompts that are too long if the configuration says so; DataError names the first 20 that the
-        model cannot complete, rather than the step that samples them."""
+        """Drop prompts that are too long if configured; raises DataError with the first 20 that the model cannot
+        complete, before a step samples them."""
         data, places = self._cfg.data, self.prompts.places
         check = bind_method(self._trainer.RG_ROLLOUT, "check_prompts", len(places))
         faults = check(Shard(places), self.sampling, data.max_prompt_tokens)
@@ -331,7 +312,7 @@ class SampleCollector:
         self.prompts.drop(too_long)
 
     def evaluate(self, step: int) -> StepBatch:
-        """Answers to the held-out prompts with their rewards, by the weights that were synced last."""
+        """Answer the held-out prompts with the weights that were synced last, and score the answers."""
         evaluation = self._cfg.eval
         sampling = replace(self.sampling, temperature=evaluation.temperature, samples_per_prompt=evaluation.samples)
         seed, rows = Replicate((self._cfg.seed, step)), len(self.prompts.held_out)
@@ -342,11 +323,7 @@ class SampleCollector:
         return StepBatch.from_rollouts(rollouts, scored, np.arange(len(scored)), rows)
 
     def collect_scores(self, evaluation: StepBatch) -> dict[str, Scores]:
-        """The scores of an evaluation by the name of the set."""
-        answers = evaluation.scored
-        set_of_row = self.prompts.find_sets(answers)
+        set_of_row = self.prompts.find_sets(evaluation.scored)
+        rows = {name: np.flatnonzero(set_of_row == name).tolist() for name in self.prompts.eval_sets}
         samples = self._cfg.eval.samples
-        return {
-            name: collect_scores(answers.take(np.flatnonzero(set_of_row == name).tolist()), samples)
-            for name in self.prompts.eval_sets
-        }
+        return {name: collect_scores(evaluation.scored.take(numbers), samples) for name, numbers in rows.items()}

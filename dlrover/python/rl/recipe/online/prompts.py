@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The prompts of a run: which are trained on, which are held out, and their order."""
+"""The prompts of a run to train on, the held-out ones, and their order."""
 
 import json
 import re
@@ -40,19 +40,15 @@ from dlrover.python.rl.recipe.base.model_files import count_room, find_large, fi
 _LOG = get_logger(__name__)
 
 HELD_OUT_SHARE, MOST_HELD_OUT = 0.1, 200
-"""Of the prompts, where ``data.eval_rows`` does not say how many."""
+"""The share of the prompts to hold out without ``data.eval_rows``, and the most."""
 
-_GAMES, _HELD_OUT_GAMES = 1 << 14, 64
-"""Rows of an environment that needs no data, to train on, which come again in another order, and to evaluate on."""
-
+_GAMES, _HELD_OUT_GAMES = 1 << 14, 64  # number of rows to train and to evaluate on for an environment without data
 _SET_NAME = re.compile(r"[\w.-]+")
-
-_SHOWN = 60
-"""Characters of a wrong value in an error."""
+_SHOWN = 60  # characters of a wrong value in an error
 
 
 def name_source(key: str, source: str, errors: Iterable[ConfigError]) -> list[ConfigError]:
-    """Errors of a data source; those of all of it with the key that names it, those of rows as they are."""
+    """Place errors of a whole data source at the key that names it; errors of rows stay as they are."""
     return [
         ConfigError(f"config.data.{key}", f"{source}: {error.what}") if error.where == source else error
         for error in errors
@@ -60,18 +56,20 @@ def name_source(key: str, source: str, errors: Iterable[ConfigError]) -> list[Co
 
 
 def digest_of_rows(rows: Iterable[Any]) -> str:
-    """Of JSON values, in their order. Of other objects in them the type alone counts: their text may be an address."""
+    """Digest JSON values, in order. Of other objects only the type counts: their text may be an address."""
     whole = blake2b(digest_size=16)
     for row in rows:
         whole.update(json.dumps(row, sort_keys=True, default=lambda value: type(value).__name__).encode() + b"\n")
     return whole.hexdigest()
 
 
-class JobCursor(PromptCursor):
-    """The order of the rows of a job, of which ``digest`` is :func:`digest_of_rows`. Its state has their ``source``,
-    and its errors name the keys of the job."""
+_ADVICE = "restore it, or start another run"
 
-    def __init__(  # noqa: PLR0913 -- what a position is of
+
+class JobCursor(PromptCursor):
+    """The order of the rows of a job, which have this ``digest``; errors name the keys of the job."""
+
+    def __init__(  # noqa: PLR0913 -- all that a position depends on
         self, source: str, rows: int, batch_size: int, seed: int, total: int | None = None, digest: str = ""
     ) -> None:
         super().__init__(rows, batch_size, seed, total)
@@ -85,40 +83,34 @@ class JobCursor(PromptCursor):
         try:
             super().load_state_dict(state)
         except DataError as error:
-            raise DataError([self._in_terms_of_job(fault, state) for fault in error.errors]) from None
-        if (was := state.get("digest")) and self._digest and was != self._digest:
-            what = f"'{self._source}' has other rows, or in another order, than the run was begun with"
-            raise DataError([ConfigError("config.data.train", f"{what}: go on with those, or begin another run")])
+            raise DataError([self._name_key(fault, state) for fault in error.errors]) from None
+        if (earlier := state.get("digest")) and self._digest and earlier != self._digest:
+            message = f"the rows of '{self._source}' or their order have changed since the run began: {_ADVICE}"
+            raise DataError([ConfigError("config.data.train", message)])
 
-    def _in_terms_of_job(self, fault: ConfigError, state: Mapping[str, Any]) -> ConfigError:
-        own, was = super().state_dict(), state.get(fault.where)
-        advice = "go on with that, or begin another run"
+    def _name_key(self, fault: ConfigError, state: Mapping[str, Any]) -> ConfigError:
+        own, earlier = super().state_dict(), state.get(fault.where)
         if fault.where == "seed":
-            return ConfigError("config.seed", f"{own['seed']}, but the run was begun with {was}: {advice}")
+            return ConfigError("config.seed", f"{own['seed']}, but the run began with {earlier}: {_ADVICE}")
         if fault.where == "rows":
-            source = state.get("source", self._source)  # states of earlier versions have none
-            what = f"'{self._source}' has {own['rows']} rows to train on, but the run was begun with"
-            if source == self._source:
-                what = f"{what} {was} of them: the file has changed, or the part that is held out"
-                return ConfigError("config.data", f"{what}; {advice}")
-            return ConfigError("config.data.train", f"{what} '{source}', which had {was}: {advice}")
+            source = state.get("source", self._source)  # absent from states of earlier versions
+            message = f"'{self._source}' has {own['rows']} rows to train on, but the run began with {earlier}"
+            cause = "the file or its held-out part has changed" if source == self._source else f"of '{source}'"
+            return ConfigError("config.data.train", f"{message} ({cause}): {_ADVICE}")
         return fault
 
 
 class PromptSource:
-    """The prompts to train on, in their order, and those to evaluate on (``held_out``, see :func:`make_prompt_batch`).
+    """The prompts to train on, in order, and the prompts to evaluate on (``held_out``, see :func:`make_prompt_batch`).
 
-    ``rows`` and ``held_out_rows`` are the numbers of rows that they were chosen from, ``columns`` the further columns
-    that one of these has. ``places`` are all prompts of the run, as objects ``place`` (``file:line``), ``prompt`` and,
-    for the chat template, ``extra_info``; ``dropped`` the numbers of those that the run does not use, rising.
-    ``changed_sets`` are the sets that are others than those of the state that was loaded. Raises DataError if a file
-    cannot be used."""
+    ``rows`` and ``held_out_rows`` are the numbers of rows that both were chosen from. ``places`` are all prompts, with
+    ``place`` (``file:line``); ``dropped`` are the rising numbers of the unused ones; ``changed_sets`` are the
+    evaluation sets that differ from the loaded state. Raises DataError if a file cannot be used."""
 
     def __init__(self, config: PolicyConfig) -> None:
         data = config.data
         self._source = source = data.train or "rollout.env_path"
-        # Rows for an environment that gives the first state, and those to evaluate on; as many for a run of any length,
-        # which may be resumed with more steps.
+        # rows for an environment without data; their number does not depend on the steps, which may grow
         empty = _GAMES + (0 if data.eval else data.eval_rows or _HELD_OUT_GAMES)
         rows = load_prompts(data.train, data.keys) if data.train else empty_prompts(empty)
         if data.eval is None:
@@ -149,26 +141,25 @@ class PromptSource:
 
     @property
     def evaluated(self) -> str:
-        """A digest of all held-out prompts."""
         return digest_of_rows(sorted(self._digests.items()))
 
     def find_sets(self, answers: Batch) -> npt.NDArray[np.str_]:
-        """``[rows]``: the names of the sets that held-out prompts are in."""
+        """Return ``[rows]``: the name of the set of each held-out prompt."""
         starts, names = [numbers.start for numbers in self.eval_sets.values()], np.array(list(self.eval_sets))
         set_of_row: npt.NDArray[np.str_] = names[np.searchsorted(starts, answers.dense("prompt_id"), side="right") - 1]
         return set_of_row
 
     def name_sets(self, answers: Batch) -> Batch:
-        """Rows of held-out prompts with their ``set``, of which they have the ``row``, where sets have names."""
+        """Add the ``set`` of held-out prompts, and count ``row`` within it, if sets have names."""
         names = self.find_sets(answers).tolist()
         starts = np.array([self.eval_sets[name].start for name in names], dtype=np.int64)
         return answers.with_columns(set=names, row=answers.dense("row") - starts) if any(names) else answers
 
     def drop(self, too_long: Sequence[ConfigError]) -> None:
-        """Neither train nor evaluate on these prompts, by their places; DataError if that leaves none."""
+        """Use the prompts at these places neither for training nor for evaluation; DataError if that leaves none."""
         names, position = {error.where for error in too_long}, self._cursor.state_dict()
         self._drop_rows([number for number, name in enumerate(self.places.objects("place")) if name in names])
-        if self.changed_sets:  # the rows to train on are those of the state
+        if self.changed_sets:  # the rows to train on are still the state's
             self._cursor.load_state_dict(position)
             self.changed_sets = set()
         if too_long:
@@ -196,28 +187,26 @@ class PromptSource:
         return [self._train[index] for index in self._cursor.next(count)]
 
     def select(self, rows: Sequence[int]) -> Batch:
-        """Rows of the training file, as objects ``prompt``, ``answer`` and ``extra_info``."""
         return make_prompt_batch(self._rows, rows).select("prompt", "answer", "extra_info")
 
     def state_dict(self) -> dict[str, Any]:
-        kept = {"dropped": self.dropped, "over_long": self._limit, "sets": self._digests}
-        return {**self._cursor.state_dict(), **kept}
+        return {**self._cursor.state_dict(), "dropped": self.dropped, "over_long": self._limit, "sets": self._digests}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from ``state``; DataError if the data, the seed or the prompt limit have changed."""
+        """Resume from ``state``; raise DataError if the data, the seed or the prompt limit have changed."""
         if state["over_long"] != self._limit:
-            message = f"was {state['over_long']} when the run began, and is {self._limit}: its prompts are chosen then"
+            message = f"are {self._limit}, but were {state['over_long']} when the run began and chose its prompts"
             raise DataError([ConfigError("config.data.max_prompt_tokens and over_long", message)])
-        was = state.get("sets", self._digests)  # states of earlier versions have none
-        self.changed_sets = {name for name, digest in self._digests.items() if was.get(name) != digest}
+        digests = state.get("sets", self._digests)  # absent from states of earlier versions
+        self.changed_sets = {name for name, digest in self._digests.items() if digests.get(name) != digest}
         is_other = self.changed_sets and self._first_held
         self._drop_rows([row for row in state["dropped"] if not is_other or row < self._first_held])
         self._cursor.load_state_dict(state)
 
 
 def make_prompt_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch:
-    """The chosen rows of a file as a batch: ``prompt_id`` (int64: the row's number in the file, from 0), and as objects
-    ``prompt``, ``answer`` and ``extra_info``."""
+    """Return the chosen rows of a file as a batch: ``prompt_id`` (int64: the row's number in the file, from 0), and the
+    objects ``prompt``, ``answer`` and ``extra_info``."""
     picked = [rows[index] for index in chosen]
     return Batch(
         {
@@ -230,13 +219,11 @@ def make_prompt_batch(rows: Sequence[PromptRow], chosen: Sequence[int]) -> Batch
 
 
 def find_columns(rows: Iterable[PromptRow]) -> list[str]:
-    """The names of user data that a row has."""
     return sorted({name for row in rows for name in row.extra_info})
 
 
 def _hold_out(prompts: Sequence[Any], data: PromptData, seed: int) -> tuple[list[int], list[int]]:
-    """The numbers of the rows to train on, and of those to evaluate on; ValueError or DataError if ``data.eval_rows``
-    is impossible."""
+    """Return the numbers of the rows to train on and to evaluate on."""
     share = min(MOST_HELD_OUT, max(1, round(HELD_OUT_SHARE * len(prompts))))
     size = data.eval_rows or (share if data.train else _HELD_OUT_GAMES)
     try:
@@ -244,7 +231,7 @@ def _hold_out(prompts: Sequence[Any], data: PromptData, seed: int) -> tuple[list
     except (ValueError, DataError):
         if data.eval_rows is not None:
             raise
-        _LOG.warning("%s repeats a single prompt, which the run is evaluated on, too", data.train)
+        _LOG.warning("%s repeats a single prompt; the run is also evaluated on it", data.train)
         return list(range(len(prompts))), [0]
 
 
@@ -262,15 +249,16 @@ def _places(*files: tuple[str, Sequence[PromptRow]]) -> Batch:
 def validate_data(config: PolicyConfig) -> list[ConfigError]:
     data = config.data
     if data.train is None and config.rollout.env_path is None:
-        return [ConfigError("config.data.train", "is required, where no rollout.env_path says what to begin with")]
+        return [ConfigError("config.data.train", "is required without rollout.env_path")]
     if data.over_long == "drop" and data.max_prompt_tokens is None:
-        what = "says 'drop', and no data.max_prompt_tokens says what is too long"
-        return [ConfigError("config.data.over_long", what)]
+        return [ConfigError("config.data.over_long", "'drop' needs data.max_prompt_tokens")]
     if errors := _validate_evaluation(config):
         return errors
-    sources = {key: path for key, path in data.sources.items() if not is_left_unread(path)}
+    sets = {f"eval.{name}" if name else "eval": path for name, path in data.eval_sets.items()}
     files = dict[str, list[PromptRow]]()
-    for key, path in sources.items():
+    for key, path in {"train": data.train or "", **sets}.items():
+        if not path or is_left_unread(path):
+            continue
         rows, faults = PROMPT_ROWS.scan(path, data.keys)
         errors += name_source(key, path, first_errors(faults))
         files[path] = to_prompts(rows)[: None if path == data.train else data.eval_rows or MOST_HELD_OUT]
@@ -289,14 +277,14 @@ def validate_data(config: PolicyConfig) -> list[ConfigError]:
 
 
 def _find_long(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> list[ConfigError]:
-    """The prompts that leave the model no room for a token, or that a run refuses."""
+    """Report prompts that leave the model no room for a token, or that a run refuses."""
     data, room = config.data, count_room(config, generates=True)
     prompts = [
         (f"{path}:{row.line}", row.prompt, {**data.chat_template_kwargs, **arguments_of_template(row.extra_info)})
         for row in rows
     ]
-    most = min([limit for limit in (room and room - 1, data.max_prompt_tokens) if limit], default=sys.maxsize)
-    large = find_large(prompts, lambda item: item[1] if isinstance(item[1], str) else item[1:], most)
+    limit = min([most for most in (room and room - 1, data.max_prompt_tokens) if most], default=sys.maxsize)
+    large = find_large(prompts, lambda item: item[1] if isinstance(item[1], str) else item[1:], limit)
     if not large or (tokenizer := find_tokenizer(config.model)) is None:
         return []
 
@@ -308,7 +296,6 @@ def _find_long(config: PolicyConfig, path: str, rows: Sequence[PromptRow]) -> li
 
 
 def warn_of_repeats(config: PolicyConfig) -> list[str]:
-    """A line about rows that are more than once in a step."""
     path, count = config.data.train, config.prompts_per_step
     rows = count if path is None or is_left_unread(path) else len(load_prompts(path, config.data.keys))
     line = f"data: prompts_per_step={count} is above the {rows} rows of {path}, each {count / rows:.1f} times in a step"
@@ -318,39 +305,36 @@ def warn_of_repeats(config: PolicyConfig) -> list[str]:
 def _find_missing(
     config: PolicyConfig, path: str, rows: Sequence[PromptRow], columns: Sequence[str]
 ) -> Iterable[ConfigError]:
-    """Report columns that reward functions need and rows lack, of the ``columns`` of all files. Where some rows have a
-    column that is asked for by name, the samples of the other rows fail."""
-    named, present, errors = config.reward.function, find_columns(rows), list[ConfigError]()
-    for name in [named] if isinstance(named, str) else named:
+    """Report columns that reward functions name and rows lack, of the ``columns`` of all files."""
+    functions, present, errors = config.reward.function, find_columns(rows), list[ConfigError]()
+    for name in [functions] if isinstance(functions, str) else functions:
         with suppress(VerifierError):  # reported elsewhere
             function, label = RewardFunction(load_function(name), columns), readable_name(name)
             if missing := function.find_missing(present):
                 errors.append(ConfigError("config.reward.function", f"'{label}' asks for {missing} of {path}"))
             empty = ((row, function.find_empty(Completed("", row.answer, row.extra_info))) for row in rows)
-            errors += first_errors(
-                [_column_fault(f"{path}:{row.line}", row, column, label) for row, names in empty for column in names]
-            )
+            faults = [(row.line, _describe_fault(row, column, label)) for row, names in empty for column in names]
+            errors += first_errors([ConfigError(f"{path}:{line}", fault) for line, fault in faults])
     return errors
 
 
-def _column_fault(where: str, row: PromptRow, column: str, function: str) -> ConfigError:
+def _describe_fault(row: PromptRow, column: str, function: str) -> str:
     value = row.extra_info.get(column)
     if value is None:
         columns = describe_columns({"prompt": row.prompt, **row.extra_info}, column)
-        return ConfigError(where, f"has no '{column}', which reward.function '{function}' needs{columns}")
+        return f"has no '{column}', which reward.function '{function}' needs{columns}"
     shown = shorten(json.dumps(value, ensure_ascii=False, default=str), _SHOWN, placeholder="...")
-    fault = f"its '{column}' is {shown}, a {type(value).__name__}"
-    return ConfigError(where, f"{fault}: reward.function '{function}' needs text or a number")
+    return f"its '{column}' is {shown}, a {type(value).__name__}: reward.function '{function}' needs text or a number"
 
 
 def _validate_evaluation(config: PolicyConfig) -> list[ConfigError]:
     errors, sets = [], config.data.eval_sets
     if config.data.eval is not None and not sets:
         errors.append(ConfigError("config.data.eval", "has no set of prompts"))
-    names = [name for name in sets if not isinstance(config.data.eval, str) and not _SET_NAME.fullmatch(name)]
-    errors += [
-        ConfigError("config.data.eval", f"'{name}' is no name: letters, digits, '.', '_', '-'") for name in names
-    ]
+    for name in () if isinstance(config.data.eval, str) else sets:
+        if not _SET_NAME.fullmatch(name):
+            message = f"'{name}' is no name of a set: use letters, digits, '.', '_' and '-'"
+            errors.append(ConfigError("config.data.eval", message))
     if config.eval.samples > 1 and not config.eval.temperature:
         message = "above 1 needs config.eval.temperature: all greedy answers to a prompt are the same"
         errors.append(ConfigError("config.eval.samples", message))
@@ -358,7 +342,7 @@ def _validate_evaluation(config: PolicyConfig) -> list[ConfigError]:
 
 
 def _find_untemplated(cfg: PolicyConfig, files: Mapping[str, Sequence[PromptRow]]) -> list[ConfigError]:
-    """Conversations need a chat template; for a model on the hub this is checked when it is loaded."""
+    """Report conversations without a chat template; for a model on the hub this is checked when it is loaded."""
     folder = Path(cfg.model).expanduser()
     names = ("chat_template.jinja", "chat_template.json", "additional_chat_templates")
     if not cfg.model or not (folder / "config.json").is_file() or any((folder / name).exists() for name in names):
@@ -367,6 +351,6 @@ def _find_untemplated(cfg: PolicyConfig, files: Mapping[str, Sequence[PromptRow]
         settings = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         if isinstance(settings, dict) and settings.get("chat_template"):
             return []
-    what = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
+    message = f"the tokenizer in {cfg.model} has no chat template, which the 'messages' of"
     talks = (f"{path}:{row.line}" for path, rows in files.items() for row in rows if not isinstance(row.prompt, str))
-    return [ConfigError("config.model", f"{what} {place} need") for place in islice(talks, 1)]
+    return [ConfigError("config.model", f"{message} {place} need") for place in islice(talks, 1)]

@@ -1,6 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rewards of whole samples, of which an environment's have several rows. Failed samples have none: they are logged with
-the reason, and never trained on. Metrics of steps, and of evaluations by answers to held-out prompts."""
+"""Rewards of whole samples, and metrics of steps and of evaluations by answers to held-out prompts. A sample of an
+environment may have several rows. A failed sample has no reward: it is logged with the reason, and never trained on."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -18,16 +18,14 @@ from dlrover.python.rl.recipe.base.config import RewardConfig
 
 _LOG = get_logger(__name__)
 
-_MAX_TRUNCATED = 0.5
-"""A larger share of truncated completions is warned of."""
+_MAX_TRUNCATED = 0.5  # share of truncated completions above which a step is warned of
 
 _ALIKE = ("prompt_id", "sample_index", "retry", "turns")
 _SUMMED = ("reward", "score", "action_tokens", "token_count")
 
 
 def number_samples(scored: Batch) -> npt.NDArray[np.int64]:
-    """``[rows]``: the sample of each row, from 0, in the order of their first rows; see
-    :class:`~dlrover.python.rl.algorithm.losses.columns.SampleView`."""
+    """Number the samples from 0, in the order of their first rows; returns each row's sample, ``[rows]``."""
     of_row = SampleView.of(scored).of_row
     _, first = np.unique(of_row, return_index=True)
     numbers: npt.NDArray[np.int64] = np.argsort(np.argsort(first))[of_row]
@@ -35,12 +33,11 @@ def number_samples(scored: Batch) -> npt.NDArray[np.int64]:
 
 
 def merge_rows(scored: Batch) -> Batch:
-    """One row for each sample, in the order of their first rows, with those of these columns that ``scored`` has.
+    """Return one row per sample, in the order of their first rows; rows must be in the order of their generation.
 
-    ``prompt_id``, ``sample_index``, ``retry`` and ``turns``, which the rows of a sample share; the sums (float64) of
-    ``reward``, its parts and ``score``, NaN where one row has none, and of ``action_tokens`` and ``token_count``;
-    ``finished`` of the last row; ``staleness`` of the stalest. Rows must be in the order in which they were
-    generated."""
+    Columns, as far as ``scored`` has them: ``prompt_id``, ``sample_index``, ``retry`` and ``turns``, equal in all rows
+    of a sample; sums (float64) of ``reward``, its parts and ``score``, NaN if a row has none, and of ``action_tokens``
+    and ``token_count``; ``finished`` of the last row; ``staleness`` of the stalest."""
     number = number_samples(scored)
     rows, count = np.arange(len(scored)), int(number.max(initial=-1)) + 1
     last, stalest = np.zeros(count, dtype=np.int64), np.zeros(count, dtype=np.int64)
@@ -55,32 +52,29 @@ def merge_rows(scored: Batch) -> Batch:
 
 
 def find_cut(rows: Batch) -> npt.NDArray[np.bool_]:
-    """``[rows]``: True for those of samples whose last row has not finished."""
+    """Return ``[rows]``: True for the rows of samples whose last row has not finished."""
     cut: npt.NDArray[np.bool_] = ~merge_rows(rows).dense("finished")[number_samples(rows)]
     return cut
 
 
 def part_columns(scored: Batch) -> list[str]:
-    """The columns of the values of several reward functions."""
     return [name for name in scored.columns if name.startswith("reward/")]
 
 
 SUMMARIES = ("mean", "std", "min", "max", "score")
-"""The last part of the names of rewards' metrics, besides those of reward functions."""
+"""Names of metrics under ``reward/``, beside the names of reward functions."""
 
-Rewards = npt.NDArray[np.floating[Any]]
-"""``[prompts, samples]``; NaN where an answer is unscored."""
+Rewards = npt.NDArray[np.floating[Any]]  # ``[prompts, samples]``; NaN where an answer is unscored
 
 
 def mean_reward(rewards: Rewards) -> float:
-    """Mean over the scored answers; NaN when there is none."""
     scored = rewards[~np.isnan(rewards)]
     return float(scored.mean()) if len(scored) else float("nan")
 
 
 def sample_metrics(rows: Batch) -> dict[str, float]:
-    """Of whole samples: their rewards (of the scored ones) with each function's part, an environment's score, and the
-    lengths of their completions, which samples that failed before the first token do not have."""
+    """Return metrics of whole samples: the rewards of scored samples, with the part of each function; an environment's
+    score; and the lengths of completions, except of samples that failed before the first token."""
     samples = merge_rows(rows)
     rewards, tokens = samples.dense("reward"), samples.dense("action_tokens")
     has_completion = (tokens > 0) | ~np.isnan(rewards)
@@ -103,21 +97,20 @@ def sample_metrics(rows: Batch) -> dict[str, float]:
 
 
 def is_unscored(rows: Batch) -> npt.NDArray[np.bool_]:
-    """``[rows]``, or ``[samples]`` of whole ones: those without a reward."""
+    """Return ``[rows]``, or ``[samples]`` of merged rows: True without a reward."""
     return np.isnan(rows.dense("reward"))
 
 
 def find_failed_groups(scored: Batch) -> npt.NDArray[np.int64]:
-    """Prompt ids of the groups in whose last retry a sample failed, rising."""
     ids, retry = scored.dense("prompt_id"), scored.dense("retry")
     _, group = np.unique(ids, return_inverse=True)
     last = np.full(len(ids), -1)
-    np.maximum.at(last, group, retry)  # per group: one that an earlier step retried may be among others
+    np.maximum.at(last, group, retry)  # per group, since an earlier step may have retried some
     return np.unique(ids[(retry == last[group]) & is_unscored(scored)])
 
 
 class RewardFailures:
-    """Counts consecutive steps without a sample to train on, since scoring failed; part of a trainer's ``state``."""
+    """Counts consecutive steps in which scoring left no sample to train on; part of a trainer's ``state``."""
 
     def __init__(self, config: RewardConfig) -> None:
         self._config, self._steps = config, 0
@@ -128,22 +121,19 @@ class RewardFailures:
         self._steps = self._steps + 1 if np.isnan(trainable_rewards(scored, self._config)).all() else 0
         if not self._steps:
             return
-        samples, most = merge_rows(scored), self._config.give_up_after
+        samples, limit = merge_rows(scored), self._config.give_up_after
         last = [error for error in scored.objects("error") if error is not None][-1]
         scorer, unscored = "environment" if "score" in samples else "reward function", is_unscored(samples)
-        message = f"the {scorer} failed on all {len(samples)} samples, last with: {last}"
+        count = f"all {len(samples)} samples"
         if not unscored.all():
-            groups = len(np.unique(samples.dense("prompt_id")))
-            message = (
-                f"the {scorer} failed on {unscored.sum()} of {len(samples)} samples, which are in each of the {groups}"
-                " groups: none is left to train on (reward.on_failure: drop_sample would keep the others); last with:"
-                f" {last}"
-            )
-        if self._steps >= most > 1:
+            count = f"{unscored.sum()} of {len(samples)} samples, at least one in each group, and so"
+            count = f"{count} reward.on_failure={self._config.on_failure} leaves none to train on"
+        message = f"the {scorer} failed on {count}, last with: {last}"
+        if self._steps >= limit > 1:
             message = f"{message}; it was the last of {self._steps} such steps in a row (reward.give_up_after)"
-        if step == 1 or self._steps >= most:
+        if step == 1 or self._steps >= limit:
             raise DataError([ConfigError(f"step {step}", message)])
-        _LOG.warning("step %d: %s; %d such steps in a row, of which %d end the run", step, message, self._steps, most)
+        _LOG.warning("step %d: %s; %d such steps in a row, of %d that end the run", step, message, self._steps, limit)
 
     def metrics(self) -> dict[str, float]:
         return {"samples/steps_without_reward": float(self._steps)} if self._steps else {}
@@ -156,13 +146,12 @@ class RewardFailures:
 
 
 def mask_rewards(scored: Batch, config: RewardConfig) -> Batch:
-    """The rows as the algorithm sees them: those that it may not train on have no reward."""
+    """Return the rows for the algorithm: samples that it may not train on have no reward."""
     return scored.with_columns(reward=trainable_rewards(scored, config))
 
 
 def uniform_share(train_rows: Batch) -> float:
-    """The share of groups of several samples whose rewards are all equal: they have no gradient under a group
-    baseline. 0 without such a group."""
+    """Return the share of groups of several samples whose rewards are all equal."""
     samples = merge_rows(train_rows)
     ids, rewards = samples.dense("prompt_id"), samples.dense("reward")
     groups = [rewards[(ids == number) & ~np.isnan(rewards)] for number in np.unique(ids)]
@@ -171,7 +160,6 @@ def uniform_share(train_rows: Batch) -> float:
 
 
 def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.float64]:
-    """``[rows]``: rewards, NaN in samples that are not trained on."""
     reward = scored.dense("reward").copy()
     if config.on_failure != "drop_sample":
         keys = np.stack([scored.dense("prompt_id"), scored.dense("retry")])
@@ -182,7 +170,7 @@ def trainable_rewards(scored: Batch, config: RewardConfig) -> npt.NDArray[np.flo
 
 
 def failure_metrics(scored: Batch, train_rows: Batch) -> dict[str, float]:
-    """Counts of a step, of all its rows and of those from :func:`mask_rewards`, which were not filtered out."""
+    """Count failures among all rows of a step, and dropped groups among the unfiltered ``train_rows``."""
     samples, ids = merge_rows(scored), train_rows.dense("prompt_id")
     return {
         "samples/failed": float(is_unscored(samples).sum()),
@@ -193,7 +181,7 @@ def failure_metrics(scored: Batch, train_rows: Batch) -> dict[str, float]:
 
 @dataclass
 class StepWarnings:
-    """Logs steps that teach nothing, or whose samples were cut off, when such steps begin."""
+    """Logs steps without a gradient, with truncated samples, or with ids that have no text."""
 
     compares_samples: bool
     max_new_tokens: int
@@ -202,99 +190,76 @@ class StepWarnings:
     _had_unknown_ids: bool = field(default=False, init=False)
 
     def note_rewards(self, step: int, rows: Batch) -> None:
-        """Log steps whose rewards give no gradient: the first, and ever fewer of the later ones."""
-        share = uniform_share(rows) if self.compares_samples else 0.0
-        self._without_signal += share == 1.0
-        if share == 1.0 and self._without_signal.bit_count() == 1:
-            _LOG.warning(
-                "step %d: no gradient: all rewards of a group are equal, in every group; check the reward function on"
-                " samples.jsonl, raise the temperature, or take easier prompts",
-                step,
-            )
+        """Log steps whose rewards give no gradient: the 1st, 2nd, 4th, 8th and so on."""
+        if not self.compares_samples or uniform_share(rows) < 1.0:
+            return
+        self._without_signal += 1
+        if self._without_signal.bit_count() == 1:
+            cause = "no gradient: in every group all rewards are equal"
+            advice = "check the reward function on samples.jsonl, raise the temperature, or use easier prompts"
+            _LOG.warning("step %d: %s; %s", step, cause, advice)
 
-    def note_truncated(self, step: int, share: float) -> None:
-        """Log the first step, of several in a row, most of whose completions ended by their length."""
+    def note_completions(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Log the first of several steps in a row of mostly truncated completions, and the first unknown ids."""
+        share, count = metrics.get("completions/truncated", 0.0), metrics.get("completions/unknown_ids", 0)
         if share > _MAX_TRUNCATED and self._had_room:
-            _LOG.warning(
-                "step %d: %.0f %% of the completions were cut off: raise rollout.max_new_tokens, now %d, or see on"
-                " samples.jsonl why they do not end",
-                step,
-                100 * share,
-                self.max_new_tokens,
-            )
+            advice = f"raise rollout.max_new_tokens, now {self.max_new_tokens}, or see samples.jsonl for the cause"
+            _LOG.warning("step %d: %.0f %% of the completions were cut off: %s", step, 100 * share, advice)
         self._had_room = share <= _MAX_TRUNCATED
-
-    def note_unknown_ids(self, step: int, count: int) -> None:
-        """Log the first step whose completions have ids that the tokenizer does not have."""
         if count and not self._had_unknown_ids:
             self._had_unknown_ids = True
-            what = f"{count} sampled ids are none of the tokenizer's, so no reward sees them"
-            _LOG.warning("step %d: %s: engine.mask_unknown_ids masks them in engines torch and vllm", step, what)
+            cause = f"{count:.0f} sampled ids are not in the tokenizer, so no reward sees them"
+            _LOG.warning("step %d: %s: engine.mask_unknown_ids masks them in engines torch and vllm", step, cause)
 
 
-Scores: TypeAlias = Mapping[str, Rewards]
-"""``reward`` and, from an environment, ``score``."""
-
-EVALUATED = ("eval/accuracy", "eval/reward", "eval/failed")
-"""The names in :func:`step_metrics` of one answer to each prompt."""
-
-SCORED = "eval/score"
-"""One more name, with an environment."""
+Scores: TypeAlias = Mapping[str, Rewards]  # ``reward`` and, from an environment, ``score``
 
 
 def evaluation_metrics(sets: Collection[str], samples: int, scored: bool) -> list[str]:
-    """All names in :func:`step_metrics`; ``scored``: by an environment."""
     passes = [f"eval/{name}" for name in (f"avg@{samples}", *(f"pass@{k}" for k in pass_counts(samples)))]
-    names = [*EVALUATED, *([SCORED] if scored else []), *(passes if samples > 1 else [])]
+    names = ["eval/accuracy", "eval/reward", "eval/failed"]
+    names += [*(["eval/score"] if scored else []), *(passes if samples > 1 else [])]
     return [_name_metric(name, of_set) for of_set in sets or [""] for name in names]
 
 
 def collect_scores(answers: Batch, samples: int = 1) -> Scores:
-    """The scores of the answers, ``samples`` to each prompt, as plain arrays for a trainer's state."""
+    """Return the scores of the answers, ``samples`` per prompt, as plain arrays for a trainer's state."""
     merged = merge_rows(answers)
     return {name: merged.dense(name).reshape(-1, samples) for name in ("reward", "score") if name in merged}
 
 
 def pass_counts(samples: int) -> list[int]:
-    """The k of pass@k: powers of 2, and all samples."""
     return [*(2**power for power in range(1, (samples - 1).bit_length())), *([samples] if samples > 1 else [])]
 
 
 def pass_at_k(right: npt.NDArray[np.bool_], k: int) -> float:
-    """The probability that one of ``k`` of the answers to a prompt is right, the mean over prompts.
-
-    The unbiased estimate 1 - C(n - c, k) / C(n, k) from n answers, of which c are right (Chen et al., arXiv:2107.03374,
-    equation 1). ``right``: ``[prompts, n]``."""
+    """Estimate the probability that one of ``k`` answers to a prompt is right, the mean over prompts: 1 - C(n - c, k) /
+    C(n, k) for n answers, c of them right (arXiv:2107.03374, equation 1). ``right`` is ``[prompts, n]``."""
     samples = right.shape[1]
     wrong = samples - right.sum(axis=1)
     return float(np.mean([1.0 - math.comb(count, k) / math.comb(samples, k) for count in wrong.tolist()]))
 
 
 def is_binary(rewards: Rewards) -> bool:
-    """Return True if there are rewards and each is 0 or 1: their mean is then an accuracy."""
+    """Return True if every reward is 0 or 1, and there is one: their mean is then an accuracy."""
     scored = rewards[~np.isnan(rewards)]
     return bool(len(scored)) and bool(np.isin(scored, (0.0, 1.0)).all())
 
 
 def accuracy(rewards: Rewards) -> float:
-    """Share of right answers; an unscored one is not right."""
     return float(np.nan_to_num(rewards).mean())
 
 
-def count_failures(rewards: Rewards) -> int:
-    return int(np.isnan(rewards).sum())
-
-
 def step_metrics(answers: Mapping[str, Scores]) -> dict[str, float]:
-    """The metrics of an evaluation during training, by set; the name of a single one is empty."""
+    """Return the metrics of an evaluation during training, by set; a single set has an empty name."""
     named = dict[str, float]()
     for of_set, scores in answers.items():
         rewards = scores["reward"]
         metrics = {"eval/accuracy": accuracy(rewards)} if is_binary(rewards) else {}
-        metrics |= {"eval/reward": mean_reward(rewards), "eval/failed": float(count_failures(rewards))}
+        metrics |= {"eval/reward": mean_reward(rewards), "eval/failed": float(np.isnan(rewards).sum())}
         if "score" in scores:
-            metrics[SCORED] = mean_reward(scores["score"])
-        values = scores.get("score", rewards)  # those of the environment, if there are some
+            metrics["eval/score"] = mean_reward(scores["score"])
+        values = scores.get("score", rewards)  # an environment's scores count before its rewards
         if (samples := values.shape[1]) > 1:
             has_right = is_binary(values)
             metrics[f"eval/avg@{samples}"] = accuracy(values) if has_right else mean_reward(values)
@@ -311,11 +276,8 @@ def _name_metric(name: str, of_set: str) -> str:
 def summarize_evaluations(
     before: Mapping[str, Scores], after: Mapping[str, Scores], names: Collection[str]
 ) -> dict[str, float]:
-    """The closing metrics: all ``names`` of an evaluation after training, and with ``before/`` the same ones of before.
-
-    NaN stands for what is undefined: an accuracy where rewards are not all 0 or 1, and every metric from before
-    training of a set that had other prompts or samples then.
-    """
+    """Return the closing metrics: all ``names`` of an evaluation after training, and with ``before/`` before it. NaN:
+    an accuracy unless all rewards are 0 or 1, and metrics before training of a set that had other prompts."""
     sizes = {of_set: scores["reward"].shape for of_set, scores in after.items()}
     same = {of_set: scores for of_set, scores in before.items() if scores["reward"].shape == sizes.get(of_set)}
     undefined = dict.fromkeys(names, math.nan)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a run writes into its directory: metrics, samples, TensorBoard events, a curve, a summary, and models."""
+"""The files of a run in its directory: metrics, samples, TensorBoard events, a curve, a summary, and models."""
 
 import json
 import math
@@ -24,18 +24,7 @@ from dlrover.python.rl.common.errors import ConfigError, InvalidJob
 from dlrover.python.rl.common.log import get_logger
 from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.recipe.base.config import KeepConfig, LogConfig
-from dlrover.python.rl.recipe.reporting.sample_file import (
-    HELD_OUT,
-    SAMPLES,
-    Excerpt,
-    Written,
-    cut_at_step,
-    drop_superseded,
-    format_line,
-    replace_non_finite,
-    superseded,
-    write_step,
-)
+from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.reporting.trackers import Trackers
 from dlrover.python.rl.runtime.checkpoint.runs import remove_folder
 from dlrover.python.rl.runtime.run.files import METRICS, SUMMARY
@@ -44,19 +33,16 @@ from dlrover.python.rl.trainer.trainer import RunEnd
 
 _LOG = get_logger(__name__)
 
-_FILES = (METRICS, SAMPLES, HELD_OUT, "refused.jsonl", SUMMARY, *CURVES.values())
-_SUPERSEDED = tuple(superseded(Path(name)).name for name in (METRICS, SAMPLES))
+_FILES = (METRICS, sample_file.SAMPLES, sample_file.HELD_OUT, "refused.jsonl", SUMMARY, *CURVES.values())
+_SUPERSEDED = tuple(sample_file.superseded(Path(name)).name for name in (METRICS, sample_file.SAMPLES))
 _TENSORBOARD = "tensorboard"
 _REDRAW_S = 30.0
 _STEP_FOLDER = re.compile(r"step-[0-9]+")
 
 
 class TensorBoardWriter:
-    """Appends steps to a new event file in ``folder``; each step is in the file, whole, when :meth:`log` returns.
-
-    ``SummaryWriter`` promises neither: its ``flush`` does not wait for the thread that writes, and a full disk ends
-    that thread. TensorBoard reads a folder's files in the order of their names, and hides steps from ``first_step`` on
-    of earlier files."""
+    """Appends steps to a new event file in ``folder``. When :meth:`log` returns, the whole step is in the file, unlike
+    with ``SummaryWriter``. TensorBoard hides steps of earlier files from ``first_step`` on."""
 
     def __init__(self, folder: Path, first_step: int, disk_wait: DiskWait = DEFAULT_DISK_WAIT) -> None:
         self._disk_wait = disk_wait
@@ -73,8 +59,7 @@ class TensorBoardWriter:
         summaries = [scalar(name, value) for name, value in metrics.items() if math.isfinite(value)]
         if samples:
             summaries.append(text("samples", markdown_table(samples)))
-        now_s = time.time()
-        self._write(Event(wall_time=now_s, step=step, summary=summary) for summary in summaries)
+        self._write(Event(wall_time=time.time(), step=step, summary=summary) for summary in summaries)
 
     def _write(self, events: Iterable[Event]) -> None:
         records = []
@@ -86,7 +71,7 @@ class TensorBoardWriter:
 
 
 def markdown_table(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Rows of the same columns; characters that would end a cell are escaped."""
+    """Format rows of the same columns; characters that would end a cell are escaped."""
     cells = [list(rows[0]), ["---"] * len(rows[0]), *([_cell(value) for value in row.values()] for row in rows)]
     return "\n".join(f"| {' | '.join(line)} |" for line in cells)
 
@@ -99,11 +84,9 @@ def _cell(value: Any) -> str:
 class RunLog:
     """Writes the metrics of a run into its directory at each step. Non-finite numbers become null.
 
-    A step is in the files once, however often it is repeated: its rows of an earlier attempt are removed when it begins
-    again, and are in ``*.superseded.jsonl`` until it has ended; nothing is changed before :meth:`begin_step`. On a full
-    disk each method waits for ``disk_wait``; then the error is raised, and no partial line is left. As part of a
-    trainer's ``state`` it keeps the totals and the id of the run, by which trackers recognize it when it is resumed;
-    they show ``settings``, and the ``name`` of the job, by default the folder's."""
+    A step is in the files once: when it begins again, the rows of the earlier attempt move to ``*.superseded.jsonl``
+    until it has ended. On a full disk each method waits for ``disk_wait`` before it raises the error, and leaves no
+    partial line. The state has the totals and the id of the run, by which trackers recognize a resumed run."""
 
     def __init__(
         self,
@@ -114,37 +97,32 @@ class RunLog:
         name: str = "",
         now_s: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.owns_samples = True
-        """False: another process writes ``samples.jsonl``."""
+        self.owns_samples = True  # False: another process writes ``samples.jsonl``
         self._folder, self._disk_wait, self._config = folder, disk_wait, config or LogConfig()
         self._trackers = Trackers(self._config, folder, settings or {}, disk_wait, name)
         self._run = uuid4().hex[:12]
         self._current_step: int | None = None
-        self._history: list[tuple[int, dict[str, float]]] = []  # what curves show of the steps
+        self._history: list[tuple[int, dict[str, float]]] = []  # the curves' metrics by step
         self._can_plot, self._now_s, self._drawn_s = True, now_s, now_s()
-        self.drawing: threading.Thread | None = None
-        """Draws the curve, or did so last."""
+        self.drawing: threading.Thread | None = None  # the last thread that draws the curve
         self._samples: Sequence[Mapping[str, Any]] = []  # of this step, for trackers
         self._totals = {"samples": 0, "tokens": 0}
 
     def begin_step(self, step: int) -> None:
-        """Remove the rows of ``step`` and of later ones. Step 1 begins a run: all files of an earlier run's log are
-        removed, TensorBoard's events included; everything else stays, the model too."""
+        """Remove the rows of ``step`` and of later steps; step 1 removes all files of an earlier run's log."""
         folder, before = self._folder, step - 1
         if before == self._current_step:
             self._current_step = step
             return
         if not before:
-            for name in _FILES:
-                if name != SAMPLES or self.owns_samples:
+            for name in (*_FILES, *_SUPERSEDED):
+                if name != sample_file.SAMPLES or self.owns_samples:
                     (folder / name).unlink(missing_ok=True)
-            for name in _SUPERSEDED:
-                (folder / name).unlink(missing_ok=True)
             shutil.rmtree(folder / _TENSORBOARD, ignore_errors=True)
-        retry_io((folder / SAMPLES).touch, folder / SAMPLES, self._disk_wait)
-        for name in (METRICS, SAMPLES) if self.owns_samples else (METRICS,):
+        retry_io((folder / sample_file.SAMPLES).touch, folder / sample_file.SAMPLES, self._disk_wait)
+        for name in (METRICS, sample_file.SAMPLES) if self.owns_samples else (METRICS,):
             self._append(name, ())
-            cut_at_step(folder / name, step)
+            sample_file.cut_at_step(folder / name, step)
         rows = map(json.loads, (folder / METRICS).read_text(encoding="utf-8").splitlines())
         self._history = [
             (row["step"], _curves_of({name: math.nan if value is None else value for name, value in row.items()}))
@@ -160,45 +138,44 @@ class RunLog:
         values = {name: float(value) for name, value in metrics.items()}
         self._history.append((step, _curves_of(values)))
         self._append(METRICS, [{"step": step, **values}])
-        drop_superseded(self._folder / METRICS, step)
+        sample_file.drop_superseded(self._folder / METRICS, step)
         samples, self._samples = self._samples, []
         self._tensorboard.log(step, values, samples)
         self._trackers.log(self._run, step, values, samples)
 
     def write_samples(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        file, wait = self._folder / SAMPLES, self._disk_wait
-        self.show_samples(step, write_step(file, step, rows, self.excerpt(step), disk_wait=wait))
+        file, wait = self._folder / sample_file.SAMPLES, self._disk_wait
+        self.show_samples(step, sample_file.write_step(file, step, rows, self.excerpt(step), disk_wait=wait))
 
-    def excerpt(self, step: int) -> Excerpt:
+    def excerpt(self, step: int) -> sample_file.Excerpt:
         config = self._config
         has_table = bool(config.samples_every) and (step - 1) % config.samples_every == 0
-        most = {"all": math.inf, "off": 0}.get(str(config.samples), config.samples)
-        return Excerpt(config.show_samples, config.max_chars, config.samples_rows if has_table else 0, float(most))
+        limit = {"all": math.inf, "off": 0}.get(str(config.samples), config.samples)
+        return sample_file.Excerpt(
+            config.show_samples, config.max_chars, config.samples_rows if has_table else 0, float(limit)
+        )
 
-    def show_samples(self, step: int, written: Written) -> None:
-        """Print some samples of a step, and keep others for the table of its metrics."""
+    def show_samples(self, step: int, written: sample_file.Written) -> None:
         self._samples = written.table
         for line in written.printed:
             _LOG.info("step %d: %s", step, line)
 
     def write_refused(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
-        self._replace("refused.jsonl", b"".join(format_line({"step": step, **row}) for row in rows))
+        self._replace("refused.jsonl", b"".join(sample_file.format_line({"step": step, **row}) for row in rows))
 
     def write_held_out(self, rows: Iterable[Mapping[str, Any]]) -> None:
-        """Write the last answers to the held-out prompts, one line each, to ``held_out.jsonl``."""
-        self._replace(HELD_OUT, b"".join(map(format_line, rows)))
+        self._replace(sample_file.HELD_OUT, b"".join(map(sample_file.format_line, rows)))
 
     def write_summary(self, values: Mapping[str, Any]) -> None:
         """Write the closing metrics, which the command line prints as a table, and end the run in the trackers."""
-        self._replace(SUMMARY, json.dumps(replace_non_finite(values), indent=2).encode())
+        self._replace(SUMMARY, json.dumps(sample_file.replace_non_finite(values), indent=2).encode())
         self.close("finished")
 
     def close(self, outcome: RunEnd) -> None:
-        """End the run in the trackers, if it has not ended there."""
         self._trackers.close(outcome)
 
     def count(self, **amounts: int) -> dict[str, float]:
-        """Add a step's ``samples`` and ``tokens``; returns those of the run so far."""
+        """Add a step's ``samples`` and ``tokens``; returns the totals of the run."""
         self._totals = {name: total + amounts[name] for name, total in self._totals.items()}
         return {f"total/{name}": float(total) for name, total in self._totals.items()}
 
@@ -210,7 +187,7 @@ class RunLog:
         self._totals = {name: state.get(name, 0) for name in self._totals}
 
     def redraw(self, name: str) -> None:
-        """Draw one metric over the steps as a PNG, in a thread, unless that was done a short time ago."""
+        """Draw one metric over the steps as a PNG, in a thread, unless it was drawn recently."""
         now_s = self._now_s()
         if now_s - self._drawn_s < _REDRAW_S or not self._can_plot or (self.drawing and self.drawing.is_alive()):
             return
@@ -220,9 +197,8 @@ class RunLog:
         self.drawing.start()
 
     def write_curve(self, name: str) -> None:
-        """Draw it now, with its running mean; needs matplotlib, the extra ``plot``."""
         if self.drawing is not None:
-            self.drawing.join()  # waits: for a drawing, or as long as a full disk is waited for
+            self.drawing.join()  # waits: for a drawing, at most ``disk_wait`` on a full disk
         self._draw(name, finite_points(name, self._history))
 
     def _draw(self, name: str, points: Points, may_fail: bool = False) -> None:
@@ -238,7 +214,7 @@ class RunLog:
             self._can_plot = False
 
     def _append(self, name: str, rows: Iterable[Mapping[str, Any]]) -> None:
-        append(self._folder / name, b"".join(map(format_line, rows)), self._disk_wait)
+        append(self._folder / name, b"".join(map(sample_file.format_line, rows)), self._disk_wait)
 
     def _replace(self, name: str, content: bytes) -> None:
         replace(self._folder / name, content, self._disk_wait)
@@ -249,15 +225,14 @@ def _curves_of(values: Mapping[str, float]) -> dict[str, float]:
 
 
 def validate_keep(config: KeepConfig, eval_every: int | None, metric_names: Collection[str]) -> list[ConfigError]:
-    """Check ``config`` against how often the run evaluates on its way (0 or None: never) and the metrics of its
-    evaluations."""
+    """Check ``config`` against the interval of evaluations (0 or None: none) and their metrics."""
     errors = []
     if config.best is not None and not eval_every:
         errors.append(ConfigError("config.keep.best", "needs evaluations: set config.eval_every"))
     elif config.metric is not None and config.metric not in metric_names:
         errors.append(_unknown_metric(config.metric, metric_names))
     if config.patience and config.best is None:
-        errors.append(ConfigError("config.keep.patience", "needs to know what is better: set config.keep.best"))
+        errors.append(ConfigError("config.keep.patience", "needs a metric: set config.keep.best"))
     return errors
 
 
@@ -266,14 +241,12 @@ def _unknown_metric(name: str, metric_names: Collection[str]) -> ConfigError:
 
 
 class ModelSaver:
-    """Saves the models that ``config`` names by ``save``, and counts evaluations without progress; part of a trainer's
-    ``state``."""
+    """Saves models with ``save``, and counts evaluations without progress; part of a trainer's ``state``."""
 
     def __init__(self, config: KeepConfig, folder: Path, save: Callable[[Path], Any]) -> None:
         self._config, self._folder, self._save = config, folder, save
         self._measure = [config.metric, config.prefers_low]
-        self.evaluated = ""
-        """A digest of the rows that are evaluated on."""
+        self.evaluated = ""  # digest of the evaluation rows
         self._best: float | None = None
         self._best_step = self._worse = 0
         if config.metric != config.best:
@@ -281,13 +254,11 @@ class ModelSaver:
 
     @property
     def should_stop(self) -> bool:
-        """True after ``patience`` evaluations without a better model."""
         return 0 < self._config.patience <= self._worse
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Compare an evaluation with the best one so far, and save the model if it is better. NaN is not counted, nor
-        an evaluation without the metric (an accuracy needs rewards of 0 and 1). Raises InvalidJob if the first has
-        none."""
+        """Save the model if the evaluation is better than the best so far. NaN does not count, nor does an evaluation
+        without the metric (an accuracy needs rewards of 0 and 1). Raises InvalidJob if the first one lacks it."""
         name = self._config.metric
         if name is None:
             return
@@ -307,21 +278,17 @@ class ModelSaver:
         self._save(self._folder / "best")
 
     def save_step(self, step: int) -> None:
-        """Save the model of a step where one is due, and remove the oldest."""
-        every = self._config.save_every
+        every, last = self._config.save_every, self._config.keep_last
         if not every or step % every:
             return
         folder = self._folder / "steps"
         self._save(folder / f"step-{step}")
-        if self._config.keep_last is None:
-            return
-        newest = {f"step-{step - every * back}" for back in range(self._config.keep_last)}
-        for path in folder.iterdir():
+        newest = {f"step-{step - every * back}" for back in range(last or 0)}
+        for path in folder.iterdir() if last is not None else ():
             if _STEP_FOLDER.fullmatch(path.name) and path.name not in newest:
                 remove_folder(path)
 
     def summary(self) -> dict[str, Any]:
-        """The closing metrics; null where no evaluation counted."""
         if self._config.metric is None:
             return {}
         step, model = (None, None) if self._best is None else (self._best_step, str(self._folder / "best"))
@@ -332,11 +299,11 @@ class ModelSaver:
         return {**measured, "best": self._best, "step": self._best_step, "worse": self._worse}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Another metric than before, or other rows, begin without a best model."""
+        """Resume; if the metric or the evaluation rows have changed, there is no best model yet."""
         if list(state.get("of", self._measure)) != self._measure:
             return
-        if (was := state.get("evaluated")) and was != self.evaluated:
+        if (evaluated := state.get("evaluated")) and evaluated != self.evaluated:
             if state["best"] is not None:
-                _LOG.warning("keep.best begins again: the rows to evaluate on are others than those of before")
+                _LOG.warning("keep.best starts over: the evaluation rows have changed since the last commit")
             return
         self._best, self._best_step, self._worse = state["best"], state["step"], state["worse"]

@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Files of samples, one JSON object a line: their columns, where the lines of a step begin, and what is shown of them.
-
-Numbers and texts of the same rows come apart: the trainer has the ones, the rollouts have the others."""
+"""Files of samples, one JSON object per line, with the lines of a step in one place, and excerpts for the console and
+tables. The numbers of a row come from the trainer, and its texts from the rollouts."""
 
 import json
 import math
@@ -35,8 +34,7 @@ _STEP = re.compile(rb'\{"step": ([0-9]+)[,}]')
 
 
 class Excerpt(NamedTuple):
-    """How many of a step's first rows the console and a table show; the console at most ``max_chars`` of a text. The
-    file gets the rows of the first ``samples``."""
+    """The number of rows to print, with at most ``max_chars`` of a text, and of rows of a table."""
 
     printed: int
     max_chars: int
@@ -51,8 +49,7 @@ class Written(NamedTuple):
 
 
 def format_rows(numbers: Batch, texts: Batch) -> Iterator[dict[str, Any]]:
-    """Plain rows, with the columns in the order of the files. Raises RowsDiffer if, by their ``digest``, the texts are
-    of other samples than the numbers."""
+    """Yield plain rows, columns in the files' order. Raises RowsDiffer if the texts are of other samples."""
     check_same_samples(texts, numbers)
     joined = numbers.with_columns(**texts.columns)
     first = [name for name in (*NUMBERS, *TEXTS) if name in joined]
@@ -76,15 +73,15 @@ def write_step(
     end = append(file, lines, disk_wait, at)
     drop_superseded(file, step)
     if at is not None and end < at + len(lines):
-        _LOG.warning("%s was cut or removed while the run went on: rows before step %d are missing", file, step)
+        _LOG.warning("%s was cut or removed during the run: rows before step %d are missing", file, step)
     printed = [_format_sample(row, excerpt.max_chars) for row in samples[: excerpt.printed]]
     return Written(end, printed, [_table_row(step, row) for row in samples[: excerpt.table]])
 
 
 def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
-    """Cut a file of rising steps off before its first line of ``step`` or later, or the first that is torn; returns its
-    size. Lines before byte ``expected`` are not read if it can be that place. After the first step, the lines cut off
-    are superseded: they are kept beside the file until their steps have been repeated."""
+    """Cut a file of rising steps before its first line of ``step`` or later, or the first torn one; returns its size.
+    Lines before byte ``expected`` are not read if the cut can be there. After the first step, the removed lines are
+    superseded: another file has them until their steps have been repeated."""
     with open(file, "rb") as lines:
         size = expected if expected is not None and _can_begin_at(lines, expected, step) else 0
         lines.seek(size)
@@ -104,7 +101,6 @@ def cut_at_step(file: Path, step: int, expected: int | None = None) -> int:
 
 
 def superseded(file: Path) -> Path:
-    """Return the path of the superseded lines of ``file``."""
     return file.with_suffix(".superseded.jsonl")
 
 
@@ -135,13 +131,10 @@ def _can_begin_at(lines: IO[bytes], at: int, step: int) -> bool:
 
 
 def _table_row(step: int, row: Mapping[str, Any]) -> dict[str, Any]:
-    """What a table shows of a sample: numbers and texts."""
     shown = {name: value for name, value in row.items() if name in _TABLE or name.startswith("reward/")}
-    plain = {
-        name: value if isinstance(value, float | None) else _encode(str(value)).decode()
-        for name, value in shown.items()
-    }
-    return {"step": step, **replace_non_finite(plain)}
+    for name, value in shown.items():
+        shown[name] = value if isinstance(value, float | None) else _encode(str(value)).decode()
+    return {"step": step, **replace_non_finite(shown)}
 
 
 def _format_sample(row: Mapping[str, Any], max_chars: int) -> str:
@@ -159,12 +152,12 @@ def format_line(row: Mapping[str, Any]) -> bytes:
 
 
 def _encode(text: str) -> bytes:
-    """Half of a surrogate pair, which an error's text may have, is escaped as in JSON."""
+    """Encode a text; half of a surrogate pair, which an error's text may have, is escaped as in JSON."""
     return text.encode(errors="backslashreplace")
 
 
 def replace_non_finite(row: Mapping[str, Any]) -> dict[str, Any]:
-    """JSON has no NaN and no infinity, and most readers refuse them."""
+    """Replace NaN and infinities, which JSON does not have, by None."""
     return {
         name: None if isinstance(value, float) and not math.isfinite(value) else value for name, value in row.items()
     }

@@ -1,9 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Experiment trackers: Weights & Biases, MLflow, and any class that ``config.log.trackers`` names.
-
-The built-in ones call their libraries directly. ``accelerate.tracking`` has no run ids, so a run that goes on would
-become a second one there, and it initializes ``torch.distributed`` in the trainer's process.
-"""
+"""Experiment trackers: Weights & Biases, MLflow, and any class that ``config.log.trackers`` names."""
 
 import importlib
 import inspect
@@ -17,7 +13,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Protocol
 
-from dlrover.python.rl.common.disk_space import DEFAULT_DISK_WAIT, DiskWait, replace
+from dlrover.python.rl.common.disk_space import DiskWait, replace
 from dlrover.python.rl.common.errors import ClassNotFound, ConfigError
 from dlrover.python.rl.common.extensions import ExtensionPoint
 from dlrover.python.rl.common.log import get_logger
@@ -39,10 +35,8 @@ TRACKERS = ExtensionPoint(
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """The run whose metrics a tracker receives; ``id`` is the same after a restart, ``name`` the job's,
-    and ``folder`` its directory.
-
-    ``notes`` are the tracker's own, plain data: what ``start`` puts there it finds there after a restart."""
+    """The run whose metrics a tracker receives; ``id`` is the same after a restart, ``name`` the job's, and ``folder``
+    its directory. ``notes`` are plain data that ``start`` may write, and finds again after a restart."""
 
     id: str
     name: str
@@ -51,24 +45,22 @@ class TrackedRun:
 
 
 class Tracker(Protocol):
-    """Receives the metrics of one run. It is constructed with the options that ``config.log.trackers`` gives it.
+    """Receives the metrics of one run. It is constructed with its options in ``config.log.trackers``.
 
-    An ``ImportError`` of ``start``, or any other exception, is logged once; the run continues without the tracker.
-    A tracker that shows samples too has ``log_samples(rows, step)``, which follows :meth:`log` of the step: a table,
-    rows of the same columns, of texts, numbers and None.
+    An exception is logged once, and the run continues without the tracker. A tracker that also shows samples has
+    ``log_samples(rows, step)``, called after :meth:`log` with rows of the same columns: texts, numbers and None.
     """
 
     def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
-        """Open the run, or the same one again; ``config`` is the recipe's configuration without secrets, a plain
-        tree."""
+        """Open the run, or reopen it; ``config`` is the recipe's configuration without secrets, a plain tree."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
-        """Record the finite metrics of a step, 0 for the evaluation before training. A step that comes again replaces
-        the earlier one: the run has gone back to a commit before it."""
+        """Record the finite metrics of a step; step 0 is the evaluation before training. A repeated step replaces the
+        earlier one: the run has gone back to an earlier commit."""
 
     def close(self, outcome: RunEnd) -> None:
-        """End the run, which :meth:`start` opens again if it goes on. Of a failed or stopped run it may come from
-        another thread, and it does not come at all where the process is killed."""
+        """End the run, which :meth:`start` reopens if it is resumed. If the run failed or was stopped, another thread
+        may call it; if the process is killed, nothing does."""
 
 
 def validate_log(config: LogConfig) -> list[ConfigError]:
@@ -84,16 +76,10 @@ def validate_log(config: LogConfig) -> list[ConfigError]:
 
 
 class Trackers:
-    """Sends each step to all trackers: ``trackers.json`` in the job's directory has the last step that was sent.
-    ``settings`` are those of the run, for the trackers to show, and ``name`` is the job's."""
+    """Sends each step to all trackers; ``trackers.json`` in the job's directory has the last one."""
 
     def __init__(
-        self,
-        config: LogConfig,
-        folder: Path,
-        settings: Mapping[str, Any],
-        disk_wait: DiskWait = DEFAULT_DISK_WAIT,
-        name: str = "",
+        self, config: LogConfig, folder: Path, settings: Mapping[str, Any], disk_wait: DiskWait, name: str
     ) -> None:
         self._options, self._settings = config.tracker_options, without_secrets(settings)
         self._folder, self._disk_wait, self._name = folder, disk_wait, name or folder.name
@@ -101,8 +87,7 @@ class Trackers:
         self._state: dict[str, Any] = {}
 
     def log(self, run: str, step: int, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Send the metrics of a step, without the non-finite ones, and its ``samples``, unless it was the last one sent
-        in this ``run``. A run that goes back some steps sends them again."""
+        """Send a step's finite metrics and its ``samples``, unless it was the last one sent in this ``run``."""
         if self._open is None:
             self._open = self._start_all(run)
             self._save_state()
@@ -119,7 +104,7 @@ class Trackers:
         self._save_state()
 
     def close(self, outcome: RunEnd) -> None:
-        """End the run, also one that an earlier process or trainer has left open. Nothing is sent afterwards."""
+        """End the run, even if an earlier process or trainer left it open. Nothing is sent afterwards."""
         saved = self._saved_state() if self._open is None else {}
         if saved and not saved.get("ended"):
             self._open = self._start_all(saved["run"])
@@ -170,18 +155,15 @@ def _try(name: str, action: Callable[[], None]) -> bool:
 
 
 class WandbTracker:
-    """The options are the fields of :class:`WandbConfig`. The steps are a metric, ``step``, over which W&B draws the
-    others: its own count of steps refuses values of a step that comes again."""
+    """Logs to W&B. The step is a metric, since W&B's own steps refuse values of a repeated step."""
 
     def __init__(self, project: str, name: str | None = None) -> None:
         self._project, self._name = project, name
 
     def start(self, config: Mapping[str, Any], run: TrackedRun) -> None:
         self._wandb = wandb = importlib.import_module("wandb")
-        name, folder = self._name or run.name, str(run.folder)
-        self._run = wandb.init(
-            project=self._project, name=name, id=run.id, resume="allow", dir=folder, config=dict(config)
-        )
+        arguments = {"id": run.id, "resume": "allow", "dir": str(run.folder), "config": dict(config)}
+        self._run = wandb.init(project=self._project, name=self._name or run.name, **arguments)
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -197,9 +179,8 @@ class WandbTracker:
 
 
 class MlflowTracker:
-    """The options are the fields of :class:`MlflowConfig`. The parameters are the configuration's dotted keys; all of
-    it is in ``config.json``. Characters that MLflow refuses in names are replaced: ``pass@4`` is ``pass_at_4``, others
-    are ``_``."""
+    """Logs to MLflow. Parameters are the configuration's dotted keys; ``config.json`` has the whole. Characters that
+    MLflow refuses in names are replaced: ``@`` by ``_at_``, others by ``_``."""
 
     def __init__(self, experiment: str, name: str | None = None, uri: str | None = None) -> None:
         self._experiment, self._name, self._uri = experiment, name, uri
@@ -211,7 +192,7 @@ class MlflowTracker:
         mlflow.set_experiment(self._experiment)
         self._notes = run.notes
         if "run_id" in run.notes:
-            if not self._is_active():  # by an attempt at this step in the same process
+            if not self._is_active():  # an attempt in this process may have opened it
                 mlflow.start_run(run_id=run.notes["run_id"])
             return
         run.notes["run_id"] = mlflow.start_run(run_name=self._name or run.name).info.run_id  # the server chooses it
@@ -235,7 +216,6 @@ class MlflowTracker:
             self._mlflow.MlflowClient().set_terminated(self._notes["run_id"], status)
 
     def _is_active(self) -> bool:
-        """Whether the run is open in this thread."""
         active = self._mlflow.active_run()
         return active is not None and active.info.run_id == self._notes["run_id"]
 
@@ -245,7 +225,7 @@ def _mlflow_name(name: str) -> str:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """The values of a configuration by their dotted keys, as MLflow's parameters; long ones are cut."""
+    """Return a configuration's values by their dotted keys, as MLflow's parameters; long ones are cut."""
     params: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""ACTOR and CRITIC: the models in training."""
+"""ACTOR and CRITIC: the trained models."""
 
 import threading
 from collections.abc import Sequence
@@ -19,16 +19,9 @@ from dlrover.python.rl.engine.model.loading import load_tokenizer, read_eos_ids
 from dlrover.python.rl.engine.model.packing import Head
 from dlrover.python.rl.engine.model.ranks import use_device
 from dlrover.python.rl.engine.weight_sync.base import Ticket, waits_for_receivers
+from dlrover.python.rl.recipe.base import updates
 from dlrover.python.rl.recipe.base.config import EngineConfig
 from dlrover.python.rl.recipe.base.engine_workload import Machine, TrainedWorkload, device_of, on_device, peak_memory
-from dlrover.python.rl.recipe.base.updates import (
-    TRAINED,
-    UpdatePlan,
-    cast_columns,
-    find_nonfinite_rows,
-    join_columns,
-    run_updates,
-)
 from dlrover.python.rl.recipe.trainers.examples import ExampleData, Examples, Measured, compute_outputs, load_examples
 from dlrover.python.rl.trainer.workload import trainer_invocation
 
@@ -38,9 +31,7 @@ _SENT_S = 2.0
 class ActorWorkload(TrainedWorkload):
     """ACTOR: trains the policy, and publishes its weights to the rollouts."""
 
-    recipe_class: ClassVar[str | None] = "ActorWorkload"
-    """The class of the recipes whose part this one has."""
-
+    recipe_class: ClassVar[str | None] = "ActorWorkload"  # the recipes' class that a user's subclass stands for
     guards_state = True
     has_adapters = True
     _sending: "Future[WeightStamp | None] | None" = None
@@ -48,7 +39,7 @@ class ActorWorkload(TrainedWorkload):
     def init_model(
         self, model: str, engine: EngineConfig, optimizer: OptimizerConfig, algorithm: Algorithm, seed: int = 0
     ) -> str:
-        """Load the policy and meet the other ranks; returns the engine's class. Random numbers follow from ``seed``."""
+        """Load the policy and meet the other ranks; returns the engine's class. ``seed`` sets the random state."""
         self._algorithm = algorithm
         self._load(model, engine, optimizer, seed, engine.lora)
         device = device_of(self, engine)
@@ -61,27 +52,27 @@ class ActorWorkload(TrainedWorkload):
         return Machine.of(self._engine, *self._runs_on)
 
     @on_device
-    def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan, *aux: Batch) -> list[UpdateResult]:
-        """The optimizer steps on this rank's share of a step's rows; RowsDiffer if other rows were scored.
-
-        ``rows`` are the algorithm's columns with the ``update`` of each row, ``aux`` ragged columns from other
-        roles."""
+    def update(self, rollouts: Batch, rows: Batch, plan: updates.UpdatePlan, *aux: Batch) -> list[UpdateResult]:
+        """Take the optimizer steps on this rank's share of a step's rows. ``rows`` are the algorithm's columns and
+        ``update``, ``aux`` ragged columns from other roles. Raises RowsDiffer if other rows were scored."""
         generated = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         needs = self._algorithm.needs.loss | {"rollout_logprobs"}
-        batch = join_columns(generated, rows, [cast_columns(columns, plan.dtypes) for columns in aux], needs)
+        batch = updates.join_columns(
+            generated, rows, [updates.cast_columns(columns, plan.dtypes) for columns in aux], needs
+        )
         if "old_logprobs" not in batch:
             batch = batch.with_columns(old_logprobs=self._old_logprobs(rollouts, plan.temperature))
         loss = EngineLoss(self._algorithm, logs_entropy=True)
         self.wait_until_written()
-        return self._measured(run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature)))
+        return self._measured(
+            updates.run_updates(batch, plan, lambda part: self._engine.step(part, loss, plan.temperature))
+        )
 
     def _measured(self, results: list[UpdateResult]) -> list[UpdateResult]:
-        peak = peak_memory(self._runs_on[0])
-        return [replace(result, metrics={**result.metrics, **peak}) for result in results]
+        return [replace(result, metrics={**result.metrics, **peak_memory(self._runs_on[0])}) for result in results]
 
     def token_columns(self, rollouts: Batch, names: Sequence[str], temperature: float) -> Batch:
-        """The columns that an algorithm annotates from: ``action_mask``, log-probs, old and the rollouts', and columns
-        that the rollout engine declares."""
+        """Return the columns that an algorithm annotates from."""
         if "rollout_logprobs" in names:
             rollouts = rollouts.with_columns(rollout_logprobs=rollouts["logprobs"])
         if "old_logprobs" not in names:
@@ -92,19 +83,21 @@ class ActorWorkload(TrainedWorkload):
     @trainer_invocation(blocking=False)
     @on_device
     def reference_logprobs(self, rollouts: Batch, temperature: float) -> Batch:
-        """``ref_logprobs`` of the initial policy, where adapters are trained: this model without them."""
+        """Compute ``ref_logprobs`` of the initial policy: this model without its adapters."""
         with self._engine.without_adapters():
-            return Batch({"ref_logprobs": self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]})
+            return Batch(
+                {"ref_logprobs": self._engine.evaluate(rollouts.select(*updates.TRAINED), temperature)["logprobs"]}
+            )
 
     @property
     def _recomputes(self) -> bool:
         return "rollout_logprobs" in self._algorithm.needs.all
 
     def _old_logprobs(self, rollouts: Batch, temperature: float) -> Column:
-        """Of the policy before the update: the rollouts', or this engine's if the algorithm distinguishes them."""
+        """Return the rollouts' log-probs, or this engine's if the algorithm distinguishes them."""
         if not self._recomputes:
             return rollouts["logprobs"]
-        return self._engine.evaluate(rollouts.select(*TRAINED), temperature)["logprobs"]
+        return self._engine.evaluate(rollouts.select(*updates.TRAINED), temperature)["logprobs"]
 
     @on_device
     def train(self, batch: Batch) -> UpdateResult:
@@ -117,22 +110,20 @@ class ActorWorkload(TrainedWorkload):
 
     @on_device
     def find_nonfinite(self, batch: Batch, names: tuple[str, ...]) -> Batch:
-        """The columns ``names`` and the ``text`` of the rows with a non-finite value in a column or an output."""
-        offending = find_nonfinite_rows(batch, compute_outputs(self._engine, batch))
+        """Return ``names`` and ``text`` of the rows with a non-finite value in a column or an output."""
+        offending = updates.find_nonfinite_rows(batch, compute_outputs(self._engine, batch))
         texts = [self._engine.tokenizer.decode(batch.ragged("tokens")[row]) for row in offending]
         return batch.select(*names).take(offending).with_columns(text=texts)
 
     def encode(self, model: str, data: ExampleData, evaluates: bool, seed: int) -> Examples:
-        """Tokenise examples, and hold some out if the run ``evaluates``; needs no loaded model."""
+        """Tokenise examples, and hold some out if the run ``evaluates``. The model need not be loaded."""
         tokenizer = load_tokenizer(model)
         return load_examples(data, tokenizer, evaluates, seed, read_eos_ids(model, tokenizer))
 
     @trainer_invocation(blocking=False)
     def publish_weights(self) -> Ticket:
-        """Send the current weights with the ticket that rank 0 returns.
-
-        If the transport waits for its receivers, a thread sends them after this call. Else the last two versions are
-        kept, by default in memory that is freed with this process."""
+        """Send the current weights with the ticket that rank 0 returns. If the transport waits for its receivers, a
+        thread sends them after this call; else the last two versions stay available."""
         with self._bare_turn():
             ticket = self._weights.offer(self._engine)
             if not waits_for_receivers(self._weights):
@@ -153,7 +144,7 @@ class ActorWorkload(TrainedWorkload):
 
     def _finish(self) -> None:
         if self._sending is not None and not wait([self._sending], _SENT_S).done:
-            raise EngineError("weights are still being sent")  # by a thread, from the engine
+            raise EngineError("weights are still being sent")
 
     @trainer_invocation(target="RANK0")
     def published_stamp(self) -> WeightStamp | None:
@@ -164,8 +155,7 @@ class ActorWorkload(TrainedWorkload):
 
 
 class ScorerWorkload(ActorWorkload):
-    """ACTOR: trains a reward model, saved for ``AutoModelForSequenceClassification``. Its head has no bias, which pairs
-    do not determine: rounding errors alone would move it."""
+    """ACTOR: trains a reward model, whose head has no bias, since pairs do not determine one."""
 
     recipe_class = "ScorerWorkload"
     head: ClassVar[Head] = "token"
@@ -195,14 +185,12 @@ class CriticWorkload(TrainedWorkload):
     @trainer_invocation(blocking=False)
     @on_device
     def values(self, rollouts: Batch) -> Batch:
-        scores = self._engine.evaluate(shift_to_states(rollouts.select(*TRAINED))).ragged("scores")
+        scores = self._engine.evaluate(shift_to_states(rollouts.select(*updates.TRAINED))).ragged("scores")
         return Batch({"values": shift_to_actions(scores)})
 
     @on_device
-    def update(self, rollouts: Batch, rows: Batch, plan: UpdatePlan) -> list[UpdateResult]:
-        """The optimizer steps on this rank's share of a step's rows; RowsDiffer if other rows were scored.
-
-        ``rows`` are ``returns``, ``values``, ``weight`` and ``update`` of the same rows."""
-        batch = shift_to_states(join_columns(rollouts, rows))
+    def update(self, rollouts: Batch, rows: Batch, plan: updates.UpdatePlan) -> list[UpdateResult]:
+        """Take the optimizer steps on this rank's share of a step's rows. Raises RowsDiffer as ACTOR does."""
+        batch = shift_to_states(updates.join_columns(rollouts, rows))
         self.wait_until_written()
-        return run_updates(batch, plan, lambda part: self._engine.step(part, self._loss))
+        return updates.run_updates(batch, plan, lambda part: self._engine.step(part, self._loss))

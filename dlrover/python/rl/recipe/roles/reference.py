@@ -18,8 +18,7 @@ class ReferenceWorkload(EngineWorkload):
     """REFERENCE: a frozen copy of the initial policy."""
 
     recipe_class: ClassVar[str | None] = "ReferenceWorkload"
-    sharded_class: ClassVar[str] = "ShardedReferenceWorkload"
-    """The class of which each worker holds a part."""
+    sharded_class: ClassVar[str] = "ShardedReferenceWorkload"  # the class whose workers hold a part of the model each
 
     @classmethod
     def check_config(cls, config: Any) -> Iterable[ConfigError]:
@@ -30,8 +29,8 @@ class ReferenceWorkload(EngineWorkload):
             return [ConfigError("config.engine.shard_frozen", f"needs fsdp2: {engine.train} holds copies")]
         if engine.shard_frozen == cls.needs_own_process:
             return []
-        what = f"needs the class {cls.sharded_class}" if engine.shard_frozen else f"has to be true for {cls.__name__}"
-        return [ConfigError("config.engine.shard_frozen", what)]
+        needed = f"needs the class {cls.sharded_class}" if engine.shard_frozen else f"has to be true for {cls.__name__}"
+        return [ConfigError("config.engine.shard_frozen", needed)]
 
     def init_model(self, model: str, engine: EngineConfig) -> None:
         address = self.torch_master_addr, self.torch_master_port
@@ -53,8 +52,8 @@ class TeacherWorkload(ReferenceWorkload):
     @trainer_invocation(blocking=False)
     @on_device
     def teacher_logprobs(self, rollouts: Batch, temperature: float, top: int = 0) -> Batch:
-        """``teacher_logprobs`` of the completions; or ``candidates``, the ``top`` most likely ids at each of their
-        tokens, with ``teacher_logprobs`` of these, ``[seq, top]``."""
+        """Compute ``teacher_logprobs`` of the completions; with ``top``, ``candidates``, the most likely ids at each of
+        their tokens, and the ``teacher_logprobs`` of these, both ``[seq, top]``."""
         outputs = self._engine.evaluate(rollouts.select(*TRAINED), temperature, top=top)
         if not top:
             return Batch({"teacher_logprobs": outputs["logprobs"]})
@@ -62,10 +61,10 @@ class TeacherWorkload(ReferenceWorkload):
 
 
 class ShardedReferenceWorkload(ReferenceWorkload):
-    """REFERENCE: a frozen copy of which each worker holds a part, gathered layer by layer as it computes."""
+    """REFERENCE: each worker holds a part of a frozen copy, and gathers it layer by layer."""
 
     needs_own_process = True
 
 
 class ShardedTeacherWorkload(ShardedReferenceWorkload, TeacherWorkload):
-    """TEACHER of which each worker holds a part."""
+    """TEACHER: each worker holds a part of the model."""

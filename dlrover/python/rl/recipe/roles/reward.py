@@ -39,12 +39,11 @@ class RewardWorkload(BaseWorkload):
 
     recipe_class: ClassVar[str | None] = "RewardWorkload"
 
-    uses_device: ClassVar[bool] = False
-    """Nothing of it is on a device that its process may share."""
+    uses_device: ClassVar[bool] = False  # not even in a process that has one
 
     @classmethod
     def warm_up(cls) -> None:
-        """Start and end a verifier's process, so that its interpreter and libraries are in memory."""
+        """Start and end a verifier's process, to cache its interpreter and libraries in memory."""
         DeadlineVerifier(exact, timeout_s=5.0).close()
 
     @classmethod
@@ -58,11 +57,9 @@ class RewardWorkload(BaseWorkload):
     _is_deterministic = False
 
     def init_verifier(self, reward: RewardConfig, columns: Collection[str] = ()) -> str:
-        """Start the verifiers, given the columns of the data that functions may ask for; returns the level at which
-        programs of the model are confined here."""
-        start = partial(
-            DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=reward.memory_mb, columns=columns
-        )
+        """Start the verifiers; returns the level of confinement of programs that the model writes."""
+        memory_mb = reward.memory_mb
+        start = partial(DeadlineVerifier, reward.function, reward.timeout_s, memory_mb=memory_mb, columns=columns)
         self._ignores_thoughts = reward.thoughts == "ignored"
         self._parts = name_parts(reward.function)
         names = [reward.function] if isinstance(reward.function, str) else reward.function
@@ -75,14 +72,14 @@ class RewardWorkload(BaseWorkload):
         return self._is_deterministic
 
     def score(self, rollouts: Batch) -> Batch:
-        """Summaries of the rows with ``reward`` (float64, NaN if the verifier failed) and ``error`` (why, or None); of
-        several functions also ``reward/<name>``, each one's unweighted value."""
+        """Return summaries of the rows with ``reward`` (float64, NaN if the verifier failed), ``error`` (the reason, or
+        None), and for several functions their unweighted values, ``reward/<name>``."""
         completions, answers, infos, prompts, prefixes = (rollouts.objects(name) for name in Completed._fields)
         prefixes = prefixes if self._ignores_thoughts else [None] * len(prefixes)
         samples = map(Completed, completions, answers, (info or {} for info in infos), prompts, prefixes)
         results = self._verifiers.score(samples)
         failures = [result for result in results if isinstance(result, VerifierError)]
-        if failures:  # one line for all, and the first time the traceback of the user's function
+        if failures:  # one line for all, with a traceback of the user's function the first time
             reason, details = _first_line(failures[0]), failures[0].remote_traceback
             kind = reason.partition(": ")[0]
             is_new = details and kind not in self._shown
@@ -102,7 +99,7 @@ class RewardWorkload(BaseWorkload):
             self._verifiers.close()
 
 
-_MOST_TEXT, _MOST_TRACEBACK, _CUT = 300, 3000, "\n[...]\n"  # of a message that may hold anything
+_MOST_TEXT, _MOST_TRACEBACK, _CUT = 300, 3000, "\n[...]\n"
 
 
 def _first_line(error: VerifierError) -> str:
@@ -110,8 +107,7 @@ def _first_line(error: VerifierError) -> str:
 
 
 def name_parts(function: str | Mapping[str, float]) -> dict[str, str]:
-    """The columns of the values of several functions, by function: ``reward/<label>``, or ``reward/<name>`` where two
-    have one label, or it is that of another metric."""
+    """Map several functions to columns: ``reward/<label>``, or ``reward/<name>`` if the label is taken."""
     labels = {} if isinstance(function, str) else {name: label_of(name) for name in function}
     unclear = {*SUMMARIES, *(label for label, count in Counter(labels.values()).items() if count > 1)}
     return {name: f"reward/{name if label in unclear else label}" for name, label in labels.items()}
@@ -121,10 +117,10 @@ _SEQUENCES, _TOKENS = "ForSequenceClassification", "ForTokenClassification"
 
 
 class ModelRewardWorkload(EngineWorkload):
-    """REWARD: a frozen model with a head of one score, which ``reward.model`` names; each worker has a copy.
+    """REWARD: a copy of the frozen model ``reward.model``, with a head of one score.
 
-    Prompt and completion are encoded like the pairs of its training, by its own tokenizer and chat template; the reward
-    is the score of the last token."""
+    Prompt and completion are encoded as in its training, by its own tokenizer and chat template; the reward is the
+    score of the last token."""
 
     recipe_class: ClassVar[str | None] = "RewardWorkload"
 
@@ -135,16 +131,15 @@ class ModelRewardWorkload(EngineWorkload):
         if reward is None or engine is None:
             return []  # the trainer reports their errors
         if reward.model is None:
-            what = f"is required by {cls.__name__}; RewardWorkload calls a function"
-            return [ConfigError("config.reward.model", what)]
+            return [ConfigError("config.reward.model", f"is required by {cls.__name__}; RewardWorkload needs none")]
         errors = validate_model(reward.model, "config.reward.model")
-        if not errors and (folder := Path(reward.model).expanduser()).is_dir():
-            errors += [ConfigError("config.reward.model", fault) for fault in _inspect_head(folder)[1]]
+        folder = Path(reward.model).expanduser()
+        if not errors and folder.is_dir() and (fault := _inspect_head(folder)[2]):
+            errors.append(ConfigError("config.reward.model", fault))
         if reward.function != RewardConfig.function:
             errors.append(ConfigError("config.reward.function", "is not called if there is a reward.model"))
-        faults = find_train_errors(
-            engine.train, engine_info(TRAIN_ENGINES, engine.train), ParallelSizes(), lora=None, bare_head=True
-        )
+        info = engine_info(TRAIN_ENGINES, engine.train)
+        faults = find_train_errors(engine.train, info, ParallelSizes(), lora=None, bare_head=True)
         return [*errors, *(ConfigError("config.engine.train", fault) for fault in faults)]
 
     def init_verifier(self, reward: RewardConfig, engine: EngineConfig) -> None:
@@ -152,27 +147,25 @@ class ModelRewardWorkload(EngineWorkload):
         if reward.model is None:
             raise EngineError(f"{type(self).__name__} needs reward.model")
         folder = find_model_folder(reward.model)
-        self._longest, faults = _inspect_head(folder)
-        if faults:
-            raise EngineError("; ".join(faults))
-        has_bias = _head_kind(load_auto("AutoConfig", folder)) == _TOKENS
+        self._longest, has_bias, fault = _inspect_head(folder)
+        if fault:
+            raise EngineError(fault)
         self._make_train_engine(reward.model, engine, head="token", head_bias=has_bias)
 
     @on_device
     def score(self, rollouts: Batch) -> Batch:
-        """A sample fails if it is too long for the model, cannot be encoded, or its score is not finite."""
+        """Score the rows. A sample fails if it is too long for the model, cannot be encoded, or has no finite score."""
         texts = zip(*(rollouts.objects(name) for name in ("prompt", "completion", "extra_info")), strict=True)
         encoded = [self._encode(*row) for row in texts]
-        rows = [row for row, tokens in enumerate(encoded) if not isinstance(tokens, str)]
-        rewards = np.full(len(encoded), np.nan)
         errors = [tokens if isinstance(tokens, str) else None for tokens in encoded]
-        if rows:
-            sequences = [tokens for tokens in encoded if not isinstance(tokens, str)]
-            tokens = Ragged.from_rows(sequences, dtype=np.int64)
+        sequences = {row: tokens for row, tokens in enumerate(encoded) if not isinstance(tokens, str)}
+        rewards = np.full(len(encoded), np.nan)
+        if sequences:
+            tokens = Ragged.from_rows(list(sequences.values()), dtype=np.int64)
             ends, last = tokens.offsets[1:] - 1, np.zeros(len(tokens.values), dtype=np.bool_)
             last[ends] = True
             outputs: Batch = self._engine.evaluate(Batch({"tokens": tokens, "action_mask": tokens.like(last)}))
-            rewards[rows] = outputs.ragged("scores").values[ends].astype(np.float64)
+            rewards[list(sequences)] = outputs.ragged("scores").values[ends].astype(np.float64)
         for row in np.flatnonzero(~np.isfinite(rewards)).tolist():
             errors[row] = errors[row] or f"the reward model's score is {rewards[row]}"
             rewards[row] = np.nan
@@ -182,7 +175,7 @@ class ModelRewardWorkload(EngineWorkload):
     def _encode(
         self, prompt: str | list[Mapping[str, str]], completion: str, extra_info: Mapping[str, Any] | None
     ) -> list[int] | str:
-        """Token ids as in a reward model's training; or why there are none."""
+        """Return token ids as in a reward model's training, or the reason why there are none."""
         tokenizer = self._engine.tokenizer
         try:
             if isinstance(prompt, str):
@@ -197,15 +190,13 @@ class ModelRewardWorkload(EngineWorkload):
         return tokens
 
 
-def _inspect_head(folder: Path) -> tuple[int | None, list[str]]:
+def _inspect_head(folder: Path) -> tuple[int | None, bool, str]:
+    """Return the longest input of a reward model, True if its head has a bias, and the fault of the head, if any."""
     config = load_auto("AutoConfig", folder)
     longest: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if not _head_kind(config):
-        names = ", ".join(config.architectures or ["a model without a class"])
-        return longest, [f"{folder} holds {names}, which gives no score: recipe.rm trains a model that does"]
-    return longest, [f"{folder} gives {config.num_labels} scores, not one"] if config.num_labels != 1 else []
-
-
-def _head_kind(config: Any) -> str:
-    architecture = (config.architectures or [""])[0]
-    return next((kind for kind in (_SEQUENCES, _TOKENS) if architecture.endswith(kind)), "")
+    architecture, fault = (config.architectures or ["a model without a class"])[0], ""
+    if not architecture.endswith((_SEQUENCES, _TOKENS)):
+        fault = f"{folder} holds {architecture}, which gives no score; recipe.rm trains a reward model"
+    elif config.num_labels != 1:
+        fault = f"{folder} gives {config.num_labels} scores, not one"
+    return longest, architecture.endswith(_TOKENS), fault

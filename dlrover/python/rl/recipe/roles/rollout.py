@@ -30,15 +30,7 @@ from dlrover.python.rl.environment.core.turns import Guard
 from dlrover.python.rl.environment.sandbox.environment_process import IsolatedEnvironment
 from dlrover.python.rl.recipe.base.config import EngineConfig, RolloutConfig
 from dlrover.python.rl.recipe.base.engine_workload import EngineWorkload, device_of, on_device, use_threads
-from dlrover.python.rl.recipe.reporting.sample_file import (
-    TEXTS,
-    Excerpt,
-    Written,
-    cut_at_step,
-    format_line,
-    format_rows,
-    write_step,
-)
+from dlrover.python.rl.recipe.reporting import sample_file
 from dlrover.python.rl.recipe.rollout.episodes import KeptSamples, count_unknown_ids, summarize_rows
 from dlrover.python.rl.recipe.rollout.scheduler import RolloutScheduler
 from dlrover.python.rl.recipe.rollout.stream import InlineLoop, ThreadLoop
@@ -51,10 +43,10 @@ _ONE_COMPLETION = RolloutConfig()
 
 
 class RolloutWorkload(EngineWorkload):
-    """ROLLOUT: generates completions. Each worker serves a whole copy of the policy.
+    """ROLLOUT: generates completions; each worker serves a whole copy of the policy.
 
-    No step depends on its state: each step first gives it the weights, and the list of its groups. Samples depend on
-    those, the seed, the prompt's id and the sample's index."""
+    No step depends on its state: each step first sends it the weights and its list of groups. Samples depend on these,
+    the seed, the prompt's id and the sample's index."""
 
     recipe_class = "RolloutWorkload"
     warmup = "warm_rollout"
@@ -70,7 +62,7 @@ class RolloutWorkload(EngineWorkload):
         rollout: RolloutConfig = _ONE_COMPLETION,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
     ) -> str:
-        """Load the policy and the environment; returns the engine's class. It serves nothing before weights arrive."""
+        """Load the policy and the environment; returns the engine's class. Generation needs the actor's weights."""
         engine = engine.resolve(torch.cuda.is_available())
         use_threads(engine.threads)
         device = device_of(self, engine)
@@ -81,7 +73,7 @@ class RolloutWorkload(EngineWorkload):
             engine.rollout_tensor_parallel_size,
             engine.gpu_memory_utilization,
             engine.rollout_options,
-            self.devices if engine.device == "cuda" else (),  # else the device was chosen by number
+            self.devices if engine.device == "cuda" else (),  # a numbered device is not reserved
             engine.mask_unknown_ids,
         )
         make = engine_class(ROLLOUT_ENGINES, engine.rollout)
@@ -94,7 +86,7 @@ class RolloutWorkload(EngineWorkload):
             if rollout.max_staleness and self._device_locks:
                 raise EngineError("a rollout on a shared device cannot run ahead: rollout.max_staleness has to be 0")
             self._engine: BaseRolloutEngine = make(model, settings, memory)
-        # The ids that no reward sees are counted where the engine may sample some.
+        # If the engine may sample ids without a text, they are counted.
         self._known_ids = None if engine.mask_unknown_ids else count_known_ids(self._engine.tokenizer)
         self._weights = self._make_weight_transport(engine, device)
         guard = None
@@ -107,18 +99,16 @@ class RolloutWorkload(EngineWorkload):
         copies = None
         if rollout.max_staleness and "/" in self.name:
             copies = KeptSamples(memory_root(*run_of(self.name)) / "samples" / self.role.lower(), self.rank)
-        self._scheduler = RolloutScheduler(
-            self._engine, guard, engine.max_batch, rollout.max_turns, template_kwargs, copies
-        )
+        limits = engine.max_batch, rollout.max_turns
+        self._scheduler = RolloutScheduler(self._engine, guard, *limits, template_kwargs, copies)
         if self._loop.runs_between_calls:
             self._loop.run(self._scheduler.start())
         return type(self._engine).__name__
 
     def receive_weights(self, ticket: Ticket) -> WeightStamp:
-        """Fetch, verify and serve the actor's weights; older ones too, since a run that went back repeats a step.
-        Raises ResultLost if the actor was replaced and no longer has them, WeightSyncError if they differ from those
-        that were sent."""
-        # A shared device may compare weights and add adapters. A sender that waits for this one has it meanwhile.
+        """Fetch, verify and serve the actor's weights, which may be older if a run repeats a step. Raises ResultLost if
+        a replaced actor no longer has them, WeightSyncError if they differ from the sent ones."""
+        # The device compares weights and adds adapters, unless a sender that waits for this receiver has locked it.
         with nullcontext() if waits_for_receivers(self._weights) else self._bare_turn():
             try:
                 weights = self._weights.receive(ticket)
@@ -134,8 +124,8 @@ class RolloutWorkload(EngineWorkload):
     def check_prompts(
         self, prompts: Batch, sampling: SamplingParams, max_prompt_tokens: int | None = None
     ) -> tuple[list[ConfigError], list[ConfigError]]:
-        """Return an error of each prompt that this model cannot complete, and of each with more than
-        ``max_prompt_tokens``; ``place`` names their rows, which have ``extra_info`` too."""
+        """Return errors of prompts that this model cannot complete, and of prompts with more than
+        ``max_prompt_tokens``; rows have ``place``, their name, ``prompt`` and ``extra_info``."""
 
         def check(tokens: list[int]) -> None:
             self._engine.check(Ragged.from_rows([tokens], dtype=np.int64), sampling)
@@ -149,64 +139,61 @@ class RolloutWorkload(EngineWorkload):
     def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
         """Generate exactly the wanted groups, and wait until ``enough`` are complete, or all, or for ``patience_s``.
 
-        A new group is started when there is capacity, in this order; one that is not listed is cancelled. ``wanted``
-        has ``prompt_id``, ``retry`` and ``created_step`` (int64; the step that requested the group), which together
-        identify it, and as objects ``prompt``, ``answer`` and ``extra_info``. Samples depend on ``seed``, these numbers
-        and their index.
+        New groups start in this order as capacity permits; unlisted ones are cancelled. ``wanted`` has ``prompt_id``,
+        ``retry`` and ``created_step`` (int64; the step that requested the group), which together identify it, and the
+        objects ``prompt``, ``answer`` and ``extra_info``. Samples depend on ``seed``, these numbers and their index.
 
         Returns the status of each group: the three numbers, ``started``, ``complete`` (bool) and ``min_version``
         (int64: lowest weight version of its tokens, -1 for none). Raises WeightSyncError without weights, EngineError
         if a prompt cannot be completed or the engine cannot generate."""
-        if self._device_locks:  # one turn of the device for all of a step: it does not run ahead, so all is needed
+        if self._device_locks:  # the step needs all groups, and they take one turn of the device
             enough, patience_s = len(wanted), math.inf
         return self._loop.run(self._scheduler.sample(wanted, sampling, seed, enough, patience_s))
 
     @trainer_invocation(blocking=False)
     def fetch(self, groups: Batch) -> Batch:
-        """Wait for some groups of the last :meth:`sample` and return their rows, in this order; see
-        :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`."""
+        """Wait for some groups of the last :meth:`sample` and return their rows, in this order."""
         with nullcontext() if self._scheduler.are_complete(groups) else self._turn():
             rollouts = self._loop.run(self._scheduler.fetch(groups))
             return rollouts if self._known_ids is None else count_unknown_ids(rollouts, self._known_ids)
 
     def summarize(self, rollouts: Batch) -> Batch:
-        """What the trainer needs of the rows of :meth:`fetch` or :meth:`generate`, with the rewards of an environment;
-        see :func:`~dlrover.python.rl.recipe.rollout.episodes.summarize_rows`."""
+        """Return the trainer's numbers of the rows, with an environment's rewards."""
         return summarize_rows(rollouts)
 
     @trainer_invocation(blocking=False)
     def texts(self, rollouts: Batch) -> Batch:
-        """The texts of the rows of :meth:`fetch` or :meth:`generate`, as objects ``prompt``, ``completion`` and
-        ``answer``, with the ``digest`` of each."""
-        return rollouts.select(*TEXTS, *(("digest",) if "digest" in rollouts else ()))
+        """Return ``prompt``, ``completion``, ``answer`` and ``digest`` of the rows."""
+        return rollouts.select(*sample_file.TEXTS, *(("digest",) if "digest" in rollouts else ()))
 
     @trainer_invocation(target="RANK0")
     def begin_samples(self, file: Path, step: int, expected: int | None) -> int:
-        """Remove the lines of ``step`` and of later ones, ``expected`` from that byte on; returns the size. Raises
-        DataError if the trainer's file is not on this node."""
+        """Remove the lines of ``step`` and later steps, expected from byte ``expected`` on; returns the size."""
         _require_file(file)
-        return retry_io(lambda: cut_at_step(file, step, expected), file)
+        return retry_io(lambda: sample_file.cut_at_step(file, step, expected), file)
 
     @trainer_invocation(target="RANK0")
-    def write_samples(self, file: Path, step: int, at: int, numbers: Batch, texts: Batch, excerpt: Excerpt) -> Written:
-        """Write the lines of a step in place of what the file has from byte ``at`` on."""
-        return write_step(file, step, format_rows(numbers, texts), excerpt, at)
+    def write_samples(
+        self, file: Path, step: int, at: int, numbers: Batch, texts: Batch, excerpt: sample_file.Excerpt
+    ) -> sample_file.Written:
+        """Write the lines of a step from byte ``at`` on, and cut what follows."""
+        return sample_file.write_step(file, step, sample_file.format_rows(numbers, texts), excerpt, at)
 
     @trainer_invocation(target="RANK0")
     def write_held_out(self, file: Path, numbers: Batch, texts: Batch) -> None:
         """Replace the content of the file. Raises as :meth:`begin_samples`."""
         _require_file(file)
-        replace(file, b"".join(map(format_line, format_rows(numbers, texts))))
+        replace(file, b"".join(map(sample_file.format_line, sample_file.format_rows(numbers, texts))))
 
     @trainer_invocation(blocking=False)
     @on_device
     def generate(self, prompts: Batch, sampling: SamplingParams, seed: tuple[int, ...]) -> Batch:
-        """Complete the prompts, before all running groups; see
+        """Complete prompts before all running groups; see
         :func:`~dlrover.python.rl.recipe.rollout.episodes.make_batch`.
 
-        ``prompts`` has ``prompt_id``, and as objects ``prompt`` (text or messages), ``answer`` and ``extra_info``;
-        ``seed`` is the job's, the step and, if any, the retry. Raises EngineError if a prompt cannot be completed or
-        the engine cannot generate."""
+        ``prompts`` has ``prompt_id`` and the objects ``prompt`` (text or messages), ``answer`` and ``extra_info``;
+        ``seed`` is the job's seed, the step and, if any, the retry. Raises EngineError if a prompt cannot be completed
+        or the engine cannot generate."""
         rollouts = self._loop.run(self._scheduler.generate(prompts, sampling, seed))
         return rollouts if self._known_ids is None else count_unknown_ids(rollouts, self._known_ids)
 
@@ -221,5 +208,5 @@ class RolloutWorkload(EngineWorkload):
 
 def _require_file(file: Path) -> None:
     if not file.is_file():
-        message = f"{file} is not on {socket.gethostname()}, where a rollout runs: all nodes have to see job_dir"
+        message = f"{file} is not on {socket.gethostname()}, the node of a rollout: all nodes need to see job_dir"
         raise DataError([ConfigError("job_dir", message)])

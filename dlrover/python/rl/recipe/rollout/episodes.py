@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-# Over 400 lines: a sample from its group to its rows, and the copy of it that survives its worker.
-"""Groups of samples, the rows that they become, the episode of one sample (its turns with an environment), and finished
+"""Groups of samples, their rows, the episode of one sample (its turns with an environment), and copies of finished
 samples that survive their worker."""
 
 import asyncio
@@ -39,7 +38,7 @@ _SUMMARY = (
 )  # fmt: skip
 
 _TRAJECTORY_BITS = {"created_step": 14, "retry": 6, "prompt_id": 28, "sample_index": 14}
-"""62 in all. Higher bits are cut; two samples of one step do not differ in them."""
+"""62 bits. Higher bits are cut: two samples of one step do not differ in them."""
 
 
 class GroupKey(NamedTuple):
@@ -55,16 +54,15 @@ class Sample:
     """One completion, or one episode with an environment."""
 
     index: int
-    sequences: Sequence[SequenceColumns] = ()  # set at the end; several if a state did not continue the last one
+    sequences: Sequence[SequenceColumns] = ()  # set at the end; several if a state does not continue the last one
     turns: int = 0  # actions of the policy so far
     error: str | None = None  # why the environment failed
-    pending: PendingRequest | None = None  # the request that is being generated
+    pending: PendingRequest | None = None  # the request being generated
     versions: tuple[int, int] = (-1, -1)  # lowest and highest of the finished turns, -1 for none
     task: "asyncio.Task[None] | None" = None  # runs the sample
     ended: bool = False
 
     def merge_versions(self, versions: tuple[int, int]) -> tuple[int, int]:
-        """Lowest and highest of its own versions and these."""
         pairs = [pair for pair in (self.versions, versions) if pair[0] >= 0]
         return (min(pair[0] for pair in pairs), max(pair[1] for pair in pairs)) if pairs else (-1, -1)
 
@@ -73,20 +71,20 @@ class Sample:
 class Group:
     """The samples of one prompt. The trainer tracks it by ``row`` and ``share``; a rollout worker generates it."""
 
-    prompt_id: int  # open groups share it only with their retries
+    prompt_id: int  # unique among open groups, except for retries
     created_step: int  # the random numbers depend on it
     retry: int = 0  # number of earlier groups of the prompt in that step, whose rewards failed
     row: int = 0  # the prompt's row in the file
-    share: int = 0  # of the rollouts' work: the rank of a worker, where none is missing
+    share: int = 0  # share of the rollouts' work: the rank of a worker, if none is missing
     started: bool = False  # the group stays in its share
-    complete: bool = False  # all of its samples have ended
+    complete: bool = False  # all samples have ended
     min_version: int = -1  # lowest weight version of its tokens, -1 for none yet
     prompt: Any = None
     text: str = ""  # the prompt as the policy reads it
     answer: Any = None
     extra_info: dict[str, Any] = field(default_factory=dict)
     sampling: SamplingParams = SamplingParams()
-    seed: tuple[int, ...] = ()  # what the random numbers depend on besides prompt id and sample index
+    seed: tuple[int, ...] = ()  # seeds the random numbers, with the prompt id and the sample index
     priority: bool = False  # runs before other groups, see ``EngineStream.exclusive``
     samples: list[Sample] = field(default_factory=list)
     failure: BaseException | None = None  # an exception that ended one of its samples
@@ -97,15 +95,15 @@ class Group:
 
 
 def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, ColumnSpec] = GENERATED) -> Batch:
-    """The rows of complete groups: groups in this order, samples by index, sequences of a sample adjacent.
+    """Return the rows of complete groups: groups in this order, samples by index, sequences of a sample adjacent.
 
     Ragged ``[rows, seq]``: ``tokens``, ``action_mask``, and the columns that the engine ``generated``: ``logprobs``,
-    ``versions`` (int64, -1 outside the mask), and those that it declares (dense if they are per sample). Dense:
-    ``prompt_id``, ``sample_index``, ``retry``, ``turns`` (of the sample), ``finished``, ``version`` and ``min_version``
-    (highest and lowest of the row, -1 without an action token), ``trajectory`` (the same on the rows of one sample),
-    ``digest`` (of the tokens). Objects: ``completion``, ``prompt``, ``answer``, ``extra_info``, ``think_prefix`` (by
-    ``find_think_prefix``). If an environment has ``scored`` them, also ``token_rewards``, ``reward`` and ``score``
-    (float64; of the row's own actions, NaN where the sample failed) and ``error`` (None, or why it failed)."""
+    ``versions`` (int64, -1 outside the mask), and further columns that it declares (dense if they are per sample).
+    Dense: ``prompt_id``, ``sample_index``, ``retry``, ``turns`` (of the sample), ``finished``, ``version`` and
+    ``min_version`` (highest and lowest of the row, -1 without an action token), ``trajectory`` (equal in the rows of a
+    sample), ``digest`` (of the tokens). Objects: ``completion``, ``prompt``, ``answer``, ``extra_info``,
+    ``think_prefix``. If an environment has ``scored`` them, also ``token_rewards``, ``reward`` and ``score`` (float64;
+    of the row's own actions, NaN if the sample failed) and ``error`` (None, or the reason)."""
     rows = [(group, sample, row) for group in groups for sample in group.samples for row in sample.sequences]
     sequences = [row for _, _, row in rows]
     stacked = SequenceColumns.stack(sequences, {**ROW, **generated})
@@ -143,7 +141,7 @@ def make_batch(groups: Sequence[Group], scored: bool, generated: Mapping[str, Co
 
 
 def summarize_rows(rollouts: Batch) -> Batch:
-    """The numbers of each row that the trainer needs, with ``action_tokens`` and ``token_count``."""
+    """Return the numbers of each row that the trainer needs, with ``action_tokens`` and ``token_count``."""
     actions = rollouts.ragged("action_mask")
     return rollouts.select(*(name for name in _SUMMARY if name in rollouts)).with_columns(
         action_tokens=_count_true(actions), token_count=actions.lengths
@@ -151,7 +149,7 @@ def summarize_rows(rollouts: Batch) -> Batch:
 
 
 def count_unknown_ids(rollouts: Batch, known_ids: int) -> Batch:
-    """Add ``unknown_ids`` (int64 ``[rows]``): the generated tokens with ids from ``known_ids`` on."""
+    """Add ``unknown_ids`` (int64 ``[rows]``), the number of generated ids from ``known_ids`` on."""
     tokens, actions = rollouts.ragged("tokens"), rollouts.ragged("action_mask")
     return rollouts.with_columns(unknown_ids=_count_true(actions.like(actions.values & (tokens.values >= known_ids))))
 
@@ -175,7 +173,7 @@ def _trajectory_number(group: Group, sample: Sample) -> int:
 
 @dataclass(eq=False)
 class ChatText:
-    """A conversation as the chat template renders it, with the policy's turns as they were generated."""
+    """The text of a conversation by the chat template, with the policy's turns as they were generated."""
 
     tokenizer: Any
     template_kwargs: Mapping[str, Any]
@@ -183,7 +181,7 @@ class ChatText:
     text: str = ""
 
     def render(self, state: list[Message], action: str) -> str:
-        """The text of all messages, of which the policy's last one is ``action``; at first they have none of it."""
+        """Render all messages, of which the policy's last one is ``action``; the first state has no action yet."""
         if not self.messages:
             self.text = prompt_text(self.tokenizer, state, self.template_kwargs)
             self.messages = list(state)
@@ -195,23 +193,21 @@ class ChatText:
 
 
 class EpisodeRunner:
-    """Runs samples of at most ``max_turns`` actions; without ``guard`` a sample is one completion.
-
-    ``generating`` is the number of samples that need the engine; the others wait for the environment."""
+    """Runs samples of at most ``max_turns`` actions; without ``guard`` a sample is one completion. ``generating`` is
+    the number of samples that need the engine; the others wait for the environment."""
 
     def __init__(
         self, stream: EngineStream, guard: Guard | None, max_turns: int, arguments_of_template: Callable[..., Any]
     ) -> None:
         self._stream, self._guard, self._max_turns = stream, guard, max_turns
         self._tokenizer, self._arguments_of_template = stream.engine.tokenizer, arguments_of_template
-        declared = getattr(getattr(stream.engine, "info", None), "columns", {})  # without an info an engine has no more
+        declared = getattr(getattr(stream.engine, "info", None), "columns", {})
         self.columns: Mapping[str, ColumnSpec] = {**GENERATED, **declared}
         self.generating = 0
 
     async def run(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
-        """Run a sample to its end; ``tokens`` is the prompt if there is no environment. If the environment fails, the
-        sample has an ``error``. Raises EngineError if the engine refuses the prompt, DataError if it cannot be
-        encoded."""
+        """Run a sample to its end; ``tokens`` is the prompt without an environment. A sample whose environment
+        fails has an ``error``. Raises EngineError if the engine refuses the prompt, DataError if encoding fails."""
         if self._guard is None:
             trajectory = Trajectory(self._encode, group.text, tokens, columns=self.columns)
             completion = await self._generate(group, sample, tokens)
@@ -232,7 +228,7 @@ class EpisodeRunner:
         trajectory = self._start_trajectory(group, state, chat)
         fits = partial(self._fits, group.sampling)
         if state is not None and not fits(trajectory.context):
-            fault = "nothing to begin with: the row has no prompt, and reset returned no state"
+            fault = "there is no first state: the row has no prompt, and reset returned no state"
             if count := len(trajectory.context):
                 fault = f"the first state leaves no room for an action: it has {count} tokens"
             guard.fail(episode, EnvironmentFailed(fault))
@@ -241,7 +237,7 @@ class EpisodeRunner:
             tokens = completion.request.done.tolist()
             ending = str(self._tokenizer.decode(tokens[-1:])) if completion.finish == "eos" else ""
             trajectory.act(completion.text, tokens, _columns_of(completion), ending)
-            # A message has no prompt before it that could tell that its thoughts are open.
+            # The environment sees no prompt, so the action repeats an open tag of thoughts.
             self.generating -= 1
             try:
                 result = await guard.step(episode, find_think_prefix(chat.text) + trajectory.action)
@@ -293,7 +289,7 @@ class EpisodeRunner:
 
 
 def _render_state(guard: Guard, episode: Episode, chat: ChatText, action: str = "") -> str | None:
-    """The text that the policy continues; None if the episode is over, or if the template refuses the messages."""
+    """Return the text that the policy continues; None if the episode is over, or the template refuses the messages."""
     if not isinstance(episode.state, list):
         return episode.state
     try:
@@ -308,13 +304,12 @@ def _columns_of(completion: Completion) -> dict[str, Any]:
 
 
 class KeptSamples:
-    """The finished samples of the worker ``rank``, outside it: the process that replaces it generates only the others.
+    """Copies of the finished samples of the worker ``rank``: a process that replaces it generates only the others.
 
-    ``folder`` is shared by the role's workers on this node, in the memory of the run. A sample is reused only if its
-    tokens come from weights that the run still stands on: all workers of the node note the stamp of each version that
-    they receive, and forget later ones when the run goes back. The other samples of a group are in other batches then,
-    so last bits may differ: this is for rollouts that run ahead, which promise no bits. A sample that cannot be written
-    is not kept: a full memory does not end a run."""
+    The role's workers on this node share ``folder``. A sample is reused only if its tokens come from weights of the
+    run's present history: all workers note the stamp of each version, and forget later ones when the run goes back.
+    Last bits of the remaining samples may differ, so only rollouts that run ahead use this. A full memory does not end
+    a run: a sample that cannot be written is lost."""
 
     def __init__(self, folder: Path, rank: int) -> None:
         self._folder, self._stamps_file = folder / str(rank), folder / _STAMPS
@@ -323,12 +318,12 @@ class KeptSamples:
         self._stamps: dict[str, str] = {}  # version to fingerprint
 
     def note(self, stamp: WeightStamp) -> None:
-        """The run stands on these weights, and on no later ones."""
+        """Add these weights to the run's history, and forget later ones."""
         earlier = {version: mark for version, mark in self._read_stamps().items() if int(version) < stamp.version}
         newest = sorted(earlier, key=int)[-_MOST_STAMPS:]
         self._stamps = {version: earlier[version] for version in newest} | {str(stamp.version): stamp.fingerprint}
         if not _write(self._stamps_file, self._stamps):
-            self._stamps_file.unlink(missing_ok=True)  # else later ones would still count
+            self._stamps_file.unlink(missing_ok=True)  # otherwise later ones would still count
 
     def save(self, group: Group, sample: Sample) -> None:
         versions = {version for sequence in sample.sequences for version in sequence.values["versions"] if version >= 0}
@@ -345,7 +340,7 @@ class KeptSamples:
         self._writer.submit(_write, self._file(group.key, sample.index), data)
 
     def load(self, group: Group, index: int, columns: Mapping[str, ColumnSpec]) -> Sample | None:
-        """A finished sample of this group from an earlier process, if it is still valid and has the ``columns``."""
+        """Return a finished sample of this group by an earlier process, if it is still valid and has ``columns``."""
         specs = {**ROW, **columns}
         try:
             data = json.loads(self._file(group.key, index).read_text())
@@ -362,8 +357,7 @@ class KeptSamples:
             return None
 
     def retain(self, keys: Iterable[GroupKey]) -> None:
-        """Forget the samples of all other groups."""
-        names = {_name(key) for key in keys}
+        names = {"-".join(map(str, key)) for key in keys}
 
         def remove() -> None:
             for file in self._folder.iterdir():
@@ -383,21 +377,16 @@ class KeptSamples:
         return stamps
 
     def _file(self, key: GroupKey, index: int) -> Path:
-        return self._folder / f"{_name(key)}-{index}.json"
-
-
-def _name(key: GroupKey) -> str:
-    return "-".join(map(str, key))
+        return self._folder / f"{'-'.join(map(str, (*key, index)))}.json"
 
 
 def _write(file: Path, data: Any) -> bool:
-    """Replace a file as a whole, if there is space."""
     new = file.with_suffix(f".{os.getpid()}")
     try:
         new.write_text(json.dumps(data, default=lambda value: value.tolist()))  # of numpy
         new.replace(file)
     except OSError as error:
-        _LOG.warning("%s is not kept: %s", file.name, error)
+        _LOG.warning("%s was not saved: %s", file.name, error)
         new.unlink(missing_ok=True)
         return False
     return True

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The scheduler of a rollout worker: which groups it has, which are running, and what advances them."""
+"""The scheduler of a rollout worker, which starts its groups and advances the running ones."""
 
 import asyncio
 import math
@@ -24,14 +24,12 @@ from dlrover.python.rl.recipe.rollout.stream import EngineStream, Wakeup
 
 _LOG = get_logger(__name__)
 
-_CLOSING_S = 5.0
-"""Time that episodes have to close when the worker ends."""
-
+_CLOSING_S = 5.0  # time for episodes to close when the worker ends
 _PROMPT_COLUMNS = ("prompt", "answer", "extra_info")
 
 
 class RolloutScheduler:
-    """Generates groups of samples, of at most ``max_turns`` actions, with one engine, which has no other user; without
+    """Generates groups of samples of at most ``max_turns`` actions with an engine without other users; without
     ``guard`` a sample is one completion. It starts groups while fewer than ``max_generating`` samples need the engine.
 
     ::
@@ -41,8 +39,7 @@ class RolloutScheduler:
                                                   v       |
         advance, while there are requests ----> engine ---'
 
-    Every method is called in the event loop that the samples live in. Before :meth:`start` samples advance only within
-    ``_run_until``."""
+    Every method is called in the samples' event loop. Before :meth:`start` samples advance only in ``_run_until``."""
 
     def __init__(
         self,
@@ -51,9 +48,9 @@ class RolloutScheduler:
         max_generating: int,
         max_turns: int = 1,
         template_kwargs: Mapping[str, Any] = NO_KWARGS,
-        kept: KeptSamples | None = None,
+        copies: KeptSamples | None = None,
     ) -> None:
-        self._kept = kept
+        self._copies = copies
         self.engine, self.guard = engine, guard
         declared = guard.traits.chat_template_kwargs if guard is not None else NO_KWARGS
         self._template_kwargs = {**declared, **template_kwargs}
@@ -68,8 +65,7 @@ class RolloutScheduler:
         self._stamps: dict[int, WeightStamp] = {}
 
     def arguments_of_template(self, extra_info: Mapping[str, Any]) -> dict[str, Any]:
-        """Arguments of the chat template for a row, of which the last count: the environment's, the job's, the
-        row's."""
+        """Merge the chat template's arguments for a row: the job's override the environment's, the row's both."""
         return {**self._template_kwargs, **arguments_of_template(extra_info)}
 
     async def sample(self, wanted: Batch, sampling: SamplingParams, seed: int, enough: int, patience_s: float) -> Batch:
@@ -80,8 +76,8 @@ class RolloutScheduler:
         self._cancel([group for key, group in self._groups.items() if key not in by_key])
         self._groups = by_key
         self._queue = deque(group for group in by_key.values() if not group.started)
-        if self._kept is not None:
-            self._kept.retain(by_key)
+        if self._copies is not None:
+            self._copies.retain(by_key)
         needed = min(enough, len(groups))
         await self._run_until(groups, lambda: sum(group.complete for group in groups) >= needed, patience_s)
         keys = np.array([group.key for group in groups], dtype=np.int64).reshape(-1, 3)
@@ -96,7 +92,7 @@ class RolloutScheduler:
         )
 
     def are_complete(self, wanted: Batch) -> bool:
-        """Whether :meth:`fetch` would return these at once. May be called from any thread."""
+        """Return True if :meth:`fetch` would not wait for these. Any thread may call it."""
         groups = [self._groups.get(key) for key, _ in _read_rows(wanted)]
         return all(group is not None and group.complete for group in groups)
 
@@ -112,8 +108,7 @@ class RolloutScheduler:
             Group(key.prompt_id, step, retry, **prompt, sampling=sampling, seed=seed, priority=True)
             for key, prompt in _read_rows(prompts)
         ]
-        # Only priority requests run; but where the number of episodes is limited, running ones have to end before
-        # others can start, so all of them run.
+        # Only priority requests run, unless the number of episodes is limited: running ones then have to end first.
         is_limited = self.guard is not None and self.guard.episodes is not None
         with nullcontext() if is_limited else self._stream.exclusive():
             try:
@@ -142,15 +137,14 @@ class RolloutScheduler:
         return sample.merge_versions(self._stream.version_range(pending) if pending is not None else (-1, -1))
 
     async def receive(self, weights: WeightSnapshot) -> None:
-        """Continue with these weights. If they are older than those before, or others of the same version, groups with
-        tokens of later weights are restarted. Weights that are not newer repeat a step: unless rollouts run ahead, all
-        groups are restarted then if any is incomplete, since a sample that is read again to go on, or goes on without
-        the others, has log-probs with other last bits. WeightSyncError: the weights differ from those that were sent;
-        the old ones keep serving."""
+        """Continue with these weights. Older weights, or others of the same version, restart groups with tokens of
+        later ones. Weights that are not newer repeat a step: unless rollouts run ahead, all groups then restart if any
+        is incomplete, since a sample that is resumed, or runs in another batch, has other last bits in its log-probs.
+        Raises WeightSyncError if the weights differ from the sent ones; the old ones keep serving."""
         self._stream.preempt()
         stamp, groups = weights.stamp, self._groups.values()
-        if self._kept is not None:
-            self._kept.note(stamp)
+        if self._copies is not None:
+            self._copies.note(stamp)
         is_known = self._stamps.get(stamp.version, stamp) == stamp
         repeats = self._driver is None and stamp.version <= self.engine.version
         if repeats and any(group.started and not group.complete for group in groups):
@@ -159,9 +153,8 @@ class RolloutScheduler:
             last = stamp.version if is_known else stamp.version - 1
             later = [group for group in groups if any(self._version_range(each)[1] > last for each in group.samples)]
             if later:
-                _LOG.warning(
-                    "restarting %d groups: they have tokens of later weights than version %d", len(later), last
-                )
+                cause = f"they have tokens of later weights than version {last}"
+                _LOG.warning("restarting %d groups: %s", len(later), cause)
             self._restart(later)
         self.engine.receive(weights, rewind=True)
         self._stamps = {version: earlier for version, earlier in self._stamps.items() if version < stamp.version}
@@ -176,7 +169,7 @@ class RolloutScheduler:
 
     def _check_weights(self) -> None:
         if self.engine.version < 0:
-            raise WeightSyncError("no weights yet: this rollout has not received the actor's, and serves no others")
+            raise WeightSyncError("no weights yet: this rollout has not received the actor's")
 
     async def start(self) -> None:
         self._driver = asyncio.get_running_loop().create_task(self._drive(lambda: False, math.inf))
@@ -185,8 +178,7 @@ class RolloutScheduler:
     async def _run_until(
         self, groups: Sequence[Group], condition: Callable[[], bool], patience_s: float = math.inf
     ) -> None:
-        """Advance until the condition is met, or ``patience_s`` have passed. Raises EngineError if the engine cannot
-        generate (everything stays), or the failure of one of ``groups``, which is dropped."""
+        """Advance until the condition is met, or for ``patience_s``. Raises the failure of one of ``groups``."""
 
         def should_stop() -> bool:
             return condition() or any(group.failure is not None for group in groups)
@@ -211,12 +203,12 @@ class RolloutScheduler:
             while self._queue and self._runner.generating < self._max_generating and not self._stream.is_exclusive:
                 self._start_group(self._queue.popleft())
             if len(self._queue) < queued:
-                await asyncio.sleep(0)  # Their tasks submit the requests of the next step.
-                if should_stop():  # all that was needed was kept
+                await asyncio.sleep(0)  # the new tasks submit the requests of the next step
+                if should_stop():  # copies of earlier samples were enough
                     return
             if self._stream.step():
                 await asyncio.sleep(0)
-            else:  # waits: for an environment, each of whose calls has a deadline; or for what a call brings
+            else:  # waits: for an environment, whose calls have deadlines, or for the next call
                 await self._wakeup.wait(remaining_s if remaining_s < math.inf else None)
 
     async def _watch(self, should_stop: Callable[[], bool], patience_s: float) -> None:
@@ -244,9 +236,9 @@ class RolloutScheduler:
             return
         group.started = True
         group.samples = [Sample(index) for index in range(group.sampling.samples_per_prompt)]
-        if self._kept is not None and not group.priority:
+        if self._copies is not None and not group.priority:
             columns = self._runner.columns
-            group.samples = [self._kept.load(group, each.index, columns) or each for each in group.samples]
+            group.samples = [self._copies.load(group, each.index, columns) or each for each in group.samples]
         missing = [sample for sample in group.samples if not sample.ended]
         if not missing:
             group.complete = True
@@ -259,8 +251,8 @@ class RolloutScheduler:
     async def _run_sample(self, group: Group, sample: Sample, tokens: Sequence[int]) -> None:
         try:
             await self._runner.run(group, sample, tokens)
-            if self._kept is not None and not group.priority:
-                self._kept.save(group, sample)
+            if self._copies is not None and not group.priority:
+                self._copies.save(group, sample)
         except BaseException as error:
             group.failure = group.failure or error
             raise
@@ -277,7 +269,7 @@ class RolloutScheduler:
     def _forget_task(self, group: Group, sample: Sample, task: "asyncio.Task[None]") -> None:
         self._cancelled.discard(task)
         if not task.cancelled():
-            task.exception()  # it is the group's failure
+            task.exception()  # retrieved; the group has it as its failure
         self._end_sample(group, sample)
 
     def _cancel(self, groups: Sequence[Group]) -> None:
@@ -294,14 +286,14 @@ class RolloutScheduler:
         self._groups, self._queue = {}, deque()
         if self._cancelled:
             await asyncio.wait(set(self._cancelled), timeout=_CLOSING_S)
-        if self._kept is not None:
-            self._kept.close()
+        if self._copies is not None:
+            self._copies.close()
         if self.guard is not None:
             await self.guard.shutdown()
 
 
 def _read_rows(wanted: Batch) -> Iterator[tuple[GroupKey, dict[str, Any]]]:
-    """Yield the key and the prompt of each row; prompts to complete at once have no retry and no step."""
+    """Yield the key and the prompt of each row; prompts of :meth:`RolloutScheduler.generate` have no retry or step."""
     numbers = [wanted.dense(name).tolist() if name in wanted else [0] * len(wanted) for name in GroupKey._fields]
     objects = (wanted.objects(name) for name in _PROMPT_COLUMNS)
     for key, values in zip(zip(*numbers, strict=True), zip(*objects, strict=True), strict=True):

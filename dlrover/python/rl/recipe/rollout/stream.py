@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One rollout engine shared by many coroutines, each of which waits for its own completion; and their event loops.
+"""A rollout engine shared by many coroutines, each of which waits for its own completion; and their event loops.
 
 ::
 
@@ -27,7 +27,7 @@ _JOIN_S, _CANCEL_S = 10.0, 1.0
 
 
 class InlineLoop:
-    """Runs in the caller's thread, within calls only. Unfinished tasks continue with the next call."""
+    """Runs in the caller's thread, within calls only. Unfinished tasks continue in the next call."""
 
     runs_between_calls = False
 
@@ -51,8 +51,7 @@ class InlineLoop:
 
 
 class ThreadLoop:
-    """Runs in a background thread, also between calls, with ``threads`` of torch and on ``device``: both are a thread's
-    own."""
+    """Runs in a background thread, also between calls, with its own ``threads`` of torch and current ``device``."""
 
     runs_between_calls = True
 
@@ -62,8 +61,7 @@ class ThreadLoop:
         self._thread.start()
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
-        future = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        return future.result()  # waits: as long as the call takes, which the trainer's limits bound
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result()  # waits: the trainer bounds the call
 
     def close(self) -> None:
         self.run(_cancel_all())
@@ -79,7 +77,7 @@ class ThreadLoop:
 
 
 class _PausableLoop(asyncio.SelectorEventLoop):
-    """Its clock stops while it does not run, so that no timeout expires between calls."""
+    """An event loop whose clock stops between calls, so that no timeout expires there."""
 
     def __init__(self) -> None:
         self._paused_s = 0.0
@@ -133,7 +131,7 @@ class Wakeup:
 
 @dataclass(eq=False)
 class PendingRequest:
-    request: Request  # with the tokens it had when the engine last returned it
+    request: Request  # with its tokens when the engine last returned it
     sampling: SamplingParams
     seed: tuple[int, ...]
     priority: bool
@@ -143,7 +141,7 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class EngineStream:
-    """Many requests, one engine without other users, one event loop; ``wakeup`` is notified of new requests."""
+    """Many requests to one engine without other users; ``wakeup`` is notified of new requests."""
 
     engine: BaseRolloutEngine
     wakeup: Wakeup
@@ -161,7 +159,7 @@ class EngineStream:
         return pending
 
     async def wait(self, pending: PendingRequest) -> Completion:
-        """Wait for a completion; cancelling the wait withdraws the request. EngineError: the engine refuses it."""
+        """Wait for a completion; cancelling withdraws the request. Raises EngineError if the engine refuses it."""
         try:
             return await pending.result
         finally:
@@ -173,8 +171,7 @@ class EngineStream:
                 self._waiting.remove(pending)
 
     def step(self) -> bool:
-        """Hand over waiting requests and advance the engine; return False if there is nothing to generate. EngineError:
-        the engine cannot generate; all requests stay."""
+        """Advance the engine; return False if there is nothing to generate. Requests survive an EngineError."""
         if self.engine.version < 0:
             return False
         self._hand_over()
@@ -208,10 +205,8 @@ class EngineStream:
             self.wakeup.notify()
 
     def version_range(self, pending: PendingRequest) -> tuple[int, int]:
-        """Lowest and highest weight version that may have generated a token of a request; -1 for none.
-
-        Weights change only while the engine has no request, so what it runs was handed over under those it serves.
-        """
+        """Return the lowest and highest weight version that may have generated a token of a request; -1 for none.
+        Weights change only while the engine has no request, so running requests have the served version."""
         versions = pending.request.versions
         newest = self.engine.version if pending.added_at is not None and self._steps > pending.added_at else -1
         if len(versions) == 0:
@@ -219,7 +214,7 @@ class EngineStream:
         return int(versions.min()), max(newest, int(versions.max()))
 
     def _hand_over(self) -> None:
-        """Add waiting requests to the engine. One whose key is already running keeps waiting."""
+        """Add waiting requests to the engine, except those whose key is already running."""
         if not self._waiting:
             return
         batches: dict[tuple[SamplingParams, tuple[int, ...]], list[PendingRequest]] = {}

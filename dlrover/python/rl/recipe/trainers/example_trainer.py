@@ -2,7 +2,7 @@
 """The training loop of the recipes that learn from examples."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, ClassVar
 
@@ -78,8 +78,7 @@ class ExampleConfig:
     optimizer: OptimizerConfig = OptimizerConfig()
     engine: EngineConfig = EngineConfig()
     model_config: str | None = None
-    """The ``config.json`` of ``model``, or a folder with it, for the arithmetic of memory where the model's files are
-    not on this machine. None: that of ``model``."""
+    """The ``config.json`` of ``model``, or a folder with it, to compute memory without the model's files."""
 
     keep: KeepConfig = KeepConfig()
     log: LogConfig = LogConfig()
@@ -94,7 +93,7 @@ class ExamplePlan(RecipePlan):
     """Plans jobs of an :class:`ExampleTrainer`."""
 
     def settings_of_state(self, config: Any) -> Mapping[str, Any]:
-        # Its place in the rows is a number of steps of this size.
+        # The saved position in the rows counts steps of this size.
         return {**super().settings_of_state(config), "batch_size": config.get("batch_size")}
 
     def longest_row(self, cfg: ExampleConfig) -> tuple[int, bool]:
@@ -107,12 +106,9 @@ class ExamplePlan(RecipePlan):
     def describe_step(self, cfg: ExampleConfig) -> str:
         return f"{cfg.batch_size} examples, 1 update"
 
-    def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return list(self.trainer.evaluation_metrics(Measured(0.0, dict.fromkeys(self.trainer.metric_names, 0.0))))
-
     def find_errors(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_examples(cfg.data, cfg.evaluates, cfg.seed)]
-        errors += [] if errors else validate_lengths(cfg)
+        errors += [*([] if errors else validate_lengths(cfg)), *self.trainer.validate_own(cfg, roles)]
         if cfg.eval_only and cfg.data.eval is None and cfg.data.eval_share is None and not cfg.eval_every:
             message = "is needed: without eval_every or data.eval_share every row of data.train is trained on"
             errors.append(ConfigError("config.data.eval", message))
@@ -132,7 +128,7 @@ class ExamplePlan(RecipePlan):
 
 
 class ExampleTrainer(RecipeTrainer):
-    """Role ACTOR, whose workers are data-parallel ranks; and REFERENCE where the loss needs it, which with adapters is
+    """Role ACTOR, whose workers are data-parallel ranks; and REFERENCE if the loss needs it, which with adapters may be
     the actor without them.
 
     ::
@@ -140,18 +136,16 @@ class ExampleTrainer(RecipeTrainer):
         examples --> [REFERENCE.logprobs] --> ACTOR.train
         held out --> [REFERENCE.logprobs] --> ACTOR.measure
 
-    A recipe names its configuration, its loss and its metrics. The actors and ``self.state`` hold all that lasts from
-    one step to the next.
+    A recipe names its configuration, its loss and its metrics. Only the actors and ``self.state`` last from one step to
+    the next.
     """
 
     config_class: ClassVar[type[ExampleConfig]]
-    """The dataclass of the job's ``config``; its ``data`` encodes rows as tokens."""
-
     plan = ExamplePlan
     cfg: ExampleConfig
 
     metric_names: ClassVar[Mapping[str, str]]
-    """The names in the log of the loss's metrics; others are left out. Those of evaluations begin with ``eval/``."""
+    """The names in the log of the loss's metrics; metrics without a name are not logged."""
 
     @classmethod
     def metrics(cls, measured: Measured) -> dict[str, float]:
@@ -161,25 +155,27 @@ class ExampleTrainer(RecipeTrainer):
     def evaluation_metrics(cls, measured: Measured) -> dict[str, float]:
         return {f"eval/{name}": value for name, value in cls.metrics(measured).items()}
 
+    @classmethod
+    def evaluation_names(cls, cfg: Any, roles: Collection[RLRoleType]) -> list[str]:
+        return list(cls.evaluation_metrics(Measured(0.0, dict.fromkeys(cls.metric_names, 0.0))))
+
     def init(self) -> None:
         super().init()
         cfg = self.cfg
         self.announce("reading the examples")
-        self.examples: Examples
-        encode = self.RG_ACTOR.encode.options(target="RANK0")
-        (self.examples,) = encode(cfg.model, cfg.data, cfg.evaluates, cfg.seed)
-        examples, data = self.examples, cfg.data
+        examples: Examples
+        (examples,) = self.RG_ACTOR.encode.options(target="RANK0")(cfg.model, cfg.data, cfg.evaluates, cfg.seed)
+        self.examples, data = examples, cfg.data
         if examples.unused:
             _LOG.info("%s: unused columns: %s", data.train, ", ".join(examples.unused))
         if not examples.trains_end:
-            cause = f"{examples.counts.cut} of {examples.counts.rows} rows are cut at data.max_length"
-            cause = f"{cause}, now {data.max_length}" if examples.counts.cut else "the tokenizer has no such token"
+            cause = f"{examples.counts.cut} of {examples.counts.rows} rows are cut at data.max_length={data.max_length}"
+            cause = cause if examples.counts.cut else "the tokenizer has no end-of-sequence token"
             _LOG.warning("%s trains no end of a sequence, so the model will not learn to stop: %s", data.train, cause)
-        self.model_saver.evaluated = self.examples.evaluated
-        self.segments_to_train = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * self.segment_count)
-        self.cursor = self.state["cursor"] = JobCursor(
-            cfg.data.train, self.segment_count, cfg.batch_size, cfg.seed, self.segments_to_train, self.examples.digest
-        )
+        self.model_saver.evaluated, rows = examples.evaluated, self.segment_count
+        self.segments_to_train = total = cfg.steps * cfg.batch_size if cfg.steps else math.ceil(cfg.epochs * rows)
+        cursor = JobCursor(data.train, rows, cfg.batch_size, cfg.seed, total, examples.digest)
+        self.cursor = self.state["cursor"] = cursor
         self.announce("loading the models")
         for pending in self.load_models():
             pending.result()  # waits: for models, which the workers' limits bound
@@ -187,7 +183,7 @@ class ExampleTrainer(RecipeTrainer):
 
     def load_models(self) -> list[Pending]:
         cfg, optimizer = self.cfg, self.cfg.optimizer.over(self.total_steps)
-        # Nothing is sampled here, and the likelihood of ids that no text has shall fall, as in other libraries.
+        # Nothing is sampled, and the likelihood of ids without a text should fall, as in other libraries.
         engine = replace(cfg.engine, mask_unknown_ids=False)
         loading = [self.begin_loading(self.RG_ACTOR, cfg.model, engine, optimizer, self.algorithm, cfg.seed)]
         if _uses_reference(self.algorithm) and RLRoleType.REFERENCE in self.actor_handles:
@@ -219,7 +215,6 @@ class ExampleTrainer(RecipeTrainer):
 
     @property
     def segment_count(self) -> int:
-        """Number of examples, or pairs, to train on."""
         return len(self.examples.train) // self.cfg.data.segment_rows
 
     @property
@@ -228,7 +223,7 @@ class ExampleTrainer(RecipeTrainer):
         return math.ceil(self.segments_to_train / self.cfg.batch_size)
 
     def prepare(self, batch: Batch, algorithm: Algorithm) -> Batch:
-        """``batch`` with ``line`` and the columns of the loss, and no others."""
+        """Return ``batch`` with ``line`` and the columns of the loss only."""
         annotated = select_added(batch, algorithm.annotate(batch))
         ready = batch.select(*TRAINED, "line").with_columns(**annotated.columns)
         if not _uses_reference(algorithm):
@@ -242,16 +237,16 @@ class ExampleTrainer(RecipeTrainer):
         return ready.with_columns(ref_logprobs=gather_parts(groups, logprobs)["ref_logprobs"])
 
     def update(self, step: int, batch: Batch) -> UpdateResult:
-        """One optimizer step; raises ``NonFiniteUpdate``, which names the rows, where it is refused."""
-        shard = self._shard(batch)
-        everything = [{"sample": f"{self.cfg.data.train}:{line}"} for line in batch.dense("line").tolist()]
+        """Take one optimizer step. Raises NonFiniteUpdate with the names of the rows if it is refused."""
+        shard, source = self._shard(batch), self.cfg.data.train
+        samples = [{"sample": f"{source}:{line}"} for line in batch.dense("line").tolist()]
 
         def find_offending() -> list[dict[str, Any]]:
             offending = Batch.concat(self.RG_ACTOR.find_nonfinite(shard, Replicate(("line",))))
             rows = zip(offending.dense("line").tolist(), offending.objects("text"), strict=True)
-            return [{"sample": f"{self.cfg.data.train}:{line}", "text": text} for line, text in rows]
+            return [{"sample": f"{source}:{line}", "text": text} for line, text in rows]
 
-        with annotate_errors_with_samples(step, self.run_log.write_refused, everything, find_offending):
+        with annotate_errors_with_samples(step, self.run_log.write_refused, samples, find_offending):
             trained: UpdateResult
             trained, *_ = self.RG_ACTOR.train(shard)
         return trained
@@ -260,11 +255,11 @@ class ExampleTrainer(RecipeTrainer):
         return Shard(batch, rows=self._partition(batch, self.RG_ACTOR.data_parallel_size))
 
     def _partition(self, batch: Batch, replicas: int) -> tuple[tuple[int, ...], ...]:
-        """The rows of each replica, with about as many tokens each; of few segments some replicas get none."""
+        """Divide the rows over replicas, with about as many tokens each; some may get no row."""
         return partition(batch.ragged("tokens").lengths.tolist(), replicas, self.cfg.data.segment_rows)
 
     def _measure_held_out(self) -> dict[str, float]:
-        assert self.examples.held_out is not None, "there are some where a run evaluates"
+        assert self.examples.held_out is not None, "set in a run that evaluates"
         batch = self.prepare(self.examples.held_out, self.evaluation_algorithm)
         return self.evaluation_metrics(Measured.total(self.RG_ACTOR.measure(self._shard(batch))))
 
@@ -273,7 +268,7 @@ class ExampleTrainer(RecipeTrainer):
 
     @property
     def evaluation_algorithm(self) -> Algorithm:
-        """Its ``annotate`` gives the weights of the mean over the held-out examples."""
+        """The algorithm whose ``annotate`` sets the weights of the mean over the held-out examples."""
         return self.algorithm
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The examples of a run: sources, encoding as tokens, the held-out ones and the loss on them."""
+"""The examples of a run: sources, encoding as tokens, held-out examples and the loss on them."""
 
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -36,8 +36,7 @@ class ExampleData:
     selects a split."""
 
     eval: str | None = None
-    """Examples for evaluation, given in the same way. None: a run that evaluates holds ``eval_share`` out of
-    ``train``."""
+    """Examples for evaluation, in the same form. None: a run that evaluates holds ``eval_share`` of ``train`` out."""
 
     eval_share: Annotated[float, Gt(0.0), Lt(1.0)] | None = None
     """Fraction of rows to hold out; at least one row. None: 0.03."""
@@ -54,7 +53,7 @@ class ExampleData:
 
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the model's chat template, such as ``{enable_thinking: false}`` or ``tools``; a row's own
-    ``chat_template_kwargs`` and ``tools`` take their place."""
+    ``chat_template_kwargs`` and ``tools`` override them."""
 
     segment_rows: ClassVar[int] = 1
     """Consecutive sequences that stay together: a segment."""
@@ -62,8 +61,7 @@ class ExampleData:
     reader: ClassVar[RowReader]
 
     def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
-        """Rows as ``tokens``, ``action_mask`` and ``row``, the index of the row that a sequence is from. ``eos_ids``
-        end a sequence for the model."""
+        """Return ``tokens``, ``action_mask`` and ``row``, the index of a sequence's row."""
         raise NotImplementedError
 
 
@@ -94,7 +92,7 @@ class PairData(ExampleData):
     masked: ClassVar[Masked] = "answer"
 
     def encode(self, rows: SourceRows, tokenizer: Any, eos_ids: Sequence[int] = ()) -> tuple[Batch, Counts]:
-        """Adds ``pair`` (int64) and ``chosen`` (bool)."""
+        """Return the columns of every kind with ``pair`` (int64) and ``chosen`` (bool)."""
         options = self.max_length, self.over_long, self.masked, self.chat_template_kwargs
         batch, counts = encode_pairs(rows, tokenizer, *options)
         number = np.arange(len(batch))
@@ -103,7 +101,7 @@ class PairData(ExampleData):
 
 @dataclass(frozen=True, kw_only=True)
 class ScoredPairData(PairData):
-    """Pairs for a reward model: the mask is on the last token alone, where it gives its score."""
+    """Pairs for a reward model: the mask covers only the last token, which gets the score."""
 
     masked: ClassVar[Masked] = "last"
 
@@ -120,17 +118,16 @@ class Examples:
     held_out: Batch | None
     counts: Counts
     prompts: Batch | None = None
-    digest: str = ""  # of the rows to train on
-    evaluated: str = ""  # of those to evaluate on
-    trains_end: bool = True  # of SFT: an end-of-sequence token is among the trained ones
+    digest: str = ""  # digest of the rows to train on
+    evaluated: str = ""  # digest of the rows to evaluate on
+    trains_end: bool = True  # SFT: an end-of-sequence token is trained
     unused: Sequence[str] = ()  # columns that nothing reads
 
 
 def load_examples(
     data: ExampleData, tokenizer: Any, evaluates: bool, seed: int, eos_ids: Sequence[int] = ()
 ) -> Examples:
-    """Read, divide and encode the examples of a run; DataError names every unusable row (20 at most). ``eos_ids`` end a
-    sequence for the model; empty: the tokenizer's does."""
+    """Read, divide and encode the examples of a run. Raises DataError with at most 20 unusable rows."""
     rows = data.reader.read(data.train, data.keys)
     held_out: SourceRows | None = None
     if evaluates or data.eval_share is not None:
@@ -143,7 +140,7 @@ def load_examples(
     if held_out is None or not evaluates:
         return Examples(train, None, counts, digest=digest, trains_end=trains_end, unused=rows.unused)
     prompts: dict[str, list[Any]] = {"prompt": [data.reader.prompt_of(row) for row in held_out], "answer": []}
-    for row in held_out:  # the response, or the first answer of a conversation; None of a pair
+    for row in held_out:  # the response, or the first answer of a conversation; None for a pair
         answers = [message["content"] for message in row.get("messages", ()) if message["role"] == "assistant"]
         prompts["answer"].append(row.get("response", answers[0] if answers else None))
     prompts["extra_info"] = [{"chat_template_kwargs": template_kwargs_of(row)} for row in held_out]
@@ -164,8 +161,8 @@ def _encode(data: ExampleData, rows: SourceRows, tokenizer: Any, eos_ids: Sequen
     batch, counts = data.encode(rows, tokenizer, eos_ids)
     lines = np.array([line for line, _ in rows.numbered], dtype=np.int64)[batch.dense("row")]
     trained = np.array([int(mask.sum()) for mask in batch.ragged("action_mask")], dtype=np.int64)
-    others = {name: batch[name] for name in batch.columns if name not in (*TRAINED, "row")}
-    return batch.select(*TRAINED).with_columns(action_tokens=trained, line=lines, **others), counts
+    further = {name: batch[name] for name in batch.columns if name not in (*TRAINED, "row")}
+    return batch.select(*TRAINED).with_columns(action_tokens=trained, line=lines, **further), counts
 
 
 def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[ConfigError]:
@@ -185,20 +182,18 @@ def validate_examples(data: ExampleData, evaluates: bool, seed: int) -> list[Con
 
 
 def validate_lengths(cfg: Any) -> list[ConfigError]:
-    """``data.max_length`` within the model's positions, and no longer row where one is refused. The default harms no
-    short row."""
+    """Check ``data.max_length`` against the model's positions, and report longer rows if they are refused."""
     data, room = cfg.data, count_room(cfg)
-    most = data.max_length if room is None else min(data.max_length, room)
-    long = _find_long(cfg, most) if most < data.max_length or data.over_long == "refuse" else []
-    if most < data.max_length and (long or data.max_length > type(data).max_length):
+    limit = data.max_length if room is None else min(data.max_length, room)
+    long = _find_long(cfg, limit) if limit < data.max_length or data.over_long == "refuse" else []
+    if limit < data.max_length and (long or data.max_length > type(data).max_length):
         row = "; {} has {} tokens".format(*long[0]) if long else ""
         message = f"{data.max_length}, but the model has {room} positions: write at most {room}{row}"
         return [ConfigError("config.data.max_length", message)]
-    return first_errors([ConfigError(place, f"{tokens} tokens, {most} at most") for place, tokens in long])
+    return first_errors([ConfigError(place, f"{tokens} tokens, {limit} at most") for place, tokens in long])
 
 
 def warn_of_cuts(cfg: Any) -> list[str]:
-    """A line about rows that are cut or left out."""
     data, long = cfg.data, _find_long(cfg, cfg.data.max_length)
     if not long:
         return []
@@ -208,14 +203,13 @@ def warn_of_cuts(cfg: Any) -> list[str]:
 
 
 def _find_long(cfg: Any, limit: int) -> list[tuple[str, int]]:
-    """The places of the rows with more than ``limit`` tokens, and their tokens."""
     long, whole = dict[str, int](), replace(cfg.data, max_length=sys.maxsize, over_long="cut")
     for source in filter(None, (cfg.data.train, cfg.data.eval if cfg.evaluates else None)):
         rows = SourceRows(source, []) if is_left_unread(source) else whole.reader.read(source, whole.keys)
         large = rows.take(find_large(range(len(rows)), rows.__getitem__, limit))
         if not len(large) or (tokenizer := find_tokenizer(cfg.model)) is None:
             continue
-        with suppress(DataError):  # a run reports rows that cannot be encoded
+        with suppress(DataError):  # the run reports rows that cannot be encoded
             batch, _ = whole.encode(large, tokenizer)
             for tokens, row in zip(batch.ragged("tokens").lengths, batch.dense("row"), strict=True):
                 place = large.location(row)
@@ -224,7 +218,7 @@ def _find_long(cfg: Any, limit: int) -> list[tuple[str, int]]:
 
 
 def select_segments(batch: Batch, segment_rows: int, numbers: Iterable[int]) -> Batch:
-    """The rows of the segments with these numbers; pairs are renumbered, because a segment may come several times."""
+    """Select the rows of these segments; pairs are renumbered, since a segment may occur several times."""
     rows = batch.take([row for number in numbers for row in range(number * segment_rows, (number + 1) * segment_rows)])
     return rows.with_columns(pair=np.arange(len(rows)) // segment_rows) if "pair" in rows else rows
 
@@ -238,8 +232,7 @@ class Measured:
 
     @classmethod
     def of(cls, engine: BaseTrainEngine, batch: Batch, loss: EngineLoss) -> "Measured":
-        """This rank's part of the loss on annotated rows; a collective call. Weights and random state stay
-        unchanged."""
+        """Measure this rank's part of the loss on annotated rows, in a collective call without side effects."""
         with preserve_random_state(), torch.no_grad():
             outputs = compute_outputs(engine, batch)
             flat = np.flatnonzero(batch.ragged("action_mask").values)
@@ -251,12 +244,12 @@ class Measured:
     @classmethod
     def total(cls, parts: Sequence["Measured"]) -> "Measured":
         """Sum over ranks; a rank without rows has no metrics."""
-        names = {name: None for part in parts for name in part.metrics}
+        names = dict.fromkeys(name for part in parts for name in part.metrics)
         metrics = {name: sum(part.metrics.get(name, 0.0) for part in parts) for name in names}
         return cls(sum(part.loss for part in parts), metrics)
 
 
 def compute_outputs(engine: BaseTrainEngine, batch: Batch) -> Any:
-    """Log-probs or scores ``[all tokens]``, 0 outside the action mask."""
+    """Compute log-probs or scores ``[all tokens]``, 0 outside the action mask."""
     evaluated = engine.evaluate(batch.select(*TRAINED))
     return evaluated.ragged("logprobs" if "logprobs" in evaluated else "scores").values

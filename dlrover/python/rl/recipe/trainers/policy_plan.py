@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of trainers that learn from samples: roles, columns, rollouts and rewards have to fit each other."""
+"""The plan of trainers that learn from samples: it checks that roles, columns, rollouts and rewards fit each other."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, fields
@@ -20,22 +20,12 @@ from dlrover.python.rl.recipe.base.config import PolicyConfig
 from dlrover.python.rl.recipe.base.model_files import count_room
 from dlrover.python.rl.recipe.memory.arithmetic import ModelUse
 from dlrover.python.rl.recipe.online.prompts import validate_data, warn_of_repeats
-from dlrover.python.rl.recipe.reporting.rewards import evaluation_metrics
 from dlrover.python.rl.recipe.trainers.recipe_plan import RecipePlan, validate_reward, validate_rollout_engine
 
-_ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})
-"""Columns that train engines compute for a loss."""
-
-_OF_ENVIRONMENTS = (
-    "env_options",
-    "env_isolated",
-    "env_timeout_s",
-    "env_missing_state",
-    "env_failure_reward",
-    "max_turns",
-)
+_ENGINE_COLUMNS = frozenset({"entropy", "candidate_logprobs"})  # columns that train engines compute for a loss
+_OF_ENVIRONMENTS = ("env_options", "env_isolated", "env_timeout_s", "env_missing_state", "env_failure_reward")
 _OF_REWARD_ROLES = ("function", "model", "thoughts", "timeout_s", "workers", "memory_mb")
-"""Settings of ``reward`` that an environment has no use for; the others are about failed samples."""
+"""Settings of ``reward`` that an environment does not use; the other settings are about failed samples."""
 
 _RECIPES = {"values": "ppo", "teacher_logprobs": "distill", "candidates": "distill"}
 """The recipe whose trainer has a column."""
@@ -46,12 +36,9 @@ _FROM_EXAMPLES = (SFT, DPO, RewardModel)
 class PolicyPlan(RecipePlan):
     """Plans jobs of a :class:`~dlrover.python.rl.recipe.trainers.policy_trainer.PolicyTrainer`."""
 
-    own_columns = frozenset({"action_mask", "old_logprobs", "rollout_logprobs"})
-    """What an algorithm has of the trainer in every job, beside what the train engine computes itself."""
-
     def algorithm_defaults(self, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """Where rollouts and training differ in more than float32 rounding, the correction is on; and where samples may
-        be stale, and the algorithm compares with the policy before the update rather than with that of the rollouts."""
+        """Turn the correction on if rollouts and training differ in more than float32 rounding, or if samples may be
+        stale and the algorithm compares with the policy before the update rather than with the rollouts' policy."""
         differs = config["engine"]["rollout"] != "torch" or config["engine"]["precision"] != "fp32"
         stale = config["rollout"]["max_staleness"] > 0 and always_recomputes(name)
         return {"correction": "truncate"} if (differs or stale) and "correction" in option_names(name) else {}
@@ -65,7 +52,7 @@ class PolicyPlan(RecipePlan):
         models = super().models(cfg)
         if cfg.reward.model is not None:
             models[RLRoleType.REWARD] = ModelUse("frozen", cfg.reward.model, head="token")
-        return models
+        return {**models, **self.trainer.further_models(cfg)}
 
     def describe_step(self, cfg: PolicyConfig) -> str:
         samples = cfg.prompts_per_step * cfg.rollout.samples_per_prompt
@@ -81,54 +68,34 @@ class PolicyPlan(RecipePlan):
         repeats = warn_of_repeats(require(self.trainer.config_class, config, "config"))
         return [*super().describe_config(config, roles), *repeats]
 
-    def evaluation_names(self, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        return evaluation_metrics(cfg.data.eval_sets, cfg.eval.samples, cfg.rollout.env_path is not None)
-
-    # -- errors -------------------------------------------------------------------------------------------------------
-
     def find_errors(self, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
         errors = [*super().find_errors(cfg, roles), *validate_data(cfg)]
         needed = [RLRoleType.ROLLOUT, *([RLRoleType.REWARD] if cfg.rollout.env_path is None else [])]
-        errors += [error for role in needed for error in self.require_role(role, roles)]
-        errors += self._validate_rollout(cfg)
-        errors += self._validate_algorithm(cfg, roles)
-        errors += self.validate_own(cfg, roles)
+        errors += [error for role in needed for error in require_role(self.trainer.__name__, role, roles)]
+        errors += [*self._validate_rollout(cfg), *self._validate_algorithm(cfg, roles)]
+        errors += self.trainer.validate_own(cfg, roles)
         outputs, needs = self.trainer.aux_outputs(cfg), self.trainer.needs_of(cfg)
         is_unfit = any(error.where in ("config.algorithm", "config.algorithm.name") for error in errors)
         for output in () if is_unfit else outputs:
             is_reported = any(f"'{output.role}'" in error.what for error in errors)
             by_actor = output.role == "reference" and cfg.engine.lora is not None
             if output.is_needed(needs) and not is_reported and not by_actor:
-                errors += self.require_role(RLRoleType(output.role), roles)
+                errors += require_role(self.trainer.__name__, RLRoleType(output.role), roles)
         return errors
 
-    def validate_own(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        """Errors of a recipe's own settings and roles."""
-        return []
-
-    def require_role(self, role: RLRoleType, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        if role in roles:
-            return []
-        near = nearest(role, [name for name in roles if name not in WELL_KNOWN_ROLES])
-        also = f", and the job has '{near.lower()}'; did you mean '{role.lower()}'?" if near else ""
-        message = f"the role '{role.lower()}' is required by {self.trainer.__name__}{also}"
-        return [ConfigError("workload", message)]
-
     def _validate_rollout(self, cfg: PolicyConfig) -> list[ConfigError]:
-        """Check how completions are generated, filtered and scored."""
         errors, rollout, reward = validate_rollout_engine(cfg.engine), cfg.rollout, cfg.reward
         room, count = count_room(cfg, generates=True), rollout.max_new_tokens
         if room is not None and count >= max(room, type(rollout).max_new_tokens + 1):  # the default is cut to the room
-            limit = f"a sequence has at most {room} tokens, its prompt's among them: write less than {room}"
+            limit = f"a sequence has at most {room} tokens with its prompt: write less than {room}"
             errors.append(ConfigError("config.rollout.max_new_tokens", f"{count}, but {limit}"))
         if rollout.dynamic_filtering != "off" and rollout.samples_per_prompt == 1:
-            message = "compares the samples of a prompt: rollout.samples_per_prompt has to be at least 2"
-            errors.append(ConfigError("config.rollout.dynamic_filtering", message))
+            errors.append(ConfigError("config.rollout.dynamic_filtering", "needs rollout.samples_per_prompt above 1"))
         if rollout.env_path is None:
             changed = find_changed(cfg, "rollout", _OF_ENVIRONMENTS)
-            # A completion is one turn.
-            useless = [name for name in changed if name != "max_turns" or rollout.max_turns > 1]
-            errors += [ConfigError(f"config.rollout.{name}", "there is no env_path") for name in useless]
+            # A completion is one turn, so max_turns=1 says nothing else.
+            changed += find_changed(cfg, "rollout", ["max_turns"]) if rollout.max_turns > 1 else []
+            errors += [ConfigError(f"config.rollout.{name}", "there is no env_path") for name in changed]
             return [*errors, *validate_reward(reward.function)]
         for name in find_changed(cfg, "reward", _OF_REWARD_ROLES):
             errors.append(ConfigError(f"config.reward.{name}", "is not used: rollout.env_path scores the samples"))
@@ -139,7 +106,6 @@ class PolicyPlan(RecipePlan):
         return errors
 
     def _validate_algorithm(self, cfg: PolicyConfig, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
-        """Check that the algorithm exists, learns from samples, and needs no column that the trainer does not have."""
         algorithm, errors = self.read_algorithm(cfg)
         name = str(cfg.algorithm.get("name", ""))
         if errors and ":" not in name and name not in (places := ALGORITHMS.places()):
@@ -148,27 +114,26 @@ class PolicyPlan(RecipePlan):
         if algorithm is None:
             return errors
         if isinstance(algorithm, _FROM_EXAMPLES):
-            message = "it learns from examples, not from samples as this trainer does"
-            return [*errors, ConfigError("config.algorithm.name", message)]
+            return [*errors, ConfigError("config.algorithm.name", "it learns from examples, not from samples")]
         try:
             algorithm.check_group_size(cfg.rollout.samples_per_prompt)
         except ValueError as error:
             errors.append(ConfigError("config.rollout.samples_per_prompt", str(error)))
         longest = cfg.rollout.max_new_tokens * (cfg.rollout.max_turns if cfg.rollout.env_path else 1)
         if isinstance(algorithm, DAPO) and not algorithm.can_penalize(longest):
-            message = f"completions have {longest} tokens at most, so none gets to where over-long shaping begins"
+            message = f"completions have at most {longest} tokens, so none is long enough for over-long shaping"
             errors.append(ConfigError("config.algorithm.max_tokens", message))
         errors += self._validate_columns(cfg, algorithm.needs)
         if "ref_logprobs" in algorithm.needs.all and RLRoleType.REFERENCE not in roles and cfg.engine.lora is None:
-            message = "config.algorithm.kl_coef is above 0, which needs the role 'reference'"
-            errors.append(ConfigError("workload", message))
+            errors.append(ConfigError("workload", "config.algorithm.kl_coef above 0 needs the role 'reference'"))
         return errors
 
     def _validate_columns(self, cfg: PolicyConfig, needs: Any) -> list[ConfigError]:
-        provided = self.own_columns | {name for output in self.trainer.aux_outputs(cfg) for name in output.columns}
+        trainer = self.trainer
+        provided = trainer.own_columns | {name for output in trainer.aux_outputs(cfg) for name in output.columns}
         generated, errors = engine_info(ROLLOUT_ENGINES, cfg.engine.rollout).columns.keys(), list[ConfigError]()
         if clash := sorted(generated & (provided | _ENGINE_COLUMNS | ROW.keys())):
-            message = f"declares a column '{clash[0]}', which the trainer has"
+            message = f"declares a column '{clash[0]}', which the trainer has already"
             errors.append(ConfigError("config.engine.rollout", message))
         provided |= generated
         if absent := needs.annotate - provided | needs.loss - provided - _ENGINE_COLUMNS:
@@ -177,6 +142,14 @@ class PolicyPlan(RecipePlan):
             message = f"it needs {', '.join(sorted(absent))}, which this trainer does not have{more}"
             errors.append(ConfigError("config.algorithm", message))
         return errors
+
+
+def require_role(trainer: str, role: RLRoleType, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+    if role in roles:
+        return []
+    near = nearest(role, [name for name in roles if name not in WELL_KNOWN_ROLES])
+    meant = f", and the job has '{near.lower()}'; did you mean '{role.lower()}'?" if near else ""
+    return [ConfigError("workload", f"the role '{role.lower()}' is required by {trainer}{meant}")]
 
 
 def find_changed(cfg: Any, section: str, names: Sequence[str]) -> list[str]:

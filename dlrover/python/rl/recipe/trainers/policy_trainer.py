@@ -3,10 +3,10 @@
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 from dlrover.python.rl.algorithm.base import Algorithm
 from dlrover.python.rl.algorithm.registry import make_algorithm
@@ -26,21 +26,7 @@ from dlrover.python.rl.recipe.base.updates import (
 from dlrover.python.rl.recipe.online.batch import AuxOutput, SampleLog, StepBatch, name_samples
 from dlrover.python.rl.recipe.online.collector import SampleCollector, bind_method
 from dlrover.python.rl.recipe.online.prompts import PromptSource
-from dlrover.python.rl.recipe.reporting.rewards import (
-    RewardFailures,
-    Scores,
-    StepWarnings,
-    evaluation_metrics,
-    failure_metrics,
-    find_cut,
-    is_unscored,
-    mask_rewards,
-    merge_rows,
-    sample_metrics,
-    step_metrics,
-    summarize_evaluations,
-    uniform_share,
-)
+from dlrover.python.rl.recipe.reporting import rewards
 from dlrover.python.rl.recipe.trainers.policy_plan import PolicyPlan
 from dlrover.python.rl.recipe.trainers.recipe_trainer import RecipeTrainer
 from dlrover.python.rl.trainer.port import Pending
@@ -54,20 +40,19 @@ AuxResults: TypeAlias = Sequence[tuple[AuxOutput, Pending]]
 
 
 class PolicyTrainer(RecipeTrainer):
-    """Roles ACTOR, ROLLOUT and REWARD, and those of :meth:`aux_outputs` that the algorithm needs.
+    """Roles ACTOR, ROLLOUT and REWARD, and the roles of :meth:`aux_outputs` that the algorithm needs.
 
     ::
 
         ACTOR weights -> ROLLOUT -> REWARD -> annotate -> ACTOR.update
         prompts -----------^  '--> aux outputs --^-----------^
 
-    Completions go from workload to workload and into the run's files; the trainer sees a few numbers per row, and of
-    single tokens what the algorithm's ``annotate`` needs. A step first sends the weights to the rollouts, so that a
-    rollout which is replaced during the step gets them too. What lasts from one step to the next is in the workers and
-    in ``self.state``, and nowhere else in the trainer.
+    Completions go from workload to workload; the trainer sees a few numbers per row, and the columns that the
+    algorithm's ``annotate`` needs. Only the workers and ``self.state`` last from one step to the next.
 
     A subclass names its configuration and its algorithm. One with further roles lists their columns in
-    :meth:`aux_outputs`; one that trains them too extends :meth:`load_models` and :meth:`update`.
+    :meth:`aux_outputs` and their models in :meth:`further_models`; one that trains them too extends :meth:`load_models`
+    and :meth:`update`.
     """
 
     config_class = PolicyConfig
@@ -77,6 +62,9 @@ class PolicyTrainer(RecipeTrainer):
     plan = PolicyPlan
     cfg: PolicyConfig
 
+    own_columns: ClassVar[frozenset[str]] = frozenset({"action_mask", "old_logprobs", "rollout_logprobs"})
+    """The columns that an algorithm may use in every job, beside those that the train engine computes."""
+
     @classmethod
     def algorithm_of(cls, cfg: PolicyConfig) -> Algorithm:
         options = dict(cfg.algorithm)
@@ -84,37 +72,40 @@ class PolicyTrainer(RecipeTrainer):
 
     @classmethod
     def needs_of(cls, cfg: PolicyConfig) -> frozenset[str]:
-        """The columns that the algorithm needs; empty if the configuration names none that exists."""
+        """The columns that the algorithm needs; empty if the algorithm does not exist."""
         try:
             return cls.algorithm_of(cfg).needs.all
         except InvalidJob as error:
             return frozenset() if error.salvaged is None else error.salvaged.needs.all
 
     @classmethod
+    def evaluation_names(cls, cfg: Any, roles: Collection[RLRoleType]) -> list[str]:
+        return rewards.evaluation_metrics(cfg.data.eval_sets, cfg.eval.samples, cfg.rollout.env_path is not None)
+
+    @classmethod
     def aux_outputs(cls, cfg: Any) -> list[AuxOutput]:
         """The columns that further roles can compute for the algorithm, in the order of the calls."""
-        columns, temperature = {"ref_logprobs": "float32"}, cfg.rollout.temperature
-        return [AuxOutput("reference", "logprobs", columns, args=(temperature,), init=(cfg.model, cfg.engine))]
+        args, init = (cfg.rollout.temperature,), (cfg.model, cfg.engine)
+        return [AuxOutput("reference", "logprobs", {"ref_logprobs": "float32"}, args, init)]
 
     def init(self) -> None:
         super().init()
         cfg = self.cfg
         self.needed_outputs = [each for each in self.aux_outputs(cfg) if each.is_needed(self.algorithm.needs.all)]
-        if RLRoleType.REFERENCE not in self.actor_handles:  # then it is the actor without its adapters
+        if RLRoleType.REFERENCE not in self.actor_handles:  # the reference is the actor without its adapters
             actor: dict[str, Any] = {"role": "actor", "method": "reference_logprobs", "init": None, "collective": True}
-            self.needed_outputs = [
-                replace(each, **actor) if each.role == "reference" else each for each in self.needed_outputs
-            ]
+            outputs = self.needed_outputs
+            self.needed_outputs = [replace(each, **actor) if each.role == "reference" else each for each in outputs]
         self.prompts = self.state["prompts"] = PromptSource(cfg)
         self.model_saver.evaluated = self.prompts.evaluated
         self.collector = SampleCollector(self, cfg, self.prompts)
         self.sample_log = self.state["samples"] = SampleLog(self, self.prompts)
-        self.reward_failures = self.state["reward_failures"] = RewardFailures(cfg.reward)
+        self.reward_failures = self.state["reward_failures"] = rewards.RewardFailures(cfg.reward)
         self.announce("loading the models")
         names = [pending.result() for pending in self.load_models()]  # waits: for models; the workers' limits bound it
         (self.machine,) = self.RG_ACTOR.machine()
         compares = getattr(self.algorithm, "compares_samples", False)
-        self.warnings = StepWarnings(compares, cfg.rollout.max_new_tokens)
+        self.warnings = rewards.StepWarnings(compares, cfg.rollout.max_new_tokens)
         self.engines = {"train_engine": names[0][0] or None, "rollout_engine": names[1][0] or None}
         levels = names[2] if cfg.rollout.env_path is None and cfg.reward.model is None else []
         self.sandbox = {f"sandbox/{level}": float(count) for level, count in Counter(filter(None, levels)).items()}
@@ -123,8 +114,6 @@ class PolicyTrainer(RecipeTrainer):
         super().begin_log(step)
         self.sample_log.begin_step(step)
 
-    # -- the loop -----------------------------------------------------------------------------------------------------
-
     def fit(self) -> None:
         if self.cfg.eval_only:
             self.announce("evaluating")
@@ -132,7 +121,7 @@ class PolicyTrainer(RecipeTrainer):
             self.collector.check_prompts()
             answers = self.collector.evaluate(0)
             self.sample_log.write_held_out(answers)
-            metrics = step_metrics(self.collector.collect_scores(answers))
+            metrics = rewards.step_metrics(self.collector.collect_scores(answers))
             self.write_results({**self.prompts.summary(), **metrics})
             return
         for step in self.logged_steps(self.cfg.steps):
@@ -141,59 +130,54 @@ class PolicyTrainer(RecipeTrainer):
                 self.announce("evaluating before the training")
                 self.collector.check_prompts()
                 self.state["before"] = before = self.collector.collect_scores(self.collector.evaluate(0))
-                self.run_log.write_step(0, step_metrics(before))
+                self.run_log.write_step(0, rewards.step_metrics(before))
                 self.announce("step 1")
             self._renew_evaluation()
             batch = self.generate(step)
             batch = self.score(step, batch)
-            metrics = self.train(step, batch)
-            self.record(step, batch, metrics)
+            self.record(step, batch, self.train(step, batch))
         self.announce("evaluating after the training")
         self.collector.sync_weights()
         self._renew_evaluation()
         self.finish(self.state["before"], self.collector.evaluate(self.last_step))
 
     def _renew_evaluation(self) -> None:
-        """After a resumption with other held-out prompts, which have no evaluation from before the training."""
+        """Forget the evaluation before training of sets of prompts that have changed since the last commit."""
         changed, before = self.prompts.changed_sets, self.state["before"]
-        if not changed:
-            return
-        _LOG.warning("the run is evaluated on other prompts than it was begun with: no figures of before the training")
-        self.collector.check_prompts()
-        self.state["before"] = {name: scores for name, scores in before.items() if name not in changed}
+        if changed:
+            cause = "the evaluation prompts have changed since the run began"
+            _LOG.warning("%s; there is no score from before training to compare with", cause)
+            self.collector.check_prompts()
+            self.state["before"] = {name: scores for name, scores in before.items() if name not in changed}
 
     def generate(self, step: int) -> StepBatch:
-        """Samples with the rewards that the REWARD workers, or the environment, give them."""
         batch = self.collector.collect(step)
         self.sample_log.write_step(step, batch)
         return batch
 
     def score(self, step: int, batch: StepBatch) -> StepBatch:
-        """Add the rows as the algorithm sees them; DataError after too many steps without any reward."""
+        """Add the rows for the algorithm; raises DataError after too many steps without any reward."""
         self.reward_failures.update(step, batch.all_rows)
-        rows = mask_rewards(batch.scored, self.cfg.reward)
+        rows = rewards.mask_rewards(batch.scored, self.cfg.reward)
         if self.cfg.rollout.mask_truncated:
-            rows = rows.with_columns(masked=find_cut(rows))
-        batch = replace(batch, train_rows=rows)
-        self.warnings.note_rewards(step, batch.train_rows)
-        return batch
+            rows = rows.with_columns(masked=rewards.find_cut(rows))
+        self.warnings.note_rewards(step, rows)
+        return replace(batch, train_rows=rows)
 
     def train(self, step: int, batch: StepBatch) -> dict[str, float]:
-        """Annotate the rows and train on them; returns the metrics. NonFiniteUpdate names the samples."""
+        """Annotate the rows and train on them; returns the metrics. Raises NonFiniteUpdate with the samples' names."""
         names, find_offending = name_samples(batch.scored), partial(self.offending_samples, batch)
         with annotate_errors_with_samples(step, self.run_log.write_refused, names, find_offending):
-            if not is_unscored(batch.train_rows).all():
+            if not rewards.is_unscored(batch.train_rows).all():
                 aux = self.compute_aux_outputs(batch)
                 rows = self.algorithm.annotate(self.add_token_columns(batch, aux))
                 if rows.dense("weight").any():
                     return self.update(step, batch, rows, aux)
-        _LOG.warning("step %d: none of its samples counts, so nothing is updated", step)
+        _LOG.warning("step %d: no sample has a weight in the loss, so nothing is updated", step)
         return {}
 
-    # -- parts of a step ----------------------------------------------------------------------------------------------
-
     def load_models(self) -> list[Pending]:
-        """Let the roles load their models; the actor's result comes first, the rollouts' second."""
+        """Let the roles load their models; the first result is the actor's, the second the rollouts'."""
         cfg = self.cfg
         optimizer = cfg.optimizer.over(self.update_count)
         engine = SenderConfig(**vars(cfg.engine), receivers=len(self.RG_ROLLOUT))
@@ -202,8 +186,8 @@ class PolicyTrainer(RecipeTrainer):
             self.begin_loading(self.RG_ROLLOUT, cfg.model, cfg.engine, cfg.rollout, cfg.data.chat_template_kwargs),
         ]
         if cfg.rollout.env_path is None:
-            given = Replicate(self.prompts.columns) if cfg.reward.model is None else cfg.engine
-            pending.append(self.RG_REWARD.init_verifier.options(blocking=False)(cfg.reward, given))
+            argument = Replicate(self.prompts.columns) if cfg.reward.model is None else cfg.engine
+            pending.append(self.RG_REWARD.init_verifier.options(blocking=False)(cfg.reward, argument))
         for role, init in {output.role: output.init for output in self.needed_outputs}.items():
             if init is not None:
                 pending.append(self.begin_loading(self.group(role), *init))
@@ -211,7 +195,7 @@ class PolicyTrainer(RecipeTrainer):
 
     @property
     def update_count(self) -> int:
-        """Optimizer steps of the whole run at most, over which a falling learning rate falls."""
+        """Maximum optimizer steps of the run, over which a learning rate decays."""
         return self.cfg.steps * self.cfg.updates_per_step * self.cfg.epochs
 
     def check_vocabularies(self, roles: Iterable[str]) -> None:
@@ -219,7 +203,7 @@ class PolicyTrainer(RecipeTrainer):
         marks = {role: self.group(role).vocabulary()[0] for role in ("actor", *roles)}
         for role, mark in marks.items():
             if mark != marks["actor"]:
-                raise EngineError(f"the model of the role '{role}' has another vocabulary than the policy's")
+                raise EngineError(f"the model of the role '{role}' has another vocabulary than the policy")
 
     def group(self, role: str) -> RoleGroup:
         group: RoleGroup = getattr(self, f"RG_{RLRoleType(role)}")
@@ -235,7 +219,7 @@ class PolicyTrainer(RecipeTrainer):
             if output.collective or group.workload_class.needs_own_process:
                 method = getattr(group, output.method).options(blocking=False)
                 pending = method(batch.shard_evenly(group.data_parallel_size), *output.args)
-                # Another role that meets in collectives may share its devices: one after the other.
+                # Roles that meet in collectives may share devices, and so compute one after the other.
                 pending.wait()  # waits: for a pass over the rows, which a limit bounds
             else:
                 method = bind_method(group, output.method, len(batch.scored), blocking=False)
@@ -244,10 +228,10 @@ class PolicyTrainer(RecipeTrainer):
         return results
 
     def add_token_columns(self, batch: StepBatch, aux: AuxResults) -> Batch:
-        """The rows with the columns of single tokens that the algorithm annotates them from."""
+        """Return the rows with the columns of tokens that the algorithm's ``annotate`` needs."""
         needed, columns = self.algorithm.needs.annotate, dict[str, Column]()
         if "action_mask" in needed and self.cfg.rollout.env_path is not None:
-            needed |= {"token_rewards"}  # each action has its own; the sum over the row would credit later ones too
+            needed |= {"token_rewards"}  # the reward of each action; a sum over the row would credit later actions too
         for output, pending in aux:
             if output.is_needed(needed):
                 rows = Batch.concat(pending.result())  # waits: for a pass over the rows, which a limit bounds
@@ -262,11 +246,9 @@ class PolicyTrainer(RecipeTrainer):
 
     def update(self, step: int, batch: StepBatch, rows: Batch, aux: AuxResults) -> dict[str, float]:
         rows, plan = self.plan_updates(rows)
-        # These columns are not needed there, or are there already.
-        excluded = {*batch.scored.columns, *self.algorithm.needs.annotate, "token_rewards", "masked"} - {
-            "digest",
-            "old_logprobs",
-        }
+        # The actor has these columns already, or does not need them.
+        excluded = {*batch.scored.columns, *self.algorithm.needs.annotate, "token_rewards", "masked"}
+        excluded -= {"digest", "old_logprobs"}
         columns = rows.select(*(name for name in rows.columns if name not in excluded))
         parts = batch.balance(self.RG_ACTOR.data_parallel_size, rows.dense("update"))
         needs = self.algorithm.needs.loss
@@ -275,8 +257,8 @@ class PolicyTrainer(RecipeTrainer):
         metrics = average_metrics(results)
         first: Mapping[str, float] = next((means_by_weight(one.metrics) for one in results if not one.skipped), {})
         if "approx_kl" in first and not self.uses("rollout_logprobs"):
-            metrics["mismatch_kl"] = first["approx_kl"]  # the ratio before any update is that to the rollouts
-        return {_group_name(name): value for name, value in metrics.items()}
+            metrics["mismatch_kl"] = first["approx_kl"]  # before any update the ratio is to the rollouts' policy
+        return {_log_name(name): value for name, value in metrics.items()}
 
     def plan_updates(self, rows: Batch) -> tuple[Batch, UpdatePlan]:
         rows, updates = assign_updates(rows, self.cfg.updates_per_step)
@@ -289,34 +271,29 @@ class PolicyTrainer(RecipeTrainer):
         rows = Batch.concat(self.RG_ACTOR.find_nonfinite(samples, Replicate(("prompt_id", "sample_index"))))
         return [{**name, "text": text} for name, text in zip(name_samples(rows), rows.objects("text"), strict=True)]
 
-    # -- reporting ----------------------------------------------------------------------------------------------------
-
     def record(self, step: int, batch: StepBatch, train_metrics: Mapping[str, float]) -> None:
-        metrics = {**sample_metrics(batch.all_rows), **batch.metrics(), **self.reward_failures.metrics()}
-        metrics |= {**failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
-        metrics["groups/without_signal"] = uniform_share(batch.train_rows)
+        metrics = {**rewards.sample_metrics(batch.all_rows), **batch.metrics(), **self.reward_failures.metrics()}
+        metrics |= {**rewards.failure_metrics(batch.all_rows, batch.train_rows), **train_metrics}
+        metrics["groups/without_signal"] = rewards.uniform_share(batch.train_rows)
         metrics |= {"weights/sync_bytes": float(self.collector.synced_bytes), **self.sandbox}
-        self.warnings.note_truncated(step, metrics.get("completions/truncated", 0.0))
-        self.warnings.note_unknown_ids(step, int(metrics.get("completions/unknown_ids", 0)))
+        self.warnings.note_completions(step, metrics)
         if self.cfg.eval_every and step % self.cfg.eval_every == 0:
             self.collector.sync_weights()
-            evaluation = step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))
+            evaluation = rewards.step_metrics(self.collector.collect_scores(self.collector.evaluate(step)))
             if not any(map(math.isnan, evaluation.values())):  # NaN: no answer of a set was scored
                 self.model_saver.update(step, evaluation)
             metrics |= evaluation
         self.model_saver.save_step(step)
-        samples = merge_rows(batch.all_rows)
+        samples = rewards.merge_rows(batch.all_rows)
         tokens, generated = (int(samples.dense(name).sum()) for name in ("token_count", "action_tokens"))
         self.report(step, metrics, len(samples), tokens, generated)
 
-    def finish(self, before: Mapping[str, Scores], after: StepBatch) -> None:
+    def finish(self, before: Mapping[str, rewards.Scores], after: StepBatch) -> None:
         self.sample_log.write_held_out(after)
-        has_score = self.cfg.rollout.env_path is not None
-        names = evaluation_metrics(self.cfg.data.eval_sets, self.cfg.eval.samples, has_score)
-        scores = summarize_evaluations(before, self.collector.collect_scores(after), names)
+        names = self.evaluation_names(self.cfg, self.actor_handles)
+        scores = rewards.summarize_evaluations(before, self.collector.collect_scores(after), names)
         self.write_results({**self.prompts.summary(), **scores, **self.engines})
 
 
-def _group_name(name: str) -> str:
-    """The name in the log of a metric of an update."""
+def _log_name(name: str) -> str:
     return name if name in ("loss", "grad_norm", "lr") or "/" in name else f"policy/{name}"

@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The plan of the recipes' trainers: a job's ``config`` with ``auto`` resolved for its devices, every error of it, and
-the lines that describe it. Checks of engines, optimizer and reward function serve several recipes."""
+"""The plan of the recipes' trainers: it resolves ``auto`` in a ``config``, finds errors, and describes the job."""
 
 import dataclasses
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar, cast
@@ -20,19 +19,8 @@ from dlrover.python.rl.common.names import RLRoleType
 from dlrover.python.rl.config.plain import to_plain
 from dlrover.python.rl.config.typed import answer, lies_in, rename_keys, require, salvage
 from dlrover.python.rl.data.source import is_left_unread
+from dlrover.python.rl.engine.api import registry
 from dlrover.python.rl.engine.api.base import OptimizerConfig
-from dlrover.python.rl.engine.api.registry import (
-    ROLLOUT_ENGINES,
-    TRAIN_ENGINES,
-    absent_package,
-    engine_info,
-    find_optimizer_errors,
-    find_rollout_errors,
-    find_train_errors,
-    require_bitsandbytes,
-    require_peft,
-    validate_engine,
-)
 from dlrover.python.rl.engine.api.settings import Layout, ParallelSizes
 from dlrover.python.rl.engine.model.model_shape import ModelShape, read_config, shape_of
 from dlrover.python.rl.engine.model.packing import Head
@@ -48,14 +36,14 @@ from dlrover.python.rl.recipe.reporting.trackers import validate_log
 from dlrover.python.rl.trainer.plan import TrainerPlan
 
 Devices: TypeAlias = Literal["CPU", "GPU", "HERE"]
-"""``trainer.device_type`` of a job that is to be placed; ``HERE``: those of this process."""
+"""``trainer.device_type`` of a job to be placed; ``HERE``: the devices of this process."""
 
 ON_CUDA: Mapping[str, Any] = {
     "prompts_per_step": 64,
     "rollout": {"max_new_tokens": 1024},
     "engine": {"gradient_checkpointing": AUTO, "max_tokens_per_microbatch": AUTO, "max_batch": 256},
 }
-"""Defaults on CUDA that differ from the defaults of the configuration classes."""
+"""The defaults on CUDA that override defaults of the configuration classes."""
 
 _DEVICE = "config.engine.device"
 
@@ -71,12 +59,9 @@ T = TypeVar("T")
 
 
 class RecipePlan(TrainerPlan, ABC):
-    """Plans jobs of a recipe, whose ``trainer`` is a ``RecipeTrainer``.
-
-    A recipe says how long its rows are and what a step is, and extends :meth:`models` and :meth:`find_errors`."""
+    """Plans jobs of a recipe, whose ``trainer`` is a ``RecipeTrainer``."""
 
     def check_config(self, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
-        """Every error of the configuration, the data and the roles, before anything starts."""
         cfg, invalid = salvage(self.trainer.config_class, config, "config")
         options = option_names(self.trainer.algorithm_name)
         for number, error in enumerate(invalid):
@@ -92,22 +77,23 @@ class RecipePlan(TrainerPlan, ABC):
         return [*invalid, *(error for error in further if not lies_in(error.where, places)), *own]
 
     def check_options(self, config: Any) -> Iterable[ConfigError]:
-        """Options of the algorithm, the engines and the transport, wherever the job is to run; unknown names of these
-        may be those of extensions which are there."""
+        """Check options of the algorithm, the engines and the transport, which are the same on any machine."""
         cfg, _ = salvage(self.trainer.config_class, config, "config")
         if cfg is None:
             return []
         engine, (_, errors) = cfg.engine, self.read_algorithm(cfg)
         train, rollout = "config.engine.train", "config.engine.rollout"
-        errors += validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, train, False)
-        if engine.rollout != AUTO:  # by what is installed there
-            errors += validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, rollout, False)
+        errors += registry.validate_engine(registry.TRAIN_ENGINES, engine.train, engine.train_options, train, False)
+        if engine.rollout != AUTO:  # depends on the packages of the job's machines
+            errors += registry.validate_engine(
+                registry.ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, rollout, False
+            )
         errors += validate_transport_options(engine.weight_sync_options)
         names = [train, rollout, "config.algorithm.name"]
         return [*(error for error in errors if error.where not in names), *super().check_options(config)]
 
     def check_workloads(self, workloads: Mapping[RLRoleType, type[Any]]) -> Iterable[ConfigError]:
-        """The library's classes belong to certain roles; of other classes nothing is known."""
+        """Check that the library's workload classes are in the right roles."""
         name, actor = self.trainer.__name__, "ScorerWorkload" if self.trainer.bare_head else "ActorWorkload"
         expected = {**_RECIPE_CLASSES, RLRoleType.ACTOR: actor}
         for role, workload in workloads.items():
@@ -127,20 +113,18 @@ class RecipePlan(TrainerPlan, ABC):
         return complete if own is None else own
 
     def algorithm_defaults(self, config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-        """Defaults of the algorithm's options that depend on the remaining configuration."""
+        """The defaults of the algorithm's options that depend on the remaining configuration."""
         return {}
 
     def settings_of_state(self, config: Any) -> Mapping[str, Any]:
-        return {"seed": config.get("seed", 0), **super().settings_of_state(config)}  # of the order of the rows
+        return {"seed": config.get("seed", 0), **super().settings_of_state(config)}  # the order of rows depends on it
 
     def describe_config(self, config: Any, roles: Mapping[RLRoleType, int]) -> list[str]:
-        """The model, the engines, the batch of a step, and the memory of the devices."""
         cfg = require(self.trainer.config_class, config, "config")
         evaluated = cfg.data.eval.values() if isinstance(cfg.data.eval, Mapping) else [cfg.data.eval]
         unread = [where for where in (cfg.data.train, *evaluated) if where and is_left_unread(where)]
-        described = cfg.model, cfg.engine, cfg.optimizer, cfg.model_config, self.head
         return [
-            *describe_engines(*described, generates=RLRoleType.ROLLOUT in roles),
+            *describe_engines(cfg, self.head, generates=RLRoleType.ROLLOUT in roles),
             *(f"data: {where}, {NOT_LOOKED_UP}" for where in unread),
             f"each step: {self.describe_step(cfg)}",
             *self._plan_memory(cfg, roles).lines(),
@@ -149,30 +133,24 @@ class RecipePlan(TrainerPlan, ABC):
 
     @abstractmethod
     def describe_step(self, cfg: Any) -> str:
-        """The rows of a step, and how its updates divide them."""
+        """Describe the rows of a step, and their division into updates."""
 
     @abstractmethod
     def longest_row(self, cfg: Any) -> tuple[int, bool]:
-        """Tokens of the longest row, as far as the configuration says, and True if no row can be longer."""
-
-    @abstractmethod
-    def evaluation_names(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> Sequence[str]:
-        """The metrics of an evaluation, of which ``keep.best`` names one."""
+        """Return the tokens of the longest row by the configuration, and True if no row can be longer."""
 
     def read_algorithm(self, cfg: Any) -> tuple[Algorithm | None, list[ConfigError]]:
-        """The algorithm, without its wrong options, if there is one of this recipe; and the errors of both."""
+        """Return the algorithm without its wrong options, None if this recipe does not have it, and the errors."""
         try:
             return self.trainer.algorithm_of(cfg), []
         except InvalidJob as error:
-            errors = [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
-            return error.salvaged, errors
+            return error.salvaged, [ConfigError(f"config.{item.where}", item.what) for item in error.errors]
 
     @property
     def head(self) -> Head:
         return "token" if self.trainer.bare_head else "causal"
 
     def models(self, cfg: Any) -> dict[RLRoleType, ModelUse]:
-        """The models of all roles that a job of this recipe may have."""
         trained = ModelUse("trained", cfg.model, optimizer=cfg.optimizer, lora=cfg.engine.lora, head=self.head)
         reference = self.trainer.reference_of(cfg)
         return {
@@ -182,7 +160,6 @@ class RecipePlan(TrainerPlan, ABC):
         }
 
     def model_uses(self, cfg: Any, roles: Mapping[RLRoleType, int]) -> dict[RLRoleType, ModelUse]:
-        """The models of the job's roles, with their workers and their rows."""
         longest, bounded = self.longest_row(cfg)
         return {
             role: replace(use, members=roles[role], longest=longest, bounded=bounded)
@@ -199,22 +176,21 @@ class RecipePlan(TrainerPlan, ABC):
         errors = [*validate_model(cfg.model), *validate_optimizer(engine, cfg.optimizer)]
         members, shape = roles.get(RLRoleType.ACTOR, 1), shape_of(cfg.model, cfg.model_config)
         errors += validate_train_engine(engine, members, self.trainer.bare_head, shape=shape)
-        # The engines have to take a model with this config.json; where it is not known, they say so themselves.
+        # Engines check a config.json that is not on this machine themselves.
         if content := read_config(cfg.model, cfg.model_config):
-            faults = [engine_info(TRAIN_ENGINES, engine.train).find_model_fault(content, self.head)]
+            faults = [registry.engine_info(registry.TRAIN_ENGINES, engine.train).find_model_fault(content, self.head)]
             if RLRoleType.ROLLOUT in roles:
-                faults.append(engine_info(ROLLOUT_ENGINES, engine.rollout).find_model_fault(content, "causal"))
+                faults.append(
+                    registry.engine_info(registry.ROLLOUT_ENGINES, engine.rollout).find_model_fault(content, "causal")
+                )
             errors += [ConfigError("config.model", fault) for fault in dict.fromkeys(faults) if fault]
-        errors += validate_keep(cfg.keep, cfg.eval_every, self.evaluation_names(cfg, roles))
+        errors += validate_keep(cfg.keep, cfg.eval_every, self.trainer.evaluation_names(cfg, roles))
         errors += [*validate_model_config(cfg.model_config), *self._plan_memory(cfg, roles).find_errors()]
         return [*errors, *validate_log(cfg.log)]
 
 
-# -- the devices -------------------------------------------------------------------------------------------------------
-
-
 def complete_config(schema: type[T], config: Any, devices: Devices) -> T:
-    """Read ``config``. Raises InvalidJob with all errors, one of them for an engine on other devices than the job's."""
+    """Complete ``config`` with defaults. Raises InvalidJob with all errors, of its device too."""
     values, _ = rename_keys(schema, to_plain(config) or {}, "config")
     engine = (values.get("engine") or {}) if isinstance(values, Mapping) else {}
     device = str(engine.get("device", AUTO)) if isinstance(engine, Mapping) else AUTO
@@ -239,7 +215,7 @@ def _is_cuda(device: str, devices: Devices) -> bool:
     if kind in ("cpu", "cuda") and has_gpus != (kind == "cuda"):
         reason = "its GPUs would be idle" if has_gpus else "no GPU is reserved"
         advice = f"write trainer.device_type={'CPU' if has_gpus else 'GPU'} or engine.device=auto"
-        raise InvalidJob([ConfigError(_DEVICE, f"'{device}', but the job is one on {devices}s: {reason}; {advice}")])
+        raise InvalidJob([ConfigError(_DEVICE, f"'{device}', but the job runs on {devices}s: {reason}; {advice}")])
     return has_gpus
 
 
@@ -251,57 +227,61 @@ def _merge(defaults: Mapping[str, Any], values: Any) -> Any:
     return merged | {name: _merge(default, values[name]) for name, default in nested.items()}
 
 
-# -- engines, optimizer, reward function -------------------------------------------------------------------------------
-
-
 def validate_train_engine(
     engine: EngineConfig, members: int, bare_head: bool = False, role: str = "actor", shape: ModelShape | None = None
 ) -> list[ConfigError]:
-    """Check that the engine is there, can do what the job asks of it, and has sizes that divide the workers of a role
-    that trains; ``shape``: of the actor's model."""
+    """Check that the engine exists, supports the settings, and can divide the workers of ``role``."""
     where = "config.engine.train"
-    errors = validate_engine(TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine))
-    info, sizes, lora = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes(), engine.lora
-    faults = find_train_errors(engine.train, info, sizes, lora, bare_head, engine.train_options)
+    errors = registry.validate_engine(
+        registry.TRAIN_ENGINES, engine.train, engine.train_options, where, _runs_here(engine)
+    )
+    info, sizes, lora = (
+        registry.engine_info(registry.TRAIN_ENGINES, engine.train),
+        engine.parallel or ParallelSizes(),
+        engine.lora,
+    )
+    faults = registry.find_train_errors(engine.train, info, sizes, lora, bare_head, engine.train_options)
     errors += [ConfigError("config.engine", fault) for fault in faults]
     if role == "actor" and lora is not None:
-        faults = [] if lora.targets else ["names no layer: 'all-linear' is all of them but the output layer"]
+        faults = [] if lora.targets else ["names no layer: 'all-linear' is all layers except the output layer"]
         if shape is not None:
             faults += (shape.with_score_head() if bare_head else shape).find_target_errors(lora)
         errors += [ConfigError("config.engine.lora.targets", fault) for fault in faults]
-        errors += [ConfigError("config.engine.lora", fault) for fault in _find_absent(engine, require_peft)]
-        absent = _find_absent(engine, require_bitsandbytes) if lora.quantize_base is not None else []
+        errors += [ConfigError("config.engine.lora", fault) for fault in _find_absent(engine, registry.require_peft)]
+        absent = _find_absent(engine, registry.require_bitsandbytes) if lora.quantize_base is not None else []
         errors += [ConfigError("config.engine.lora.quantize_base", fault) for fault in absent]
     try:
         Layout.of(members, sizes)
     except EngineError as error:
         return [*errors, ConfigError("config.engine.parallel", f"{error}: they are workers of the {role}")]
     if role == "actor" and members > 1 and engine.weight_sync == "cuda_ipc":
-        needed = "'cuda_ipc' needs one actor, which has the rollouts' device, and there are"
-        errors.append(ConfigError("config.engine.weight_sync", f"{needed} {members}: 'pull' needs nothing"))
+        message = f"'cuda_ipc' needs one actor, on the rollouts' device, not {members}: use 'pull'"
+        errors.append(ConfigError("config.engine.weight_sync", message))
     return errors
 
 
 def validate_rollout_engine(engine: EngineConfig) -> list[ConfigError]:
     where = "config.engine.rollout"
-    errors = validate_engine(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, where, _runs_here(engine))
+    errors = registry.validate_engine(
+        registry.ROLLOUT_ENGINES, engine.rollout, engine.rollout_options, where, _runs_here(engine)
+    )
     errors += validate_transport(engine.weight_sync, engine.weight_sync_options, engine.device)
-    split, info = engine.rollout_tensor_parallel_size, engine_info(ROLLOUT_ENGINES, engine.rollout)
-    faults = find_rollout_errors(engine.rollout, info, split)
+    split, info = engine.rollout_tensor_parallel_size, registry.engine_info(registry.ROLLOUT_ENGINES, engine.rollout)
+    faults = registry.find_rollout_errors(engine.rollout, info, split)
     return [*errors, *(ConfigError("config.engine.rollout_tensor_parallel_size", fault) for fault in faults)]
 
 
 def validate_optimizer(
     engine: EngineConfig, optimizer: OptimizerConfig, where: str = "config.optimizer"
 ) -> list[ConfigError]:
-    info, sizes = engine_info(TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
-    errors = find_optimizer_errors(engine.train, info, optimizer, sizes.tensor_parallel_size)
-    errors += _find_absent(engine, require_bitsandbytes) if optimizer.name == "adamw_8bit" else []
+    info, sizes = registry.engine_info(registry.TRAIN_ENGINES, engine.train), engine.parallel or ParallelSizes()
+    errors = registry.find_optimizer_errors(engine.train, info, optimizer, sizes.tensor_parallel_size)
+    errors += _find_absent(engine, registry.require_bitsandbytes) if optimizer.name == "adamw_8bit" else []
     return [ConfigError(f"{where}.name", error) for error in errors]
 
 
 def _runs_here(engine: EngineConfig) -> bool:
-    """False for devices that this machine has not: then the job is for others."""
+    """Return False for devices that this machine lacks: the job is for another one."""
     return not engine.device.startswith("cuda") or torch.cuda.is_available()
 
 
@@ -324,24 +304,14 @@ def validate_reward(function: str | Mapping[str, float], where: str = "config.re
     return errors if function else [ConfigError(f"{where}.function", "names no function")]
 
 
-# -- lines about a job -------------------------------------------------------------------------------------------------
-
-
-def describe_engines(  # noqa: PLR0913 -- what the lines are about
-    model: str,
-    engine: EngineConfig,
-    optimizer: OptimizerConfig,
-    fallback: str | None = None,
-    head: Head = "causal",
-    generates: bool = True,
-) -> list[str]:
-    """``fallback``: see :func:`~dlrover.python.rl.engine.model.model_shape.shape_of`."""
-    parameters, shape, size = parameters_of(model, fallback), shape_of(model, fallback), ""
+def describe_engines(cfg: Any, head: Head = "causal", generates: bool = True) -> list[str]:
+    model, engine, size = cfg.model, cfg.engine, ""
+    parameters, shape = parameters_of(model, cfg.model_config), shape_of(model, cfg.model_config)
     if parameters is not None:
         weights = parameters * (2 if engine.precision == "bf16" else 4)
         uses = [f"{short_number(weights)}B of weights to generate"] if generates else []
         if shape is not None and not is_on_host(engine):
-            use = ModelUse("trained", model, optimizer=optimizer, lora=engine.lora, head=head)
+            use = ModelUse("trained", model, optimizer=cfg.optimizer, lora=engine.lora, head=head)
             planned = bytes_of(shape, use, replace(engine, parallel=None))
             trained = int(planned.weights + planned.gradients + planned.optimizer)
             uses.append(f"{short_number(trained)}B to train, activations not counted")
@@ -349,12 +319,12 @@ def describe_engines(  # noqa: PLR0913 -- what the lines are about
     elif current_lookup() is Lookup.NONE and not Path(model).expanduser().is_dir():
         size = f", {NOT_LOOKED_UP}"
     absent = {
-        absent_package(TRAIN_ENGINES, engine.train, engine.train_options),
-        absent_package(ROLLOUT_ENGINES, engine.rollout, engine.rollout_options) if generates else "",
+        registry.absent_package(registry.TRAIN_ENGINES, engine.train, engine.train_options),
+        registry.absent_package(registry.ROLLOUT_ENGINES, engine.rollout, engine.rollout_options) if generates else "",
     }
     rollout = f", rollout {engine.rollout}" if generates else ""
     return [
         f"model: {model}{size}",
         f"engines: train {engine.train}{rollout}, on {engine.device} in {engine.precision}",
-        *(f"  {package} is not on this machine: those of the job need it" for package in sorted(absent) if package),
+        *(f"  {package} is not on this machine; the job's machines need it" for package in sorted(absent) if package),
     ]

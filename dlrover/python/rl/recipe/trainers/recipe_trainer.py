@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The base of the recipes' trainers: files of the run, evaluations, and the time of each phase of a step."""
+"""The base of the recipes' trainers: a run's files and results, and the time of each phase of a step."""
 
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from itertools import chain
@@ -35,38 +35,42 @@ class RecipeTrainer(BaseTrainer):
 
     config_class: ClassVar[type[Any]]
 
-    algorithm_name: ClassVar[str] = ""
-    """The default of ``algorithm.name``, empty for a recipe with one algorithm."""
-
-    curve: ClassVar[str] = "loss"
-    """The metric that is drawn over the steps."""
-
-    evaluates_first: ClassVar[bool] = False
-    """True if step 1 begins with an evaluation, which the trainer announces."""
-
-    bare_head: ClassVar[bool] = False
-    """True for a model that gives scores, by a head without a bias."""
-
+    algorithm_name: ClassVar[str] = ""  # the default of ``algorithm.name``, empty for a recipe with one algorithm
+    curve: ClassVar[str] = "loss"  # the metric to draw over the steps
+    evaluates_first: ClassVar[bool] = False  # True if step 1 begins with an evaluation
+    bare_head: ClassVar[bool] = False  # True for a model of scores, with a head without a bias
     plan: ClassVar[type[RecipePlan]]
 
     cfg: Any
     machine: Machine
 
-    trained_tokens: int | None = None
-    """Tokens of the step's updates, counted in every epoch; None: those of all the step's rows, once."""
-
+    trained_tokens: int | None = None  # tokens of the step's updates in all epochs; None: all of the step's rows, once
     _meeting: Pending | None = None
 
     @classmethod
     @abstractmethod
     def algorithm_of(cls, cfg: Any) -> Algorithm:
-        """The algorithm of a configuration; raises ``InvalidJob`` where it is none of this recipe's."""
+        """The algorithm of a configuration. Raises InvalidJob if this recipe does not have it."""
 
     @classmethod
     def reference_of(cls, cfg: Any) -> str:
-        """The model of the role REFERENCE."""
         model: str = cfg.model
         return model
+
+    @classmethod
+    @abstractmethod
+    def evaluation_names(cls, cfg: Any, roles: Collection[RLRoleType]) -> list[str]:
+        """The metrics of an evaluation in a job with these roles, for ``keep.best``."""
+
+    @classmethod
+    def further_models(cls, cfg: Any) -> dict[RLRoleType, ModelUse]:
+        """The models of a recipe's own roles."""
+        return {}
+
+    @classmethod
+    def validate_own(cls, cfg: Any, roles: Mapping[RLRoleType, int]) -> list[ConfigError]:
+        """Errors of a recipe's own settings and roles."""
+        return []
 
     @classmethod
     def check_config(cls, config: Any, roles: Mapping[RLRoleType, int]) -> Iterable[ConfigError]:
@@ -84,8 +88,8 @@ class RecipeTrainer(BaseTrainer):
         return ()
 
     def begin_loading(self, group: RoleGroup, *arguments: Any) -> Pending:
-        """``init_model`` of a role. Those whose ranks meet load one after the other: where they share devices, ranks of
-        one would have a device that ranks of the other wait for."""
+        """Call ``init_model`` of a role. Roles whose ranks meet load one after the other: if they share devices, ranks
+        of one role would otherwise hold a device that ranks of the other wait for."""
         meets = len(group) > 1 and group.workload_class.needs_own_process
         if meets and self._meeting is not None:
             self._meeting.wait()  # waits: for a model, which the worker's limit bounds
@@ -112,8 +116,8 @@ class RecipeTrainer(BaseTrainer):
         return super().bind(replace(link, port=self._timed), attempt)
 
     def time_metrics(self) -> dict[str, float]:
-        """Seconds since the last call: ``time/step``, and other ``time/<phase>``, which add up to it. At the end of a
-        step's body they include the commit of the step before."""
+        """Return the seconds since the last call: ``time/step``, and its parts ``time/<phase>``. At the end of a step's
+        body they include the commit of the step before."""
         whole, spent = self._timed.lap()
         return {"time/step": whole, **{f"time/{phase}": seconds for phase, seconds in spent.items()}}
 
@@ -133,8 +137,8 @@ class RecipeTrainer(BaseTrainer):
         self.run_log.redraw(self.curve)
 
     def logged_steps(self, total_steps: int) -> Iterator[int]:
-        """Yield the steps, with a log that begins each, until the evaluations get no better; then ``last_step`` is set,
-        and the log has begun the one after it."""
+        """Begin each step in the log and yield it, until evaluations stop improving; then set ``last_step``, and begin
+        the step after it in the log."""
         self.time_metrics()  # discards the time before the first step
         for number, step in enumerate(self.steps(total_steps)):
             if self.model_saver.should_stop:
@@ -147,11 +151,10 @@ class RecipeTrainer(BaseTrainer):
         else:
             self.last_step = max(total_steps, committed := self.restart_info.step)
             if committed > total_steps:
-                self.announce(f"{committed} steps have been taken already: steps={total_steps} adds none")
+                self.announce(f"{committed} steps are done already: steps={total_steps} adds none")
         self.begin_log(self.last_step + 1)
 
     def begin_log(self, step: int) -> None:
-        """Remove what the run's files have of ``step`` and of later ones."""
         self.run_log.begin_step(step)
 
     def write_results(self, summary: Mapping[str, Any]) -> None:
@@ -170,42 +173,38 @@ class RecipeTrainer(BaseTrainer):
 
 
 class FrozenModels:
-    """Part of a trainer's ``state``: samples of the files of references, teachers and reward models in folders here."""
+    """Fingerprints of references, teachers and reward models in local folders; part of a trainer's ``state``."""
 
     def __init__(self, uses: Mapping[RLRoleType, ModelUse]) -> None:
         self._models = {str(role): use.model for role, use in uses.items() if use.kind == "frozen"}
         folders = {role: Path(model).expanduser() for role, model in self._models.items()}
-        files = {role: folder if folder.is_dir() else None for role, folder in folders.items()}
-        self._fingerprints = {role: fingerprint_files(folder) for role, folder in files.items()}
+        self._fingerprints = {
+            role: fingerprint_files(path if path.is_dir() else None) for role, path in folders.items()
+        }
 
     def state_dict(self) -> dict[str, str]:
         return dict(self._fingerprints)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Raises DataError if a model has other weights, wherever it is."""
+        """Raise DataError if the weights of a model have changed, wherever it is."""
         errors = []
         for role, model in self._models.items():
-            was, now = state.get(role, ""), self._fingerprints[role]
-            self._fingerprints[role] = now or was  # files that are not here now
-            if was and now and was != now:
-                message = f"the weights of '{model}', the {role.lower()}, are not those that the run was begun with"
+            earlier, current = state.get(role, ""), self._fingerprints[role]
+            self._fingerprints[role] = current or earlier  # the files may be elsewhere now
+            if earlier and current and earlier != current:
+                message = f"the weights of '{model}', the {role.lower()}, have changed since the run began"
                 errors.append(ConfigError("config", message))
         if errors:
             raise DataError(errors)
 
 
-# -- the time of each phase of a step, by the calls that the trainer waits for -----------------------------------------
-
 _REST = "trainer"
 
 
 class TimedPort:
-    """A port whose calls are timed; ``phases`` are by method, or by ``role.method`` where roles differ, and methods
-    that it lacks are phases under their own names. The time that other threads wait is not booked.
-
-    A call may take pending results (rewards of completions that are still being generated). Its sources are waited for
-    first, in the order of the calls, so that each phase is booked its own time.
-    """
+    """A port that books the time of its calls under phases; ``phases`` are by method, or by ``role.method`` if roles
+    differ, and other methods are phases under their own names. Before a call that takes pending results it waits for
+    their sources, in the order of the calls, so that each phase is booked its own time."""
 
     def __init__(self, inner: Port, phases: Mapping[str, str], now_s: Callable[[], float] = time.perf_counter) -> None:
         self._inner, self._phases, self._now_s = inner, phases, now_s
@@ -215,8 +214,7 @@ class TimedPort:
         self._lap_began_s = now_s()
 
     def lap(self) -> tuple[float, dict[str, float]]:
-        """Return the seconds since the last lap, in all and by phase; the time outside every phase is the
-        ``trainer``'s. The sources of the calls so far are no longer waited for."""
+        """Return the seconds since the last lap, in total and by phase; ``trainer`` is outside all phases."""
         now_s = self._now_s()
         total_s, seconds = now_s - self._lap_began_s, self._seconds
         self._lap_began_s, self._seconds, self._calls = now_s, {}, {}
@@ -253,7 +251,7 @@ class TimedPort:
 
     def wait(self, refs: Sequence[Ref], timeout_s: float | None) -> list[Outcome]:
         remaining_s, since_s = timeout_s, self._now_s()
-        # The calls whose results ``refs`` take, directly or not, in the order of the calls; each counts once.
+        # the calls whose results ``refs`` take, directly or not, in the order of the calls; each counts once
         sources, queue = dict[int, Ref](), list(refs)
         while queue:
             ref = queue.pop()
