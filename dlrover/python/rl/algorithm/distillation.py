@@ -81,8 +81,7 @@ class Distillation(PolicyGradient):
         return value, {**metrics, "reverse_kl": weighted_sum(column(columns, "weight"), -advantage)}
 
 
-MIN_TAIL = 1e-6
-"""Lower bound of a tail: the rounding error of the sum of k float32 probabilities."""
+MIN_TAIL = 1e-6  # lower bound of a tail: the rounding error of the sum of k float32 probabilities
 
 
 @dataclass(frozen=True)

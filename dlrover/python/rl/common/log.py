@@ -9,9 +9,7 @@ import threading
 from collections.abc import Iterable
 
 HIDDEN = "***"
-_SHORTEST = 6
-"""A shorter value may be anything, and hiding it would spoil texts."""
-
+_SHORTEST = 6  # a shorter value may be anything, and hiding it would spoil texts
 _lock = threading.Lock()
 _known: tuple[str, ...] = ()  # the longest first, since one may be a part of another
 

@@ -15,9 +15,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import ClassVar
 
-NAMESPACE = "dlrover-rl"
-"""The Ray namespace of all actors of all jobs."""
-
+NAMESPACE = "dlrover-rl"  # the Ray namespace of all actors of all jobs
 _JOB = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")
 _PROCESS = re.compile(r"(?P<role>[^\[\]]+?)(?P<standby>-standby)?\[(?P<rank>-?\d+)\]")
 

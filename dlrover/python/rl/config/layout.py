@@ -58,9 +58,7 @@ from dlrover.python.rl.config.spec import (
 )
 from dlrover.python.rl.config.typed import lies_in, salvage
 
-ROLES = ("workload", "roles")
-"""The names of the section with the roles."""
-
+ROLES = ("workload", "roles")  # the names of the section with the roles
 _PACKAGE = "dlrover.python.rl.recipe"
 _WORKLOADS = f"{_PACKAGE}.workloads"
 _CLASSES = ("module", "class")
@@ -70,17 +68,10 @@ _CLASSES = ("module", "class")
 class Recipe:
     """A trainer, and the roles that its jobs have."""
 
-    trainer: str
-    """``module:Class``; names only, since describing a job imports no recipe."""
-
-    needs: tuple[str, ...] = ("actor",)
-    """Roles that have one worker in a job whose file leaves them out."""
-
-    options: tuple[str, ...] = ()
-    """Further roles."""
-
-    actor: str = "ActorWorkload"
-    """Class of the actor; other classes are named after their roles."""
+    trainer: str  #: ``module:Class``; names only, since describing a job imports no recipe
+    needs: tuple[str, ...] = ("actor",)  #: roles that have one worker in a job whose file leaves them out
+    options: tuple[str, ...] = ()  #: further roles
+    actor: str = "ActorWorkload"  #: class of the actor; other classes are named after their roles
 
     def workload(self, role: str, config: Any) -> str:
         """The class of a role, which depends on some settings; empty for a role that the recipe does not have."""
@@ -520,5 +511,4 @@ def digest(job: JobSpec) -> str:
     return hashlib.sha256(job_to_yaml(replace(job, job_dir=RUNS)).encode()).hexdigest()[:16]
 
 
-_CLASS_FIELD = re.compile(r"\bclass_(?!\w)")
-"""The field of ``class``, which no field can be called."""
+_CLASS_FIELD = re.compile(r"\bclass_(?!\w)")  # the field of ``class``, which no field can be called

@@ -24,11 +24,8 @@ from dlrover.python.rl.config.spec import JobSpec
 from dlrover.python.rl.config.typed import lies_in
 
 _KEY = re.compile(r"([^\s:=]*)\s*(=?)")
-_HIDDEN_REFERENCE = "\ue000{"
-"""Stands for ``${`` in a text that is read without references."""
-
-_ALMOST = 0.8
-"""Similarity from which a key is taken to mean one of the layout."""
+_HIDDEN_REFERENCE = "\ue000{"  # stands for ``${`` in a text that is read without references
+_ALMOST = 0.8  # similarity from which a key is taken to mean one of the layout
 
 
 def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:

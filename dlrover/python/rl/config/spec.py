@@ -201,60 +201,39 @@ class JobSpec:
     The plan checks that it fits the machines, the inspection that its classes can be imported.
     """
 
-    name: str
-    """Name of the job, a DNS label."""
-
+    name: str  #: name of the job, a DNS label
     trainer: TrainerSpec
-    workloads: Mapping[RLRoleType, WorkloadSpec]
-    """Workload of each role, in the order of the file."""
-
+    workloads: Mapping[RLRoleType, WorkloadSpec]  #: workload of each role, in the order of the file
+    #: collocated roles: each group maps roles to their workers in one instance of the group
     groups: tuple[Mapping[RLRoleType, int], ...] = ()
-    """Collocated roles: each group maps roles to their workers in one instance of the group."""
-
+    #: environment variables of the trainer and all workers
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of the trainer and all workers."""
-
+    #: configuration of the user, a ``DictConfig``, passed through unchanged
     config: Any = field(default=None, repr=False)
-    """Configuration of the user, a ``DictConfig``, passed through unchanged."""
-
+    #: overrides of keys that ``config`` had not: errors, unless the trainer's schema has them
     unlisted: tuple[ConfigError, ...] = ()
-    """Overrides of keys that ``config`` had not: errors, unless the trainer's schema has them."""
-
+    #: output folder of the job, an absolute path; ``RUNS``: each run gets a folder of its own, in ``run_folders``
     job_dir: Path = RUNS
-    """Output folder of the job, an absolute path; ``RUNS``: each run gets a folder of its own, in ``run_folders``."""
-
+    #: URL of the job's directory in an object store, which gets the copies of commits and the results; ``job_dir`` is a
+    #: folder of each node then
     archive: str = ""
-    """URL of the job's directory in an object store, which gets the copies of commits and the results; ``job_dir`` is a
-    folder of each node then."""
-
-    run: str = ""
-    """Id of the run; empty before it begins."""
-
+    run: str = ""  #: id of the run; empty before it begins
+    #: digest of the description without defaults, by which a repeated command is told from another; empty: unknown
     given: str = ""
-    """Digest of the description without defaults, by which a repeated command is told from another; empty: unknown."""
-
+    #: the command that began the run, its working directory, and the commit there
     origin: Mapping[str, Any] = field(default_factory=dict, repr=False)
-    """The command that began the run, its working directory, and the commit there."""
-
-    overwrite: bool = False
-    """Replace the results of an earlier run in ``job_dir``."""
-
+    overwrite: bool = False  #: replace the results of an earlier run in ``job_dir``
+    #: folder of relative paths in ``config``, and working directory of every process on nodes that have it
     work_dir: str = ""
-    """Folder of relative paths in ``config``, and working directory of every process on nodes that have it."""
-
-    search_path: tuple[str, ...] = ()
-    """Folders to import the classes of the job from, besides installed packages."""
-
+    search_path: tuple[str, ...] = ()  #: folders to import the classes of the job from, besides installed packages
     restart: RestartSpec = RestartSpec()
     checkpoint: CheckpointSpec = CheckpointSpec()
     liveness: LivenessSpec = LivenessSpec()
     master: MasterSpec = MasterSpec()
-    placement_timeout_s: Seconds = 120.0
-    """Timeout of the reservation of resources."""
-
+    placement_timeout_s: Seconds = 120.0  #: timeout of the reservation of resources
+    #: AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each worker when
+    #: its resources are free
     scheduling_strategy: SchedulingStrategy = "AUTO"
-    """AUTO and GROUP reserve all resources before anything starts; SIMPLE reserves nothing and starts each worker when
-    its resources are free."""
 
     def __repr__(self) -> str:
         return f"JobSpec({self.name!r})"

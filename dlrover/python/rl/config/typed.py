@@ -25,9 +25,7 @@ from dlrover.python.rl.config.secrets import without_secrets
 
 T = TypeVar("T")
 
-_ALMOST = 0.8
-"""Similarity from which an unknown key is taken to mean one of another place."""
-
+_ALMOST = 0.8  # similarity from which an unknown key is taken to mean one of another place
 OTHER_NAMES = "other_names"
 """The class variable of a schema that maps dotted keys of other libraries to those of its own fields: names, or
 :class:`Translation` where the values differ too."""
@@ -37,22 +35,14 @@ OTHER_NAMES = "other_names"
 class Translation:
     """A key of another library whose values have other names here."""
 
-    name: str
-    """The key here."""
-
-    values: Mapping[Any, Any]
-    """The value here of each value there."""
+    name: str  #: the key here
+    values: Mapping[Any, Any]  #: the value here of each value there
 
 
-ELSEWHERE = "elsewhere"
-"""The class variable of a schema that maps dotted keys of other libraries to what answers them."""
-
-NAMED = "named"
-"""The class variable of a schema with the keys of its open mappings that have a ``name``."""
-
+ELSEWHERE = "elsewhere"  # the class variable of a schema that maps dotted keys of other libraries to what answers them
+NAMED = "named"  # the class variable of a schema with the keys of its open mappings that have a ``name``
 _MISSING = object()
-_WRONG = object()
-"""Stands for a value that has an error."""
+_WRONG = object()  # stands for a value that has an error
 
 
 def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[ConfigError]]:
@@ -400,8 +390,7 @@ def _with(values: Mapping[str, Any], path: Sequence[str], value: Any) -> dict[st
     return {**values, first: _with(inner or {}, below, value) if below else value}
 
 
-_VALUES = ("default", "expected", "metadata", "serialization")
-"""Keys of a core schema with something else than schemas."""
+_VALUES = ("default", "expected", "metadata", "serialization")  # keys of a core schema with something else than schemas
 
 
 @cache

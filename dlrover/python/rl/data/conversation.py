@@ -29,12 +29,8 @@ from dlrover.python.rl.data.jsonl import (
 from dlrover.python.rl.data.model_text import THOUGHT_TAGS
 from dlrover.python.rl.data.source import RowReader, SourceRows, normalize_rows
 
-Tokenizer: TypeAlias = Any
-"""A Hugging Face tokenizer. Conversations need a fast one with a chat template."""
-
-Turns: TypeAlias = Literal["all", "last"]
-"""Which assistant turns are trained."""
-
+Tokenizer: TypeAlias = Any  # a Hugging Face tokenizer. Conversations need a fast one with a chat template.
+Turns: TypeAlias = Literal["all", "last"]  # which assistant turns are trained
 Messages: TypeAlias = Sequence[Mapping[str, Any]]
 
 Render: TypeAlias = Callable[..., str]
@@ -42,11 +38,8 @@ Render: TypeAlias = Callable[..., str]
 
 NO_KWARGS: Mapping[str, Any] = MappingProxyType({})
 
-_MARK = "0f6e9a3c"
-"""Takes the place of a text where only what a template puts around it matters."""
-
-Span: TypeAlias = tuple[int, int]
-"""First character, and the one after the last."""
+_MARK = "0f6e9a3c"  # takes the place of a text where only what a template puts around it matters
+Span: TypeAlias = tuple[int, int]  # first character, and the one after the last
 
 
 @dataclass(frozen=True)
@@ -314,23 +307,14 @@ OverLong: TypeAlias = Literal["cut", "drop", "refuse"]
 
 @dataclass(frozen=True)
 class Encoding:
-    max_length: int | None = None
-    """Maximum tokens of a sequence."""
-
-    over_long: OverLong = "cut"
-    """Treatment of longer ones."""
-
-    assistant: Turns = "all"
-    """Which assistant turns are trained."""
-
-    mask_prompt: bool = True
-    """False trains every token but the first, prompts included."""
-
+    max_length: int | None = None  #: maximum tokens of a sequence
+    over_long: OverLong = "cut"  #: treatment of longer ones
+    assistant: Turns = "all"  #: which assistant turns are trained
+    mask_prompt: bool = True  #: False trains every token but the first, prompts included
+    #: tokens that end a sequence besides the tokenizer's, from the model's generation config
     eos_ids: Sequence[int] = ()
-    """Tokens that end a sequence besides the tokenizer's, from the model's generation config."""
-
+    #: arguments of the chat template, where a row has no others
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the chat template, where a row has no others."""
 
     def __post_init__(self) -> None:
         for name, value, choices in (("over_long", self.over_long, OverLong), ("assistant", self.assistant, Turns)):

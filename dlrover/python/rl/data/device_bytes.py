@@ -14,9 +14,7 @@ from typing import Any
 
 import torch
 
-PIECE = 1 << 25
-"""Bytes of each of the two host buffers of a device."""
-
+PIECE = 1 << 25  # bytes of each of the two host buffers of a device
 _one_reader = threading.Lock()  # of the buffers: workers of one process may share a device
 _buffers: dict[torch.device, tuple[Any, Any, Any]] = {}
 """Two host buffers and, of an accelerator, the stream that fills them, by device."""

@@ -20,8 +20,7 @@ _CALL_FORM = 'must be {"function": {"name": ..., "arguments": {...}}}'
 _LONE = re.compile("[\ud800-\udfff]")
 _CONVERSATIONS = ("prompt", "messages", "chosen", "rejected")
 
-TEMPLATE_KEYS = ("tools", "chat_template_kwargs")
-"""The keys of a row that are for the chat template."""
+TEMPLATE_KEYS = ("tools", "chat_template_kwargs")  # the keys of a row that are for the chat template
 
 
 def normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
@@ -123,12 +122,9 @@ def _faults_of_one(message: Any) -> list[str]:
     return faults
 
 
-NumberedRow: TypeAlias = tuple[int, dict[str, Any]]
-"""A row and its line, from 1."""
-
+NumberedRow: TypeAlias = tuple[int, dict[str, Any]]  # a row and its line, from 1
 _SHOWN = 20
-_ALIKE = 3
-"""Equal errors of rows of a file up to which each is named."""
+_ALIKE = 3  # equal errors of rows of a file up to which each is named
 
 _OTHER_NAMES = {
     "prompt": ("question", "instruction", "problem", "query", "input", "text"),

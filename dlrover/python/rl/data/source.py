@@ -47,8 +47,7 @@ class SourceRows:
 
     where: str
     numbered: Sequence[NumberedRow]
-    unused: Sequence[str] = ()
-    """Keys of rows that have no meaning, each with the key that may be meant."""
+    unused: Sequence[str] = ()  #: keys of rows that have no meaning, each with the key that may be meant
 
     def __len__(self) -> int:
         return len(self.numbered)
@@ -135,14 +134,12 @@ class RowReader:
     """Reads the rows of one kind; ``where`` and ``keys`` as in :func:`scan_rows`."""
 
     normalize: Normalize
+    #: the prompt of a row, text or messages; rows of one prompt are held out together
     prompt_of: Callable[[Mapping[str, Any]], Any] = itemgetter("prompt")
-    """The prompt of a row, text or messages; rows of one prompt are held out together."""
+    #: why rows of the right form are of no use together; empty if they are of use
     fault_of_all: Callable[[SourceRows], str] = lambda rows: ""
-    """Why rows of the right form are of no use together; empty if they are of use."""
-    names: Collection[str] = ()
-    """The keys of a row that have a meaning."""
-    uses_others: bool = False
-    """Other keys are for reward functions and environments."""
+    names: Collection[str] = ()  #: the keys of a row that have a meaning
+    uses_others: bool = False  #: other keys are for reward functions and environments
 
     def read(self, where: str | Path, keys: Mapping[str, str] | None = None) -> SourceRows:
         """Raise DataError if there are no rows, or wrong ones (the first 20 are named)."""
@@ -264,8 +261,7 @@ def _load(address: _Address, place: str) -> tuple[list[NumberedRow], list[Config
 _STRUCTURED = ("messages", "extra_info")
 _CONVERSATION_CELLS = ("prompt", "chosen", "rejected")
 _NO_JSON = object()
-_BEYOND = "\0beyond the header"
-"""The key of cells that a row has beyond the header."""
+_BEYOND = "\0beyond the header"  # the key of cells that a row has beyond the header
 
 
 def scan_csv(path: Path) -> tuple[list[NumberedRow], list[ConfigError]]:
@@ -363,8 +359,7 @@ _READERS: Mapping[str, Callable[[Path], tuple[list[NumberedRow], list[ConfigErro
 
 # -- held-out rows ----------------------------------------------------------------------------------------------------
 
-HELD_OUT_SHARE = 0.03
-"""Default share of rows held out."""
+HELD_OUT_SHARE = 0.03  # default share of rows held out
 
 
 def hold_out(prompts: Sequence[Any], size: int | float = HELD_OUT_SHARE, seed: int = 0) -> tuple[list[int], list[int]]:

@@ -19,9 +19,7 @@ import numpy.typing as npt
 
 from dlrover.python.rl.common.errors import ConfigError, DataError
 
-MAX_DEPTH = 100
-"""Levels of nesting. A tree that contains itself has more."""
-
+MAX_DEPTH = 100  # levels of nesting. A tree that contains itself has more.
 _PLAIN_KINDS = "biufcSUmM"
 _JSON_INT = 2**63
 _MAX_ERRORS = 20
@@ -74,8 +72,7 @@ def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
         raise DataError(f"not a saved state: {error}") from error
 
 
-_At: TypeAlias = "tuple[_At, Any] | str"
-"""The location of a node: that of its container, and its key there."""
+_At: TypeAlias = "tuple[_At, Any] | str"  # the location of a node: that of its container, and its key there
 
 
 def _place(at: _At) -> str:

@@ -21,8 +21,7 @@ TokenColumns: TypeAlias = Mapping[str, torch.Tensor]
 Metrics: TypeAlias = dict[str, Any]
 """0-d tensors without gradient that add up, over micro-batches and ranks, to the weighted mean over the update."""
 
-TokenLosses: TypeAlias = tuple[torch.Tensor, Metrics]
-"""Unweighted losses ``[tokens]``, and weighted metrics."""
+TokenLosses: TypeAlias = tuple[torch.Tensor, Metrics]  # unweighted losses ``[tokens]``, and weighted metrics
 
 
 @dataclass(frozen=True)
@@ -121,15 +120,12 @@ class TokenUnits:
         return values[self.index]
 
 
-_ROUNDING = 1e-9
-"""Relative difference of sums of the same numbers in another order."""
-
+_ROUNDING = 1e-9  # relative difference of sums of the same numbers in another order
 Normalize: TypeAlias = Literal["none", "std", "std_unbiased"]
 """``std`` divides a group's centred rewards by their standard deviation, of divisor n; ``std_unbiased`` by that of
 divisor n - 1, as RL2, TRL and verl do; ``none`` does not divide."""
 
-STD_EPS = 1e-6
-"""Added to the standard deviation of a group's rewards before dividing, as in verl and RL2."""
+STD_EPS = 1e-6  # added to the standard deviation of a group's rewards before dividing, as in verl and RL2
 
 
 def group_advantages(

@@ -39,9 +39,7 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.config.typed import check_fields
 from dlrover.python.rl.data.batch import Batch, Column
 
-MAX_LOG_RATIO = 20.0
-"""Upper bound of log-ratios, whose exponentials would overflow."""
-
+MAX_LOG_RATIO = 20.0  # upper bound of log-ratios, whose exponentials would overflow
 MAX_KL_LOG_RATIO = 10.0
 """Upper bound of log ref(a) - log pi(a) in k3. Beyond it the value stays at 22,015 and the gradient is 0, as beyond the
 bound of the surrogate's ratio. k2, a square, has no bound. OpenRLHF (pull request 1335) and verl (``kl_penalty``) bound
@@ -127,8 +125,7 @@ def correction_weights(
     return factor, metrics
 
 
-KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]
-"""Estimators of a value: for metrics and for rewards."""
+KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]  # estimators of a value: for metrics and for rewards
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:

@@ -11,40 +11,28 @@ from dlrover.python.rl.common.names import hint
 from dlrover.python.rl.data.jsonl import find_message_faults, normalize_message, replace_surrogates
 from dlrover.python.rl.environment.core.messages import Message, State
 
-MAX_STATE_LENGTH = 4_000_000
-"""Characters; a longer state is an error of the environment."""
+MAX_STATE_LENGTH = 4_000_000  # characters; a longer state is an error of the environment
 
 
 @dataclass(frozen=True)
 class StepResult:
+    #: the policy's next input; None when ``done``. In a conversation, the messages after the policy's.
     next_state: State | None
-    """The policy's next input; None when ``done``. In a conversation, the messages after the policy's."""
-
-    reward: float
-    """The training signal, on the last token of the action; summed over turns."""
-
-    score: float
-    """For metrics only (solved or not); summed over turns."""
-
-    done: bool
-    """The episode has ended."""
-
-    extra_info: dict[str, Any] = field(default_factory=dict)
-    """The user's data for the next step."""
+    reward: float  #: the training signal, on the last token of the action; summed over turns
+    score: float  #: for metrics only (solved or not); summed over turns
+    done: bool  #: the episode has ended
+    extra_info: dict[str, Any] = field(default_factory=dict)  #: the user's data for the next step
 
 
 @dataclass(frozen=True)
 class EnvironmentTraits:
     """Traits that an environment declares by attributes of these names."""
 
-    episodes: int | None = None
-    """The number that it serves at a time; None: any number."""
-
+    episodes: int | None = None  #: the number that it serves at a time; None: any number
+    #: prompts of messages reach it as messages. False: as the text that the chat template makes of them.
     uses_messages: bool = False
-    """Prompts of messages reach it as messages. False: as the text that the chat template makes of them."""
-
+    #: arguments of the model's chat template, such as ``tools``
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of the model's chat template, such as ``tools``."""
 
     @classmethod
     def of(cls, target: Any) -> "EnvironmentTraits":

@@ -21,8 +21,7 @@ from dlrover.python.rl.environment.core.base import StepResult
 from dlrover.python.rl.environment.core.functions import run_in_thread
 from dlrover.python.rl.environment.core.rewards import boxed_answer, decimal_value, last_number
 
-_PLACE = "world"
-"""The key of ``extra_info`` by which an episode finds its world."""
+_PLACE = "world"  # the key of ``extra_info`` by which an episode finds its world
 
 
 @dataclass

@@ -50,14 +50,10 @@ class Completed(NamedTuple):
 
     completion: str
     answer: str | None = None
-    extra_info: Mapping[str, Any] = {}
-    """The row's user data, further columns among them."""
-
-    prompt: Any = None
-    """Text or messages."""
-
+    extra_info: Mapping[str, Any] = {}  #: the row's user data, further columns among them
+    prompt: Any = None  #: text or messages
+    #: the end of the rendered prompt, if that opens thoughts; None: all functions get the whole completion
     think_prefix: str | None = ""
-    """The end of the rendered prompt, if that opens thoughts; None: all functions get the whole completion."""
 
     @property
     def columns(self) -> dict[str, Any]:
@@ -70,9 +66,9 @@ class RewardFunction:
     """A user's reward function, sync or async."""
 
     function: Callable[..., Any]
+    #: of all rows of the data, where they are known: a column that a row lacks, or where it is null, is no other value
+    #: there
     columns: Collection[str] = ()
-    """Of all rows of the data, where they are known: a column that a row lacks, or where it is null, is no other value
-    there."""
 
     @cached_property
     def form(self) -> Form:

@@ -31,8 +31,7 @@ _TURN = "\n{responses}\n"
 _TYPES = {str: "string", int: "integer", float: "number", bool: "boolean", list: "array", dict: "object"}
 _NAMED_TYPES = {kind.__name__: name for kind, name in _TYPES.items()}  # of ``from __future__ import annotations``
 _VAR_ARGS, _VAR_KWARGS = inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD
-_CALLS_MADE = "tool_calls"
-"""The key of ``extra_info`` under which the calls of an episode are counted."""
+_CALLS_MADE = "tool_calls"  # the key of ``extra_info`` under which the calls of an episode are counted
 
 
 class ToolEnvironment:

@@ -187,8 +187,7 @@ class Guard:
             _LOG.debug("an abandoned call raised: %s", error)
 
 
-Encode: TypeAlias = Callable[[str], list[int]]
-"""Token ids of a text, without special tokens around it."""
+Encode: TypeAlias = Callable[[str], list[int]]  # token ids of a text, without special tokens around it
 
 
 ROW: Mapping[str, ColumnSpec] = {

@@ -38,12 +38,8 @@ from dlrover.python.rl.common.errors import EnvironmentFailed, VerifierError, us
 from dlrover.python.rl.common.log import cut_middle
 from dlrover.python.rl.environment.sandbox.confinement import Confinement, ResourceLimits, become_confined
 
-READY = "ready"
-"""The number of the first reply, which may carry the ``error`` that the child could not start for."""
-
-_PRINTED_CHARACTERS = 10_000
-"""Output of a call that is shown; the rest is dropped."""
-
+READY = "ready"  # the number of the first reply, which may carry the ``error`` that the child could not start for
+_PRINTED_CHARACTERS = 10_000  # output of a call that is shown; the rest is dropped
 _MESSAGE_CHARACTERS, _TRACEBACK_CHARACTERS = 2_000, 20_000
 _TICK_S = 1.0
 _EXIT_S, _ENDING_S = 10.0, 2.0

@@ -48,12 +48,8 @@ class Confinement(StrEnum):
 
 @dataclass(frozen=True)
 class ResourceLimits:
-    memory_mb: int
-    """Address space."""
-
-    file_bytes: int
-    """Of each file, and with bubblewrap of all files together."""
-
+    memory_mb: int  #: address space
+    file_bytes: int  #: of each file, and with bubblewrap of all files together
     cpu_s: int
     open_files: int = 64
     processes: int = 64

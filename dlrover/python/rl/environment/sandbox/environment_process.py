@@ -41,8 +41,7 @@ _LOG = get_logger(__name__)
 
 _EXIT_S = 5.0
 _MAX_REPLY_BYTES = 64 << 20
-_MOST_ABANDONED = 8
-"""Threads of abandoned calls that a child may have when no episode is open."""
+_MOST_ABANDONED = 8  # threads of abandoned calls that a child may have when no episode is open
 
 
 class IsolatedEnvironment:

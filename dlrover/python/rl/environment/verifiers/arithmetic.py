@@ -30,11 +30,8 @@ _SYMBOLS: dict[str, tuple[str, Callable[[int, int], int]]] = {
 class EnvBase:
     """A prompt that rewards a completion; subclasses define the reward."""
 
-    prompt: list[dict[str, str]]
-    """Messages, ``{"role": ..., "content": ...}``."""
-
-    answer: int | float | str | None = None
-    """The reference answer, where there is one."""
+    prompt: list[dict[str, str]]  #: messages, ``{"role": ..., "content": ...}``
+    answer: int | float | str | None = None  #: the reference answer, where there is one
 
     def get_reward(self, text: str) -> float:
         raise NotImplementedError(f"{type(self).__name__} must define get_reward(text)")

@@ -40,14 +40,10 @@ _TESTED = Path(__file__).with_name("code_tests.py")
 
 @dataclass(frozen=True)
 class ProgramLimits:
-    timeout_s: float = 4.0
-    """Seconds by the clock."""
-
-    memory_mb: int = 1024
-    """Address space in MB; more is a MemoryError there."""
-
+    timeout_s: float = 4.0  #: seconds by the clock
+    memory_mb: int = 1024  #: address space in MB; more is a MemoryError there
+    #: of standard output, of standard error, and of every file it writes; it is ended at more
     output_bytes: int = 1 << 20
-    """Of standard output, of standard error, and of every file it writes; it is ended at more."""
 
 
 @dataclass(frozen=True)

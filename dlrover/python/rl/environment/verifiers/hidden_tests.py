@@ -19,9 +19,7 @@ from typing import Any
 
 from dlrover.python.rl.environment.verifiers.code_tests import PROGRAM_MODULES, Approximate
 
-CHECKED = object()
-"""The expected value of an assertion that is checked in the program's process."""
-
+CHECKED = object()  # the expected value of an assertion that is checked in the program's process
 _NO_LITERAL = object()
 _NOTHING_FAILS = "the tests call nothing that could fail"
 _WHOLE = ("mark", "main", "fail")  # read behind the name of their module

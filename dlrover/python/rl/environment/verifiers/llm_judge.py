@@ -45,29 +45,16 @@ class LLMJudge:
     Give one a name in a module of your own, and name it: ``judge = LLMJudge("http://host:8000/v1", "Qwen/Qwen3-32B")``.
     """
 
-    url: str
-    """Up to ``/v1``; ``/chat/completions`` is appended."""
-
-    model: str
-    """The server's name of the model."""
-
+    url: str  #: up to ``/v1``; ``/chat/completions`` is appended
+    model: str  #: the server's name of the model
+    #: the prompt. ``{completion}``, ``{answer}`` and ``{question}`` (``extra_info["question"]``) are filled in.
     template: str = QUESTION
-    """The prompt. ``{completion}``, ``{answer}`` and ``{question}`` (``extra_info["question"]``) are filled in."""
-
-    highest: float = 10.0
-    """The highest mark; the reward is the mark divided by it, between 0 and 1."""
-
-    api_key_env: str = "OPENAI_API_KEY"
-    """The environment variable that holds the key; without it none is sent."""
-
-    timeout_s: float = 30.0
-    """Seconds for a reward, all attempts together."""
-
-    attempts: int = 3
-    """Number of requests while the server is busy, absent, or gives no mark."""
-
+    highest: float = 10.0  #: the highest mark; the reward is the mark divided by it, between 0 and 1
+    api_key_env: str = "OPENAI_API_KEY"  #: the environment variable that holds the key; without it none is sent
+    timeout_s: float = 30.0  #: seconds for a reward, all attempts together
+    attempts: int = 3  #: number of requests while the server is busy, absent, or gives no mark
+    #: further fields of the request
     options: Mapping[str, Any] = field(default_factory=lambda: {"temperature": 0.0, "max_tokens": 1024})
-    """Further fields of the request."""
 
     async def __call__(self, completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
         """Score the answer behind the completion's thoughts as :meth:`score_whole`, and unfinished thoughts with 0."""

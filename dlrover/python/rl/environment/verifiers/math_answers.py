@@ -30,9 +30,7 @@ LIMIT_S = 0.7
 """What comparing two answers may take of a processor. A comparison that is not done by then has shown no equality,
 however busy the machine is."""
 
-_STUCK_S = 30.0
-"""By the clock: a process that waits for what will never come uses no processor."""
-
+_STUCK_S = 30.0  # by the clock: a process that waits for what will never come uses no processor
 _LONGEST, _MOST_DIGITS = 2_000, 100
 """Characters of a box, or of the end of a text, and digits of a number, that are looked at."""
 
