@@ -241,7 +241,7 @@ def test_a_file_that_is_not_there(tmp_path, kind):
     assert problem.what == "no such file; there is no folder nowhere"
 
 
-TO_CACHE = "'here' is a folder here: one of the hub has to be in its cache (hf download --repo-type dataset here/train)"
+TO_CACHE = "'here' is a folder here: to use the hub's, download it first (hf download --repo-type dataset here/train)"
 
 
 @pytest.mark.parametrize(
