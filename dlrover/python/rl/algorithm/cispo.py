@@ -16,10 +16,10 @@ class CISPO(GroupRelative):
     """The token loss ``-stop_gradient(clip(r)) A log pi`` (eq. 4 and 5)."""
 
     clip_low: Annotated[float, Ge(0.0), Le(1.0)] = 1.0
-    """How far the weight may fall below 1; 1 sets no bound, as in the paper's experiments."""
+    """How far the weight may fall below 1; 1: no bound, as in the paper's experiments."""
 
     clip_high: Annotated[float, Ge(0.0)] = 2.0
-    """How far the weight may rise above 1; the paper tunes it without naming a value."""
+    """How far the weight may rise above 1; the paper names no value."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

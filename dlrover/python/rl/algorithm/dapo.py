@@ -34,16 +34,14 @@ class DAPO(GroupRelative):
         if self.overlong_buffer is not None and self.max_tokens is not None and self.overlong_buffer > self.max_tokens:
             raise ValueError(f"overlong_buffer {self.overlong_buffer} is above max_tokens {self.max_tokens}")
         if self.overlong_buffer is None and changed_fields(self, "overlong_penalty"):
-            raise ValueError("overlong_penalty without overlong_buffer and max_tokens: nothing is over-long then")
+            raise ValueError("overlong_penalty needs overlong_buffer and max_tokens")
 
     def can_penalize(self, longest: int) -> bool:
         """Return False if over-long shaping is on but cannot lower the reward of a completion of ``longest`` tokens."""
-        return (
-            self.max_tokens is None or self.overlong_buffer is None or longest > self.max_tokens - self.overlong_buffer
-        )
+        return not self.max_tokens or not self.overlong_buffer or longest > self.max_tokens - self.overlong_buffer
 
     def rewards(self, samples: SampleView) -> Floats:
-        """Eq. 13: the penalty is 0 up to ``max_tokens - overlong_buffer`` tokens, and whole from ``max_tokens`` on."""
+        """Eq. 13: no penalty up to ``max_tokens - overlong_buffer`` tokens, the full penalty from ``max_tokens`` on."""
         reward = super().rewards(samples)
         if self.max_tokens is None or self.overlong_buffer is None:
             return reward

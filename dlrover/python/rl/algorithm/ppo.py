@@ -23,13 +23,12 @@ class PPO(PolicyGradient):
     """Estimator of the KL penalty; in the reward, k1 is exact in expectation."""
 
     kl_in: KLTerm = "reward"
-    """The term that holds the KL penalty."""
 
     gamma: Annotated[float, Ge(0.0), Le(1.0)] = 1.0
     """Discount of later rewards."""
 
     lam: Annotated[float, Ge(0.0), Le(1.0)] = 0.95
-    """How far advantages look ahead before they trust the critic."""
+    """GAE's lambda: 0 trusts the critic's next value alone, 1 only the rewards."""
 
     whiten: bool = True
     """Normalise advantages over all action tokens of the update."""

@@ -65,7 +65,7 @@ class PromptCursor:
             self._position = position
             return
         if not isinstance(position, int) or position < 0:
-            errors.append(ConfigError("drawn", f"is {position} in the state, which is not a number of rows"))
+            errors.append(ConfigError("drawn", f"is {position} in the state, which does not fit"))
         raise DataError(errors)
 
     def _shuffled(self, epoch: int) -> npt.NDArray[np.int64]:

@@ -4,8 +4,8 @@
 Terms of a policy's loss on a token: clipped surrogate (PPO, arXiv:1707.06347, eq. 7), correction, KL penalty.
 
 Correction (Yao et al., "Your Efficient RL Framework Secretly Brings You Off-Policy RL Training", 2025): tokens come
-from pi_rollout, while the surrogate assumes pi_old, so losses are weighted with ``pi_old / pi_rollout``, both of them
-the policy *before* the update.
+from pi_rollout, while the surrogate assumes pi_old, so losses are multiplied by ``pi_old / pi_rollout``, both *before*
+the update.
 
 KL(policy || reference) of sampled tokens (Schulman, "Approximating KL Divergence", 2020): with x = log pi(a) - log
 ref(a) k1 = x, k2 = x^2 / 2, k3 = x + exp(-x) - 1. k1 and k3 are unbiased; k2 and k3 are never negative. The exponential
@@ -55,7 +55,7 @@ def clipped_surrogate(
     DAPO's "clip-higher". For A < 0 the loss is constant above the ratio ``dual_clip`` (Ye et al., arXiv:1912.09729,
     eq. 5).
 
-    Metrics are those of :func:`ratio_metrics`; tokens are clipped where their gradient stopped.
+    The metrics are from :func:`ratio_metrics`; a token is clipped if its gradient stopped.
     """
     advantage, weight = column(columns, "advantage"), column(columns, "weight")
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
@@ -85,7 +85,7 @@ Correction: TypeAlias = Literal["none", "truncate", "mask"]
 IcePop)."""
 
 CorrectionLevel: TypeAlias = Literal["token", "sequence"]
-"""Weights of single tokens, or of whole sequences: the product of their tokens'."""
+"""Weights of single tokens, or of whole sequences: the products of their tokens' weights."""
 
 
 IGNORED_OPTIONS: Mapping[Correction, tuple[str, ...]] = {
@@ -103,11 +103,11 @@ def correction_bounds(low: float | None, high: float | None) -> tuple[float, flo
 def correction_weights(
     columns: TokenColumns, kind: Correction, level: CorrectionLevel, low: float, high: float
 ) -> tuple[torch.Tensor, Metrics]:
-    """Factors of token losses ``[tokens]``, without gradient.
+    """Return the factors of token losses ``[tokens]``, without gradient, and metrics.
 
     ``columns`` hold ``old_logprobs`` (of the train engine, before the update), ``rollout_logprobs`` and ``weight``. The
-    metrics are ``mismatch_kl``, k3 of KL(rollout || old), and of a correction ``mismatch_bounded`` (tokens whose factor
-    was bounded).
+    metrics are ``mismatch_kl``, k3 of KL(rollout || old), and with a correction ``mismatch_bounded`` (tokens with a
+    bounded factor).
     """
     weight = column(columns, "weight")
     log_ratio = (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
@@ -129,10 +129,10 @@ KLEstimator: TypeAlias = Literal["k1", "k2", "k3"]  # estimators of a value: for
 
 
 def kl_estimate(logprobs: torch.Tensor, ref_logprobs: torch.Tensor, kind: KLEstimator) -> torch.Tensor:
-    """The estimator's value of each token, ``[tokens]``, differentiated through ``logprobs``.
+    """Return the estimator's value of each token, ``[tokens]``, differentiable in ``logprobs``.
 
-    On-policy the expected gradient of k2 is the gradient of KL(pi || ref), and k3's is the one of KL(ref || pi); it has
-    none beyond :data:`MAX_KL_LOG_RATIO`."""
+    On-policy the expected gradient of k2 is the gradient of KL(pi || ref), and k3's is the gradient of KL(ref || pi),
+    but 0 beyond :data:`MAX_KL_LOG_RATIO`."""
     x = logprobs - ref_logprobs
     if kind == "k1":
         return x
@@ -150,7 +150,7 @@ def changed_fields(config: Any, *names: str) -> list[str]:
 
 
 KLTerm: TypeAlias = Literal["loss", "reward", "advantage"]
-"""A differentiated term of the loss, or subtracted from rewards or from each token's advantage."""
+"""A differentiable term of the loss, or subtracted from rewards or from each token's advantage."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class PolicyGradient:
     A subclass is a frozen dataclass with :meth:`advantages`; it may change defaults and override :meth:`surrogate`."""
 
     compares_samples: ClassVar[bool] = True
-    """The baseline of a sample is made of the others of its prompt, so groups of one teach nothing."""
+    """A sample's baseline comes from the other samples of its prompt, so a group of one teaches nothing."""
 
     has_token_advantages: ClassVar[bool] = False
     """Each token has a separate advantage: ``advantages`` returns a ragged column."""
@@ -210,20 +210,15 @@ class PolicyGradient:
     def __post_init__(self) -> None:
         check_fields(self)
         if self.kl_in == "loss" and self.kl_estimator == "k1":
-            raise ValueError(
-                "k1 cannot be a loss: its gradient is that of log pi, whose expectation under pi is zero, so it adds"
-                " noise and no pull to the reference; use 'k2' or 'k3'"
-            )
+            reason = "its expected gradient is zero, so it adds noise and no pull to the reference"
+            raise ValueError(f"k1 cannot be a loss: {reason}; use 'k2' or 'k3'")
         if unused := changed_fields(self, *IGNORED_OPTIONS[self.correction]):
             raise ValueError(f"{', '.join(unused)}: no effect with correction '{self.correction}'")
         if self.correction == "mask":
             low, high = correction_bounds(self.correction_low, self.correction_high)
-            if low >= high:
-                message = f"correction_low {low} is not below correction_high {high}: every weight would become 0"
-                raise ValueError(message)
-            if not low <= 1 <= high:
+            if low >= high or not low <= 1 <= high:
                 bounds = f"correction_low {low} and correction_high {high}"
-                raise ValueError(f"equal policies have weight 1, which {bounds} mask")
+                raise ValueError(f"{bounds} mask the weight 1 of equal policies: give one below 1 and one above it")
 
     @property
     def needs(self) -> Needs:
@@ -242,10 +237,8 @@ class PolicyGradient:
 
     def check_group_size(self, samples_per_prompt: int) -> None:
         if self.compares_samples and samples_per_prompt < 2:
-            raise ValueError(
-                f"samples_per_prompt is {samples_per_prompt}: the baseline is the mean over a prompt's samples, so a"
-                " single sample always has advantage 0 and nothing is learned; use at least 2"
-            )
+            reason = "a single sample equals its baseline, the mean of the prompt's samples, and nothing is learned"
+            raise ValueError(f"samples_per_prompt is {samples_per_prompt}: {reason}; use at least 2")
 
     # -- the global batch ---------------------------------------------------------------------------------------------
 
@@ -255,7 +248,7 @@ class PolicyGradient:
         return rows.with_columns(advantage=self.advantages(samples), weight=self.weights(samples))
 
     def advantages(self, samples: SampleView) -> Column:
-        """The advantage of each row, float32 ``[rows]``, or of each token, ragged ``[rows, seq]``."""
+        """Return the advantage of each row, float32 ``[rows]``, or of each token, ragged ``[rows, seq]``."""
         raise NotImplementedError
 
     def weights(self, samples: SampleView) -> npt.NDArray[np.float32]:
@@ -312,8 +305,8 @@ class GroupRelative(PolicyGradient):
     """Rewards less their group's mean, in standard deviations of the group."""
 
     normalize: Normalize = "std"
-    """Divide a group's centred rewards by their standard deviation, as in the papers, or not. ``std_unbiased`` is the
-    deviation of divisor n - 1, which RL2, TRL and verl use."""
+    """Divide a group's centred rewards by their standard deviation, as in the papers, or not. ``std_unbiased`` has the
+    divisor n - 1, as in RL2, TRL and verl."""
 
     std_eps: Annotated[float, Ge(0.0)] = STD_EPS
     """Added to that deviation; 1e-4 in TRL."""

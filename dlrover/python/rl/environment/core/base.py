@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The environment port: it answers the policy's actions."""
+"""The interface of environments, which answer the policy's actions."""
 
 import math
 from collections.abc import Mapping
@@ -16,7 +16,7 @@ MAX_STATE_LENGTH = 4_000_000  # characters; a longer state is an error of the en
 
 @dataclass(frozen=True)
 class StepResult:
-    #: the policy's next input; None when ``done``. In a conversation, the messages after the policy's.
+    #: the policy's next input, in a conversation the messages after the policy's; None if ``done``
     next_state: State | None
     reward: float  #: the training signal, on the last token of the action; summed over turns
     score: float  #: for metrics only (solved or not); summed over turns
@@ -26,10 +26,10 @@ class StepResult:
 
 @dataclass(frozen=True)
 class EnvironmentTraits:
-    """Traits that an environment declares by attributes of these names."""
+    """Traits that an environment declares by attributes with these names."""
 
-    episodes: int | None = None  #: the number that it serves at a time; None: any number
-    #: prompts of messages reach it as messages. False: as the text that the chat template makes of them.
+    episodes: int | None = None  #: maximum episodes at a time; None: any number
+    #: it gets prompts of messages as messages; False: as text of the chat template
     uses_messages: bool = False
     #: arguments of the model's chat template, such as ``tools``
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -71,11 +71,11 @@ _FIELDS = tuple(item.name for item in fields(StepResult))
 
 
 def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool = True) -> StepResult:
-    """Return a step's result, a :class:`StepResult` or a dict of its fields, as a checked :class:`StepResult`.
+    """Check a step's result, a :class:`StepResult` or a dict of its fields.
 
     ``reward`` is required; ``score`` defaults to it, ``done`` to False, ``extra_info`` to the argument. NumPy and torch
-    scalars are accepted: ``reward=x.mean()``, ``done=x.max() > 0``. The key ``next_state`` with None ends the episode,
-    as in RL2. With ``needs_state`` a step that is not done has a ``next_state``.
+    scalars are accepted. A key ``next_state`` with None ends the episode, as in RL2; with ``needs_state`` a step that
+    is not done must have one.
     """
     if isinstance(returned, StepResult):
         values: dict[str, Any] = {name: getattr(returned, name) for name in _FIELDS}
@@ -103,7 +103,7 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
 
 
 def validate_state(name: str, value: Any) -> State:
-    """Return text, or messages in normal form, with U+FFFD in the place of what is no character."""
+    """Return text, or normalised messages, with U+FFFD for each lone surrogate."""
     if isinstance(value, list):
         plain: Any = [normalize_message(message) for message in replace_surrogates(value)]
         if faults := find_message_faults(plain, name):

@@ -30,7 +30,7 @@ def math(completion: str, answer: str | None, extra_info: dict[str, Any]) -> flo
 
 
 def unjudged(completion: str, answer: str | None, extra_info: dict[str, Any]) -> float:
-    """For training that learns nothing from rewards."""
+    """Score nothing, for training without rewards."""
     return 0.0
 
 
