@@ -13,8 +13,7 @@ class Algorithm(Protocol):
     """Turns rewards, or examples, into a gradient, in two independent halves.
 
     ``annotate`` gets the whole global batch and puts every normaliser into a weight per token; ``loss`` is a weighted
-    sum over any subset of tokens, so the gradient does not depend on packing, micro-batches or ranks.
-    """
+    sum over any subset of tokens, so the gradient does not depend on packing, micro-batches or ranks."""
 
     @property
     def needs(self) -> Needs:
@@ -32,16 +31,14 @@ class Algorithm(Protocol):
         (bool); and :attr:`needs`. Rows with the same ``trajectory`` (int64) are one sample, whose reward is their sum.
 
         Added columns are dense ``[rows]`` or ragged ``[rows, seq]``, 0 on rows that failed or have no action token.
-        Rows with the same number in an added ``unit`` must be in one micro-batch.
-        """
+        Rows with the same number in an added ``unit`` must be in one micro-batch."""
         ...
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """Return the scalar weighted sum of token losses, and metrics that add up; DataError for a missing column.
 
         ``logprobs`` (or scores) of the action tokens under the current weights are ``[tokens]``, with gradient;
-        ``columns`` are from :meth:`annotate` and :attr:`needs`, and ``unit``, by default the row of each token.
-        """
+        ``columns`` are from :meth:`annotate` and :attr:`needs`, and ``unit``, by default the row of each token."""
         ...
 
 

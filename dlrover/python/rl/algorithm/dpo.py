@@ -27,8 +27,7 @@ class DPO(Algorithm):
 
     * ``sigmoid``: ``-(1 - e) log sigmoid(beta h) - e log sigmoid(-beta h)``, e is ``label_smoothing``: DPO at e = 0,
       above it conservative DPO (Mitchell, "A note on DPO with noisy preferences", 2023);
-    * ``ipo``: ``(h - 1 / (2 beta))^2`` (Azar et al., arXiv:2310.12036, eq. 17).
-    """
+    * ``ipo``: ``(h - 1 / (2 beta))^2`` (Azar et al., arXiv:2310.12036, eq. 17)."""
 
     beta: Annotated[float, Gt(0.0)] = 0.1
     """Strength of the pull to the reference."""

@@ -16,8 +16,7 @@ class GSPO(GroupRelative):
     """The clipped surrogate of ``s = exp(mean over tokens of log pi - log pi_old)`` (eq. 5 to 7); a row is a sequence.
 
     Each token has its sequence's ratio and its own gradient (GSPO-token, eq. 14), which with one advantage per sequence
-    is the gradient of the sequence's ratio.
-    """
+    is the gradient of the sequence's ratio."""
 
     clip_low: Annotated[float, Ge(0.0), Lt(1.0)] = 3e-4
     """How far the sequence's ratio may fall below 1: means over tokens move little (section 5.1)."""
@@ -30,8 +29,7 @@ class GSPO(GroupRelative):
 
     @property
     def needs(self) -> Needs:
-        """Add the train engine's log-probs from before the update: over a whole sequence, the rollout engine's rounding
-        exceeds this clip range."""
+        """Add the train engine's log-probs: over a sequence, the rollout engine's rounding exceeds the clip range."""
         needs = super().needs
         return Needs(needs.annotate, needs.loss | {"rollout_logprobs"})
 

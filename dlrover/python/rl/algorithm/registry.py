@@ -82,8 +82,7 @@ def make_algorithm(name: str, options: Mapping[str, Any] | None = None) -> Algor
 
 
 def complete_options(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a job's options, ``name`` among them, with the defaults of all others that a file can hold; invalid
-    options are returned unchanged."""
+    """Return a job's options with the defaults of all others that a file can hold; invalid options are unchanged."""
     try:
         algorithm = make_algorithm(str(options["name"]), {key: options[key] for key in options if key != "name"})
     except InvalidJob:

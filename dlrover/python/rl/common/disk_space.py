@@ -75,8 +75,7 @@ def retry_io(
     """Call ``act``, which must leave nothing behind when it fails, until the disk has space for it and answers.
 
     ``free_space`` removes files and returns False if there were none; after ``wait`` it is called with True, and may
-    also remove files that are still in use. Other errors of ``act`` are raised at once.
-    """
+    also remove files that are still in use. Other errors of ``act`` are raised at once."""
     deadlines_s: dict[bool, float] = {}
     while True:
         try:
@@ -144,8 +143,7 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def append(path: Path, content: bytes, wait: DiskWait = DEFAULT_DISK_WAIT, at: int | None = None) -> int:
-    """Add ``content`` to a file, all or nothing, at its end, or in place of the bytes from ``at`` on; an absent file is
-    created. Returns its size."""
+    """Add ``content`` to a file, all or nothing, at its end or in place of all from byte ``at`` on; return its size."""
     size = path.stat().st_size if path.exists() else 0
     size = size if at is None else min(at, size)
     retry_io(lambda: _write_at(path, size, content), path, wait)

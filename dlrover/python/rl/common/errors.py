@@ -100,8 +100,7 @@ class ConfigError:
 class InvalidJob(DLRoverRLError):
     """The description of a job has ``errors``.
 
-    ``salvaged`` is the job without its faulty values: for finding further errors, never to be run.
-    """
+    ``salvaged`` is the job without its faulty values: for finding further errors, never to be run."""
 
     def __init__(self, errors: Sequence[ConfigError], salvaged: Any = None) -> None:
         self.errors, self.salvaged = tuple(dict.fromkeys(errors)), salvaged
@@ -226,8 +225,7 @@ class WorkloadDied(InvocationError):
 class ResultLost(InvocationError):
     """The result of this call, or one of its arguments, is gone with the process that held it.
 
-    A workload's method may also raise it: the calls that made its arguments are repeated, then this one.
-    """
+    A workload's method may also raise it: the calls that made its arguments are repeated, then this one."""
 
     retryable = True
 

@@ -5,8 +5,8 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from enum import StrEnum
 from pathlib import Path
+from typing import Literal, TypeAlias
 
 _TIMEOUT_S = 10.0
 
@@ -15,13 +15,9 @@ _FILE = re.compile(
 )
 
 
-class Lookup(StrEnum):
-    NONE = "none"
-    DATA = "data"
-    ALL = "all"
+Lookup: TypeAlias = Literal["none", "data", "all"]
 
-
-LOOKUP: ContextVar[Lookup] = ContextVar("lookup", default=Lookup.DATA)
+LOOKUP: ContextVar[Lookup] = ContextVar("lookup", default="data")
 """The names to look up before a job starts: by default its data sets, whose rows a run needs first."""
 
 NOT_LOOKED_UP = "on the hub: not looked up (check --hub does)"

@@ -166,8 +166,7 @@ class RLRoleType(str):
     """The name of a role, always upper case: ``RLRoleType("actor") == "ACTOR"``.
 
     The five roles of the integration guide are constants; any other valid name is also a role. It is a ``str``, so both
-    are keys of a mapping by roles. ``name`` and ``value`` are as in an enum.
-    """
+    are keys of a mapping by roles. ``name`` and ``value`` are as in an enum."""
 
     __slots__ = ()
 

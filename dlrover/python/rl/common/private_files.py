@@ -38,8 +38,7 @@ def open_file(path: Path) -> BinaryIO:
 
 
 def with_real_parent(path: Path) -> Path:
-    """Return ``path`` with the links in its parent resolved, such as a user's link to a scratch disk; its last part may
-    remain a link."""
+    """Return ``path`` with the links in its parent resolved; its last part may remain a link."""
     return path.parent.resolve() / path.name
 
 

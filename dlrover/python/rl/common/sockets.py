@@ -32,8 +32,7 @@ def listening_socket(address: str, backlog: int, port: int = 0) -> socket.socket
 
     Raises:
         InvalidJob: ``address`` belongs to another machine, such as a gateway.
-        OSError: the port is in use, or the name is unknown.
-    """
+        OSError: the port is in use, or the name is unknown."""
     family, _, _, _, resolved = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
     everywhere = os.environ.get(LISTEN_ON_ALL) == "1"
     try:
@@ -87,8 +86,7 @@ class HeldPort:
     """A TCP port that stays bound until a server of this process listens on it.
 
     Only a server that sets ``SO_REUSEADDR``, as torch's store does, can also bind it, so it is still free when the
-    workers connect, many seconds after they have received its number.
-    """
+    workers connect, many seconds after they have received its number."""
 
     def __init__(self) -> None:
         self.number = 0  # none

@@ -265,8 +265,7 @@ JOB_KEYS = tuple(JobLayout.__dataclass_fields__)
 
 
 def job_from_mapping(data: DictConfig, default_name: str, search_path: tuple[str, ...] = ()) -> JobSpec:
-    """Read the content of a job file. Raises InvalidJob with all errors that can be found without importing anything,
-    and what could be read."""
+    """Read the content of a job file. Raises InvalidJob with all errors, and with the job without its faulty values."""
     written = OmegaConf.to_container(data, resolve=False)
     if calls := validate_resolvers(written):
         data = OmegaConf.create(without({call.where for call in calls}, written) or {})  # a key may be empty

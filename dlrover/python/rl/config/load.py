@@ -37,8 +37,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
             job, any other (``data.train=my.jsonl``) the job's ``config``. The key must exist; ``+key=value`` adds one.
 
     Raises:
-        InvalidJob: with all errors.
-    """
+        InvalidJob: with all errors."""
     file = Path(path)
     if not file.is_file():
         siblings = [sibling.name for sibling in file.parent.glob("*.y*ml")] if file.parent.is_dir() else []
@@ -50,8 +49,7 @@ def load_job(path: str | Path, overrides: Sequence[str] = ()) -> JobSpec:
 def load_job_text(
     text: str, name: str, overrides: Sequence[str] = (), search_path: tuple[str, ...] | None = None
 ) -> JobSpec:
-    """Like :func:`load_job` for YAML or JSON text; an empty ``name`` leaves it to the text. By default classes are
-    searched in the working directory."""
+    """Like :func:`load_job` for YAML or JSON text; an empty ``name`` leaves it to the text."""
     read = _read(text, "rl_config")
     return _read_job(read, overrides, name or "job", search_folders() if search_path is None else search_path, name)
 

@@ -72,7 +72,7 @@ class WorkloadSpec:
     without a device."""
 
     env: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """Environment variables of the workers; they override those of the job."""
+    """Environment variables of the workers; they override the job's."""
 
     standby: NonNegative = 0
     """Number of standby processes, which replace lost workers; each reserves the resources of a worker."""
@@ -197,10 +197,7 @@ class MasterSpec:
 
 @dataclass(frozen=True)
 class JobSpec:
-    """A job whose fields have their types and ranges and whose groups name existing roles.
-
-    The plan checks that it fits the nodes, the inspection that its classes can be imported.
-    """
+    """A job that fits its types, ranges and roles; later the plan checks the nodes, and the inspection the classes."""
 
     name: str  #: name of the job, a DNS label
     trainer: TrainerSpec

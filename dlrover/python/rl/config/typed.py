@@ -62,8 +62,7 @@ def parse(schema: type[T], data: Any, where: str) -> tuple[T | None, list[Config
             ``other_names`` maps further keys to its own. A field whose default is a dataclass may be given in part: the
             other values are the default's.
         data: a mapping or ``DictConfig``.
-        where: the prefix of the errors' places.
-    """
+        where: the prefix of the errors' places."""
     value, errors = salvage(schema, data, where)
     return (None if errors else value), errors
 
@@ -235,8 +234,7 @@ class _Reader:
             self.errors.append(answer(self._schema, ConfigError(self._place_of([*path, *below]), fault)))
 
     def _hint_of(self, names: Sequence[str], path: Sequence[str]) -> str:
-        """Return the hint for an unknown key: the nearest key beside it, or one in another place with (almost) its
-        name."""
+        """Return the hint for an unknown key: the nearest key beside it, or one elsewhere with (almost) its name."""
         *parents, name = path
         places = dict[str, list[str]]()
         for key, _ in list_keys(self._schema):

@@ -211,8 +211,7 @@ def _encode_messages(
 
 
 def _encode_closed(tokenizer: Tokenizer, text: str, spans: Sequence[Span], eos_ids: Sequence[int]) -> Encoded:
-    """Mask ``spans``. The last one ends with an end-of-sequence token, which replaces the following text if the
-    template has none."""
+    """Mask ``spans``; if the last one does not end a sequence, the end-of-sequence token replaces the text after it."""
     start, stop = spans[-1]
     own = tokenizer.eos_token_id
     if own is None or text[start:stop].endswith(tuple(tokenizer.decode([token]) for token in (own, *eos_ids))):

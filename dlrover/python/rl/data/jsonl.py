@@ -91,8 +91,7 @@ def decode_json(value: Any) -> Any:
 
 
 def find_message_faults(messages: Any, name: str = "messages") -> list[str]:
-    """List the faults of ``name``, which must be a list, not empty, of ``{"role": ..., "content": text}`` with
-    ``tool_calls`` as in OpenAI's API."""
+    """List the faults of ``name``, which must be a list of messages, not empty, with ``tool_calls`` as in OpenAI's."""
     if not isinstance(messages, list) or not messages:
         return [f"'{name}' must be a list of messages with at least one"]
     return [f"{name}[{index}]: {fault}" for index, message in enumerate(messages) for fault in _faults_of_one(message)]

@@ -25,8 +25,7 @@ def split_thoughts(text: str, think_prefix: str = "") -> tuple[str, str | None]:
 
     The answer follows the last closing tag; a text without tags is all answer. An opening tag counts at the beginning
     of a line and directly after a closing tag; a closing tag anywhere, except alone between quotation marks or
-    backticks, as in ``split("</think>")``, and in the JSON of a tool call. Other tags are words.
-    """
+    backticks, as in ``split("</think>")``, and in the JSON of a tool call. Other tags are words."""
     text, at, end = think_prefix + text, 0, 0
     while mark := _MARK.search(text, at):
         at = _end_of_json(text, mark.end()) if mark["call"] else mark.end()
@@ -38,8 +37,7 @@ def split_calls(answer: str) -> tuple[str, list[str]]:
     """Separate the text around tool calls from the texts between ``<tool_call>`` and ``</tool_call>``.
 
     The closing tag is searched after the call's JSON; the last call may lack it. Within a line ``<tool_call>`` is a
-    word unless an object follows or the closing tag is the next tag.
-    """
+    word unless an object follows or the closing tag is the next tag."""
     around, calls, at = list[str](), list[str](), 0
     while opening := _CALL.search(answer, at):
         start = opening.end()

@@ -25,9 +25,7 @@ _KEYS = (*_PROMPTS, "answer", "extra_info")
 
 @dataclass(frozen=True)
 class PromptRow:
-    """A prompt (text or messages), its reference answer as text, and user data for rewards and environments.
-
-    ``line`` is its line in the file, from 1; 0 without a file."""
+    """A prompt, its reference answer, user data, and the line in its file, from 1 (0 without a file)."""
 
     prompt: str | list[dict[str, str]]
     answer: str | None = None

@@ -75,8 +75,7 @@ class PromptCursor:
 
 
 def gather_parts(groups: Sequence[Sequence[int]], parts: Sequence[Batch]) -> Batch:
-    """Concatenate the parts of the groups of :func:`partition` in the original order of the rows; raises DataError for
-    parts of other sizes."""
+    """Concatenate the parts of :func:`partition` in the original order; raises DataError for parts of other sizes."""
     sizes, expected = [len(part) for part in parts], [len(group) for group in groups]
     if sizes != expected:
         raise DataError(f"parts of {expected} rows came back with {sizes}")

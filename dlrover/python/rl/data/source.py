@@ -1,6 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rows of a JSON, JSON Lines, CSV, Parquet or Arrow file, a folder, or the hub, and the rows held out for
-evaluation."""
+"""Rows of JSON, JSON Lines, CSV, Parquet or Arrow files, folders, or the hub, and rows held out for evaluation."""
 
 import csv
 import json
@@ -21,7 +20,7 @@ from typing import Any, TypeAlias
 from uuid import UUID
 
 from dlrover.python.rl.common.errors import ConfigError, DataError, MissingExtra
-from dlrover.python.rl.common.hub import Lookup, current_lookup, how_to_cache, hub_fault, is_path
+from dlrover.python.rl.common.hub import current_lookup, how_to_cache, hub_fault, is_path
 from dlrover.python.rl.common.names import hint, nearest
 from dlrover.python.rl.data.jsonl import (
     NumberedRow,
@@ -101,8 +100,7 @@ def scan_rows(where: str | Path, keys: Mapping[str, str] | None = None) -> tuple
         where: a file (``.json``, ``.jsonl``, ``.csv``; with the extra ``data`` also ``.parquet`` and ``.arrow``), a
             folder of files or saved by ``datasets``, or a hub name (``org/name``, ``org/name:configuration``). A prefix
             ``split@`` selects a split (``train``), ``split[:100]@`` or ``split[10%:]@`` a part. A file is ``train``.
-        keys: the source's column names: ``{"prompt": "question"}``. Several keys may share a column.
-    """
+        keys: the source's column names: ``{"prompt": "question"}``. Several keys may share a column."""
     address = _Address.parse(str(where))
     numbered, errors, is_table = _read(address)
     numbered = numbered[address.slice(len(numbered))]
@@ -177,7 +175,7 @@ def normalize_rows(rows: SourceRows, normalize: Normalize) -> tuple[SourceRows, 
 def is_left_unread(where: str | Path) -> bool:
     """Return True for a data set on the hub if none is looked up."""
     place = _Address.parse(str(where)).place
-    return current_lookup() is Lookup.NONE and not Path(place).expanduser().exists() and not is_path(place, "dataset")
+    return current_lookup() == "none" and not Path(place).expanduser().exists() and not is_path(place, "dataset")
 
 
 def _rename_columns(

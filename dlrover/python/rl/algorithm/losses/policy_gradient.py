@@ -55,8 +55,7 @@ def clipped_surrogate(
     DAPO's "clip-higher". For A < 0 the loss is constant above the ratio ``dual_clip`` (Ye et al., arXiv:1912.09729,
     eq. 5).
 
-    The metrics are from :func:`ratio_metrics`; a token is clipped if its gradient stopped.
-    """
+    The metrics are from :func:`ratio_metrics`; a token is clipped if its gradient stopped."""
     advantage, weight = column(columns, "advantage"), column(columns, "weight")
     log_ratio = log_ratio.clamp(max=MAX_LOG_RATIO)
     ratio = log_ratio.exp()
@@ -81,8 +80,7 @@ def ratio_metrics(weight: torch.Tensor, log_ratio: torch.Tensor, clipped: torch.
 
 
 Correction: TypeAlias = Literal["none", "truncate", "mask"]
-"""``truncate``: weights above a bound become the bound (TIS). ``mask``: weights outside of two bounds become 0 (MIS,
-IcePop)."""
+"""``truncate``: limits weights to a bound (TIS). ``mask``: makes weights outside two bounds 0 (MIS, IcePop)."""
 
 CorrectionLevel: TypeAlias = Literal["token", "sequence"]
 """Weights of single tokens, or of whole sequences: the products of their tokens' weights."""
@@ -107,8 +105,7 @@ def correction_weights(
 
     ``columns`` hold ``old_logprobs`` (of the train engine, before the update), ``rollout_logprobs`` and ``weight``. The
     metrics are ``mismatch_kl``, k3 of KL(rollout || old), and with a correction ``mismatch_bounded`` (tokens with a
-    bounded factor).
-    """
+    bounded factor)."""
     weight = column(columns, "weight")
     log_ratio = (column(columns, "old_logprobs") - column(columns, "rollout_logprobs")).detach()
     kl = torch.expm1(log_ratio.clamp(max=MAX_LOG_RATIO)) - log_ratio

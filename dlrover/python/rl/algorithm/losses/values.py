@@ -25,8 +25,7 @@ def gae(
 
     An action's successor is the sample's next *action*; observations in between are not steps. ``lengths``
     ``[samples]`` divides ``reward`` and ``value`` (before the action), ``[actions]``. Returns advantages and returns
-    ``A + V``.
-    """
+    ``A + V``."""
     starts = np.cumsum(lengths) - lengths
     advantage = np.zeros(len(reward))
     next_value, next_advantage = np.zeros(len(lengths)), np.zeros(len(lengths))
@@ -48,8 +47,7 @@ def rewards_to_go(reward: Floats, lengths: npt.NDArray[np.int64], gamma: float =
 class ValueLoss:
     """``max((V - R)^2, (clip(V, V_old +- clip) - R)^2) / 2`` of each token; a loss for train engines.
 
-    The clip comes from PPO's published code (openai/baselines, ``ppo2``); the paper has none.
-    """
+    The clip comes from PPO's published code (openai/baselines, ``ppo2``); the paper has none."""
 
     clip: Annotated[float, Gt(0.0)] | None = 0.2
     """How far a value may move from ``values`` (before the update) before its gradient stops; None: no bound."""

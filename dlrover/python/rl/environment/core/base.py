@@ -49,8 +49,7 @@ class Environment(Protocol):
     returns None for a prompt of messages and the environment ``uses_messages``."""
 
     async def reset(self, extra_info: dict[str, Any]) -> State | None:
-        """Start an episode: the first state, or None to use the row's prompt. ``extra_info`` may be changed for later
-        steps."""
+        """Start an episode: return the first state, or None for the row's prompt. ``extra_info`` may be changed."""
         ...
 
     async def step(self, state: State, action: str | Message, extra_info: dict[str, Any]) -> StepResult:
@@ -75,8 +74,7 @@ def validate_step(returned: Any, extra_info: dict[str, Any], needs_state: bool =
 
     ``reward`` is required; ``score`` defaults to it, ``done`` to False, ``extra_info`` to the argument. NumPy and torch
     scalars are accepted. A key ``next_state`` with None ends the episode, as in RL2; with ``needs_state`` a step that
-    is not done must have one.
-    """
+    is not done must have one."""
     if isinstance(returned, StepResult):
         values: dict[str, Any] = {name: getattr(returned, name) for name in _FIELDS}
     elif isinstance(returned, Mapping):

@@ -80,8 +80,7 @@ def load_environment(where: str, options: Mapping[str, Any] | None = None) -> "U
         options: keyword arguments of the class.
 
     Raises:
-        EnvironmentFailed: there is no such name, no ``step``, or a function has other arguments.
-    """
+        EnvironmentFailed: there is no such name, no ``step``, or a function has other arguments."""
     target = find_environment(where, options)
     if _is_made(target):
         try:

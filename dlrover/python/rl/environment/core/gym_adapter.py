@@ -35,8 +35,7 @@ class GymEnvironment:
         act: parses an action without its thoughts, "" if these are unfinished; raises ValueError for an invalid text.
         opening: the template of the first observation.
         turn: the template of later ones.
-        unread: the reward of an invalid action, which ends the episode.
-    """
+        unread: the reward of an invalid action, which ends the episode."""
 
     def __init__(  # noqa: PLR0913 - the words around observations, and what a game does not declare
         self,
@@ -115,8 +114,7 @@ def _shown(observation: Any, information: Any) -> str:
 
 
 def gem(name: str, size: int = 16, make: dict[str, Any] | None = None, **words: Any) -> GymEnvironment:
-    """Make GEM's environment ``name`` (``game:GuessTheNumber-v0-easy``); ``make`` are arguments of ``gem.make``,
-    ``words`` of the pool."""
+    """Make GEM's environment ``name``; ``make`` are arguments of ``gem.make``, ``words`` of the pool."""
     make_game = _library("gem", "gem-llm", "gem").make
     return GymEnvironment(lambda: make_game(name, **(make or {})), size, **words)
 

@@ -19,8 +19,7 @@ def make_assistant_message(text: str, turn: int = 0) -> Message:
 
     Calls in the format ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` become ``tool_calls``, and the text
     around them ``content``. If a call cannot be parsed, all of them also remain in ``content``. Thoughts are part of
-    ``content``, with the calls in them, which are drafts.
-    """
+    ``content``, with the calls in them, which are drafts."""
     thoughts, answer = split_thoughts(text)
     around, calls = split_calls(answer or "")
     functions = [parse_call(call) for call in calls]

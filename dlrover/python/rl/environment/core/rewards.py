@@ -138,8 +138,7 @@ _MARKED_NUMBER = re.compile(rf"(?:[-\s*_`=+\\]|{CURRENCY})*{_RUN}(?![.):]\s+\S)"
 
 
 def _stated_answer(completion: str) -> str | None:
-    """Return the answer that a model marks: ``####`` marks a line that begins with a number; otherwise it begins a
-    heading."""
+    """Return the marked answer: ``####`` marks a line that begins with a number; otherwise it begins a heading."""
     boxed = boxed_answer(completion)
     if boxed is not None:
         return boxed
@@ -176,8 +175,7 @@ def exact_answer(completion: str, answer: str) -> float:
 
     The last ``\boxed{}`` counts, or else the whole text, or its last number, as for :func:`same_final_number`; in a
     worked solution as ``answer``, the text that ``\boxed{}`` or ``####`` marks. ``019``, ``19.0`` and ``19`` are equal;
-    ``1/2`` and ``0.5`` are not.
-    """
+    ``1/2`` and ``0.5`` are not."""
     answer = marked_answer(answer) or answer
     if not answer.strip():
         raise ValueError("there is no reference answer")
@@ -200,8 +198,7 @@ def same_final_number(completion: str, answer: str) -> float:
     The last number counts, in the text that ``\boxed{}`` or ``####`` marks if there is one; currencies, units and
     thousands separators do not matter. A marked text, and a line without words, must be a single number or fraction: in
     calculations, ranges, times and lists only the part after ``=`` counts. Raises ValueError if ``answer`` has no such
-    number.
-    """
+    number."""
     marked, stated = marked_answer(answer), _stated_answer(completion)
     expected = _final_number(_plain_number_text(marked or answer), is_marked=bool(marked))
     if expected is None:

@@ -90,7 +90,7 @@ class RewardFunction:
             raise VerifierError(f"'{readable_name(name)}' {message}")
 
     def find_missing(self, columns: Collection[str]) -> str:
-        """Return a column that the function needs and no row has, with the nearest of ``columns``, those of all rows."""
+        """Return a column that the function needs and no row has, with the nearest of the rows' ``columns``."""
         if self.form == "sample":  # it names no column
             return ""
         names = {*self._by_name(Completed("", extra_info=dict.fromkeys(columns)))}
@@ -202,8 +202,7 @@ class WeightedRewards:
         return cls({name: load_function(name) for name in weights}, weights, columns)
 
     def now(self, samples: Sequence[Completed]) -> list[Reward]:
-        """Run sync functions in order, then async ones together in a new loop. Raises VerifierError for a value that is
-        not finite."""
+        """Run sync functions in order, then async ones together in a new loop; raises VerifierError."""
         values = {name: self._start(function, samples) for name, function in self._functions.items()}
         if any(inspect.isawaitable(item) for value in values.values() for item in _items(value)):
             values = asyncio.run(_settle(values))

@@ -48,8 +48,7 @@ class ToolEnvironment:
         longest_result: maximum characters of a result, which is cut with a note.
         turn: the text after an action with calls, with ``{responses}``, perhaps with a chat template's marks; every
             state is text. None: prompts of messages make conversations, and texts have line breaks around responses.
-        thoughts: as ``reward.thoughts``, for the judge.
-    """
+        thoughts: as ``reward.thoughts``, for the judge."""
 
     def __init__(
         self,

@@ -55,8 +55,7 @@ class Guard:
     ``timeout_s`` limits each call; ``episodes`` limits the open episodes, by default to ``environment.episodes``.
     ``missing_state`` tells how to treat a step that is not done and has no ``next_state``. If ``step`` fails, the
     episode ends with ``failure_reward``, or the sample fails if it is None. ``failures`` counts failed samples by the
-    start of the reason.
-    """
+    start of the reason."""
 
     def __init__(
         self,
@@ -79,8 +78,7 @@ class Guard:
         self._logged: Counter[tuple[str, ...]] = Counter()
 
     async def reset(self, prompt: State, extra_info: dict[str, Any]) -> Episode:
-        """Start an episode at the row's ``prompt``, or at the environment's own state. The caller must close it, also
-        after a failure."""
+        """Start an episode at the row's ``prompt`` or the environment's own state; the caller must always close it."""
         if self._open_slots is not None:
             await self._open_slots.acquire()  # waits: for an episode to be closed, each of whose calls has a deadline
         episode = Episode(copy.deepcopy(prompt), copy.deepcopy(extra_info))
@@ -210,8 +208,7 @@ class Trajectory:
         state: the first state.
         tokens: the tokens of ``state`` (from a chat template); by default ``encode_whole(state)``.
         encode_whole: encodes states that start a sequence, with the model's prefix; by default ``encode``.
-        columns: the engine's columns.
-    """
+        columns: the engine's columns."""
 
     def __init__(
         self,

@@ -65,8 +65,7 @@ class ChildProcess:
         load: a function or class of an importable module; a fresh interpreter calls it with ``arguments``, plain JSON,
             for its server: ``ready`` is the first reply, and ``serve(channel)`` answers until the parent is gone.
         memory_mb: address space in MB, including libraries; None: no limit.
-        max_reply_bytes: a longer reply ends the process.
-    """
+        max_reply_bytes: a longer reply ends the process."""
 
     def __init__(
         self, owner: object, load: Callable[..., Any], arguments: list[Any], memory_mb: int | None, max_reply_bytes: int
@@ -98,8 +97,7 @@ class ChildProcess:
         return bool(self._end_reason)
 
     def submit(self, number: str, body: bytes) -> "Future[Reply]":
-        """Send a call of :func:`pack_call`, without waiting for the child to read it. The reply may be an error,
-        :class:`ChildEnded`."""
+        """Send a call of :func:`pack_call`, without waiting for the child. The reply may be a :class:`ChildEnded`."""
         answer: Future[Reply] = Future()
         answer.set_running_or_notify_cancel()  # from here on it cannot be cancelled
         with self._lock:
@@ -218,8 +216,7 @@ def run_child(module: str, name: str, descriptor: str, memory_mb: str, arguments
 class Channel:
     """Sends the child's process id, then replies in JSON: data from hostile code is never unpickled.
 
-    The kernel closes the connection, not the exiting interpreter: by then the exit code is certain.
-    """
+    The kernel closes the connection, not the exiting interpreter: by then the exit code is certain."""
 
     def __init__(self, descriptor: int, output: "Capped") -> None:
         self._descriptor, self._output = descriptor, output
@@ -270,8 +267,7 @@ class Capped(TextIOBase):
 
 
 def stand_guard(*descriptors: int) -> None:
-    """Fork: the child returns from here; shield and warden, which close the ``descriptors``, remain until the child has
-    ended, and end in the same way."""
+    """Fork: the child returns; shield and warden close ``descriptors``, wait for its end, and end in the same way."""
     _watch_child(descriptors, lambda warden: os.kill(warden, signal.SIGTERM))
     with suppress(OSError, AttributeError):  # only Linux adopts orphans
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

@@ -185,8 +185,7 @@ def scratch_folder(prefix: str) -> Iterator[Path]:
 
 
 def remove_tree(folder: Path) -> None:
-    """Remove a folder that no process writes to. Unlike ``shutil.rmtree`` it handles folders too deep for a path: each
-    is moved to the top first."""
+    """Remove a folder that no process writes to; unlike ``shutil.rmtree`` it handles folders too deep for a path."""
     if folder.is_symlink():
         folder.unlink()
         return
@@ -198,8 +197,8 @@ def remove_tree(folder: Path) -> None:
         with os.scandir(current) as entries:
             listed = [(entry.path, entry.is_dir(follow_symlinks=False)) for entry in entries]
         for path, is_folder in listed:
-            if is_folder:
-                os.chmod(path, 0o700)  # so that it can be moved
+            if is_folder:  # moved to the top, so that no path becomes too long
+                os.chmod(path, 0o700)
                 count += 1
                 waiting.append(target := os.path.join(folder, f"{moved}-{count}"))
                 os.rename(path, target)

@@ -56,8 +56,7 @@ class IsolatedEnvironment:
         memory_mb: address space of the child in MB; None: no limit.
 
     Raises:
-        EnvironmentFailed: the child could not load it.
-    """
+        EnvironmentFailed: the child could not load it."""
 
     def __init__(
         self,

@@ -72,8 +72,7 @@ class DeadlineVerifier(AbstractContextManager["DeadlineVerifier"]):
 
     Raises:
         ValueError: ``function`` has no importable name, or a limit is not positive and finite.
-        VerifierError: the child could not load it.
-    """
+        VerifierError: the child could not load it."""
 
     def __init__(
         self,
@@ -168,8 +167,7 @@ def _importable_name(function: str | Callable[..., Any]) -> str:
 
 
 class VerifierPool:
-    """``workers`` verifier processes, made by ``start``; a killed process is replaced. Errors of ``start`` leave no
-    process behind."""
+    """``workers`` verifier processes, made by ``start``, whose errors leave no process behind."""
 
     def __init__(self, workers: int, start: Callable[[], DeadlineVerifier]) -> None:
         self._threads = ThreadPoolExecutor(workers, thread_name_prefix="verifier")

@@ -46,8 +46,7 @@ class ArithmeticProblem(EnvBase):
         return self.prompt[-1]["content"]
 
     def get_reward(self, text: str) -> float:
-        r"""Return minus the squared error of the last ``\boxed{}`` number, at least -100, and 0 only for the exact
-        answer; -101 without a number."""
+        r"""Return minus the squared error of the last ``\boxed{}`` number, at least -100; -101 without a number."""
         boxed = boxed_answer(text)
         value = None if boxed is None else decimal_value(boxed)
         if value is None:

@@ -186,8 +186,7 @@ def python_tests(completion: str, answer: str | None, extra_info: dict[str, Any]
     ``reward.timeout_s``, which ends the verifier without a reward. Each case starts an interpreter.
 
     Raises:
-        ValueError: the tests are missing or of another kind, cannot fail, or need something that is not installed.
-    """
+        ValueError: the tests are missing or of another kind, cannot fail, or need something that is not installed."""
     tests = _read_tests(decode_json(extra_info.get("tests")))
     cases = tests if isinstance(tests, list) else []
     hidden = hide_expected(tests, str(extra_info.get("entry_point") or "")) if isinstance(tests, str) else None

@@ -110,7 +110,7 @@ def _expect(kinds: Any, match: Any) -> Iterator[SimpleNamespace]:
 
 
 def plain(value: Any, otherwise: Callable[[Any], Any] | None = None) -> Any:
-    """Return ``value`` as numbers, text and containers of these. ``otherwise`` converts other values, or raises Opaque."""
+    """Return ``value`` as numbers, text and containers of these; ``otherwise`` converts others, or Opaque is raised."""
     if type(value) in _SCALARS:
         return value
     scalar = _exact_scalar(value)

@@ -45,8 +45,7 @@ class HiddenTests:
     """Tests without their expected values, and the ``calls`` that pytest and unittest would make.
 
     ``text`` reports each assertion by its index in ``expected``; ``due`` are the indices that complete tests always
-    report. ``modules`` are the tests' imports, with ``?`` if they are optional.
-    """
+    report. ``modules`` are the tests' imports, with ``?`` if they are optional."""
 
     text: str
     expected: tuple[Any, ...]
@@ -215,13 +214,11 @@ def _called(statement: ast.stmt) -> str | None:
 
 
 class _Rewriter(ast.NodeTransformer):
-    """Makes assertions report, and protects comparisons and built-in functions from the program's definitions.
-
-    ``numbers`` are the indices of the calls that report."""
+    """Makes assertions report, and protects comparisons and built-in functions from the program's definitions."""
 
     def __init__(self, tree: ast.Module) -> None:
         self.expected: list[Any] = []
-        self.numbers: dict[ast.AST | None, int] = {}
+        self.numbers: dict[ast.AST | None, int] = {}  # indices of the calls that report
         self._bound = set(_bound(ast.walk(tree)))
         origins = (node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom))
         self._libraries = {each.name for node in origins if node.module not in PROGRAM_MODULES for each in node.names}

@@ -42,8 +42,7 @@ _RETRIED = (408, 409, 425, 429)
 class LLMJudge:
     r"""Asks a model for a mark in ``\boxed{}``; an async reward function.
 
-    Define one in your own module, and name it: ``judge = LLMJudge("http://host:8000/v1", "Qwen/Qwen3-32B")``.
-    """
+    Define one in your own module, and name it: ``judge = LLMJudge("http://host:8000/v1", "Qwen/Qwen3-32B")``."""
 
     url: str  #: up to ``/v1``; ``/chat/completions`` is appended
     model: str  #: the server's name of the model

@@ -49,8 +49,7 @@ def math_equal(completion: str, answer: str | None, extra_info: dict[str, Any]) 
 
     The last ``\boxed{}`` counts, or else the answer that math-verify reads at the end of the text. Sympy would compute
     ``9^{9^{9}}``, so a forked process compares for at most :data:`LIMIT_S`. Raises ValueError for a reference with
-    digits that are not a number (``12\,34``) or not in its base (``192_8``).
-    """
+    digits that are not a number (``12\,34``) or not in its base (``192_8``)."""
     if answer is None or not answer.strip():
         raise ValueError("the prompt has no reference answer")
     answer = marked_answer(answer) or answer
