@@ -32,14 +32,12 @@ class Algorithm(Protocol):
 
         Added columns are dense ``[rows]`` or ragged ``[rows, seq]``, 0 on rows that failed or have no action token.
         Rows with the same number in an added ``unit`` must be in one micro-batch."""
-        ...
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """Return the scalar weighted sum of token losses, and metrics that add up; DataError for a missing column.
 
         ``logprobs`` (or scores) of the action tokens under the current weights are ``[tokens]``, with gradient;
         ``columns`` are from :meth:`annotate` and :attr:`needs`, and ``unit``, by default the row of each token."""
-        ...
 
 
 class EngineLoss:

@@ -11,8 +11,7 @@ token); all other ids are one more outcome, the tail:
     sum over the k ids of p log(p / q) + p_tail log(p_tail / q_tail)
 
 Merging outcomes only lowers a KL: this is a lower bound, exact for k = vocabulary. Unlike a sum that stops at k it is a
-KL, never negative, and it moves mass away from ids that the teacher does not send.
-"""
+KL, never negative, and it moves mass away from ids that the teacher does not send."""
 
 from dataclasses import dataclass
 from typing import ClassVar, Literal

@@ -22,8 +22,6 @@ class GSPO(GroupRelative):
     """How far the sequence's ratio may fall below 1: means over tokens move little (section 5.1)."""
 
     clip_high: Annotated[float, Ge(0.0)] = 4e-4
-    """How far it may rise above 1."""
-
     averaging: Literal["sequence"] = "sequence"
     """Mean over sequences."""
 

@@ -5,8 +5,7 @@
 
     write --> full --> free what is not needed --> again --> pauses, up to a limit
                    --> free what is still in use --> again --> the error, with the bytes needed and free
-          --> EIO, ESTALE, ETIMEDOUT, ... --> pauses, up to another limit --> the error
-"""
+          --> EIO, ESTALE, ETIMEDOUT, ... --> pauses, up to another limit --> the error"""
 
 import asyncio
 import errno
@@ -113,8 +112,7 @@ async def retry_io_async(
 def _may_recover(
     error: Exception, path: Path | str, wait: DiskWait, deadlines_s: dict[bool, float], now_s: float
 ) -> bool:
-    """Return True if the disk may recover from ``error`` within its limit, which begins with the first error. A full
-    disk and a failing disk have separate limits."""
+    """Return True until a limit after the first error; a full disk and a failing disk have separate limits."""
     is_full = is_disk_full(error)
     limit_s = wait.limit_s if is_full else wait.transient_s if is_transient(error) else 0.0
     if limit_s and is_full not in deadlines_s:

@@ -49,8 +49,7 @@
         ├── CheckpointMissing        a checkpoint, or a file of one, does not exist
         └── StaleEpoch               a write by a replaced process was refused
 
-``StepAbandoned`` is not an error: it unwinds a trainer's step back to the last commit.
-"""
+``StepAbandoned`` is not an error: it unwinds a trainer's step back to the last commit."""
 
 import traceback
 from collections.abc import Mapping, Sequence

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Names of jobs, roles, processes and their Ray actors; nearest-name hints for error messages.
 
-Every actor name has the job and the run in it, so two jobs, or two runs of one job, never share one.
-"""
+Every actor name has the job and the run in it, so two jobs, or two runs of one job, never share one."""
 
 import difflib
 import re

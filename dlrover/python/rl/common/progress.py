@@ -2,8 +2,7 @@
 """Progress of this process inside a call, which distinguishes a long call from one that hangs.
 
 Engines note each generated token, micro-batch, and tensor that is loaded or received; heartbeats carry the time since
-the last note, from which ``hang_after_s`` counts.
-"""
+the last note, from which ``hang_after_s`` counts."""
 
 import time
 

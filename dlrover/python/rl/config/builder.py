@@ -41,8 +41,7 @@ class JobBuilder:
         return self
 
     def job_dir(self: B, folder: str | Path, overwrite: bool = False) -> B:
-        """The output folder of the job, by default a separate one for each run in ``runs/<name>``; ``overwrite``
-        replaces the results of an earlier run there."""
+        """The output folder, by default one for each run in ``runs/<name>``; ``overwrite`` replaces results in it."""
         self._job |= {"job_dir": str(folder), "overwrite": overwrite}
         return self
 

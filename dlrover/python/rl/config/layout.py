@@ -18,8 +18,7 @@
     config: {...}                      # the user's own
     restart: {job_max_restart, ...}
     checkpoint: {every, keep, resume, commit_to, commit_every}
-    liveness: {beat_s, ...}
-"""
+    liveness: {beat_s, ...}"""
 
 import hashlib
 import re

@@ -112,8 +112,7 @@ ALLOW_RESOLVERS = "DLROVER_RL_ALLOW_RESOLVERS"
 
 
 def check_text(text: str, where: str) -> None:
-    """Raise InvalidJob if ``text`` is larger, deeper or more entangled than a job file is, or has tags that construct
-    objects. Errors of its syntax are left to the loader."""
+    """Raise InvalidJob for text that is too large, deep or entangled, or has tags that construct objects."""
     try:
         size = len(text.encode())
     except UnicodeEncodeError as error:
@@ -123,7 +122,7 @@ def check_text(text: str, where: str) -> None:
     try:
         for line, fault in _faults(text):
             raise InvalidJob([ConfigError(f"{where}:{line}", fault)])
-    except (yaml.YAMLError, RecursionError):
+    except (yaml.YAMLError, RecursionError):  # the loader reports it
         return
 
 

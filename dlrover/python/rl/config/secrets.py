@@ -3,8 +3,7 @@
 
 Environment variables are secrets by the words in their names, values of ``config`` by the last words of a key above
 them, in any spelling: ``apiKey`` is ``api_key``, while ``max_tokens`` and ``key`` are everyday names. URLs with a user
-or a secret parameter, and private keys, are secrets anywhere. None, booleans and empty texts are not.
-"""
+or a secret parameter, and private keys, are secrets anywhere. None, booleans and empty texts are not."""
 
 import copy
 import re
@@ -164,18 +163,15 @@ def _is_hidden(_: str, value: object) -> bool:
 
 
 def _mapped(job: JobSpec, change: _Change, is_wanted: _Test) -> JobSpec:
-    def variables(where: str, env: Mapping[str, str]) -> dict[str, str]:
-        return {
-            name: change(f"{where}.{name}", value) if is_wanted(f"{where}.{name}", value) else value
-            for name, value in env.items()
-        }
+    def change_wanted(where: str, value: Any) -> Any:
+        return change(where, value) if is_wanted(where, value) else value
 
     workloads = {
-        role: replace(spec, env=variables(f"workload.{role.lower()}.env", spec.env))
+        role: replace(spec, env=map_values(spec.env, change_wanted, f"workload.{role.lower()}.env"))
         for role, spec in job.workloads.items()
     }
     config = _mapped_config(job.config, change, is_wanted)
-    return replace(job, env=variables("env", job.env), workloads=workloads, config=config)
+    return replace(job, env=map_values(job.env, change_wanted, "env"), workloads=workloads, config=config)
 
 
 def _mapped_config(config: Any, change: _Change, is_wanted: _Test) -> Any:

@@ -4,8 +4,7 @@
 
 The reader walks through dataclasses, mappings and lists, and gives pydantic each other value alone: a wrong part is
 left out with an error, and its neighbours are read. Booleans, numbers and texts differ: neither ``true`` nor ``"1"``
-is 1.
-"""
+is 1."""
 
 import dataclasses
 import json
@@ -102,8 +101,7 @@ def require(schema: type[T], data: Any, where: str) -> T:
 
 
 def check_fields(instance: Any) -> None:
-    """Raise ValueError that names each field of a dataclass instance with a value that its annotation forbids; only
-    annotations of numbers, texts and booleans are checked."""
+    """Raise ValueError for numbers, texts and booleans in a dataclass instance that their annotations forbid."""
     reader = _Reader(type(instance), "")
     for field in dataclasses.fields(instance):
         annotation = _hints(type(instance))[field.name]

@@ -367,8 +367,7 @@ def encode_rows(
     fit: Callable[[list[Encoded]], list[Encoded]],
     nothing_left: Callable[[], str],
 ) -> tuple[Batch, Counts]:
-    """Encode each row, and ``fit`` its sequences into the maximum length; returns and raises as :func:`encode_sft`.
-    ``nothing_left`` explains why no row has a sequence."""
+    """Encode each row and ``fit`` its sequences, as :func:`encode_sft`; ``nothing_left`` explains why none is left."""
     encoded: list[Encoded] = []
     from_row: list[int] = []
     errors: list[ConfigError] = []

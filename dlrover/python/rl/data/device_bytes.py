@@ -5,8 +5,7 @@
 
     main thread      update | DeviceBytes(tensor) | rollout ...
     separate stream           '- after the update: piece -> pinned A, piece -> pinned B, piece -> pinned A, ...
-    another thread                                   checksum and write A      B                 A
-"""
+    another thread                                   checksum and write A      B                 A"""
 
 import threading
 from collections.abc import Iterator

@@ -60,8 +60,7 @@ def drop_nulls_of_calls(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def template_kwargs_of(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row's arguments of the chat template: ``chat_template_kwargs`` and ``tools``. Either may be JSON text,
-    as in tables with different tools per row."""
+    """Return a row's arguments of the chat template, with its ``tools``; in tables they may be JSON text."""
     tools, kwargs = (decode_json(row.get(key)) for key in TEMPLATE_KEYS)
     return {**(kwargs or {}), **({"tools": tools} if tools else {})}
 

@@ -64,8 +64,7 @@ def dump_in_place(tree: Any, of_device: Callable[[Any], Buffer] | None = None) -
 
 
 def load(skeleton: bytes, buffers: Sequence[memoryview]) -> Any:
-    """Rebuild a tree; arrays and tensors are views of writable buffers and copies of others. Raises DataError if the
-    skeleton is invalid or does not fit the buffers."""
+    """Rebuild a tree from views of writable buffers, and copies of others; raises DataError if it is invalid."""
     try:
         return _value(json.loads(skeleton.decode("utf-8", "surrogatepass")), buffers)
     except (ValueError, TypeError, LookupError, AttributeError, struct.error) as error:

@@ -148,11 +148,8 @@ def group_advantages(
     advantage = np.zeros(len(reward), dtype=np.float32)
     _, group = np.unique(prompt_id[counted], return_inverse=True)
     count, rewards = np.bincount(group), reward[counted].astype(np.float64)
-    low, high = np.full(len(count), np.inf), np.full(len(count), -np.inf)
-    np.minimum.at(low, group, rewards)
-    np.maximum.at(high, group, rewards)
     # Sums of the same numbers in another order may differ by rounding, which a division by eps would blow up.
-    varies = _exceeds_rounding(low, high)[group]
+    varies = _find_varied(group, rewards, len(count))[group]
     centred = np.where(varies, rewards - (np.bincount(group, weights=rewards) / count)[group], 0.0)
     if normalize != "none":
         divisor = np.maximum(count - 1, 1) if normalize == "std_unbiased" else count
@@ -180,13 +177,14 @@ def find_varied_groups(
     """Return ``[samples]``: True if the valid rewards of the sample's prompt differ by more than rounding; DAPO
     replaces other prompts (arXiv:2503.14476, eq. 11)."""
     _, group = np.unique(prompt_id, return_inverse=True)
-    low, high = np.full(len(reward), np.inf), np.full(len(reward), -np.inf)
-    np.minimum.at(low, group[valid], reward[valid])
-    np.maximum.at(high, group[valid], reward[valid])
-    return _exceeds_rounding(low, high)[group]
+    return _find_varied(group[valid], reward[valid], len(reward))[group]
 
 
-def _exceeds_rounding(low: npt.NDArray[np.float64], high: npt.NDArray[np.float64]) -> npt.NDArray[np.bool_]:
+def _find_varied(group: npt.NDArray[np.int64], reward: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.bool_]:
+    """Return ``[count]``: True for groups whose rewards differ by more than rounding."""
+    low, high = np.full(count, np.inf), np.full(count, -np.inf)
+    np.minimum.at(low, group, reward)
+    np.maximum.at(high, group, reward)
     varied: npt.NDArray[np.bool_] = high - low > _ROUNDING * np.maximum(1.0, np.abs(high))
     return varied
 

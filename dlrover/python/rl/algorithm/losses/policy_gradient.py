@@ -9,8 +9,7 @@ the update.
 
 KL(policy || reference) of sampled tokens (Schulman, "Approximating KL Divergence", 2020): with x = log pi(a) - log
 ref(a) k1 = x, k2 = x^2 / 2, k3 = x + exp(-x) - 1. k1 and k3 are unbiased; k2 and k3 are never negative. The exponential
-of k3 is bounded by :data:`MAX_KL_LOG_RATIO`.
-"""
+of k3 is bounded by :data:`MAX_KL_LOG_RATIO`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields

@@ -2,8 +2,7 @@
 """The critic: generalised advantage estimation (Schulman et al., arXiv:1506.02438, eq. 16), value loss, positions.
 
 A model with a score head scores the text up to and including each token. So the value *before* an action is the score
-of the previous token, and a critic's batch has its action mask and columns one token to the left.
-"""
+of the previous token, and a critic's batch has its action mask and columns one token to the left."""
 
 from dataclasses import dataclass
 from typing import Annotated

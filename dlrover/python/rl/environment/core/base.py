@@ -50,20 +50,16 @@ class Environment(Protocol):
 
     async def reset(self, extra_info: dict[str, Any]) -> State | None:
         """Start an episode: return the first state, or None for the row's prompt. ``extra_info`` may be changed."""
-        ...
 
     async def step(self, state: State, action: str | Message, extra_info: dict[str, Any]) -> StepResult:
         """Answer ``action``, the policy's text for ``state``; ``extra_info`` is the row's, then the last step's. In a
         conversation both are messages."""
-        ...
 
     async def close(self, extra_info: dict[str, Any]) -> None:
         """End an episode: finished, at the limit of turns, or failed. Called once for each."""
-        ...
 
     async def shutdown(self) -> None:
         """Release all resources; called once, even if episodes are open."""
-        ...
 
 
 _FIELDS = tuple(item.name for item in fields(StepResult))

@@ -206,8 +206,7 @@ async def call_async(function: Callable[..., Any], *arguments: Any) -> Any:
 
 
 async def run_in_thread(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run in a daemon thread: an abandoned call blocks neither other calls nor the end of the process. SystemExit
-    interrupts it at its next line of Python."""
+    """Run in a daemon thread; SystemExit interrupts an abandoned call at its next line of Python."""
     outcome: Future[Any] = Future()
     outcome.set_running_or_notify_cancel()  # a cancelled call is interrupted instead
     lock, has_returned = threading.Lock(), False

@@ -3,8 +3,7 @@
 (``gym``).
 
 A game keeps its state and plays one episode at a time, hence a pool. Run it in a separate process
-(``IsolatedEnvironment``): games seed global random generators and print.
-"""
+(``IsolatedEnvironment``): games seed global random generators and print."""
 
 import importlib
 import itertools

@@ -9,8 +9,7 @@
     function(prompts=, completions=, <column>=, ...)    TRL's: lists over a batch, and a list of rewards
 
 Functions get whole completions, but built-in functions, judges, and functions with the decorator
-:func:`~dlrover.python.rl.data.model_text.ignore_thoughts` get the text after the thoughts.
-"""
+:func:`~dlrover.python.rl.data.model_text.ignore_thoughts` get the text after the thoughts."""
 
 import asyncio
 import inspect
@@ -204,7 +203,8 @@ class WeightedRewards:
     def now(self, samples: Sequence[Completed]) -> list[Reward]:
         """Run sync functions in order, then async ones together in a new loop; raises VerifierError."""
         values = {name: self._start(function, samples) for name, function in self._functions.items()}
-        if any(inspect.isawaitable(item) for value in values.values() for item in _items(value)):
+        items = [item for value in values.values() for item in (value if isinstance(value, list) else [value])]
+        if any(map(inspect.isawaitable, items)):
             values = asyncio.run(_settle(values))
         return self._sum(values, len(samples))
 
@@ -237,19 +237,15 @@ class WeightedRewards:
         return [Reward(math.fsum(self._weights[name] * value for name, value in row.items()), row) for row in rows]
 
 
-def _items(returned: Any) -> Sequence[Any]:
-    return returned if isinstance(returned, list) else [returned]
-
-
 async def _settle(values: Mapping[str, Any]) -> dict[str, Any]:
     """Await all awaitables together."""
-    flat = [item for value in values.values() for item in _items(value) if inspect.isawaitable(item)]
-    settled = iter(await asyncio.gather(*flat))
-    settled_values: dict[str, Any] = {}
-    for name, value in values.items():
-        items = [next(settled) if inspect.isawaitable(item) else item for item in _items(value)]
-        settled_values[name] = items if isinstance(value, list) else items[0]
-    return settled_values
+
+    async def settle(value: Any) -> Any:
+        if isinstance(value, list):
+            return await asyncio.gather(*map(settle, value))
+        return await value if inspect.isawaitable(value) else value
+
+    return dict(zip(values, await settle(list(values.values())), strict=True))
 
 
 def _number(label: str, value: Any) -> float:

@@ -9,8 +9,7 @@
 Prompts of messages make conversations: the chat template lists the tools, and results are messages of role ``tool``.
 
 A call is data: it is parsed as JSON, and its name is looked up among the tools of the job. Nothing is evaluated. A call
-in the policy's thoughts is a draft, which is not made.
-"""
+in the policy's thoughts is a draft, which is not made."""
 
 import inspect
 import json

@@ -7,8 +7,7 @@
                                           |
                                           '-- EnvironmentFailed: this sample failed, with the reason
 
-A trajectory has the policy's tokens in one sequence as long as each state continues the last.
-"""
+A trajectory has the policy's tokens in one sequence as long as each state continues the last."""
 
 import asyncio
 import copy

@@ -175,8 +175,7 @@ class ChildProcess:
 
 
 def interpreter_command(function: Callable[..., None], *arguments: str) -> list[str]:
-    """Return the command line of a fresh interpreter that calls an importable function, with this ``sys.path``, so that
-    it finds the neighbour modules of a script."""
+    """Return the command line of a fresh interpreter, with this ``sys.path``, that calls an importable function."""
     name, module = function.__name__, function.__module__
     code = f"import sys; sys.path[:] = {sys.path!r}; from {module} import {name}; {name}(*sys.argv[1:])"
     return [sys.executable, "-c", code, *arguments]

@@ -7,8 +7,7 @@ kernel permits new namespaces, it has no network and cannot trace other processe
 
 Both levels limit memory, processor time, file sizes, open files and processes (which the kernel does not count for
 root); the environment is clean, only the passed descriptors are open, and privileges cannot grow. The caller sets the
-deadline.
-"""
+deadline."""
 
 import ctypes
 import logging
@@ -53,8 +52,7 @@ class ProgramLimits:
 
 @cache
 def confinement() -> str:
-    """Return the level of the programs of this process; logged once, as a warning if bubblewrap is missing. Raises
-    VerifierError if the environment requires more."""
+    """Return the level of this process's programs, logged once; raises VerifierError if the setting requires more."""
     level, reason = _choose_level()
     severity = logging.WARNING if reason and not os.environ.get(SETTING) else logging.INFO
     _LOG.log(severity, "programs that a model wrote are confined by %s%s", level, f" ({reason})" if reason else "")
@@ -75,8 +73,7 @@ def _choose_level() -> tuple[str, str]:
 
 
 def sandbox_level() -> str:
-    """Return ``bubblewrap``, ``namespaces`` (limits, no network), ``limits``, or ``none`` if programs are refused
-    because the environment requires more."""
+    """Return ``bubblewrap``, ``namespaces`` (limits, no network), ``limits``, or ``none`` if programs are refused."""
     try:
         level, _ = _choose_level()
     except VerifierError:

@@ -2,8 +2,7 @@
 """A reward function in a child process with a deadline: it may loop, exhaust memory or kill its interpreter.
 
 The child is a fresh interpreter that imports this module and the function's, but neither the parent's main script nor
-its memory. Verifiers run in parallel: a hanging sample uses only its own deadline.
-"""
+its memory. Verifiers run in parallel: a hanging sample uses only its own deadline."""
 
 import math
 import queue

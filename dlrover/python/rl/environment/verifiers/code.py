@@ -10,8 +10,7 @@ before a token that is unread in the program's connection until the tests end; s
 A determined program may still find or change other expected values in its callers' frames, replace a function that a
 test calls while it runs, answer for tests that it reads from the connection, read the data set or trace other
 processes; an object of its class may claim to contain everything (``x in f(y)``). Prefer ``assert f(2) == 4``, or cases
-of input and output.
-"""
+of input and output."""
 
 import json
 import os

@@ -7,8 +7,7 @@ It runs as a script, isolated, in the program's folder, with the standard librar
     -> tests run, each assertion is "passed <number>", "failed" or "compared <number> <value>" -> "over <token>"
 
 Tests arrive after the program has run; the token stays unread until they end. All names used here are bound before the
-program runs; functions and modules that it replaced are restored before the tests run.
-"""
+program runs; functions and modules that it replaced are restored before the tests run."""
 
 import builtins
 import math

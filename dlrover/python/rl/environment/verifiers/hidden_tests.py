@@ -2,8 +2,7 @@
 """Test files, rewritten so that the tested program controls neither an expected value nor a verdict.
 
 ``assert double(2) == 4`` becomes ``__compare__(0, double(2))``: this process has the 4, and compares. Any other
-assertion becomes ``assert __check__(1, ...)``, which reports the outcome, as do methods of ``unittest.TestCase``.
-"""
+assertion becomes ``assert __check__(1, ...)``, which reports the outcome, as do methods of ``unittest.TestCase``."""
 
 import ast
 import builtins
@@ -66,8 +65,7 @@ class HiddenTests:
 
 @lru_cache(64)
 def hide_expected(tests: str, entry_point: str = "") -> HiddenTests:
-    """Rewrite tests; HumanEval's ``check(candidate)`` is called with ``entry_point``. Raises ValueError if they are not
-    Python, if nothing in them can fail, or if a part cannot run here."""
+    """Rewrite tests, with HumanEval's ``check(entry_point)``; raises ValueError if they cannot run or cannot fail."""
     try:
         tree = ast.parse(tests)
     except SyntaxError as error:
