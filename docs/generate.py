@@ -102,12 +102,10 @@ def default_text(field: dataclasses.Field[Any]) -> str:
     return f"`{list(value) if isinstance(value, tuple) else value}`"
 
 
-def field_comments(config: type) -> dict[str, str]:
-    """Map each field of a configuration class to the string below it, or below the field of a base class."""
+def field_comments(config: type, own: bool = False) -> dict[str, str]:
+    """Map each field of a configuration class to the string below it."""
     comments = {}
-    for base in reversed(config.__mro__[:-1]):
-        if base.__module__ == "typing":  # Protocol and Generic
-            continue
+    for base in [config] if own else reversed(config.__mro__[:-1]):
         (definition,) = ast.parse(textwrap.dedent(inspect.getsource(base))).body
         for pair in pairwise(definition.body):
             match pair:
@@ -117,7 +115,7 @@ def field_comments(config: type) -> dict[str, str]:
 
 
 def field_table(config: type, own: bool = False) -> str:
-    comments, types = field_comments(config), get_type_hints(config, include_extras=True)
+    comments, types = field_comments(config, own), get_type_hints(config, include_extras=True)
     rows = ["| key | type | default | meaning |", "|---|---|---|---|"]
     for field in dataclasses.fields(config):
         if not own or field.name in config.__annotations__:

@@ -15,17 +15,13 @@ from dlrover.python.rl.algorithm.losses.policy_gradient import GroupRelative, ch
 class DAPO(GroupRelative):
     """GRPO with a wider upper clip, averaged over tokens, without KL."""
 
+    #: how far the ratio may rise above 1; unlikely tokens need a wide bound (section 3.1)
     clip_high: Annotated[float, Ge(0.0)] = 0.28
-    """How far the ratio may rise above 1; unlikely tokens need a wide bound (section 3.1)."""
-
-    max_tokens: Annotated[int, Gt(0)] | None = None
-    """Maximum tokens of a completion; for over-long shaping."""
-
+    max_tokens: Annotated[int, Gt(0)] | None = None  #: maximum tokens of a completion; for over-long shaping
+    #: number of last tokens over which the penalty grows linearly to ``overlong_penalty``; None: no penalty
     overlong_buffer: Annotated[int, Gt(0)] | None = None
-    """Number of last tokens over which the penalty grows linearly to ``overlong_penalty``; None: no penalty."""
-
+    #: penalty of a completion of ``max_tokens`` tokens or more; None: 1
     overlong_penalty: Annotated[float, Gt(0.0)] | None = None
-    """Penalty of a completion of ``max_tokens`` tokens or more; None: 1."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

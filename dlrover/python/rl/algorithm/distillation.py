@@ -52,8 +52,8 @@ class Distillation(PolicyGradient):
 
     compares_samples: ClassVar[bool] = False
 
+    #: mean over the tokens of the update, or over sequences of their token means
     averaging: Literal["token", "sequence"] = "token"
-    """Mean over the tokens of the update, or over sequences of their token means."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,8 +86,8 @@ MIN_TAIL = 1e-6  # lower bound of a tail: the rounding error of the sum of k flo
 class VocabularyDistillation(Algorithm):
     """The mean over tokens of ``KL(student || teacher)``, states held fixed; rewards and ``logprobs`` are ignored."""
 
+    #: mean over the tokens of the update, or over sequences of their token means
     averaging: Literal["token", "sequence"] = "token"
-    """Mean over the tokens of the update, or over sequences of their token means."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -18,12 +18,10 @@ class GSPO(GroupRelative):
     Each token has its sequence's ratio and its own gradient (GSPO-token, eq. 14), which with one advantage per sequence
     is the gradient of the sequence's ratio."""
 
+    #: how far the sequence's ratio may fall below 1: means over tokens move little (section 5.1)
     clip_low: Annotated[float, Ge(0.0), Lt(1.0)] = 3e-4
-    """How far the sequence's ratio may fall below 1: means over tokens move little (section 5.1)."""
-
     clip_high: Annotated[float, Ge(0.0)] = 4e-4
-    averaging: Literal["sequence"] = "sequence"
-    """Mean over sequences."""
+    averaging: Literal["sequence"] = "sequence"  #: mean over sequences
 
     @property
     def needs(self) -> Needs:

@@ -20,9 +20,7 @@ class ReinforcePlusPlus(PolicyGradient):
     compares_samples: ClassVar[bool] = False
     has_token_advantages: ClassVar[bool] = True
 
-    gamma: Annotated[float, Ge(0.0), Le(1.0)] = 1.0
-    """Discount of later rewards."""
-
+    gamma: Annotated[float, Ge(0.0), Le(1.0)] = 1.0  #: discount of later rewards
     kl_estimator: KLEstimator = "k1"
     kl_in: KLTerm = "reward"
 
@@ -34,8 +32,8 @@ class ReinforcePlusPlus(PolicyGradient):
 class ReinforcePlusPlusBaseline(PolicyGradient):
     """Rewards less their group's mean, whitened over all tokens of the update; for groups of samples."""
 
+    #: estimator of the KL penalty; k2, as in the paper, has the gradient of KL(pi || ref)
     kl_estimator: KLEstimator = "k2"
-    """Estimator of the KL penalty; k2, as in the paper, has the gradient of KL(pi || ref)."""
 
     def advantages(self, samples: SampleView) -> Column:
         centred = group_advantages(samples.prompt_id, self.rewards(samples), "none", samples.counted)

@@ -15,9 +15,8 @@ class RLOO(PolicyGradient):
 
     While the policy is unchanged, the clipped surrogate's gradient is REINFORCE's."""
 
+    #: the mean over samples of their token sums, as in the paper; or a mean over tokens
     averaging: Literal["token", "sequence", "sum"] = "sum"
-    """The mean over samples of their token sums, as in the paper; or a mean over tokens."""
-
     kl_estimator: KLEstimator = "k1"
     kl_in: KLTerm = "reward"
 

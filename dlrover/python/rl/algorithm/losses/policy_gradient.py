@@ -155,53 +155,34 @@ class PolicyGradient:
 
     A subclass is a frozen dataclass with :meth:`advantages`; it may change defaults and override :meth:`surrogate`."""
 
+    #: a sample's baseline comes from the other samples of its prompt, so a group of one teaches nothing
     compares_samples: ClassVar[bool] = True
-    """A sample's baseline comes from the other samples of its prompt, so a group of one teaches nothing."""
-
+    #: each token has a separate advantage: ``advantages`` returns a ragged column
     has_token_advantages: ClassVar[bool] = False
-    """Each token has a separate advantage: ``advantages`` returns a ragged column."""
 
     def __init_subclass__(cls, **keywords: Any) -> None:
         super().__init_subclass__(**keywords)
         if "judges_tokens" in vars(cls):
             raise TypeError(f"{cls.__name__}.judges_tokens is now called has_token_advantages")
 
+    #: how far the ratio to the policy before the update may fall below 1
     clip_low: Annotated[float, Ge(0.0), Lt(1.0)] = 0.2
-    """How far the ratio to the policy before the update may fall below 1."""
-
-    clip_high: Annotated[float, Ge(0.0)] = 0.2
-    """How far it may rise above 1."""
-
+    clip_high: Annotated[float, Ge(0.0)] = 0.2  #: how far it may rise above 1
+    #: bound of the ratio for negative advantages, beyond which the gradient stops too; 3 is usual
     dual_clip: Annotated[float, Gt(1.0)] | None = None
-    """Bound of the ratio for negative advantages, beyond which the gradient stops too; 3 is usual."""
-
+    #: mean over the tokens of the update; or over samples, of their token means (``sequence``) or sums (``sum``)
     averaging: Literal["token", "sequence", "sum"] = "token"
-    """Mean over the tokens of the update; or over samples, of their token means (``sequence``) or sums (``sum``)."""
-
-    kl_coef: Annotated[float, Ge(0.0)] = 0.0
-    """Weight of the KL penalty; above 0 the reference's log-probs are needed."""
-
-    kl_estimator: KLEstimator = "k3"
-    """Estimator of the KL penalty; ``k1`` cannot be a loss."""
-
-    kl_in: KLTerm = "loss"
-    """The term that holds the KL penalty."""
-
-    entropy_coef: Annotated[float, Ge(0.0)] = 0.0
-    """Weight of the entropy bonus; above 0 raises the policy's entropy."""
-
+    kl_coef: Annotated[float, Ge(0.0)] = 0.0  #: weight of the KL penalty; above 0 the reference's log-probs are needed
+    kl_estimator: KLEstimator = "k3"  #: estimator of the KL penalty; ``k1`` cannot be a loss
+    kl_in: KLTerm = "loss"  #: the term that holds the KL penalty
+    entropy_coef: Annotated[float, Ge(0.0)] = 0.0  #: weight of the entropy bonus; above 0 raises the policy's entropy
+    #: importance correction of rollouts of another engine; all but ``none`` need log-probs of the train engine from
+    #: before the update
     correction: Correction = "none"
-    """Importance correction of rollouts of another engine; all but ``none`` need log-probs of the train engine from
-    before the update."""
-
-    correction_level: CorrectionLevel = "token"
-    """Correct single tokens or whole sequences."""
-
+    correction_level: CorrectionLevel = "token"  #: correct single tokens or whole sequences
+    #: lower bound of the correction's weight, for ``mask``; None: 0
     correction_low: Annotated[float, Ge(0.0)] | None = None
-    """Lower bound of the correction's weight, for ``mask``; None: 0."""
-
-    correction_high: Annotated[float, Gt(0.0)] | None = None
-    """Upper bound of the correction's weight; None: 2."""
+    correction_high: Annotated[float, Gt(0.0)] | None = None  #: upper bound of the correction's weight; None: 2
 
     def __post_init__(self) -> None:
         check_fields(self)
@@ -300,12 +281,10 @@ class PolicyGradient:
 class GroupRelative(PolicyGradient):
     """Rewards less their group's mean, in standard deviations of the group."""
 
+    #: divide a group's centred rewards by their standard deviation, as in the papers, or not. ``std_unbiased`` has the
+    #: divisor n - 1, as in RL2, TRL and verl.
     normalize: Normalize = "std"
-    """Divide a group's centred rewards by their standard deviation, as in the papers, or not. ``std_unbiased`` has the
-    divisor n - 1, as in RL2, TRL and verl."""
-
-    std_eps: Annotated[float, Ge(0.0)] = STD_EPS
-    """Added to that deviation; 1e-4 in TRL."""
+    std_eps: Annotated[float, Ge(0.0)] = STD_EPS  #: added to that deviation; 1e-4 in TRL
 
     def advantages(self, samples: SampleView) -> Column:
         reward = self.rewards(samples)

@@ -48,8 +48,8 @@ class ValueLoss:
 
     The clip comes from PPO's published code (openai/baselines, ``ppo2``); the paper has none."""
 
+    #: how far a value may move from ``values`` (before the update) before its gradient stops; None: no bound
     clip: Annotated[float, Gt(0.0)] | None = 0.2
-    """How far a value may move from ``values`` (before the update) before its gradient stops; None: no bound."""
 
     def __post_init__(self) -> None:
         check_fields(self)

@@ -178,7 +178,7 @@ def exact_answer(completion: str, answer: str) -> float:
     ``1/2`` and ``0.5`` are not."""
     answer = marked_answer(answer) or answer
     if not answer.strip():
-        raise ValueError("there is no reference answer")
+        raise ValueError("the prompt has no reference answer")
     completion, answer = plain_text(completion), plain_text(answer)
     boxed = boxed_answer(completion)
     if boxed is not None:

@@ -148,7 +148,7 @@ class IsolatedEnvironment:
     def _cancel_call(self, child: ChildProcess, cancelled: str) -> None:
         self._abandoned_s = time.monotonic()
         try:
-            self._count_abandoned(child, cancelled)
+            self._abandoned = _decode(child.submit(*pack_call("cancel", cancelled)).result(self._grace_s))
             self._replace_if_idle()
         except (TimeoutError, ChildEnded):
             if not child.is_ended:
@@ -165,13 +165,10 @@ class IsolatedEnvironment:
             if child is None or child.is_ended or self._closed or self._open:
                 return
             with suppress(TimeoutError, ChildEnded):
-                self._count_abandoned(child)
+                self._abandoned = _decode(child.submit(*pack_call("cancel", "")).result(self._grace_s))
             if self._abandoned > _MOST_ABANDONED:
                 _LOG.warning("%s has calls that do not return: its process is replaced", self._where)
                 self._end(child, "too many of its calls did not return")
-
-    def _count_abandoned(self, child: ChildProcess, cancelled: str = "") -> None:
-        self._abandoned = _decode(child.submit(*pack_call("cancel", cancelled)).result(self._grace_s))
 
     def _end(self, child: ChildProcess, reason: str) -> None:
         """End a child after the user's own ``shutdown``."""
