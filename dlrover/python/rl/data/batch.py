@@ -123,8 +123,6 @@ class Batch:
     def row(self, index: int) -> dict[str, Any]:
         return {name: column[index] for name, column in self.columns.items()}
 
-    # -- derived batches -----------------------------------------------------------------------------------------------
-
     def with_columns(self, **columns: Any) -> "Batch":
         return Batch({**self.columns, **columns})
 

@@ -250,16 +250,14 @@ class SampleView:
         """Repeat each sample's value on its rows, 0 without action tokens: ``[samples]`` to float32 ``[rows]``."""
         return np.where(self.rows.dense("action_tokens") > 0, values[self.of_row], 0).astype(np.float32)
 
-    # -- action tokens, sample by sample, in their order; observations are left out -----------------------------------
-
     @property
     def lengths(self) -> npt.NDArray[np.int64]:
-        """The action tokens of each sample, 0 for samples that do not count: ``[samples]``."""
+        """The number of action tokens of each sample, 0 for samples that do not count: ``[samples]``."""
         return np.where(self.counted, self.action_tokens, 0)
 
     @cached_property
     def positions(self) -> npt.NDArray[np.int64]:
-        """The positions of the action tokens among all tokens of the rows: ``[actions]``."""
+        """The positions of the action tokens among all tokens, sample by sample: ``[actions]``."""
         mask = self.rows.ragged("action_mask")
         flat = np.flatnonzero(mask.values)
         row = np.searchsorted(mask.offsets, flat, side="right") - 1

@@ -217,8 +217,6 @@ class PolicyGradient:
             reason = "a single sample equals its baseline, the mean of the prompt's samples, and nothing is learned"
             raise ValueError(f"samples_per_prompt is {samples_per_prompt}: {reason}; use at least 2")
 
-    # -- the global batch ---------------------------------------------------------------------------------------------
-
     def annotate(self, rows: Batch) -> Batch:
         """Add ``advantage`` and ``weight``."""
         samples = SampleView.of(rows)
@@ -246,8 +244,6 @@ class PolicyGradient:
         old, reference = (torch.from_numpy(samples.of_tokens(f"{model}_logprobs")) for model in ("old", "ref"))
         penalties: Floats = self.kl_coef * kl_estimate(old, reference, self.kl_estimator).numpy()
         return penalties
-
-    # -- the loss -----------------------------------------------------------------------------------------------------
 
     def loss(self, logprobs: torch.Tensor, columns: TokenColumns) -> tuple[torch.Tensor, Metrics]:
         """Adds metrics of the active terms: ``kl`` (k3), ``entropy``, ``mismatch_kl`` and ``mismatch_bounded``."""

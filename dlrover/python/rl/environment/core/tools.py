@@ -100,12 +100,6 @@ class ToolEnvironment:
             message |= {"tool_call_id": call["id"], "name": call["function"]["name"]}
         return StepResult(messages, 0.0, 0.0, False, extra_info)
 
-    async def close(self, extra_info: dict[str, Any]) -> None:
-        """Do nothing: an episode holds no resources."""
-
-    async def shutdown(self) -> None:
-        """Do nothing."""
-
     async def _response(self, call: str) -> str:
         """Return the result of a call, or the error."""
         parsed, fault = parse_call(call), ""
