@@ -195,7 +195,7 @@ class PolicyGradient:
             low, high = correction_bounds(self.correction_low, self.correction_high)
             if low >= high or not low <= 1 <= high:
                 bounds = f"correction_low {low} and correction_high {high}"
-                raise ValueError(f"{bounds} mask the weight 1 of equal policies: give one below 1 and one above it")
+                raise ValueError(f"{bounds} are not around 1, the weight of equal policies")
 
     @property
     def needs(self) -> Needs:
